@@ -1,0 +1,52 @@
+# Every target that needs Python makes the checkout's own environment first (.venv); a second call does nothing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-pythons check format bench support-matrix reference clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@echo '  ARGS="…" goes to the command behind a target, as in: make demo ARGS="--help"'
+
+setup:  ## make .venv: vLLM for this machine, kvbm, the tools
+	@$(PYTHON) scripts/setup_venv.py
+
+demo: setup  ## set everything up and run the prefix-reuse experiment on real vLLM servers
+	@$(BIN)/kvbm demo $(ARGS)
+
+test: setup check test-pythons  ## set everything up and pass every check and test
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup  ## the tests that start no engine
+	@$(BIN)/python -m pytest -m "not engine" $(ARGS)
+
+test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.10, 3.12 and 3.13 where installed
+	@$(BIN)/python scripts/other_pythons.py
+
+check: setup  ## style, types, import rules, tidiness
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; echo "run: make format"; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_imports.py
+
+format: setup  ## put the code into its standard form
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format .
+
+bench: setup  ## measure the budgets of the design and print them as a table
+	@$(BIN)/kvbm bench $(ARGS)
+
+support-matrix: setup  ## the engine tests on every supported vLLM; writes docs/reference/support-matrix.md
+	@$(BIN)/python scripts/support_matrix.py $(ARGS)
+
+reference: setup  ## write the generated pages of docs/reference
+	@$(BIN)/python -m kvbm.settings.reference > docs/reference/settings.md
+	@$(BIN)/python -m kvbm.observe.reference > docs/reference/metrics.md
+
+clean:  ## remove environments, caches and build results
+	rm -rf $(VENV) .venvs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

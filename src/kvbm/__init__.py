@@ -1,0 +1,1 @@
+"""A KV block manager for LLM inference."""

@@ -1,0 +1,73 @@
+"""What a block is, and the only states one of its slots can be in.
+
+A *block* is the KV of a fixed run of tokens, all layers, one model. A *slot* is one block's place in
+a tier. This file holds the vocabulary that every other package shares; it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+BlockKey = NewType("BlockKey", bytes)
+"""What identifies a block's content: 32 bytes, a chained hash inside a namespace (see `hashing`)."""
+
+SlotIndex = NewType("SlotIndex", int)
+"""A slot's position in one tier; slot i is the same block on every rank."""
+
+KEY_BYTES = 32
+
+
+class BlockState(enum.IntEnum):
+    """The state of one slot.
+
+    ::
+
+        free ──reserve──▶ filling ──commit──▶ resident ──evict──▶ free
+                            └──────────abort──────────────────────▶ free
+    """
+
+    FREE = 0
+    FILLING = 1
+    RESIDENT = 2
+
+
+class Transition(enum.Enum):
+    """The four moves a slot can make. Nothing else changes a `BlockState`."""
+
+    RESERVE = "reserve"
+    COMMIT = "commit"
+    ABORT = "abort"
+    EVICT = "evict"
+
+
+TRANSITIONS: dict[Transition, tuple[BlockState, BlockState]] = {
+    Transition.RESERVE: (BlockState.FREE, BlockState.FILLING),
+    Transition.COMMIT: (BlockState.FILLING, BlockState.RESIDENT),
+    Transition.ABORT: (BlockState.FILLING, BlockState.FREE),
+    Transition.EVICT: (BlockState.RESIDENT, BlockState.FREE),
+}
+"""The one transition table; the diagram in ARCHITECTURE.md is checked against it."""
+
+
+class Tier(enum.IntEnum):
+    """The tiers, top down, as KVBM names them."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
+    REMOTE = 4
+
+
+class Outcome(enum.Enum):
+    """How an operation on a tier ended, or where it stands.
+
+    MISS means "not there"; RETRY means "there perhaps, ask again"; THROTTLED means "refused to keep a
+    bound"; a caller treats the last two as a miss for this request but must not forget the block.
+    """
+
+    HIT = "hit"
+    PENDING = "pending"
+    RETRY = "retry"
+    THROTTLED = "throttled"
+    MISS = "miss"

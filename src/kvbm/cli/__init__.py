@@ -1,0 +1,1 @@
+"""The `kvbm` command: one file per sub-command, imported only when it is called."""

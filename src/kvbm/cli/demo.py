@@ -1,0 +1,118 @@
+"""`kvbm demo`: the prefix-reuse experiment on real `vllm serve` processes, with and without KVBM."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvbm.demo.plan import Options
+    from kvbm.demo.report import Results
+
+app = typer.Typer()
+
+EXIT_WRONG = 1
+EXIT_FAILED = 2
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Where results, logs and the model go.")] = Path(
+        "demo-results"
+    ),
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model's directory or name. Default: a random-weight Qwen3 made here."),
+    ] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="A quick run for CI: fewer, shorter requests.")
+    ] = False,
+    dtype: Annotated[
+        str,
+        typer.Option(help="What the engine computes in. Only in float32 must all runs give the same text."),
+    ] = "float32",
+    prefix_tokens: Annotated[int | None, typer.Option(min=256, help="Length of the shared prefixes.")] = None,
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that a server may take to start.")
+    ] = 300.0,
+) -> None:
+    """Show what the cache is worth: 5 long prefixes, 30 requests, a device cache too small to keep them.
+
+    Three runs of `vllm serve`: alone, with KVBM in host memory, and with KVBM in little host memory and on disk.
+    Writes results.json and results.png, and checks that all runs gave the same text.
+
+    Example: kvbm demo --model Qwen/Qwen3-0.6B
+
+    Exit status: 0 as shown, 1 when texts differ or a tier served nothing, 2 when a server failed.
+    """
+    from rich.console import Console
+
+    from kvbm.demo.client import RequestError
+    from kvbm.demo.experiment import run_experiment
+    from kvbm.demo.machine import cuda_device
+    from kvbm.demo.plan import Options
+    from kvbm.demo.progress import Reporter
+    from kvbm.demo.server import ServerError
+
+    console = Console()
+    options = Options(
+        output=output,
+        model=model,
+        short=short,
+        dtype=dtype,
+        prefix_tokens=prefix_tokens,
+        cuda_device=cuda_device(),
+        start_timeout_s=start_timeout,
+    )
+    # A polite end must pass through the same clean-up as Ctrl-C.
+    signal.signal(signal.SIGTERM, _raise_exit)
+    try:
+        with Reporter(console) as reporter:
+            results = run_experiment(options, reporter)
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted[/yellow]: all servers were ended")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except (ServerError, RequestError, OSError, ValueError) as error:
+        console.print(f"[red]the demo failed[/red]: {type(error).__name__}", highlight=False)
+        console.print(str(error), markup=False, highlight=False)
+        raise typer.Exit(EXIT_FAILED) from None
+    raise typer.Exit(_conclude(console, options, results))
+
+
+def _raise_exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _conclude(console: Console, options: Options, results: Results) -> int:
+    """Print, write and judge. Returns the exit status."""
+    from kvbm.demo import picture, report
+
+    console.print()
+    console.print(report.render(results))
+    report.save(results, options.output / "results.json")
+    written = [str(options.output / "results.json")]
+    if picture.draw(results, options.output / "results.png"):
+        written.append(str(options.output / "results.png"))
+    else:
+        console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
+    console.print("written: " + ", ".join(written), highlight=False)
+    found = report.problems(results, same_text_required=options.dtype == "float32")
+    difference = report.first_difference(results)
+    if difference is None:
+        count = len(results.runs[0].requests)
+        console.print(
+            f"[green]OK[/green]: all {len(results.runs)} runs gave the same text for all {count} requests"
+        )
+    elif options.dtype != "float32":
+        console.print(
+            f"texts differ, as they may in {options.dtype}, where rounding depends on chunks:\n{difference}",
+            markup=False,
+        )
+    for problem in found:
+        console.print(f"[red]FAILED[/red]: {problem}", highlight=False)
+    return EXIT_WRONG if found else 0

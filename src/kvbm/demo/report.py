@@ -1,0 +1,193 @@
+"""The results of the experiment: their values, the verdict over them, the table and the JSON file.
+
+Pure but for `save`: everything here can be tested without an engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvbm.demo.counters import TIERS, TRANSFERS
+
+SHOWN_CHARACTERS = 60
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One answered request. `seen`: an earlier request of the run had the same document."""
+
+    document: int
+    question: int
+    seen: bool
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One server's life: how it was started, what it answered, what was counted meanwhile.
+
+    `required_tiers` are those that must have served tokens for the run to show what it is meant to show.
+    """
+
+    name: str
+    title: str
+    environment: Mapping[str, str]
+    required_tiers: tuple[str, ...]
+    start_s: float
+    requests: tuple[Request, ...]
+    hit_tokens: Mapping[str, int]
+    bytes_moved: Mapping[str, int]
+    counters: Mapping[str, float]
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the experiment found, on which machine and with which settings."""
+
+    machine: Mapping[str, str]
+    settings: Mapping[str, str | int]
+    runs: tuple[Run, ...]
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The smallest value that at least `fraction` of them do not exceed (nearest rank). `values` is not empty."""
+    ordered = sorted(values)
+    return ordered[max(1, math.ceil(fraction * len(ordered))) - 1]
+
+
+def ttfts_s(run: Run, *, seen_only: bool) -> list[float]:
+    """Times to first token, of all requests or of those whose document was seen before."""
+    return [request.ttft_s for request in run.requests if request.seen or not seen_only]
+
+
+def median_ttft_s(run: Run) -> float:
+    """The median time to first token where a document was seen before."""
+    return percentile(ttfts_s(run, seen_only=True), 0.5)
+
+
+def speedup(results: Results, run: Run) -> float:
+    """How many times sooner the first token comes than without KVBM, where the document was seen before."""
+    return median_ttft_s(results.runs[0]) / median_ttft_s(run)
+
+
+def prompt_tokens(run: Run) -> int:
+    """Tokens of all prompts of a run."""
+    return sum(request.prompt_tokens for request in run.requests)
+
+
+def first_difference(results: Results) -> str | None:
+    """The first request that two runs answered differently, in words; None when all answers are equal."""
+    reference = results.runs[0]
+    for run in results.runs[1:]:
+        if len(run.requests) != len(reference.requests):
+            return f"{run.name} answered {len(run.requests)} requests, {reference.name} {len(reference.requests)}"
+        for number, (want, got) in enumerate(zip(reference.requests, run.requests, strict=True), start=1):
+            if (want.text, want.token_ids) == (got.text, got.token_ids):
+                continue
+            at = _divergence(want.token_ids, got.token_ids)
+            return (
+                f"request {number} (document {want.document + 1}, question {want.question + 1}), token {at + 1}:"
+                f"\n  {reference.name}: {_shown(want.text)}\n  {run.name}: {_shown(got.text)}"
+            )
+    return None
+
+
+def problems(results: Results, *, same_text_required: bool = True) -> list[str]:
+    """Why the experiment does not show what it should; empty when it does."""
+    found = []
+    difference = first_difference(results) if same_text_required else None
+    if difference is not None:
+        found.append(f"the runs gave different texts: {difference}")
+    for run in results.runs:
+        for tier in run.required_tiers:
+            if not run.hit_tokens.get(tier):
+                found.append(f"run {run.name!r} has no {tier} hits: not one token came from that tier")
+    return found
+
+
+def render(results: Results) -> RenderableType:
+    """The tables, and below them what they were measured on and with. They fit 80 columns."""
+    lines = [f"{name}: {value}" for name, value in {**results.machine, **results.settings}.items()]
+    for run in results.runs:
+        if run.environment:
+            lines.append(f"{run.name}: " + " ".join(f"{k}={v}" for k, v in run.environment.items()))
+    return Group(_times(results), "", _traffic(results), "", Text("\n".join(lines), style="dim"))
+
+
+def _times(results: Results) -> Table:
+    table = Table(title="Time to first token, ms", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("run", no_wrap=True)
+    for scope in ("seen before", "all"):
+        for label in ("p50", "p95"):
+            table.add_column(f"{scope}\n{label}", justify="right")
+    table.add_column("speed-up\nof seen p50", justify="right", style="bold")
+    for run in results.runs:
+        values = [
+            f"{percentile(ttfts_s(run, seen_only=seen_only), fraction) * 1e3:,.0f}"
+            for seen_only in (True, False)
+            for fraction in (0.5, 0.95)
+        ]
+        table.add_row(run.title, *values, f"{speedup(results, run):.1f} ×")
+    return table
+
+
+def _traffic(results: Results) -> Table:
+    table = Table(
+        title="Prompt tokens by source, and MB moved", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    table.add_column("run", no_wrap=True)
+    for source in (*TIERS, "computed"):
+        table.add_column(f"tokens\n{source}", justify="right")
+    directions = [f"{source} to {target}" for source, target in TRANSFERS]
+    for direction in directions:
+        table.add_column(f"{direction.replace(' to ', chr(10) + '→ ')}", justify="right")
+    for run in results.runs:
+        tokens = [run.hit_tokens.get(tier, 0) for tier in TIERS]
+        computed = prompt_tokens(run) - sum(tokens)
+        moved = [run.bytes_moved.get(direction, 0) / 1e6 for direction in directions]
+        table.add_row(run.title, *(f"{n:,}" for n in (*tokens, computed)), *(f"{n:,.0f}" for n in moved))
+    return table
+
+
+def save(results: Results, path: Path) -> None:
+    """Write the results as indented JSON: the figures of the table, then every raw value."""
+    summary = {
+        run.name: {
+            "ttft_seen_p50_s": percentile(ttfts_s(run, seen_only=True), 0.5),
+            "ttft_seen_p95_s": percentile(ttfts_s(run, seen_only=True), 0.95),
+            "ttft_all_p50_s": percentile(ttfts_s(run, seen_only=False), 0.5),
+            "ttft_all_p95_s": percentile(ttfts_s(run, seen_only=False), 0.95),
+            "speedup_p50": speedup(results, run),
+            "prompt_tokens": prompt_tokens(run),
+            "hit_tokens": run.hit_tokens,
+            "bytes_moved": run.bytes_moved,
+        }
+        for run in results.runs
+    }
+    document = {
+        "summary": summary,
+        "first_difference": first_difference(results),
+        **msgspec.to_builtins(results),
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+
+def _divergence(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")

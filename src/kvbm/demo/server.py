@@ -1,0 +1,179 @@
+"""One `vllm serve` process: started, waited for, and always ended.
+
+The process gets a group of its own, so that ending it ends everything it started (engine core, workers, a private
+KVBM manager), also on Ctrl-C and when the experiment fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kvbm.demo.client import Client, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+HOST = "127.0.0.1"
+LOG_TAIL_LINES = 30
+STOP_GRACE_S = 20.0
+KILL_GRACE_S = 10.0
+READY_POLL_S = 0.25
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class ServerError(RuntimeError):
+    """A server did not start or died. The message ends with the last lines of its log."""
+
+
+def free_port() -> int:
+    """A TCP port that is free on loopback now. Nothing keeps another process from taking it before it is used."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def vllm_command(model: str) -> list[str]:
+    """How to serve `model` with vLLM of this very environment.
+
+    The `vllm` script asks for the metadata of a distribution named `vllm`, which the CPU wheel does not have: there
+    the same server is started by its module.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    script = Path(sys.executable).with_name("vllm")
+    start = (
+        [sys.executable, str(script)]
+        if script.exists()
+        else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    )
+    return [*start, "serve", model]
+
+
+class VllmServer:
+    """A running `vllm serve MODEL …` on a loopback port of its own. Use it in a `with` statement."""
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path,
+        *,
+        start_timeout_s: float,
+        request_timeout_s: float,
+        while_starting: Callable[[float], None] | None = None,
+    ) -> None:
+        """`environment` is all that the process gets. `while_starting` is called with the seconds waited."""
+        self.port = free_port()
+        self.log_path = log_path
+        self.client = Client(HOST, self.port, timeout_s=request_timeout_s)
+        self.command = [
+            *vllm_command(model), "--host", HOST, "--port", str(self.port), *arguments,
+        ]  # fmt: skip
+        self._environment = dict(environment)
+        self._start_timeout_s = start_timeout_s
+        self._while_starting = while_starting
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start_s = 0.0
+
+    def __enter__(self) -> VllmServer:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _wait_until_ready(self) -> None:
+        started = time.monotonic()
+        assert self._process is not None
+        while True:
+            self.start_s = time.monotonic() - started
+            if self._process.poll() is not None:
+                raise self.failure(
+                    f"vllm serve ended with status {self._process.returncode} before it was ready"
+                )
+            if self.start_s > self._start_timeout_s:
+                raise self.failure(f"vllm serve was not ready after {self._start_timeout_s:.0f} s")
+            with contextlib.suppress(RequestError):
+                if self.client.is_ready():
+                    return
+            if self._while_starting is not None:
+                self._while_starting(self.start_s)
+            time.sleep(READY_POLL_S)
+
+    def failure(self, what: str) -> ServerError:
+        """An error that says `what` and shows the end of the log."""
+        tail = log_tail(self.log_path)
+        return ServerError(f"{what}; the last lines of {self.log_path}:\n{tail}")
+
+    def stop(self) -> None:
+        """End the process and all it started: asked first, then killed. Safe to call again."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_GRACE_S)
+        # What is left in the group has lost its parent: nobody else would end it.
+        _signal_group(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + KILL_GRACE_S
+        while _group_alive(process.pid) and time.monotonic() < deadline:
+            process.poll()
+            time.sleep(0.05)
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait(KILL_GRACE_S)
+
+
+def _signal_group(group: int, number: Literal[signal.Signals.SIGTERM, signal.Signals.SIGKILL]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def log_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log, without colours. Empty when there is no log."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(ANSI.sub("", text).splitlines()[-lines:])

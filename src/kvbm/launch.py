@@ -1,0 +1,133 @@
+"""Find the manager of an engine, or start a private one.
+
+With nothing configured, the first leader or worker of an engine starts a private manager as its child. Who is
+first is settled by a file lock: it is taken before the start and inherited by the child, so it is held exactly as
+long as that manager lives, and a dead manager's lock is free again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from kvbm.channel import Channel
+from kvbm.clock import Clock
+from kvbm.errors import ManagerUnavailable, SettingsError
+from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
+from kvbm.settings import Settings
+
+RETRY_S_MIN = 0.1
+RETRY_S_MAX = 5.0
+_CONNECT_POLL_S = 0.02
+_HELLO_TIMEOUT_S = 30.0
+
+
+class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine's manager listens, and whether it is ours to start."""
+
+    socket_path: str
+    private: bool
+
+    @classmethod
+    def of(cls, settings: Settings, engine: str) -> ManagerAddress:
+        """The shared manager that the settings name, or the engine's private one."""
+        if settings.manager:
+            return cls(socket_path=settings.manager, private=False)
+        name = hashlib.sha256(engine.encode()).hexdigest()[:16]
+        return cls(socket_path=os.path.join(settings.runtime_dir, f"private-{name}.sock"), private=True)
+
+
+def make_runtime_dir(path: str) -> None:
+    """Create the directory of sockets, 0700; refuse one that others own or can write to."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        status = os.stat(path)
+    except OSError as error:
+        raise SettingsError("DYN_KVBM_RUNTIME_DIR", path, f"a directory that can be made ({error.strerror})") from None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise SettingsError("DYN_KVBM_RUNTIME_DIR", path, "a directory that only you own and can write to (0700)")
+
+
+class ManagerFinder:
+    """Connects to the engine's manager, starting a private one when it is not there.
+
+    `attempt` never waits longer than a connection to a local socket takes; it keeps its own back-off. Not shared
+    between threads.
+    """
+
+    def __init__(self, address: ManagerAddress, environment: Mapping[str, str], clock: Clock) -> None:
+        self.address = address
+        self._environment = dict(environment)
+        self._clock = clock
+        self._child: subprocess.Popen[bytes] | None = None
+        self._next_try_s = -1.0
+        self._backoff_s = RETRY_S_MIN
+
+    def attempt(self) -> Channel | None:
+        """A fresh connection, or None when there is none yet (or it is too early to try again)."""
+        now_s = self._clock()
+        if now_s < self._next_try_s:
+            return None
+        try:
+            channel = Channel.connect(self.address.socket_path)
+        except ManagerUnavailable:
+            self._next_try_s = now_s + self._backoff_s
+            self._backoff_s = min(self._backoff_s * 1.5, RETRY_S_MAX)
+            if self.address.private:
+                self._start()
+            return None
+        self._backoff_s, self._next_try_s = RETRY_S_MIN, -1.0
+        return channel
+
+    def establish(self, hello: Hello, timeout_s: float, pause: Callable[[float], object]) -> tuple[Channel, Welcome]:
+        """Connect and introduce ourselves, waiting up to `timeout_s`.
+
+        Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it says no.
+        """
+        assert hello.version == PROTOCOL_VERSION
+        deadline_s = self._clock() + timeout_s
+        while True:
+            self._next_try_s = -1.0
+            channel = self.attempt()
+            if channel is not None:
+                try:
+                    return channel, channel.introduce(hello, _HELLO_TIMEOUT_S)
+                except BaseException:
+                    channel.close()
+                    raise
+            if self._clock() >= deadline_s:
+                raise ManagerUnavailable(
+                    f"no manager answers at {self.address.socket_path} after {timeout_s:g} s"
+                )
+            pause(_CONNECT_POLL_S)
+
+    def _start(self) -> None:
+        """Start a private manager unless somebody else holds its lock."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        make_runtime_dir(os.path.dirname(self.address.socket_path))
+        lock_fd = os.open(self.address.socket_path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock_fd), os.stat(self.address.socket_path + ".lock")):
+                return  # a manager that was ending removed the file between our open and our lock
+        except (BlockingIOError, FileNotFoundError):
+            return  # a manager is starting, or runs and is about to listen
+        else:
+            command = [sys.executable, "-m", "kvbm.manager.process", self.address.socket_path, str(lock_fd)]
+            self._child = subprocess.Popen(
+                command,
+                pass_fds=[lock_fd],
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        finally:
+            os.close(lock_fd)

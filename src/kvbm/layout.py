@@ -1,0 +1,81 @@
+"""KV geometry and the namespace: everything that must agree before bytes may be shared.
+
+A block's bytes are opaque to the manager. What they mean is fixed by the *namespace*, and the namespace's
+hash, the *fingerprint*, is part of every block key, of every session and of every disk directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+PAGE_BYTES = 4096
+"""Alignment of slots in memory and on disk (O_DIRECT)."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a block, as every process of one namespace sees it.
+
+    A *shard* is the part of a block that one rank holds. Ranks that hold the same bytes (MLA) share a shard,
+    so `shard_count` may be below the number of ranks. All shards of a block have `shard_bytes` bytes.
+    """
+
+    block_tokens: int
+    shard_bytes: int
+    shard_count: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.block_tokens > 0 and self.shard_bytes > 0 and self.shard_count > 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one shard's slot in the host arena and on disk: `shard_bytes` rounded up to a page."""
+        return round_up(self.shard_bytes, PAGE_BYTES)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all its shards, padding included: what a tier pays for it."""
+        return self.slot_bytes * self.shard_count
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+    """What must agree before two engines may share bytes.
+
+    `fields` holds name and value of each part in a fixed order: the digest of the weights, KV dtype, block
+    size, physical layout (and CPU instruction set packing), parallel shape. Two namespaces are equal when
+    their fingerprints are.
+    """
+
+    model: str
+    fields: tuple[tuple[str, str], ...]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes: sha256 over the length-prefixed fields (the model's name is a field too)."""
+        digest = hashlib.sha256(b"kvbm-namespace-1")
+        for name, value in (("model", self.model), *self.fields):
+            for part in (name.encode(), value.encode()):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+        return digest.digest()
+
+    @property
+    def short(self) -> str:
+        """The first 12 hex digits of the fingerprint: for logs and directory names."""
+        return self.fingerprint.hex()[:12]
+
+    def difference(self, other: Namespace) -> str:
+        """One line naming the first field in which `other` differs, for refusals and logs."""
+        if self.model != other.model:
+            return f"model is {other.model!r} here, {self.model!r} there"
+        theirs = dict(other.fields)
+        for name, value in self.fields:
+            if theirs.get(name) != value:
+                return f"{name} is {theirs.get(name)!r} here, {value!r} there"
+        return "no field differs"

@@ -1,0 +1,5 @@
+"""Scheduler side: decides which blocks to load and store. Copies nothing, and never makes the engine wait."""
+
+from kvbm.leader.leader import Answer, Leader
+
+__all__ = ["Answer", "Leader"]

@@ -1,0 +1,287 @@
+"""The leader as an engine integration drives it: one call per moment of a request's life, all from one thread.
+
+No call waits for the manager beyond the budget below, and only an idle engine step waits at all. With no manager,
+a dead one or a slow one, every answer is "nothing found, nothing to store".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from kvbm.block import BlockKey, Tier
+from kvbm.clock import Clock
+from kvbm.hashing import derive_key
+from kvbm.launch import ManagerFinder
+from kvbm.leader.cost import CostModel
+from kvbm.leader.link import ManagerLink
+from kvbm.leader.lookups import Lookups, Search
+from kvbm.leader.stores import Stores
+from kvbm.protocol import (
+    Hello,
+    LoadPlan,
+    LookupReply,
+    Progress,
+    ReserveReply,
+    Reset,
+    ResetReply,
+    StepPlan,
+    StepReport,
+)
+
+log = logging.getLogger("kvbm.leader")
+
+STEP_WAIT_S = 0.002
+"""What all waiting for the manager's answers may cost one engine step that has work to do."""
+IDLE_WAIT_S = 0.005
+RESET_WAIT_S = 5.0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """How many blocks after the computed ones can be loaded. With `later`, the engine should ask again."""
+
+    blocks: int = 0
+    later: bool = False
+
+
+class Scheduled(NamedTuple):
+    """A request in an engine step: how many of its leading blocks are complete after it, and its block table.
+
+    The table is only asked for when there is something to store.
+    """
+
+    request: str
+    complete_blocks: int
+    device_blocks: Callable[[], Sequence[int]]
+
+
+@dataclass(slots=True)
+class _Tracked:
+    hashes: Sequence[bytes]
+    extras: bytes
+    keys: list[BlockKey] = field(default_factory=list)
+    keyed_for: bytes = b""
+    stored: int = 0
+    asked: bool = False
+
+
+class Leader:
+    """Decides what one engine loads and stores.
+
+    `hashes` of a request is the engine's own list of block hashes; it may grow as tokens come in. `promise_early`
+    is True for an engine that recomputes what does not arrive.
+    """
+
+    def __init__(
+        self,
+        finder: ManagerFinder,
+        hello: Hello,
+        block_tokens: int,
+        promise_early: bool,
+        clock: Clock,
+    ) -> None:
+        self._clock = clock
+        self._link = ManagerLink(finder, hello, clock)
+        self.cost = CostModel(block_tokens)
+        # Numbers of another life of this leader must not mean anything to a worker that outlived it.
+        first = int.from_bytes(os.urandom(6), "little") << 8
+        self._lookups = Lookups(self._link, self.cost, clock, promise_early, first)
+        self._stores = Stores(self._link, clock, hello.rank_count, first)
+        self._requests: dict[str, _Tracked] = {}
+        self._gone: set[str] = set()
+        self._new_loads: list[LoadPlan] = []
+        self._salt = b""
+        self._life = 0
+        self._wait_left_s = STEP_WAIT_S
+        self._prefill: tuple[int, float] = (0, 0.0)
+        self._reset_reply: ResetReply | None = None
+        self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
+        self.failed_blocks = 0
+        self._receive()
+
+    @property
+    def ready(self) -> bool:
+        """The manager and all ranks are there."""
+        return self._link.ready is not None
+
+    # ---- a request comes
+
+    def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:
+        """Ask at once what the manager holds. `on_device` leading blocks are in the device's prefix cache now."""
+        self._receive()
+        tracked = _Tracked(hashes, extras)
+        self._requests[request] = tracked
+        self._ask(request, tracked, on_device)
+
+    def matched(self, request: str, computed: int) -> Answer:
+        """What can be loaded after the first `computed` blocks. May be asked many times; promises nothing for good."""
+        tracked = self._requests.get(request)
+        self._receive()
+        if tracked is None or not self.ready:
+            return Answer()
+        search = self._lookups.get(request)
+        if search is None and not tracked.asked:
+            search = self._ask(request, tracked, computed)
+        if search is None:
+            return Answer()
+        if self._lookups.stale(search, computed):
+            again = self._ask(request, tracked, computed, search.attempts + 1)
+            if again is None:
+                return Answer()
+            search = again
+        promised = self._lookups.promised(search, computed)
+        if promised is None and self._wait_left_s > 0.0:
+            self._wait_a_little(self._wait_left_s)
+            promised = self._lookups.promised(search, computed)
+        search.computed = computed
+        return Answer(later=True) if promised is None else Answer(blocks=promised)
+
+    def planned_sources(self, request: str) -> bytes:
+        """The tiers that the request's load comes from, one byte per block; empty when it loads nothing."""
+        search = self._lookups.get(request)
+        return search.used if search is not None else b""
+
+    def allocated(self, request: str, count: int, table: Sequence[int]) -> None:
+        """The engine made room: load `count` promised blocks; with none, the request goes on without us.
+
+        `table` is the request's whole block table; the loaded blocks follow those that were computed already.
+        """
+        if count <= 0:
+            self._lookups.drop(request)
+            return
+        self._new_loads.append(self._lookups.begin_load(request, count, table))
+
+    # ---- a step
+
+    def step(self, scheduled: Iterable[Scheduled], preempted: Iterable[str], prefill_tokens: int, idle: bool) -> StepPlan:
+        """The plan of an engine step. `prefill_tokens` are computed in it; `idle` means that nothing is."""
+        self._wait_left_s = STEP_WAIT_S
+        self._receive()
+        for request in preempted:
+            self._gone.add(request)
+            tracked = self._requests.get(request)
+            if tracked is not None:
+                tracked.asked = False
+                tracked.stored = 0
+        if self._gone and self._stores.waiting:
+            self._wait_a_little(STEP_WAIT_S)
+        stores = self._stores.plan(self._gone)
+        self._gone.clear()
+        for entry in scheduled:
+            self._store(entry)
+        loads, self._new_loads = tuple(self._new_loads), []
+        if idle and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
+            self._wait_a_little(IDLE_WAIT_S)
+        self._prefill = (prefill_tokens, self._clock())
+        return StepPlan(stores=stores, loads=loads, idle=idle)
+
+    def updated(self, report: StepReport | None, arrived: Iterable[str], invalid: set[int]) -> None:
+        """What the workers reported: `arrived` requests finished loading on all ranks, `invalid` blocks failed."""
+        tokens, since_s = self._prefill
+        self.cost.prefilled(tokens, self._clock() - since_s)
+        self._prefill = (0, 0.0)
+        self._receive()
+        if report is not None:
+            self._stores.reported(report)
+        for request in arrived:
+            self._end_load(request, report.loaded.get(request, 0.0) if report else 0.0, invalid)
+
+    def finished(self, request: str) -> None:
+        """The request ended, or was aborted; its device blocks are free after this step."""
+        self._lookups.drop(request)
+        if self._requests.pop(request, None) is not None:
+            self._gone.add(request)
+
+    # ---- all of it
+
+    def reset(self) -> bool:
+        """Forget everything: the manager drops what is not in use; False when something was, or nobody answered.
+
+        Keys change as well: what engines compute from now on (perhaps with other weights) never meets older bytes.
+        """
+        self._salt = os.urandom(16)
+        for tracked in self._requests.values():
+            tracked.keyed_for = b""
+        self._reset_reply = None
+        if not self._link.send(Reset()):
+            return True
+        deadline_s = self._clock() + RESET_WAIT_S
+        while self._reset_reply is None and self._clock() < deadline_s and self._link.wait(RESET_WAIT_S):
+            self._receive()
+        reply = self._reset_reply
+        return reply is not None and reply.in_use == 0
+
+    def close(self) -> None:
+        self._link.close()
+
+    # ---- inside
+
+    def _receive(self) -> None:
+        for message in self._link.poll():
+            if isinstance(message, LookupReply):
+                self._lookups.replied(message)
+            elif isinstance(message, Progress):
+                self._lookups.progressed(message)
+            elif isinstance(message, ReserveReply):
+                self._stores.replied(message)
+            elif isinstance(message, ResetReply):
+                self._reset_reply = message
+        if self._life != self._link.life:
+            self._life = self._link.life
+            self._stores.lost()
+            for tracked in self._requests.values():
+                tracked.stored = 0
+
+    def _wait_a_little(self, seconds: float) -> None:
+        started_s = self._clock()
+        self._link.wait(seconds)
+        self._wait_left_s -= self._clock() - started_s
+        self._receive()
+
+    def _keys(self, tracked: _Tracked, count: int) -> list[BlockKey]:
+        """The keys of the first `count` blocks, as far as the engine has hashed them."""
+        ready = self._link.ready
+        assert ready is not None
+        namespace = ready.fingerprint + self._salt
+        if tracked.keyed_for != namespace:
+            tracked.keys, tracked.keyed_for = [], namespace
+        extras = tracked.extras + self._salt
+        for block_hash in tracked.hashes[len(tracked.keys) : count]:
+            tracked.keys.append(derive_key(ready.fingerprint, block_hash, extras))
+        return tracked.keys[:count]
+
+    def _ask(self, request: str, tracked: _Tracked, skip: int, attempts: int = 1) -> Search | None:
+        if not self.ready:
+            return None
+        tracked.asked = True
+        return self._lookups.ask(request, self._keys(tracked, len(tracked.hashes)), skip, attempts)
+
+    def _store(self, entry: Scheduled) -> None:
+        tracked = self._requests.get(entry.request)
+        if tracked is None or not self.ready or entry.complete_blocks <= tracked.stored:
+            return
+        start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
+        if end <= start:
+            return
+        table = entry.device_blocks()
+        end = min(end, len(table))
+        keys = self._keys(tracked, end)
+        parent = keys[start - 1] if start else None
+        if end > start and self._stores.ask(entry.request, parent, keys[start:end], table[start:end]):
+            tracked.stored = end
+
+    def _end_load(self, request: str, seconds: float, invalid: set[int]) -> None:
+        search = self._lookups.get(request)
+        if search is None or search.plan is None:
+            return
+        blocks = search.plan.device_blocks
+        first_bad = next((i for i, block in enumerate(blocks) if block in invalid), len(blocks))
+        failed = len(blocks) - first_bad
+        for source in self._lookups.end_load(request, failed, seconds):
+            self.loaded_blocks[Tier(source)] += 1
+        self.failed_blocks += failed

@@ -1,0 +1,96 @@
+"""The leader's session with the manager: polled by the engine's thread, reconnecting by itself."""
+
+from __future__ import annotations
+
+import logging
+
+from kvbm.channel import Channel
+from kvbm.clock import Clock
+from kvbm.errors import ManagerUnavailable
+from kvbm.launch import ManagerFinder
+from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome
+
+log = logging.getLogger("kvbm.leader")
+
+
+class ManagerLink:
+    """`ready` is the manager's word that all ranks of the engine are attached; without it nothing is asked.
+
+    `life` rises whenever the session begins anew: what was asked in an earlier life gets no answer.
+    """
+
+    def __init__(self, finder: ManagerFinder, hello: Hello, clock: Clock) -> None:
+        self._finder = finder
+        self._hello = hello
+        self._clock = clock
+        self._channel: Channel | None = None
+        self._refused = ""
+        self.ready: Ready | None = None
+        self.life = 0
+
+    def poll(self) -> list[FromManager]:
+        """The messages that arrived; tries to connect when there is no session. Microseconds when idle."""
+        if self._channel is None and not self._connect():
+            return []
+        assert self._channel is not None
+        try:
+            messages = self._channel.receive()
+        except ManagerUnavailable as error:
+            self._lose(str(error))
+            return []
+        return [message for message in messages if not self._own(message)]
+
+    def send(self, message: Message) -> bool:
+        """False when there is no session."""
+        if self._channel is None:
+            return False
+        try:
+            self._channel.send(message)
+        except ManagerUnavailable as error:
+            self._lose(str(error))
+            return False
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a message, at most `timeout_s`; only where the engine has nothing else to do, or for the budget."""
+        if self._channel is None:
+            return False
+        try:
+            return self._channel.wait(timeout_s)
+        except (ManagerUnavailable, OSError, ValueError) as error:
+            self._lose(str(error))
+            return False
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self.ready = None
+
+    def _connect(self) -> bool:
+        channel = self._finder.attempt()
+        if channel is None:
+            return False
+        self._channel = channel
+        self.life += 1
+        return self.send(self._hello)
+
+    def _own(self, message: FromManager) -> bool:
+        """Messages about the session itself."""
+        if isinstance(message, Ready):
+            if message.ready and self.ready is None:
+                log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))
+            self.ready = message if message.ready else None
+        elif isinstance(message, Refused):
+            if message.reason != self._refused:
+                log.warning("no KV cache for now: %s", message.reason)
+            self._refused = message.reason
+        elif not isinstance(message, Welcome):
+            return False
+        return True
+
+    def _lose(self, reason: str) -> None:
+        if self.ready is not None:
+            log.warning("manager lost: %s; serving goes on without a KV cache until it is back", reason)
+        self.life += 1
+        self.close()

@@ -1,0 +1,211 @@
+"""From a new request to a promise: what the manager holds of it, leased, and the load that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+
+from kvbm.block import BlockKey
+from kvbm.clock import Clock
+from kvbm.hashing import join_keys
+from kvbm.leader.cost import CostModel
+from kvbm.leader.link import ManagerLink
+from kvbm.protocol import LoadPlan, Lookup, LookupReply, Progress, Release
+
+REPLY_DEADLINE_S = 0.25
+ARRIVAL_DEADLINE_S = 10.0
+LEASE_MARGIN_S = 30.0
+ATTEMPTS_MAX = 4
+
+
+class Stage(Enum):
+    """Where one request's lookup stands."""
+
+    ASKED = "asked"
+    FOUND = "found"
+    LOADING = "loading"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class Search:
+    """The lookup of one request. `skip` blocks were left out of the question; the run begins there.
+
+    `computed` is what the engine had when it was last given a promise; `used` the tiers of the blocks being loaded.
+    """
+
+    request: str
+    number: int
+    life: int
+    skip: int
+    asked_s: float
+    stage: Stage = Stage.ASKED
+    attempts: int = 1
+    computed: int = 0
+    epoch: int = -1
+    slots: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+    sources: bytes = b""
+    ready: int = 0
+    final: bool = True
+    plan: LoadPlan | None = None
+    used: bytes = b""
+
+
+class Lookups:
+    """All lookups of one engine. `promise_early`: blocks still on their way may be promised, because the engine
+    recomputes what does not arrive; otherwise only what lies verified in G2 is."""
+
+    def __init__(self, link: ManagerLink, cost: CostModel, clock: Clock, promise_early: bool, first_number: int) -> None:
+        self._link = link
+        self._cost = cost
+        self._clock = clock
+        self._promise_early = promise_early
+        self._numbers = count(first_number)
+        self._by_request: dict[str, Search] = {}
+        self._by_number: dict[int, Search] = {}
+
+    def ask(self, request: str, keys: Sequence[BlockKey], skip: int, attempts: int = 1) -> Search | None:
+        """Send a lookup for the blocks after the first `skip`; None when there is nothing to ask or nobody to ask."""
+        self.drop(request)
+        if self._link.ready is None or skip >= len(keys):
+            return None
+        number, epoch = next(self._numbers), self._link.ready.epoch
+        search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
+        if not self._link.send(Lookup(lookup=search.number, keys=join_keys(keys), skip=skip)):
+            return None
+        self._by_request[request] = search
+        self._by_number[search.number] = search
+        return search
+
+    def replied(self, reply: LookupReply) -> None:
+        """The manager's answer; one that nobody waits for gives its lease back."""
+        search = self._by_number.get(reply.lookup)
+        if search is None:
+            if reply.slots:
+                self._link.send(Release(lookup=reply.lookup))
+            return
+        search.slots, search.generations = reply.slots, reply.generations
+        search.sources, search.ready = reply.sources, reply.ready
+        search.final = reply.ready == len(reply.slots)
+        search.stage = Stage.FOUND
+
+    def progressed(self, progress: Progress) -> None:
+        """Blocks arrived in G2, or will not."""
+        search = self._by_number.get(progress.lookup)
+        if search is not None:
+            search.ready = max(search.ready, progress.ready)
+            search.final = progress.final
+
+    def get(self, request: str) -> Search | None:
+        """The request's lookup, if it is of this life of the session."""
+        search = self._by_request.get(request)
+        if search is not None and search.life != self._link.life and search.stage is not Stage.LOADING:
+            self._forget(search)
+            return None
+        return search
+
+    @property
+    def unanswered(self) -> bool:
+        """Somebody waits for the manager's word."""
+        return any(
+            search.stage is Stage.ASKED or (search.stage is Stage.FOUND and not search.final)
+            for search in self._by_request.values()
+        )
+
+    @property
+    def loading(self) -> bool:
+        return any(search.stage is Stage.LOADING for search in self._by_request.values())
+
+    def promised(self, search: Search, computed: int) -> int | None:
+        """Blocks after the first `computed` that can be loaded; None means ask again later.
+
+        Free of side effects but for giving up: a lookup that took too long is over.
+        """
+        now_s = self._clock()
+        if search.stage is Stage.ASKED:
+            if now_s - search.asked_s < REPLY_DEADLINE_S:
+                return None
+            search.stage = Stage.OVER
+        if search.stage is not Stage.FOUND or computed < search.skip:
+            return 0
+        held = len(search.slots) if self._promise_early else search.ready
+        offset = computed - search.skip
+        sources = search.sources[offset : search.skip + held]
+        if not self._promise_early and not search.final and now_s - search.asked_s < self._patience_s(search, offset):
+            return None
+        usable = max(0, held - offset)
+        if usable and not self._cost.worth_loading(sources[:usable]):
+            search.stage = Stage.OVER
+            return 0
+        return usable
+
+    def stale(self, search: Search, computed: int) -> bool:
+        """The lookup no longer answers the question: the device lost what was skipped, or the lease is about to end."""
+        ready = self._link.ready
+        lease_s = ready.lease_s if ready is not None else 0.0
+        aged = self._clock() - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
+        return search.stage is Stage.FOUND and (computed < search.skip or aged) and search.attempts < ATTEMPTS_MAX
+
+    def begin_load(self, request: str, count: int, table: Sequence[int]) -> LoadPlan:
+        """The engine made room for `count` promised blocks: their load, for the next plan.
+
+        The manager may have gone since the promise. The plan names the epoch of the promise: workers that still map
+        that memory load from it, others report failed blocks, and either way the engine hears of its request.
+        """
+        search = self._by_request.get(request)
+        if search is None or search.stage is not Stage.FOUND:
+            search = Search(request, next(self._numbers), -1, 0, self._clock())
+            search.slots = search.generations = (0,) * count
+            self._by_request[request] = search
+        offset = search.computed - search.skip
+        end = offset + count
+        search.plan = LoadPlan(
+            request=request,
+            lookup=search.number,
+            epoch=search.epoch,
+            slots=search.slots[offset:end],
+            generations=search.generations[offset:end],
+            device_blocks=tuple(table[search.computed : search.computed + count]),
+            offset=offset,
+            ready=max(0, min(search.ready - offset, count)),
+        )
+        search.used = search.sources[offset:end]
+        search.stage = Stage.LOADING
+        return search.plan
+
+    def end_load(self, request: str, failed: int, seconds: float) -> bytes:
+        """A load ended on all ranks; `failed` of its last blocks did not arrive. The tiers of those that did."""
+        search = self._by_request.get(request)
+        if search is None or search.plan is None:
+            return b""
+        arrived = search.used[: len(search.used) - failed]
+        self._cost.loaded(arrived, seconds)
+        if search.life == self._link.life:
+            first = search.plan.offset
+            self._link.send(
+                Release(lookup=search.number, first=first, loaded=len(arrived), failed=failed, seconds=seconds)
+            )
+        self._forget(search)
+        return arrived
+
+    def drop(self, request: str) -> None:
+        """The request needs its lookup no more. A load that runs keeps its lease until it ends."""
+        search = self._by_request.get(request)
+        if search is None or search.stage is Stage.LOADING:
+            return
+        if search.life == self._link.life and search.slots:
+            self._link.send(Release(lookup=search.number))
+        self._forget(search)
+
+    def _forget(self, search: Search) -> None:
+        self._by_number.pop(search.number, None)
+        if self._by_request.get(search.request) is search:
+            del self._by_request[search.request]
+
+    def _patience_s(self, search: Search, offset: int) -> float:
+        """How long waiting for what is on its way can still beat computing it."""
+        prefill_s = self._cost.prefill_s(len(search.slots) - offset)
+        return ARRIVAL_DEADLINE_S if prefill_s is None else min(prefill_s, ARRIVAL_DEADLINE_S)

@@ -1,0 +1,126 @@
+"""From computed blocks to slots: reserve what the manager does not hold, plan the copy, commit when all ranks did it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from kvbm.block import BlockKey
+from kvbm.clock import Clock
+from kvbm.hashing import join_keys
+from kvbm.leader.link import ManagerLink
+from kvbm.protocol import Commit, Reserve, ReserveReply, StepReport, StorePlan
+
+PLAN_AGE_S_MAX = 30.0
+OPEN_STORES_MAX = 2048
+_REFUSED_BACKOFF_S = 1.0
+
+
+@dataclass(slots=True)
+class _Store:
+    number: int
+    life: int
+    epoch: int
+    request: str
+    device_blocks: tuple[int, ...]
+    asked_s: float
+    slots: tuple[int, ...] | None = None
+    planned_slots: int = 0
+    ranks: int = 0
+
+
+class Stores:
+    """All stores of one engine, in three steps: asked, planned, committed. `rank_count` ranks must report each."""
+
+    def __init__(self, link: ManagerLink, clock: Clock, rank_count: int, first_number: int) -> None:
+        self._link = link
+        self._clock = clock
+        self._rank_count = rank_count
+        self._numbers = count(first_number)
+        self._asked: dict[int, _Store] = {}
+        self._planned: dict[int, _Store] = {}
+        self._failed: dict[int, set[int]] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Reservations are unanswered."""
+        return any(store.slots is None for store in self._asked.values())
+
+    def ask(
+        self, request: str, parent: BlockKey | None, keys: Sequence[BlockKey], device_blocks: Sequence[int]
+    ) -> bool:
+        """Reserve slots for blocks that this step computes; False when nothing can be stored now."""
+        assert len(keys) == len(device_blocks) > 0
+        ready = self._link.ready
+        if ready is None or len(self._asked) + len(self._planned) >= OPEN_STORES_MAX:
+            return False
+        number = next(self._numbers)
+        if not self._link.send(Reserve(store=number, parent=parent or b"", keys=join_keys(keys))):
+            return False
+        self._asked[number] = _Store(
+            number, self._link.life, ready.epoch, request, tuple(device_blocks), self._clock()
+        )
+        return True
+
+    def replied(self, reply: ReserveReply) -> None:
+        """Slots for a reservation; one that was given up is given back."""
+        store = self._asked.get(reply.store)
+        if store is None:
+            self._give_back(reply.store, sum(slot >= 0 for slot in reply.slots))
+        else:
+            store.slots = reply.slots
+
+    def plan(self, gone: set[str]) -> tuple[StorePlan, ...]:
+        """The copies for this step. Requests in `gone` lost their device blocks with this step: now or never."""
+        plans: list[StorePlan] = []
+        now_s = self._clock()
+        for store in list(self._asked.values()):
+            if store.slots is None:
+                if store.request in gone or now_s - store.asked_s > PLAN_AGE_S_MAX or store.life != self._link.life:
+                    del self._asked[store.number]
+                continue
+            del self._asked[store.number]
+            pairs = [(slot, block) for slot, block in zip(store.slots, store.device_blocks) if slot >= 0]
+            if not pairs or store.life != self._link.life:
+                continue
+            if now_s - store.asked_s > PLAN_AGE_S_MAX:
+                self._give_back(store.number, len(pairs))
+                continue
+            store.planned_slots = len(pairs)
+            self._planned[store.number] = store
+            plans.append(
+                StorePlan(
+                    store=store.number,
+                    epoch=store.epoch,
+                    slots=tuple(slot for slot, _ in pairs),
+                    device_blocks=tuple(block for _, block in pairs),
+                )
+            )
+        return tuple(plans)
+
+    def reported(self, report: StepReport) -> None:
+        """Ranks finished stores; what all ranks finished is committed."""
+        for number, (ranks, failed, seconds) in report.stored.items():
+            store = self._planned.get(number)
+            if store is None:
+                continue
+            store.ranks += ranks
+            bad = self._failed.setdefault(number, set())
+            bad.update(failed)
+            if store.ranks >= self._rank_count:
+                del self._planned[number]
+                del self._failed[number]
+                if store.life == self._link.life:
+                    self._link.send(Commit(store=number, failed=tuple(sorted(bad)), seconds=seconds))
+
+    def lost(self) -> None:
+        """The session began anew: nothing that was asked before means anything now."""
+        life = self._link.life
+        self._asked = {n: s for n, s in self._asked.items() if s.life == life}
+        self._planned = {n: s for n, s in self._planned.items() if s.life == life}
+        self._failed = {n: f for n, f in self._failed.items() if n in self._planned}
+
+    def _give_back(self, number: int, slot_count: int) -> None:
+        if slot_count:
+            self._link.send(Commit(store=number, failed=tuple(range(slot_count))))

@@ -1,0 +1,146 @@
+"""Settings → spaces: one space per namespace, each with its share of the configured bytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from kvbm.clock import Clock
+from kvbm.errors import ManagerRefused, SettingsError
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.leases import Lease
+from kvbm.manager.space import Space, SpaceOptions
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmitAll, DiskFilter
+from kvbm.settings import Settings, disk_slots, host_slots, staging_slots
+from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.disk import open_disk_tier
+from kvbm.tiers.host import HostArena
+
+log = logging.getLogger("kvbm.manager")
+
+
+class SpaceTable:
+    """The spaces of one manager by fingerprint; at most `namespaces_max`, each with an equal share of every tier."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespaces_max: int,
+        metrics: Metrics,
+        clock: Clock,
+        on_progress: Callable[[Lease], None],
+    ) -> None:
+        assert namespaces_max > 0
+        self.settings = settings
+        self._namespaces_max = namespaces_max
+        self._metrics = metrics
+        self._clock = clock
+        self._on_progress = on_progress
+        self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._spaces.values())
+
+    def obtain(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
+        """The namespace's space, made on first use.
+
+        Raises ManagerRefused when the manager is full of other namespaces, SettingsError when a tier cannot be made.
+        """
+        known = self._spaces.get(namespace.fingerprint)
+        if known is not None:
+            space = known[1]
+            if space.layout != layout:
+                raise ManagerRefused(f"block layout {layout} differs from this namespace's {space.layout}")
+            _refuse_small(self.settings, space.arena.slot_count, layout, request_blocks)
+            return space
+        if len(self._spaces) >= self._namespaces_max:
+            resident = next(iter(self._spaces.values()))[0]
+            raise ManagerRefused(
+                f"namespace={namespace.short!r} ({namespace.model}) cannot be served: this manager holds "
+                f"{resident.short!r} ({resident.model}) and accepts {self._namespaces_max} namespace(s); "
+                f"{namespace.difference(resident)}; start it with --namespaces {self._namespaces_max + 1}, "
+                "or start another manager"
+            )
+        space = self._build(namespace, layout, request_blocks)
+        self._spaces[namespace.fingerprint] = (namespace, space)
+        return space
+
+    def drop(self, space: Space, keep: bool) -> None:
+        """Close a space and forget it."""
+        for fingerprint, (_, candidate) in list(self._spaces.items()):
+            if candidate is space:
+                del self._spaces[fingerprint]
+        space.close(keep)
+
+    def _build(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
+        settings, share = self.settings, self._namespaces_max
+        staging = settings.disk_on and not settings.host_on
+        if staging:
+            slots = max(staging_slots(settings, layout.block_bytes) // share, request_blocks)
+        else:
+            slots = host_slots(settings, layout.block_bytes) // share
+            _refuse_small(settings, slots, layout, request_blocks)
+        arena = HostArena(layout, slots, touch_threads=min(8, os.cpu_count() or 1))
+        try:
+            tier = self._open_disk(namespace, layout)
+        except BaseException:
+            arena.close()
+            raise
+        admission = DiskFilter(self._clock()) if settings.disk_offload_filter else AdmitAll()
+        options = SpaceOptions(
+            staging=staging,
+            in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
+        )
+        log.info(
+            "namespace %s (%s): block %d tokens, %d bytes in %d shard(s); %s %d blocks (%.2f GB); disk %s",
+            namespace.short,
+            namespace.model,
+            layout.block_tokens,
+            layout.block_bytes,
+            layout.shard_count,
+            "staging" if staging else "host",
+            slots,
+            slots * layout.block_bytes / 1e9,
+            f"{tier.slot_count} blocks ({tier.slot_count * layout.block_bytes / 1e9:.2f} GB)" if tier else "off",
+        )
+        return Space(layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options)
+
+    def _open_disk(self, namespace: Namespace, layout: BlockLayout) -> SlotTier | None:
+        settings, share = self.settings, self._namespaces_max
+        if not settings.disk_on:
+            return None
+        blocks = settings.disk_blocks // share if settings.disk_blocks else None
+        size = settings.disk_bytes // share if settings.disk_bytes and not blocks else None
+        if disk_slots(settings, layout.block_bytes) // share < 1:
+            raise SettingsError(
+                "DYN_KVBM_DISK_CACHE_GB",
+                f"{(settings.disk_bytes or 0) / 1e9:g}",
+                f"at least one block of {layout.block_bytes} bytes",
+            )
+        return open_disk_tier(
+            settings.disk_dir,
+            layout,
+            namespace,
+            capacity_bytes=size,
+            capacity_blocks=blocks,
+            io_threads=settings.disk_io_threads,
+            o_direct=settings.disk_o_direct,
+            zerofill_fallback=settings.disk_zerofill_fallback,
+            persist=settings.disk_persist,
+            clock=self._clock,
+        )
+
+
+def _refuse_small(settings: Settings, slots: int, layout: BlockLayout, request_blocks: int) -> None:
+    needed = max(1, request_blocks)
+    if slots < needed and settings.host_on:
+        field = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" if settings.host_blocks else "DYN_KVBM_CPU_CACHE_GB"
+        value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
+        raise SettingsError(
+            field,
+            value,
+            f"it gives {slots} blocks and one request may need {needed}: at least "
+            f"{needed * layout.block_bytes / 1e9:.3g} GB ({needed} blocks), or a smaller max_model_len",
+        )

@@ -1,0 +1,86 @@
+"""Which sessions belong to which engine, and the fences that keep slots safe from late writers.
+
+A worker that is slow, stopped or cut off may still be copying into slots that were reserved for it. Such slots
+go back to the pool only when every worker of that engine has answered a *fence*, or is gone: a closed socket
+means a dead process, and a dead process writes no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvbm.manager.leases import Reservation
+from kvbm.manager.session import Session
+from kvbm.manager.space import Space
+from kvbm.protocol import Fence
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine: a leader and `rank_count` workers that share a space."""
+
+    name: str
+    rank_count: int
+    space: Space
+    leader: Session | None = None
+    workers: dict[int, Session] = field(default_factory=dict)
+
+    @property
+    def ready(self) -> bool:
+        """All ranks are attached."""
+        return len(self.workers) == self.rank_count
+
+    @property
+    def empty(self) -> bool:
+        return self.leader is None and not self.workers
+
+
+@dataclass(slots=True)
+class _PendingFence:
+    space: Space
+    reservations: list[Reservation]
+    waiting_for: set[int]
+
+
+class Fences:
+    """Reservations that were condemned and wait for their workers."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._pending: dict[int, _PendingFence] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def raise_for(self, engine: Engine, reservations: list[Reservation]) -> None:
+        """Condemn the reservations; their slots go back once the engine's workers have answered or gone."""
+        if not reservations:
+            return
+        for reservation in reservations:
+            engine.space.condemn(reservation)
+        number = next(self._numbers)
+        pending = _PendingFence(engine.space, reservations, {w.number for w in engine.workers.values()})
+        self._pending[number] = pending
+        for worker in engine.workers.values():
+            worker.send(Fence(fence=number, stores=tuple(r.number for r in reservations)))
+        self._settle(number, pending)
+
+    def answered(self, number: int, session: Session) -> None:
+        """A worker is past the fence."""
+        pending = self._pending.get(number)
+        if pending is not None:
+            pending.waiting_for.discard(session.number)
+            self._settle(number, pending)
+
+    def gone(self, session: Session) -> None:
+        """A worker's process has ended: it is past every fence."""
+        for number, pending in list(self._pending.items()):
+            pending.waiting_for.discard(session.number)
+            self._settle(number, pending)
+
+    def _settle(self, number: int, pending: _PendingFence) -> None:
+        if not pending.waiting_for:
+            del self._pending[number]
+            for reservation in pending.reservations:
+                pending.space.abort(reservation)

@@ -1,0 +1,124 @@
+"""Leases and reservations: who holds which slots, and until when.
+
+A lookup takes one `Lease` over a run of blocks; a store takes one `Reservation` over slots it will fill. Both have
+an owner (a session) and a deadline on the manager's clock, and both end with their owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, Protocol, TypeVar
+
+from kvbm.block import BlockKey
+
+Owner = int
+"""A session's number; 0 is the in-process library."""
+
+
+class Place(IntEnum):
+    """Where one block of a lease stands."""
+
+    WAITING = 0
+    PINNED = 1
+    DROPPED = 2
+
+
+@dataclass(slots=True)
+class Lease:
+    """A pin on the run of blocks that a lookup found.
+
+    `slots[i]` is pinned when `places[i]` is PINNED and on its way up when WAITING. `ready` counts the leading
+    pinned blocks; `sources[i]` is the tier (see `block.Tier`) the block was found in. When a block fails, `keys`,
+    `slots` and `sources` end before it; `places` keeps its length, so that late arrivals find DROPPED.
+    """
+
+    owner: Owner
+    number: int
+    keys: list[BlockKey]
+    slots: list[int]
+    sources: bytearray
+    places: bytearray
+    deadline_s: float
+    ready: int = 0
+
+    def advance(self) -> bool:
+        """Recount `ready`; True when it grew."""
+        before = self.ready
+        while self.ready < len(self.slots) and self.places[self.ready] == Place.PINNED:
+            self.ready += 1
+        return self.ready > before
+
+    @property
+    def final(self) -> bool:
+        """No more blocks will become ready."""
+        return self.ready == len(self.slots)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Slots being filled by an owner's workers.
+
+    *Condemned*: its deadline passed or its owner died; a commit is refused and the slots stay filling until no
+    worker can write to them any more. *Stale*: the cache was cleared meanwhile; a commit gives the slots back.
+    """
+
+    owner: Owner
+    number: int
+    keys: list[BlockKey]
+    parents: list[BlockKey | None]
+    slots: list[int]
+    deadline_s: float
+    condemned: bool = False
+    stale: bool = False
+
+
+class _Held(Protocol):
+    owner: Owner
+    number: int
+    deadline_s: float
+
+
+HeldT = TypeVar("HeldT", bound=_Held)
+
+
+class HoldTable(Generic[HeldT]):
+    """Leases or reservations by (owner, number). Bounded by `per_owner_max` for each owner."""
+
+    def __init__(self, per_owner_max: int = 4096) -> None:
+        self._held: dict[tuple[Owner, int], HeldT] = {}
+        self._per_owner: dict[Owner, int] = {}
+        self._per_owner_max = per_owner_max
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldT]:
+        return iter(self._held.values())
+
+    def has_room(self, owner: Owner) -> bool:
+        return self._per_owner.get(owner, 0) < self._per_owner_max
+
+    def get(self, owner: Owner, number: int) -> HeldT | None:
+        return self._held.get((owner, number))
+
+    def add(self, held: HeldT) -> None:
+        key = (held.owner, held.number)
+        assert key not in self._held, f"number {held.number} is in use"
+        self._held[key] = held
+        self._per_owner[held.owner] = self._per_owner.get(held.owner, 0) + 1
+
+    def pop(self, owner: Owner, number: int) -> HeldT | None:
+        held = self._held.pop((owner, number), None)
+        if held is not None:
+            self._per_owner[owner] -= 1
+            if not self._per_owner[owner]:
+                del self._per_owner[owner]
+        return held
+
+    def of(self, owner: Owner) -> list[HeldT]:
+        return [held for held in self._held.values() if held.owner == owner]
+
+    def overdue(self, now_s: float) -> list[HeldT]:
+        return [held for held in self._held.values() if held.deadline_s <= now_s]

@@ -1,0 +1,146 @@
+"""G2 → G3: what is committed in host memory goes further down, when the admission policy agrees.
+
+The queue holds keys, not slots: a block that host memory gave up before its turn is skipped and counted. In
+*staging* mode (disk without a host tier) the opposite holds: a block stays pinned until disk has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.clock import Clock
+from kvbm.manager.pool import SlotPool
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmissionPolicy
+from kvbm.tiers.contract import Completion, SlotTier
+from kvbm.tiers.host import HostArena
+
+QUEUE_BLOCKS_MAX = 65_536
+
+
+@dataclass(slots=True)
+class _Fall:
+    key: BlockKey
+    host_slot: SlotIndex
+    disk_slot: SlotIndex
+
+
+class Offloader:
+    """The queue of blocks on their way down. Owned by the manager's thread."""
+
+    def __init__(
+        self,
+        host: SlotPool,
+        arena: HostArena,
+        disk: SlotPool,
+        tier: SlotTier,
+        admission: AdmissionPolicy,
+        metrics: Metrics,
+        clock: Clock,
+        next_job: Callable[[], int],
+        in_flight_max: int,
+        staging: bool,
+    ) -> None:
+        self._host = host
+        self._arena = arena
+        self._disk = disk
+        self._tier = tier
+        self._admission = admission
+        self._metrics = metrics
+        self._clock = clock
+        self._next_job = next_job
+        self._in_flight_max = in_flight_max
+        self._staging = staging
+        self._queue: deque[tuple[BlockKey, BlockKey | None]] = deque()
+        self._queued: set[BlockKey] = set()
+        self._jobs: dict[int, _Fall] = {}
+
+    @property
+    def queued_count(self) -> int:
+        return len(self._queue) + len(self._jobs)
+
+    def offer(self, key: BlockKey, parent: BlockKey | None) -> None:
+        """A block was committed to host memory, or hit there."""
+        if self._disk.holds(key):
+            self._admission.hit(key, self._clock())
+            return
+        if key in self._queued:
+            return
+        if not self._staging and not self._admission.offered(key, self._clock()):
+            self._skip("filter")
+        elif self._tier.fault:
+            self._skip("tier_off")
+        elif len(self._queue) >= QUEUE_BLOCKS_MAX:
+            self._skip("queue_full")
+        else:
+            slot = self._host.find(key)
+            if slot is None:
+                return
+            if self._staging:
+                self._host.lease(slot)
+            self._queue.append((key, parent))
+            self._queued.add(key)
+
+    def pump(self) -> None:
+        """Submit what the tier takes."""
+        while self._queue and len(self._jobs) < self._in_flight_max:
+            key, parent = self._queue[0]
+            if not self._submit(key, parent):
+                return
+            self._queue.popleft()
+            self._queued.discard(key)
+
+    def completed(self, completion: Completion) -> bool:
+        """Take a completion if it is ours."""
+        fall = self._jobs.pop(completion.job_id, None)
+        if fall is None:
+            return False
+        self._host.unlease(fall.host_slot)
+        if completion.outcome is Outcome.HIT:
+            self._disk.commit(fall.disk_slot)
+            bytes_moved = completion.bytes_moved
+            self._metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
+            self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
+            self._metrics.add("kvbm_offload_blocks_d2d" if self._staging else "kvbm_offload_blocks_h2d")
+        else:
+            self._disk.abort(fall.disk_slot)
+            self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
+        return True
+
+    def _submit(self, key: BlockKey, parent: BlockKey | None) -> bool:
+        """False when the tier is busy and the block must wait; True when it was submitted or skipped."""
+        host_slot = self._host.find(key)
+        if host_slot is None:
+            self._skip("evicted")
+            return True
+        if self._disk.holds(key) or self._tier.fault:
+            self._drop(host_slot, "tier_off" if self._tier.fault else None)
+            return True
+        disk_slot = self._disk.reserve(key, parent, self._clock())
+        if disk_slot is None:
+            self._drop(host_slot, "full")
+            return True
+        job = self._next_job()
+        outcome = self._tier.submit_store(job, key, parent, disk_slot, self._arena.slot_views(host_slot))
+        if outcome is Outcome.PENDING:
+            if not self._staging:
+                self._host.lease(host_slot)
+            self._jobs[job] = _Fall(key, host_slot, disk_slot)
+            return True
+        self._disk.abort(disk_slot)
+        if outcome is Outcome.THROTTLED:
+            return False
+        self._drop(host_slot, "tier_off")
+        return True
+
+    def _drop(self, host_slot: SlotIndex, reason: str | None) -> None:
+        if self._staging:
+            self._host.unlease(host_slot)
+        if reason:
+            self._skip(reason)
+
+    def _skip(self, reason: str) -> None:
+        self._metrics.add("kvbm_skipped_offloads_total", reason=reason)

@@ -1,0 +1,152 @@
+"""G3 → G2: bring leased blocks up, in the order in which they will be needed.
+
+Each block being brought up fills one host slot and pins its disk slot. Leases that want the block wait for it
+together. What the tier refuses for now stays queued; what fails is dropped from both tiers and is a miss.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.clock import Clock
+from kvbm.manager.leases import Lease, Place
+from kvbm.manager.pool import SlotPool
+from kvbm.observe.metrics import Metrics
+from kvbm.tiers.contract import Completion, SlotTier
+from kvbm.tiers.host import HostArena
+
+
+@dataclass(slots=True)
+class _Rise:
+    key: BlockKey
+    host_slot: int
+    disk_slot: SlotIndex
+    waiting: list[tuple[Lease, int]] = field(default_factory=list)
+    job: int = -1
+
+
+class Onboarder:
+    """The queue of blocks on their way up. Owned by the manager's thread."""
+
+    def __init__(
+        self,
+        host: SlotPool,
+        arena: HostArena,
+        disk: SlotPool,
+        tier: SlotTier,
+        metrics: Metrics,
+        clock: Clock,
+        on_progress: Callable[[Lease], None],
+        next_job: Callable[[], int],
+    ) -> None:
+        self._host = host
+        self._arena = arena
+        self._disk = disk
+        self._tier = tier
+        self._metrics = metrics
+        self._clock = clock
+        self._on_progress = on_progress
+        self._next_job = next_job
+        self._rises: dict[int, _Rise] = {}
+        self._queue: deque[_Rise] = deque()
+        self._jobs: dict[int, _Rise] = {}
+
+    @property
+    def queued_count(self) -> int:
+        return len(self._rises)
+
+    def raises(self, host_slot: int) -> bool:
+        """True when this filling host slot is one of ours."""
+        return host_slot in self._rises
+
+    def join(self, host_slot: int, lease: Lease, index: int) -> None:
+        """The lease wants a block that is already on its way."""
+        self._rises[host_slot].waiting.append((lease, index))
+
+    def start(self, key: BlockKey, parent: BlockKey | None) -> int | None:
+        """Begin to bring up a block that is resident on disk; its host slot, or None when the host has no room."""
+        disk_slot = self._disk.find(key)
+        assert disk_slot is not None
+        self._disk.lease(disk_slot)
+        host_slot = self._host.reserve(key, parent, self._clock())
+        if host_slot is None:
+            self._disk.unlease(disk_slot)
+            return None
+        rise = _Rise(key, host_slot, disk_slot)
+        self._rises[host_slot] = rise
+        self._queue.append(rise)
+        return host_slot
+
+    def pump(self) -> None:
+        """Submit what the tier takes."""
+        while self._queue:
+            rise = self._queue[0]
+            if not any(lease.places[index] == Place.WAITING for lease, index in rise.waiting):
+                # Everybody who wanted it has gone: do not spend the disk on it.
+                self._queue.popleft()
+                self._finish(rise, Outcome.THROTTLED)
+                continue
+            job = self._next_job()
+            outcome = self._tier.submit_load(
+                job, rise.key, rise.disk_slot, self._arena.slot_views(rise.host_slot)
+            )
+            if outcome is Outcome.THROTTLED:
+                return
+            self._queue.popleft()
+            if outcome is Outcome.PENDING:
+                rise.job = job
+                self._jobs[job] = rise
+            else:
+                self._finish(rise, outcome)
+
+    def completed(self, completion: Completion) -> bool:
+        """Take a completion if it is ours."""
+        rise = self._jobs.pop(completion.job_id, None)
+        if rise is None:
+            return False
+        if completion.outcome is Outcome.HIT:
+            self._metrics.add(
+                "kvbm_transfer_bytes_total", completion.bytes_moved, source="disk", target="host"
+            )
+            self._metrics.observe(
+                "kvbm_transfer_seconds", completion.seconds, source="disk", target="host"
+            )
+        elif completion.corrupt:
+            self._metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
+        else:
+            self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
+        self._finish(rise, completion.outcome)
+        return True
+
+    def _finish(self, rise: _Rise, outcome: Outcome) -> None:
+        del self._rises[rise.host_slot]
+        self._disk.unlease(rise.disk_slot)
+        if outcome is Outcome.HIT:
+            self._host.commit(rise.host_slot)
+        else:
+            self._host.abort(rise.host_slot)
+            if outcome is Outcome.MISS and not self._disk.is_leased(rise.disk_slot):
+                self._disk.evict(rise.disk_slot)
+        for lease, index in rise.waiting:
+            if lease.places[index] != Place.WAITING:
+                continue  # released meanwhile
+            if outcome is Outcome.HIT:
+                self._host.lease(rise.host_slot)
+                lease.places[index] = Place.PINNED
+                if lease.advance():
+                    self._on_progress(lease)
+            else:
+                self.cut(lease, index)
+                lease.advance()
+                self._on_progress(lease)
+
+    def cut(self, lease: Lease, index: int) -> None:
+        """The run ends before `index`: give back what the lease holds from there on."""
+        for i in range(index, len(lease.slots)):
+            if lease.places[i] == Place.PINNED:
+                self._host.unlease(lease.slots[i])
+            lease.places[i] = Place.DROPPED
+        del lease.slots[index:], lease.keys[index:], lease.sources[index:]

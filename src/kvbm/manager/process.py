@@ -1,0 +1,198 @@
+"""The manager as a process: its lock, its socket, its signals, and its end.
+
+A *private* manager is started by an engine (`kvbm.launch`) and ends when its last engine has gone; a *shared* one
+is started by an operator and ends on SIGTERM or SIGINT. Both drain: what waits for disk is written, bounded in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import KvbmError, SettingsError
+from kvbm.launch import make_runtime_dir
+from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.leases import Lease
+from kvbm.manager.server import Server
+from kvbm.manager.traffic import Traffic
+from kvbm.observe.exporter import MetricsServer
+from kvbm.observe.exposition import render
+from kvbm.observe.log import configure, start_line
+from kvbm.observe.metrics import Metrics
+from kvbm.settings import Settings, load_settings, process_environment
+
+log = logging.getLogger("kvbm.manager")
+
+PRIVATE_GRACE_S = 3.0
+PRIVATE_FIRST_ENGINE_S = 120.0
+_BACKLOG = 128
+_SWEEP_MAX = 256
+
+
+def serve(
+    settings: Settings,
+    socket_path: str,
+    namespaces: int = 1,
+    private: bool = False,
+    on_listening: Callable[[], None] = lambda: None,
+    clock: Clock = monotonic,
+) -> None:
+    """Serve until a signal, or, when private, until the last engine has gone.
+
+    Raises SettingsError in one line when the socket or the metrics port cannot be had. Tiers are made when the
+    first engine names its namespace; what goes wrong then is said to that engine.
+    """
+    metrics = Metrics()
+    traffic = Traffic(metrics, settings, clock)
+
+    def make_spaces(on_progress: Callable[[Lease], None]) -> SpaceTable:
+        return SpaceTable(settings, namespaces, metrics, clock, on_progress)
+
+    with _listening(socket_path) as listener, _scraped(settings, metrics):
+        server = Server(listener, make_spaces, traffic, clock)
+        signals = _Signals(server)
+        log.info(
+            start_line(
+                "manager",
+                pid=os.getpid(),
+                socket=socket_path,
+                private=private,
+                host=_size(settings.host_bytes, settings.host_blocks),
+                disk=_size(settings.disk_bytes, settings.disk_blocks),
+                disk_dir=settings.disk_dir if settings.disk_on else None,
+                metrics_port=settings.metrics_port if settings.metrics else None,
+            )
+        )
+        on_listening()
+        started_s = clock()
+        seen_engine = False
+        while not signals.received:
+            server.step()
+            seen_engine = seen_engine or server.engine_count > 0
+            grace_s = PRIVATE_GRACE_S if seen_engine else PRIVATE_FIRST_ENGINE_S
+            if private and clock() - max(server.last_busy_s, started_s) > grace_s and not server.engine_count:
+                break
+        traffic.summarize()
+        server.close(keep=settings.disk_persist)
+        log.info("stop role=manager pid=%d", os.getpid())
+
+
+def _size(size_bytes: int | None, blocks: int | None) -> str | None:
+    if blocks:
+        return f"{blocks}blocks"
+    return f"{size_bytes / 1e9:g}GB" if size_bytes else None
+
+
+@contextlib.contextmanager
+def _listening(path: str) -> Iterator[socket.socket]:
+    """The listening socket at `path`, in a directory that is ours alone; removed at the end."""
+    make_runtime_dir(os.path.dirname(os.path.abspath(path)))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        try:
+            listener.bind(path)
+        except OSError as error:
+            raise SettingsError("DYN_KVBM_MANAGER", path, f"a socket path under 108 bytes ({error})") from None
+        os.chmod(path, 0o600)
+        listener.listen(_BACKLOG)
+        yield listener
+    finally:
+        listener.close()
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+@contextlib.contextmanager
+def _scraped(settings: Settings, metrics: Metrics) -> Iterator[None]:
+    """`/metrics`, while the manager serves."""
+    if not settings.metrics:
+        yield
+        return
+    exporter = MetricsServer(lambda: render(metrics), settings.metrics_host, settings.metrics_port)
+    exporter.start()
+    try:
+        yield
+    finally:
+        exporter.close()
+
+
+class _Signals:
+    """SIGTERM and SIGINT end the loop at its next turn; a wake-up pipe makes that turn come at once."""
+
+    def __init__(self, server: Server) -> None:
+        self.received = False
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno())
+        server.watch_descriptor(self._reader.fileno(), self._drain)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received = True
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(64)
+
+
+def take_lock(socket_path: str) -> int:
+    """The lock of a manager at `socket_path`, held until the descriptor closes; SettingsError when another has it."""
+    make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
+    fd = os.open(socket_path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise SettingsError("--socket", socket_path, "a path at which no other manager serves") from None
+    return fd
+
+
+def main(socket_path: str, lock_fd: int) -> int:
+    """Entry point of a private manager: `python -m kvbm.manager.process SOCKET LOCK_FD`."""
+    _sweep(os.path.dirname(socket_path))
+    # An engine pins its ranks to cores; our I/O threads inherit that mask and would all share one core.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.set_inheritable(lock_fd, False)
+    try:
+        loaded = load_settings(process_environment())
+        configure(loaded.settings.log_level)
+        serve(loaded.settings, socket_path, private=True)
+    except KvbmError as error:
+        print(f"kvbm manager: {error}", file=sys.stderr)
+        return 2
+    finally:
+        # Removed while it is still held: who opens the path from now on makes a new file.
+        with contextlib.suppress(OSError):
+            os.unlink(socket_path + ".lock")
+    return 0
+
+
+def _sweep(runtime_dir: str) -> None:
+    """Remove sockets and locks that killed private managers left behind."""
+    for lock_path in glob.glob(os.path.join(glob.escape(runtime_dir), "private-*.lock"))[:_SWEEP_MAX]:
+        with contextlib.suppress(OSError):
+            fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for path in (lock_path.removesuffix(".lock"), lock_path):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,90 @@
+"""One client of the manager: its socket, its frames, and what it said it is."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+
+from kvbm.layout import BlockLayout
+from kvbm.manager.leases import Owner
+from kvbm.protocol import FrameBuffer, Hello, Message, ToManager, decode_to_manager, encode
+
+OUTGOING_BYTES_MAX = 32 << 20
+_RECEIVE_BYTES = 1 << 20
+
+
+class Session:
+    """A connected client. `number` owns its leases and reservations; `hello` is None until it introduced itself.
+
+    Sending never blocks: what the socket does not take waits in a bounded buffer, and a client that lets it run
+    over is dropped (`closed` becomes True).
+    """
+
+    def __init__(self, connection: socket.socket, number: Owner) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.number = number
+        self.hello: Hello | None = None
+        self.layout: BlockLayout | None = None
+        self.closed = False
+        self._frames = FrameBuffer()
+        self._outgoing = bytearray()
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._outgoing)
+
+    def peer_uid(self) -> int:
+        """The user id of the process at the other end (SO_PEERCRED)."""
+        size = struct.calcsize("3i")
+        _, uid, _ = struct.unpack(
+            "3i", self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        return int(uid)
+
+    def receive(self) -> list[ToManager]:
+        """The messages that arrived; `closed` becomes True when the client has gone or talks nonsense."""
+        try:
+            data = self.connection.recv(_RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.closed = True
+            return []
+        return [decode_to_manager(frame) for frame in self._frames.feed(data)]
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queue one message and send what the socket takes. Descriptors go with the first byte."""
+        if self.closed:
+            return
+        frame = encode(message)
+        if fds:
+            assert not self._outgoing, "descriptors travel with the first message"
+            sent = socket.send_fds(self.connection, [frame], list(fds))
+            frame = frame[sent:]
+        self._outgoing += frame
+        if len(self._outgoing) > OUTGOING_BYTES_MAX:
+            self.closed = True
+            return
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it."""
+        while self._outgoing and not self.closed:
+            try:
+                sent = self.connection.send(self._outgoing)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self.closed = True
+                return
+            del self._outgoing[:sent]
+
+    def close(self) -> None:
+        self.closed = True
+        self.connection.close()
+
+

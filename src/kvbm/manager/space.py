@@ -1,0 +1,368 @@
+"""One namespace's blocks: what is where, who holds it, and what moves next.
+
+Pure of transport: `server` drives a Space for engines, `library` drives one in process. It is owned by one thread.
+Calls answer at once; what takes time is announced through `on_progress`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import msgspec
+
+from kvbm.block import BlockKey, BlockState, SlotIndex, Tier
+from kvbm.clock import Clock
+from kvbm.layout import BlockLayout
+from kvbm.manager.leases import HoldTable, Lease, Owner, Place, Reservation
+from kvbm.manager.offload import Offloader
+from kvbm.manager.onboard import Onboarder
+from kvbm.manager.pool import SlotPool
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmissionPolicy, LeafFirstLru
+from kvbm.protocol import HELD, REFUSED
+from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.host import HostArena
+
+LEASE_S = 120.0
+RESERVATION_S = 120.0
+HEAL_INTERVAL_S = 10.0
+_TOUCHED_RUNS_MAX = 256
+
+
+class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a space treats its tiers. `staging`: host memory is only a bounded way to disk."""
+
+    staging: bool = False
+    in_flight_max: int = 64
+
+
+class Space:
+    """Index, leases and queues of one namespace.
+
+    Guarantees: a leased block is neither evicted nor overwritten; a block is found only after `commit`; every
+    lease and reservation ends by release, commit, its owner's end or its deadline.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        arena: HostArena,
+        tier: SlotTier | None,
+        admission: AdmissionPolicy,
+        metrics: Metrics,
+        clock: Clock,
+        on_progress: Callable[[Lease], None],
+        options: SpaceOptions = SpaceOptions(),
+    ) -> None:
+        self.layout = layout
+        self.arena = arena
+        self.tier = tier
+        self.options = options
+        self._metrics = metrics
+        self._clock = clock
+        self._admission = admission
+        self._on_progress = on_progress
+        self._jobs = count(1)
+        self.leases: HoldTable[Lease] = HoldTable()
+        self.reservations: HoldTable[Reservation] = HoldTable()
+        self._touched: deque[list[BlockKey]] = deque(maxlen=_TOUCHED_RUNS_MAX)
+        self.host = SlotPool(
+            Tier.HOST, arena.slot_count, LeafFirstLru(arena.slot_count), self._host_emptied
+        )
+        self.disk: SlotPool | None = None
+        self.onboarder: Onboarder | None = None
+        self.offloader: Offloader | None = None
+        self._heal_at_s = 0.0
+        if tier is not None:
+            self._attach_disk(tier)
+
+    # ---- lookups
+
+    def lookup(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> Lease | None:
+        """Lease the longest run from `keys[skip]` on and start bringing up what is below G2.
+
+        None when nothing was found, or the owner holds too many leases.
+        """
+        now_s = self._clock()
+        if not self.leases.has_room(owner) or self.leases.get(owner, number) is not None:
+            self._metrics.add("kvbm_lookups_total", outcome="throttled")
+            return None
+        lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
+        self._gather(lease, keys, skip)
+        self._raise_missing(lease, keys[skip - 1] if skip else None)
+        self._account(lease, len(keys) - skip)
+        self._touched.append(list(keys[: skip + len(lease.keys)]))
+        if not lease.slots:
+            return None
+        self.leases.add(lease)
+        lease.advance()
+        if self.onboarder is not None:
+            self.onboarder.pump()
+        return lease
+
+    def release(self, owner: Owner, number: int) -> Lease | None:
+        """End a lease; the lease as it was, or None when it had ended already."""
+        lease = self.leases.pop(owner, number)
+        if lease is not None:
+            for i, slot in enumerate(lease.slots):
+                if lease.places[i] == Place.PINNED:
+                    self.host.unlease(slot)
+                lease.places[i] = Place.DROPPED
+        return lease
+
+    def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
+        """Note the run's blocks; pin those in host memory now, so that making room below cannot evict them."""
+        host, disk = self.host, self.disk if self.tier and not self.tier.fault else None
+        for i in range(skip, len(keys)):
+            key = keys[i]
+            slot = host.find(key)
+            if slot is not None:
+                host.lease(slot)
+                lease.slots.append(slot)
+                lease.sources.append(Tier.HOST)
+                lease.places.append(Place.PINNED)
+            elif disk is not None and disk.find(key) is not None:
+                lease.slots.append(-1)
+                lease.sources.append(Tier.DISK)
+                lease.places.append(Place.WAITING)
+            else:
+                break
+            lease.keys.append(key)
+
+    def _raise_missing(self, lease: Lease, before: BlockKey | None) -> None:
+        """Give every block that is only on disk a host slot; the run ends at the first that gets none."""
+        onboarder = self.onboarder
+        if onboarder is None:
+            return
+        for i, place in enumerate(bytes(lease.places)):
+            if place != Place.WAITING:
+                continue
+            key = lease.keys[i]
+            filling = self.host.find_filling(key)
+            if filling is not None and not onboarder.raises(filling):
+                slot = None  # an engine is storing the same block right now
+            elif filling is not None:
+                slot = int(filling)
+            else:
+                slot = onboarder.start(key, lease.keys[i - 1] if i else before)
+            if slot is None:
+                onboarder.cut(lease, i)
+                return
+            lease.slots[i] = slot
+            onboarder.join(slot, lease, i)
+
+    def _account(self, lease: Lease, queried: int) -> None:
+        hits = len(lease.slots)
+        self._metrics.add("kvbm_queried_blocks_total", queried)
+        self._metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
+        on_host = lease.sources.count(Tier.HOST)
+        self._metrics.add("kvbm_hit_blocks_total", on_host, tier="host")
+        self._metrics.add("kvbm_hit_blocks_total", hits - on_host, tier="disk")
+
+    # ---- stores
+
+    def reserve(
+        self, owner: Owner, number: int, parent: BlockKey | None, keys: Sequence[BlockKey]
+    ) -> list[int]:
+        """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others."""
+        now_s = self._clock()
+        if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
+            self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
+            return [REFUSED] * len(keys)
+        answer: list[int] = []
+        mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
+        for key in keys:
+            if self.host.holds(key):
+                answer.append(HELD)
+            elif parent is not None and not self._held_anywhere(parent):
+                # Without its prefix the block could never be found: do not spend a slot on it.
+                break
+            else:
+                slot = self.host.reserve(key, parent, now_s)
+                if slot is None:
+                    break
+                answer.append(slot)
+                mine.keys.append(key)
+                mine.parents.append(parent)
+                mine.slots.append(slot)
+            parent = key
+        refused = len(keys) - len(answer)
+        if refused:
+            self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
+            answer += [REFUSED] * refused
+        if mine.slots:
+            self.reservations.add(mine)
+        return answer
+
+    def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
+        """The owner's workers filled the slots, but for those at positions `failed`; the number committed."""
+        mine = self.reservations.get(owner, number)
+        if mine is None or mine.condemned:
+            return 0
+        self.reservations.pop(owner, number)
+        bad = set(range(len(mine.slots))) if mine.stale else set(failed)
+        now_s = self._clock()
+        for i in reversed(range(len(mine.slots))):
+            if i in bad:
+                self.host.abort(mine.slots[i])
+        good = [i for i in range(len(mine.slots)) if i not in bad]
+        for i in good:
+            self.host.commit(mine.slots[i])
+        self.host.accessed([mine.slots[i] for i in good], now_s)
+        self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
+        self._metrics.add(
+            "kvbm_transfer_bytes_total",
+            len(good) * self.layout.shard_bytes * self.layout.shard_count,
+            source="device",
+            target="host",
+        )
+        if self.offloader is not None:
+            for i in good:
+                self.offloader.offer(mine.keys[i], mine.parents[i])
+            self.offloader.pump()
+        return len(good)
+
+    def condemn(self, reservation: Reservation) -> None:
+        """Refuse a later commit; the slots stay filling until `abort`, when no worker can write to them any more."""
+        reservation.condemned = True
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reservation's slots back. The caller knows that nobody writes to them any more."""
+        self.reservations.pop(reservation.owner, reservation.number)
+        for slot in reversed(reservation.slots):
+            self.host.abort(slot)
+
+    def _held_anywhere(self, key: BlockKey) -> bool:
+        return self.host.holds(key) or (self.disk is not None and self.disk.holds(key))
+
+    # ---- time
+
+    def pump(self) -> None:
+        """Collect completions and submit what waits. Called often; costs microseconds when there is nothing."""
+        if self.tier is not None:
+            assert self.onboarder is not None and self.offloader is not None
+            for completion in self.tier.poll():
+                if not self.onboarder.completed(completion):
+                    self.offloader.completed(completion)
+            if self._touched:
+                self._touch()
+            self.onboarder.pump()
+            self.offloader.pump()
+            if self.tier.fault:
+                self._heal(self.tier)
+        elif self._touched:
+            self._touch()
+
+    def overdue(self) -> list[Reservation]:
+        """End leases past their deadline; the reservations past theirs, for the owner of sessions to condemn."""
+        now_s = self._clock()
+        for lease in self.leases.overdue(now_s):
+            self.release(lease.owner, lease.number)
+            self._metrics.add("kvbm_leases_expired_total")
+        return [r for r in self.reservations.overdue(now_s) if not r.condemned]
+
+    def clear(self, tier: str = "") -> tuple[int, int]:
+        """Drop every block that is not in use, of one tier or of all; (dropped, in use)."""
+        for reservation in self.reservations:
+            reservation.stale = True
+        dropped = in_use = 0
+        for pool in (self.host, self.disk):
+            if pool is not None and tier in ("", pool.tier.name.lower()):
+                gone, kept = pool.clear()
+                dropped, in_use = dropped + gone, in_use + kept
+        return dropped, in_use
+
+    def gauges(self) -> None:
+        """Bring the gauges of the metrics table up to date."""
+        for pool in (self.host, self.disk):
+            if pool is None:
+                continue
+            tier, counts = pool.tier.name.lower(), pool.counts()
+            self._metrics.set("kvbm_pool_capacity_blocks", pool.slot_count, tier=tier)
+            self._metrics.set("kvbm_leased_blocks", counts.leased, tier=tier)
+            for state in BlockState:
+                name = state.name.lower()
+                self._metrics.set("kvbm_pool_blocks", getattr(counts, name), tier=tier, state=name)
+            self._metrics.add("kvbm_evicted_blocks_total", pool.evicted_count, tier=tier)
+            pool.evicted_count = 0
+        if self.tier is not None and self.onboarder is not None and self.offloader is not None:
+            self._metrics.set("kvbm_queue_blocks", self.onboarder.queued_count, queue="onboard")
+            self._metrics.set("kvbm_queue_blocks", self.offloader.queued_count, queue="offload")
+            self._metrics.set("kvbm_tier_up", 0 if self.tier.fault else 1, tier="disk")
+        self._metrics.set("kvbm_tier_up", 1, tier="host")
+
+    def check(self) -> None:
+        """Assert the conservation law in every tier."""
+        for pool in (self.host, self.disk):
+            if pool is not None:
+                pool.check()
+
+    def close(self, keep: bool) -> None:
+        """Write what waits (bounded), release the tiers."""
+        if self.tier is not None:
+            self.tier.drain(5.0)
+            self.pump()
+            self.tier.close(keep)
+        self.arena.close()
+
+    # ---- the tier below
+
+    def _attach_disk(self, tier: SlotTier) -> None:
+        """Build the index of the disk tier from what it recovered, and the queues to and from it."""
+        disk = SlotPool(Tier.DISK, tier.slot_count, LeafFirstLru(tier.slot_count), self._disk_emptied)
+        found = sorted(tier.recovered(), key=lambda block: block.sequence)
+        disk.recover([(block.key, block.parent, block.slot) for block in found], self._clock())
+        self.disk = disk
+        self.onboarder = Onboarder(
+            self.host, self.arena, disk, tier, self._metrics, self._clock, self._on_progress, self._next_job
+        )
+        self.offloader = Offloader(
+            self.host,
+            self.arena,
+            disk,
+            tier,
+            self._admission,
+            self._metrics,
+            self._clock,
+            self._next_job,
+            self.options.in_flight_max,
+            self.options.staging,
+        )
+
+    def _heal(self, tier: SlotTier) -> None:
+        """A tier that is off is tried again now and then; what it still holds is found anew."""
+        now_s = self._clock()
+        assert self.onboarder is not None and self.offloader is not None
+        busy = self.onboarder.queued_count + self.offloader.queued_count
+        if busy or now_s < self._heal_at_s:
+            return
+        self._heal_at_s = now_s + HEAL_INTERVAL_S
+        if tier.heal():
+            self._attach_disk(tier)
+
+    def _next_job(self) -> int:
+        return next(self._jobs)
+
+    def _host_emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
+        self.arena.invalidate(slot)
+
+    def _disk_emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
+        if was_resident and self.tier is not None:
+            self.tier.forget(SlotIndex(slot))
+
+    def _touch(self) -> None:
+        """Tell the policies what lookups used: after the answer went out, because it takes longer than the answer."""
+        while self._touched:
+            keys = self._touched.popleft()
+            now_s = self._clock()
+            for pool in (self.host, self.disk):
+                if pool is not None:
+                    slots = (pool.find(key) for key in keys)
+                    pool.accessed([slot for slot in slots if slot is not None], now_s)
+            if self.offloader is not None:
+                parent: BlockKey | None = None
+                for key in keys:
+                    self.offloader.offer(key, parent)
+                    parent = key

@@ -1,0 +1,87 @@
+"""What the manager counts as it serves: transfers that ended, hit rates, and the lines an operator reads."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from kvbm.block import Tier
+from kvbm.clock import Clock
+from kvbm.layout import BlockLayout
+from kvbm.observe.hit_rates import HitCounts, HitRateLog, HitRateWindow
+from kvbm.observe.log import traffic_line
+from kvbm.observe.metrics import Metrics
+from kvbm.settings import Settings
+
+log = logging.getLogger("kvbm.traffic")
+
+SUMMARY_INTERVAL_S = 60.0
+_ENGINES_MAX = 64
+
+
+class Traffic:
+    """Counts **after** the bytes have moved, never when a transfer is only asked for. Owned by the manager's thread."""
+
+    def __init__(self, metrics: Metrics, settings: Settings, clock: Clock) -> None:
+        self.metrics = metrics
+        self._settings = settings
+        self._clock = clock
+        self._window = HitRateWindow(settings.stats_window_requests)
+        self._logs: dict[str, HitRateLog] = {}
+        self._summary_at_s = clock() + SUMMARY_INTERVAL_S
+        self._before = metrics.snapshot()
+
+    def looked_up(self, engine: str, queried_blocks: int, sources: bytes) -> None:
+        """A lookup was answered; `sources` has one tier per block found."""
+        self._window.record(
+            HitCounts(
+                queried_blocks=max(queried_blocks, len(sources)),
+                host_blocks=sources.count(Tier.HOST),
+                disk_blocks=sources.count(Tier.DISK),
+            )
+        )
+        if engine not in self._logs and len(self._logs) < _ENGINES_MAX:
+            self._logs[engine] = HitRateLog(engine, self._settings.stats_log_interval_s, self._clock)
+
+    def loaded(self, layout: BlockLayout, sources: bytes, seconds: float) -> None:
+        """Blocks reached the device on all ranks; `sources` says which tier each was found in."""
+        on_host = sources.count(Tier.HOST)
+        on_disk = len(sources) - on_host
+        self.metrics.add("kvbm_onboard_blocks_h2d", on_host)
+        self.metrics.add("kvbm_onboard_blocks_d2d", on_disk)
+        self.metrics.add("kvbm_matched_tokens", len(sources) * layout.block_tokens)
+        size = len(sources) * layout.shard_bytes * layout.shard_count
+        self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
+        self.metrics.observe("kvbm_transfer_seconds", seconds, source="host", target="device")
+
+    def stored(self, blocks: int, seconds: float) -> None:
+        """Blocks were copied to host memory by all ranks."""
+        if blocks:
+            self.metrics.observe("kvbm_transfer_seconds", seconds, source="device", target="host")
+
+    def failed_load(self, blocks: int) -> None:
+        """Blocks that were promised did not reach the device; the engine computes them."""
+        self.metrics.add("kvbm_failures_total", blocks, tier="host", kind="load")
+
+    def tick(self, roles: Sequence[str], engine_count: int) -> None:
+        """Gauges, and the lines that are due."""
+        for role, number in {"leader": 0, "worker": 0, "admin": 0, **Counter(roles)}.items():
+            self.metrics.set("kvbm_sessions", number, role=role)
+        self.metrics.set("kvbm_engines", engine_count)
+        totals = self._window.totals()
+        self.metrics.set("kvbm_host_cache_hit_rate", totals.host_rate)
+        self.metrics.set("kvbm_disk_cache_hit_rate", totals.disk_rate)
+        for hit_log in self._logs.values():
+            if line := hit_log.line(totals):
+                log.info(line)
+        if self._clock() >= self._summary_at_s:
+            self.summarize()
+
+    def summarize(self) -> None:
+        """Log what moved since the last summary, if anything did."""
+        now_s = self._clock()
+        after = self.metrics.snapshot()
+        if line := traffic_line(self._before, after, SUMMARY_INTERVAL_S + now_s - self._summary_at_s):
+            log.info(line)
+        self._before, self._summary_at_s = after, now_s + SUMMARY_INTERVAL_S

@@ -1,0 +1,128 @@
+"""`/metrics` over HTTP, on threads of its own."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from kvbm.errors import SettingsError
+
+CONTENT_TYPE = "text/plain; charset=utf-8"
+CONNECTIONS_MAX = 8
+CLIENT_TIMEOUT_S = 5.0
+"""A scraper that sends or reads nothing for this long is cut off."""
+
+_STOP_POLL_S = 0.05
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(
+        self, family: socket.AddressFamily, address: tuple[str, int], render: Callable[[], str]
+    ) -> None:
+        self.address_family = family
+        self.render = render
+        self._connections = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer would look up the host's full name here, which can wait on a name server.
+        socketserver.TCPServer.server_bind(self)
+
+    def process_request(self, request: object, client_address: object) -> None:
+        if not self._connections.acquire(blocking=False):
+            self.shutdown_request(request)  # type: ignore[arg-type]
+            return
+        super().process_request(request, client_address)  # type: ignore[arg-type]
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        finally:
+            self._connections.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that hangs up half way is its own affair; nothing is printed."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = CLIENT_TIMEOUT_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        found = self.path.partition("?")[0] == "/metrics"
+        body = (self.server.render() if found else "not found; the metrics are at /metrics\n").encode()
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Scrapes are not logged."""
+
+
+class MetricsServer:
+    """Serves `render()` at `http://host:port/metrics`; every other path is 404.
+
+    The socket is bound by the constructor, so a port in use is known before anything else starts; answering
+    begins with `start`. `render` is called on the server's threads.
+    """
+
+    def __init__(self, render: Callable[[], str], host: str, port: int) -> None:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._server = _Server(family, (str(address[0]), int(address[1])), render)
+        except OSError as error:
+            raise _bind_error(error, host, port) from None
+        self._thread: threading.Thread | None = None
+        self._host = host
+
+    @property
+    def port(self) -> int:
+        """The port that is bound: the one asked for, or the one the kernel chose for 0."""
+        return int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Where to scrape."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}/metrics"
+
+    def start(self) -> None:
+        """Answer from now on, on a daemon thread."""
+        assert self._thread is None
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_STOP_POLL_S,), name="kvbm-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and free the port."""
+        if self._thread is not None:
+            self._server.shutdown()
+            self._thread.join()
+            self._thread = None
+        self._server.server_close()
+
+
+def _bind_error(error: OSError, host: str, port: int) -> SettingsError:
+    if error.errno == errno.EADDRINUSE:
+        return SettingsError("DYN_KVBM_METRICS_PORT", port, f"choose a free port; {host}:{port} is in use")
+    if error.errno == errno.EACCES:
+        return SettingsError("DYN_KVBM_METRICS_PORT", port, "choose a port that this user may listen on")
+    return SettingsError("DYN_KVBM_METRICS_HOST", host, f"an address of this machine ({error.strerror})")

@@ -1,0 +1,374 @@
+"""Every metric we have, in one table, and the plain numbers behind them.
+
+The numbers belong to one thread: it alone changes them, without a lock, and a bound handle costs an attribute
+and an addition. The exporter's threads only read; they may see one metric a moment newer than another.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+
+class MetricKind(enum.Enum):
+    """The Prometheus type; the value is its word in the exposition format."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Label(msgspec.Struct, frozen=True):
+    """A label and every value that it may have: labels are bounded, never keys, request ids or addresses."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table.
+
+    `compatible` marks a series of the original: its exact name, no labels. `at_zero` counters are exported
+    from the start with every combination of label values, so that a rate sees the first event.
+    """
+
+    name: str
+    kind: MetricKind
+    help: str
+    labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = ()
+    compatible: bool = False
+    at_zero: bool = False
+
+
+TIERS = ("device", "host", "disk", "remote")
+"""The tiers' names in labels, top down."""
+
+TRANSFER_BUCKETS_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+"""Upper bounds of the transfer histogram: from one small block in memory to a batch from a slow store."""
+
+_SOURCE = Label("source", TIERS)
+_TARGET = Label("target", TIERS)
+_TIER = Label("tier", TIERS)
+
+
+def _compatible(name: str, kind: MetricKind, text: str) -> Metric:
+    return Metric(name=name, kind=kind, help=text, compatible=True)
+
+
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+
+TABLE: tuple[Metric, ...] = (
+    _compatible("kvbm_offload_blocks_d2h", _COUNTER, "The number of offload blocks from device to host"),
+    _compatible("kvbm_offload_blocks_h2d", _COUNTER, "The number of offload blocks from host to disk"),
+    _compatible(
+        "kvbm_offload_blocks_d2d",
+        _COUNTER,
+        "The number of offload blocks from device to disk (bypassing host memory)",
+    ),
+    _compatible(
+        "kvbm_offload_blocks_d2o", _COUNTER, "The number of offload blocks from device to object storage"
+    ),
+    _compatible("kvbm_onboard_blocks_h2d", _COUNTER, "The number of onboard blocks from host to device"),
+    _compatible("kvbm_onboard_blocks_d2d", _COUNTER, "The number of onboard blocks from disk to device"),
+    _compatible(
+        "kvbm_onboard_blocks_o2d", _COUNTER, "The number of onboard blocks from object storage to device"
+    ),
+    _compatible("kvbm_matched_tokens", _COUNTER, "The number of matched tokens"),
+    _compatible("kvbm_host_cache_hit_rate", _GAUGE, "Host cache hit rate (0.0-1.0) from the sliding window"),
+    _compatible("kvbm_disk_cache_hit_rate", _GAUGE, "Disk cache hit rate (0.0-1.0) from the sliding window"),
+    _compatible(
+        "kvbm_object_cache_hit_rate",
+        _GAUGE,
+        "Object storage cache hit rate (0.0-1.0) from the sliding window",
+    ),
+    _compatible(
+        "kvbm_object_read_failures",
+        _COUNTER,
+        "The number of failed object storage read operations (blocks)",
+    ),
+    _compatible(
+        "kvbm_object_write_failures",
+        _COUNTER,
+        "The number of failed object storage write operations (blocks)",
+    ),
+    Metric(
+        name="kvbm_transfer_bytes_total",
+        kind=_COUNTER,
+        help="Bytes moved from one tier to another, counted when the move has succeeded",
+        labels=(_SOURCE, _TARGET),
+    ),
+    Metric(
+        name="kvbm_transfer_seconds",
+        kind=_HISTOGRAM,
+        help="Time that one transfer from one tier to another took",
+        labels=(_SOURCE, _TARGET),
+        buckets=TRANSFER_BUCKETS_S,
+    ),
+    Metric(
+        name="kvbm_queue_blocks",
+        kind=_GAUGE,
+        help="Blocks that wait in a queue or are on their way from it",
+        labels=(Label("queue", ("offload", "onboard")),),
+    ),
+    Metric(
+        name="kvbm_pool_blocks",
+        kind=_GAUGE,
+        help="Slots of a tier by state; the states add up to the tier's capacity",
+        labels=(_TIER, Label("state", ("free", "filling", "resident"))),
+    ),
+    Metric(
+        name="kvbm_pool_capacity_blocks", kind=_GAUGE, help="Blocks that a tier can hold", labels=(_TIER,)
+    ),
+    Metric(
+        name="kvbm_leased_blocks",
+        kind=_GAUGE,
+        help="Resident blocks that a lease keeps from eviction",
+        labels=(_TIER,),
+    ),
+    Metric(
+        name="kvbm_evicted_blocks_total",
+        kind=_COUNTER,
+        help="Blocks evicted from a tier",
+        labels=(_TIER,),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_failures_total",
+        kind=_COUNTER,
+        help="Failed operations by tier: corrupt (a checksum did not match), io, timeout, load (on a rank)",
+        labels=(_TIER, Label("kind", ("corrupt", "io", "timeout", "load"))),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_skipped_offloads_total",
+        kind=_COUNTER,
+        help="Blocks that were not offloaded, by reason",
+        labels=(
+            Label("reason", ("full", "filter", "queue_full", "evicted", "tier_off", "late", "owner_gone")),
+        ),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_lookups_total",
+        kind=_COUNTER,
+        help="Prefix lookups by outcome: hit (at least one block), miss, or put off",
+        labels=(Label("outcome", ("hit", "pending", "retry", "throttled", "miss")),),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_queried_blocks_total",
+        kind=_COUNTER,
+        help="Blocks that finished lookups asked for: the denominator of hit rates",
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_hit_blocks_total",
+        kind=_COUNTER,
+        help="Blocks that finished lookups found, by the tier that held them",
+        labels=(_TIER,),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_sessions",
+        kind=_GAUGE,
+        help="Connected sessions by role",
+        labels=(Label("role", ("leader", "worker", "admin")),),
+    ),
+    Metric(
+        name="kvbm_tier_up",
+        kind=_GAUGE,
+        help="1 while a configured tier works, 0 while it is off after a fault",
+        labels=(_TIER,),
+    ),
+    Metric(
+        name="kvbm_leases_expired_total",
+        kind=_COUNTER,
+        help="Leases that ended at their deadline instead of by release",
+        at_zero=True,
+    ),
+    Metric(name="kvbm_engines", kind=_GAUGE, help="Engines that are connected"),
+)
+"""Every metric that exists; nothing else can be counted."""
+
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in TABLE}
+
+
+class Counter:
+    """A bound handle: a number that only grows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def inc(self, amount: float = 1) -> None:
+        """Add `amount`, which must not be negative."""
+        assert amount >= 0
+        self.value += amount
+
+
+class Gauge:
+    """A bound handle: a number that goes up and down."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def set(self, value: float) -> None:
+        """The number is now `value`."""
+        self.value = value
+
+    def inc(self, amount: float = 1) -> None:
+        """Add `amount`, which may be negative."""
+        self.value += amount
+
+
+class Histogram:
+    """A bound handle: how many observations fell into each bucket, and their sum.
+
+    `counts` holds one number per bound and one for what lies above the last; they are not cumulative.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one observation; a value equal to a bound belongs below it."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def value(self) -> float:
+        """The number of observations."""
+        return sum(self.counts)
+
+
+Series = Counter | Gauge | Histogram
+Snapshot = Mapping[tuple[str, ...], float]
+"""Values by (metric name, label values in the table's order); a histogram counts its observations."""
+
+
+class Metrics:
+    """The numbers behind the table. One thread changes them; any thread may read.
+
+    An unknown name, label or label value is a programmer's error, an `AssertionError`.
+    """
+
+    def __init__(self) -> None:
+        self._series: dict[str, dict[tuple[str, ...], Series]] = {metric.name: {} for metric in TABLE}
+        for metric in TABLE:
+            if metric.at_zero or metric.compatible:
+                for values in itertools.product(*(label.values for label in metric.labels)):
+                    self._bind(
+                        metric, dict(zip((label.name for label in metric.labels), values, strict=True))
+                    )
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        """The handle of one series of a counter; keep it and call `inc`."""
+        series = self._bind(_metric(name, MetricKind.COUNTER), labels)
+        assert isinstance(series, Counter)
+        return series
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """The handle of one series of a gauge; keep it and call `set`."""
+        series = self._bind(_metric(name, MetricKind.GAUGE), labels)
+        assert isinstance(series, Gauge)
+        return series
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """The handle of one series of a histogram; keep it and call `observe`."""
+        series = self._bind(_metric(name, MetricKind.HISTOGRAM), labels)
+        assert isinstance(series, Histogram)
+        return series
+
+    def add(self, name: str, value: float = 1, /, **labels: str) -> None:
+        """Add `value` to a counter."""
+        self.counter(name, **labels).inc(value)
+
+    def set(self, name: str, value: float, /, **labels: str) -> None:
+        """Set a gauge to `value`."""
+        self.gauge(name, **labels).set(value)
+
+    def observe(self, name: str, value: float, /, **labels: str) -> None:
+        """Count one observation of a histogram."""
+        self.histogram(name, **labels).observe(value)
+
+    def value(self, name: str, /, **labels: str) -> float:
+        """The value of one series (a histogram's number of observations); 0 if nothing was counted yet."""
+        metric = _metric(name)
+        series = self._series[name].get(_label_values(metric, labels))
+        return 0 if series is None else series.value
+
+    def series(self) -> Iterator[tuple[Metric, list[tuple[tuple[str, ...], Series]]]]:
+        """Each metric with its label values and handles, in the table's order. Any thread."""
+        for metric in TABLE:
+            # One C call takes the copy, so the owner's next new series cannot change the dict under it.
+            yield metric, list(self._series[metric.name].items())
+
+    def snapshot(self) -> Snapshot:
+        """All values now, for comparing with a later snapshot. Any thread."""
+        return {
+            (metric.name, *values): handle.value for metric, rows in self.series() for values, handle in rows
+        }
+
+    def _bind(self, metric: Metric, labels: Mapping[str, str]) -> Series:
+        values = _label_values(metric, labels)
+        rows = self._series[metric.name]
+        found = rows.get(values)
+        if found is None:
+            found = rows[values] = _new_series(metric)
+        return found
+
+
+def _new_series(metric: Metric) -> Series:
+    if metric.kind is MetricKind.COUNTER:
+        return Counter()
+    if metric.kind is MetricKind.GAUGE:
+        return Gauge()
+    return Histogram(metric.buckets)
+
+
+def _metric(name: str, kind: MetricKind | None = None) -> Metric:
+    metric = BY_NAME.get(name)
+    assert metric is not None, f"no metric is called {name}"
+    assert kind is None or metric.kind is kind, f"{name} is a {metric.kind.value}"
+    return metric
+
+
+def _label_values(metric: Metric, labels: Mapping[str, str]) -> tuple[str, ...]:
+    assert len(labels) == len(metric.labels), (
+        f"{metric.name} has labels {[row.name for row in metric.labels]}"
+    )
+    values: list[str] = []
+    for label in metric.labels:
+        value = labels.get(label.name)
+        assert value in label.values, f"{metric.name}: {label.name}={value!r} is not one of {label.values}"
+        values.append(value)
+    return tuple(values)

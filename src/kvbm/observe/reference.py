@@ -1,0 +1,82 @@
+"""The metrics page of the docs, from the table.
+
+`python -m kvbm.observe.reference > docs/reference/metrics.md` writes it; a test checks that it is up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvbm.observe.metrics import TABLE, Metric
+
+_HEAD = """\
+# Metrics
+
+<!-- Generated from the metrics table by `python -m kvbm.observe.reference`; do not edit by hand. -->
+
+`DYN_KVBM_METRICS=true` serves these at `http://127.0.0.1:6880/metrics` (`DYN_KVBM_METRICS_HOST`,
+`DYN_KVBM_METRICS_PORT`). Sizes are bytes, times are seconds. Counters rise when the work has succeeded, not
+when it is begun.
+"""
+
+_COMPATIBLE = """
+## Names of the original
+
+The 13 series of NVIDIA Dynamo's KVBM, with its names and without labels, so that existing dashboards go on
+working. In these names `h2d` means host to disk under *offload* and host to device under *onboard*; the new
+series say it in labels.
+
+| Name | Type | Meaning |
+| --- | --- | --- |
+"""
+
+_NEW = """
+## New series
+
+| Name | Type | Labels | Meaning |
+| --- | --- | --- | --- |
+"""
+
+_LABELS = """
+## Labels
+
+Labels have a fixed set of values; keys, requests and addresses are never among them.
+
+| Series | Label | Values |
+| --- | --- | --- |
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    compatible = "".join(
+        f"| `{metric.name}` | {metric.kind.value} | {metric.help} |\n"
+        for metric in TABLE
+        if metric.compatible
+    )
+    new = [metric for metric in TABLE if not metric.compatible]
+    return (
+        _HEAD
+        + _COMPATIBLE
+        + compatible
+        + _NEW
+        + "".join(map(_row, new))
+        + _LABELS
+        + "".join(map(_label_rows, new))
+    )
+
+
+def _row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label.name}`" for label in metric.labels) or "none"
+    return f"| `{metric.name}` | {metric.kind.value} | {labels} | {metric.help} |\n"
+
+
+def _label_rows(metric: Metric) -> str:
+    return "".join(
+        f"| `{metric.name}` | `{label.name}` | {', '.join(f'`{value}`' for value in label.values)} |\n"
+        for label in metric.labels
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

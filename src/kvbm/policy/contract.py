@@ -1,0 +1,44 @@
+"""What a tier asks of a policy.
+
+Called by the one thread that owns the tier; never blocks, does no I/O, reads no clock: time comes as an argument
+(seconds, never going back). Slots are handles below `slot_count`; -1 stands for "no parent here".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvbm.block import BlockKey
+
+
+class EvictionPolicy(Protocol):
+    """Chooses which resident, unleased block a full tier gives up."""
+
+    def inserted(self, slot: int, parent: int, now_s: float) -> None:
+        """The slot now holds a block whose parent block is in slot `parent` (or -1). It is leased until `unleased`."""
+
+    def accessed(self, slots: Sequence[int], now_s: float) -> None:
+        """A request used these blocks, a prefix in chain order."""
+
+    def leased(self, slot: int) -> None:
+        """The slot must not be chosen until `unleased`."""
+
+    def unleased(self, slot: int) -> None:
+        """The last lease on the slot ended."""
+
+    def removed(self, slot: int) -> None:
+        """The slot was emptied, by eviction or otherwise."""
+
+    def victim(self) -> int:
+        """A slot to evict, or -1 when every block is leased. The caller evicts it and calls `removed`."""
+
+
+class AdmissionPolicy(Protocol):
+    """Decides whether a block may enter a lower tier."""
+
+    def offered(self, key: BlockKey, now_s: float) -> bool:
+        """The block could be stored below now; True admits it."""
+
+    def hit(self, key: BlockKey, now_s: float) -> None:
+        """The block was used again."""

@@ -1,0 +1,318 @@
+"""The only messages between processes: leader, worker and admin on one side, manager on the other.
+
+A message is a tagged msgpack map behind a 4-byte little-endian length, over a Unix stream socket. File
+descriptors (the shared memory of a worker's shard) travel beside a `Welcome`. Nothing is ever unpickled. Block
+keys travel joined, 32 bytes each.
+
+A *lookup id* is chosen by the leader and names the lease that a lookup took; a *store id* names one reservation.
+Both are unique within a leader's session.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from kvbm.errors import ProtocolError
+from kvbm.layout import BlockLayout, Namespace
+
+PROTOCOL_VERSION = 1
+MESSAGE_BYTES_MAX = 8 << 20
+LENGTH_BYTES = 4
+
+HELD = -1
+"""In `ReserveReply.slots`: the manager holds this block already, or somebody is storing it."""
+REFUSED = -2
+"""In `ReserveReply.slots`: no slot can be had now; the block is not stored."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+# ---- leader, worker, admin → manager
+
+
+class Hello(Message, tag="hello"):
+    """First message of every session.
+
+    A worker names the namespace and the layout of its blocks; a leader and an admin leave both out. `engine`
+    joins a leader with its workers. `request_blocks` is the largest request the engine accepts, in blocks.
+    """
+
+    version: int
+    role: str
+    engine: str = ""
+    rank: int = 0
+    rank_count: int = 1
+    shard: int = 0
+    request_blocks: int = 0
+    namespace: Namespace | None = None
+    layout: BlockLayout | None = None
+
+
+class Lookup(Message, tag="lookup"):
+    """Find the longest run of blocks from `keys[skip]` on, lease it and bring what is below G2 up.
+
+    `keys` is the request's whole chain from its first block; the first `skip` blocks are on the device already.
+    """
+
+    lookup: int
+    keys: bytes
+    skip: int = 0
+
+
+class Release(Message, tag="release"):
+    """The lease of `lookup` ends. `loaded` blocks from position `first` on reached the device within `seconds`;
+    the next `failed` blocks were promised and did not."""
+
+    lookup: int
+    first: int = 0
+    loaded: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+class Reserve(Message, tag="reserve"):
+    """Ask for slots for consecutive blocks of one chain; `parent` is the key before the first, or empty."""
+
+    store: int
+    parent: bytes
+    keys: bytes
+
+
+class Commit(Message, tag="commit"):
+    """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not."""
+
+    store: int
+    failed: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+class Watch(Message, tag="watch"):
+    """A worker asks for `Progress` of a lookup of its engine."""
+
+    lookup: int
+
+
+class FenceDone(Message, tag="fence_done"):
+    """A worker will no longer write to slots that were reserved before the fence."""
+
+    fence: int
+
+
+class Reset(Message, tag="reset"):
+    """Drop every block of the engine's namespace (admin: of all) that is not in use. `tier` empty means all."""
+
+    tier: str = ""
+
+
+class StatusQuery(Message, tag="status?"):
+    """Ask for a `Status`."""
+
+
+# ---- manager → leader, worker, admin
+
+
+class Welcome(Message, tag="welcome"):
+    """The session is accepted. `epoch` names this life of the manager: slots of another epoch mean nothing.
+
+    For a worker two descriptors come along: its shard's arena (`slot_count × slot_bytes`) and the table of slot
+    generations (`slot_count` little-endian u64). `lease_s` is how long a lease lasts unless it is released.
+    """
+
+    version: int
+    epoch: int
+    slot_count: int = 0
+    slot_bytes: int = 0
+    lease_s: float = 0.0
+    tiers: dict[str, int] = {}
+
+
+class Refused(Message, tag="refused"):
+    """The session is not accepted, for this reason (one line)."""
+
+    reason: str
+
+
+class Ready(Message, tag="ready"):
+    """To a leader: all ranks of its engine are attached (or, with `ready` false, no longer)."""
+
+    ready: bool
+    epoch: int
+    fingerprint: bytes = b""
+    block_bytes: int = 0
+    lease_s: float = 0.0
+    tiers: dict[str, int] = {}
+
+
+class LookupReply(Message, tag="found"):
+    """What a lookup found, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
+
+    The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `disk` counts
+    the blocks that came, or come, from below G2 (always the tail of a run that starts in G2, or single blocks in it).
+    """
+
+    lookup: int
+    slots: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+    ready: int = 0
+    sources: bytes = b""
+
+
+class Progress(Message, tag="progress"):
+    """`ready` leading blocks of a lookup lie in G2. With `final`, no more will: the rest failed or was dropped."""
+
+    lookup: int
+    ready: int
+    final: bool
+
+
+class ReserveReply(Message, tag="reserved"):
+    """One entry per key: a slot to fill, HELD or REFUSED."""
+
+    store: int
+    slots: tuple[int, ...]
+
+
+class Fence(Message, tag="fence"):
+    """To a worker: finish every copy that is under way, never begin one of `stores`, then answer `FenceDone`."""
+
+    fence: int
+    stores: tuple[int, ...]
+
+
+class ResetReply(Message, tag="reset_done"):
+    """How many blocks were dropped and how many stayed because they are in use."""
+
+    dropped: int
+    in_use: int
+
+
+class Status(Message, tag="status"):
+    """The manager's own account of itself, for the command line."""
+
+    epoch: int
+    spaces: tuple[dict[str, object], ...] = ()
+
+
+# ---- leader → worker (inside the engine's own step message) and back
+
+
+class StorePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Copy device blocks into reserved slots, before anything of this step overwrites them."""
+
+    store: int
+    epoch: int
+    slots: tuple[int, ...]
+    device_blocks: tuple[int, ...]
+
+
+class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Copy leased slots into device blocks. The first `ready` slots hold their bytes; the worker watches the others.
+
+    `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
+    the first pair in the lookup's run (what lies before it was on the device already).
+    """
+
+    request: str
+    lookup: int
+    epoch: int
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    device_blocks: tuple[int, ...]
+    offset: int
+    ready: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step asks of every worker. `idle`: the step computes nothing, so waiting costs nobody."""
+
+    stores: tuple[StorePlan, ...] = ()
+    loads: tuple[LoadPlan, ...] = ()
+    idle: bool = False
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What workers did since the last report: stores with the positions that failed, and seconds of copying.
+
+    `stored` maps a store id to (ranks that report it, failed positions, longest seconds); `loaded` maps a request
+    to its longest seconds of copying.
+    """
+
+    stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
+    loaded: dict[str, float] = {}
+
+    def merge(self, other: StepReport) -> StepReport:
+        """The report of two groups of ranks together."""
+        stored = dict(self.stored)
+        for store, (ranks, failed, seconds) in other.stored.items():
+            mine = stored.get(store, (0, (), 0.0))
+            both = tuple(sorted({*mine[1], *failed}))
+            stored[store] = (mine[0] + ranks, both, max(mine[2], seconds))
+        loaded = dict(self.loaded)
+        for request, seconds in other.loaded.items():
+            loaded[request] = max(loaded.get(request, 0.0), seconds)
+        return StepReport(stored=stored, loaded=loaded)
+
+
+ToManager = Union[
+    Hello, Lookup, Release, Reserve, Commit, Watch, FenceDone, Reset, StatusQuery
+]
+FromManager = Union[
+    Welcome, Refused, Ready, LookupReply, Progress, ReserveReply, Fence, ResetReply, Status
+]
+
+_encoder = msgspec.msgpack.Encoder()
+_to_manager = msgspec.msgpack.Decoder(ToManager)
+_from_manager = msgspec.msgpack.Decoder(FromManager)
+
+
+def encode(message: Message) -> bytes:
+    """One frame: length and body."""
+    body = _encoder.encode(message)
+    assert len(body) <= MESSAGE_BYTES_MAX, "message over its bound"
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def decode_to_manager(body: bytes) -> ToManager:
+    """A typed message from a client, or ProtocolError in one line."""
+    try:
+        return _to_manager.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
+
+
+def decode_from_manager(body: bytes) -> FromManager:
+    """A typed message from the manager, or ProtocolError in one line."""
+    try:
+        return _from_manager.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
+
+
+class FrameBuffer:
+    """Bytes in, whole frames out; refuses a frame over the bound before it is buffered."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames completed by `data`, in order. Raises ProtocolError when a length is over the bound."""
+        self._data += data
+        frames: list[bytes] = []
+        start = 0
+        while len(self._data) - start >= LENGTH_BYTES:
+            length = int.from_bytes(self._data[start : start + LENGTH_BYTES], "little")
+            if length > MESSAGE_BYTES_MAX:
+                raise ProtocolError(
+                    f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes"
+                )
+            end = start + LENGTH_BYTES + length
+            if len(self._data) < end:
+                break
+            frames.append(bytes(self._data[start + LENGTH_BYTES : end]))
+            start = end
+        del self._data[:start]
+        return frames

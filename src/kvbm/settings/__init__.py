@@ -1,0 +1,38 @@
+"""Settings: the schema, loading with precedence, and advice. The only package that reads the environment."""
+
+from kvbm.settings.advice import (
+    available_memory_bytes,
+    default_host_bytes,
+    disk_slots,
+    format_bytes,
+    host_slots,
+    size_notices,
+    staging_slots,
+)
+from kvbm.settings.load import LoadedSettings, load_settings, process_environment
+from kvbm.settings.parse import GB, parse_bool, parse_count, parse_gb, parse_size, parse_socket_path
+from kvbm.settings.schema import FIELDS, SCHEMA, Kind, Setting, Settings
+
+__all__ = [
+    "FIELDS",
+    "GB",
+    "SCHEMA",
+    "Kind",
+    "LoadedSettings",
+    "Setting",
+    "Settings",
+    "available_memory_bytes",
+    "default_host_bytes",
+    "disk_slots",
+    "format_bytes",
+    "host_slots",
+    "load_settings",
+    "parse_bool",
+    "parse_count",
+    "parse_gb",
+    "parse_size",
+    "parse_socket_path",
+    "process_environment",
+    "size_notices",
+    "staging_slots",
+]

@@ -1,0 +1,121 @@
+"""What the settings come to on this machine: default sizes, block counts, and notices about odd choices.
+
+Nothing here changes anything; the functions are pure but for `available_memory_bytes`, which reads `/proc`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvbm.settings.parse import GB, reject
+from kvbm.settings.schema import FIELDS, Settings
+
+DEFAULT_HOST_BYTES_MAX = 4 * GB
+DEFAULT_HOST_MEMORY_SHARE = 4
+"""The default host tier takes at most one part in this many of the available memory."""
+
+
+def default_host_bytes(memory_bytes: int | None) -> int:
+    """The host tier when no tier is set: 4 GB, or a quarter of the available memory if that is less."""
+    if memory_bytes is None:
+        return DEFAULT_HOST_BYTES_MAX
+    return min(DEFAULT_HOST_BYTES_MAX, memory_bytes // DEFAULT_HOST_MEMORY_SHARE)
+
+
+def host_slots(settings: Settings, block_bytes: int) -> int:
+    """Blocks of the host tier, for blocks of `block_bytes` over all ranks; 0 when the tier is off.
+
+    A tier that is on but cannot hold one block is a `SettingsError`.
+    """
+    return _slots("host_bytes", settings.host_bytes, settings.host_blocks, block_bytes)
+
+
+def disk_slots(settings: Settings, block_bytes: int) -> int:
+    """Blocks of the disk tier; the same rules as `host_slots`."""
+    return _slots("disk_bytes", settings.disk_bytes, settings.disk_blocks, block_bytes)
+
+
+def staging_slots(settings: Settings, block_bytes: int) -> int:
+    """Blocks of the staging area: 0 unless there is a disk tier and no host tier."""
+    if settings.host_on or not settings.disk_on:
+        return 0
+    return _slots("staging_bytes", settings.staging_bytes, None, block_bytes)
+
+
+def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: int) -> int:
+    assert block_bytes > 0
+    if blocks:
+        return blocks
+    if not size_bytes:
+        return 0
+    if size_bytes < block_bytes:
+        raise reject(
+            FIELDS[field].variable, f"{size_bytes} bytes", f"room for one block at least, {block_bytes} bytes"
+        )
+    return size_bytes // block_bytes
+
+
+def notices(settings: Settings) -> list[str]:
+    """One line for each choice that works but may not be what the user had in mind."""
+    lines: list[str] = []
+    if settings.metrics and settings.metrics_host == "127.0.0.1":
+        lines.append(
+            "metrics are served on 127.0.0.1 only;"
+            " set DYN_KVBM_METRICS_HOST=0.0.0.0 to scrape them from elsewhere"
+        )
+    counted = settings.host_blocks or settings.disk_blocks
+    if not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0):
+        lines.append(
+            f"the disk tier ({format_bytes(settings.disk_bytes or 0)}) is smaller than the host tier"
+            f" ({format_bytes(settings.host_bytes or 0)}) and will hold little that the host does not"
+        )
+    if settings.disk_on and not settings.host_on:
+        lines.append(
+            "a disk tier without a host tier: blocks pass through a staging area of"
+            f" {format_bytes(settings.staging_bytes)} of host memory"
+        )
+    return lines
+
+
+def size_notices(host_blocks: int, device_blocks: int) -> list[str]:
+    """A line when the host tier is smaller than the engine's own cache, which gives next to no hits."""
+    if not 0 < host_blocks < device_blocks:
+        return []
+    line = f"the host tier holds {host_blocks} blocks, fewer than the device's {device_blocks}:"
+    return [line + " it will mostly hold what the device holds; make it larger (DYN_KVBM_CPU_CACHE_GB)"]
+
+
+def format_bytes(size_bytes: float) -> str:
+    """A size for people, in decimal units: `4 GB`, `402 MB`, `1.5 GB`, `0 B`."""
+    value, unit = float(size_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        # From 999.5 on it would be written as 1000; the next unit reads better.
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    digits = 0 if unit == "B" or value >= 100 else 1
+    return f"{value:.{digits}f}".removesuffix(".0") + f" {unit}"
+
+
+def available_memory_bytes(
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max"),
+) -> int | None:
+    """Memory that can be used: what the kernel calls available, or the container's limit if that is less.
+
+    None where neither can be read.
+    """
+    found: list[int] = []
+    try:
+        for line in meminfo.read_text().splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                found.append(int(amount.split()[0]) * 1024)
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        found.append(int(cgroup_limit.read_text()))
+    except (OSError, ValueError):
+        # No cgroup v2, or "max": no limit.
+        pass
+    return min(found, default=None)

@@ -1,0 +1,272 @@
+"""Settings from their four sources: command line, environment, file, default, in this order of precedence."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbm.errors import SettingsError
+from kvbm.settings import parse
+from kvbm.settings.advice import default_host_bytes, format_bytes, notices
+from kvbm.settings.schema import (
+    FIELDS,
+    FILE_VARIABLE,
+    INEFFECTIVE,
+    OTHER_VARIABLES,
+    PREFIX,
+    SCHEMA,
+    Ineffective,
+    Kind,
+    Setting,
+    Settings,
+    runtime_dir_under,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_ORIGIN = "default"
+PRIVILEGED_PORT_MAX = 1023
+
+
+class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings and where each came from.
+
+    `origins` maps every field to `command line`, `environment NAME`, `file PATH` or `default`. `warnings` are
+    lines about something that was asked for and is not done; `notices` are lines about what was chosen.
+    """
+
+    settings: Settings
+    origins: dict[str, str]
+    warnings: list[str]
+    notices: list[str]
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """A value, where it came from, and what the user calls it there."""
+
+    value: object
+    origin: str
+    label: str
+    rank: int
+
+
+def process_environment() -> Mapping[str, str]:
+    """A copy of this process's environment: the argument for `load_settings` outside tests."""
+    return dict(os.environ)
+
+
+def load_settings(
+    environ: Mapping[str, str],
+    overrides: Mapping[str, object] | None = None,
+    file: Path | None = None,
+    *,
+    overrides_origin: str = "command line",
+    memory_bytes: int | None = None,
+) -> LoadedSettings:
+    """Read and check every setting; the first that cannot be used is a `SettingsError` of one line.
+
+    `overrides` maps field names to values (text as on the command line, or numbers and booleans; None counts
+    as not given); `overrides_origin` says what they are called in `origins`. `file` is a TOML file of field
+    names; without it, `DYN_KVBM_CONFIG` may name one. `memory_bytes` is the memory available for a default
+    host tier.
+    """
+    warnings: list[str] = []
+    found: dict[str, _Found] = {}
+    for rank, source in enumerate(
+        (
+            _from_file(file or _file_named_by(environ), warnings),
+            _from_environment(environ, warnings),
+            _from_overrides(overrides or {}, overrides_origin),
+        ),
+        start=1,
+    ):
+        found.update({name: msgspec.structs.replace(item, rank=rank) for name, item in source.items()})
+    _drop_outranked_counts(found, warnings)
+    settings = _assemble(found, environ)
+    origins = {name: found[name].origin if name in found else DEFAULT_ORIGIN for name in FIELDS}
+    settings, lines = _with_some_tier(settings, found, memory_bytes)
+    if 0 < settings.leader_pub_port <= PRIVILEGED_PORT_MAX:
+        warnings.append(
+            f"{_label(found, 'leader_pub_port')}={settings.leader_pub_port} needs the right to low ports"
+        )
+    return LoadedSettings(
+        settings=settings, origins=origins, warnings=warnings, notices=[*lines, *notices(settings)]
+    )
+
+
+def _label(found: Mapping[str, _Found], field: str) -> str:
+    return found[field].label if field in found else FIELDS[field].variable
+
+
+def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
+    for setting in SCHEMA:
+        text = environ.get(setting.variable, "")
+        if not text.strip():
+            # Empty is unset: `export X=` is how a shell takes a variable back.
+            continue
+        try:
+            value = _parse(setting, setting.variable, text, in_gb=True)
+        except SettingsError as error:
+            if setting.kind is not Kind.LOG:
+                raise
+            # DYN_LOG is a filter that all of Dynamo shares; a form that is not ours must not stop an engine.
+            warnings.append(str(error))
+            continue
+        if setting.inverted:
+            value = not value
+        found[setting.field] = _Found(value, f"environment {setting.variable}", setting.variable, 0)
+    warnings.extend(_remarks_on_names(environ))
+    return found
+
+
+def _from_overrides(overrides: Mapping[str, object], origin: str) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
+    for field, value in overrides.items():
+        assert field in FIELDS, f"no setting is called {field}"
+        if value is None:
+            continue
+        setting = FIELDS[field]
+        label = (setting.flag if origin == "command line" else "") or field
+        found[field] = _Found(_parse_value(setting, label, value), origin, label, 0)
+    return found
+
+
+def _file_named_by(environ: Mapping[str, str]) -> Path | None:
+    path = environ.get(FILE_VARIABLE, "").strip()
+    return Path(path) if path else None
+
+
+def _from_file(path: Path | None, warnings: list[str]) -> dict[str, _Found]:
+    if path is None:
+        return {}
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError("settings file", str(path), f"a readable file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError("settings file", str(path), f"TOML in UTF-8 ({one_line(error)})") from None
+    found: dict[str, _Found] = {}
+    for field, value in table.items():
+        if field not in FIELDS:
+            warnings.append(
+                f"{path}: {field} is not a setting of kvbm and is ignored{_nearest(field, FIELDS)}"
+            )
+            continue
+        label = f"{path}: {field}"
+        found[field] = _Found(_parse_value(FIELDS[field], label, value), f"file {path}", label, 0)
+    return found
+
+
+def one_line(error: Exception) -> str:
+    """The text of an error without line breaks."""
+    return " ".join(str(error).split())
+
+
+def _parse_value(setting: Setting, label: str, value: object) -> object:
+    """A value of the command line or a file: typed values go through the same rules as text."""
+    if isinstance(value, bool):
+        value = "true" if value else "false"
+    elif isinstance(value, (int, float)):
+        value = str(value)
+    if not isinstance(value, str):
+        raise parse.reject(label, value, f"a {setting.kind.value}")
+    return _parse(setting, label, value, in_gb=False)
+
+
+def _parse(setting: Setting, label: str, text: str, *, in_gb: bool) -> object:
+    """The value of a setting from its text. `in_gb`: sizes are a number of GB, as in the environment."""
+    kind = setting.kind
+    if kind is Kind.SIZE:
+        size_bytes = parse.parse_gb(label, text) if in_gb else parse.parse_size(label, text)
+        if size_bytes < setting.minimum:
+            raise parse.reject(label, text, "a size above 0")
+        return size_bytes
+    if kind is Kind.SWITCH:
+        return parse.parse_bool(label, text)
+    if kind is Kind.CHOICE:
+        return parse.parse_choice(label, text, setting.choices)
+    if kind is Kind.LOG:
+        return parse.parse_log_filter(label, text)
+    if kind is Kind.TEXT:
+        return parse.parse_text(label, text)
+    if kind is Kind.PATH:
+        return parse.parse_path(label, text)
+    if kind is Kind.SOCKET:
+        return parse.parse_socket_path(label, text)
+    what = {Kind.COUNT: "a whole number", Kind.PORT: "a port", Kind.SECONDS: "a whole number of seconds"}[
+        kind
+    ]
+    return parse.parse_count(label, text, setting.minimum, setting.maximum, what)
+
+
+def _drop_outranked_counts(found: dict[str, _Found], warnings: list[str]) -> None:
+    """A block count wins over a size, but not over a size from a source of higher precedence."""
+    for size, count in (("host_bytes", "host_blocks"), ("disk_bytes", "disk_blocks")):
+        if size in found and count in found and found[count].rank < found[size].rank:
+            if found[count].value:
+                warnings.append(f"{found[count].label} is overruled by {found[size].label}")
+            del found[count]
+
+
+def _assemble(found: Mapping[str, _Found], environ: Mapping[str, str]) -> Settings:
+    values: dict[str, Any] = {name: item.value for name, item in found.items()}
+    for field in ("host_bytes", "host_blocks", "disk_bytes", "disk_blocks"):
+        values[field] = values.get(field) or None
+    values.setdefault("runtime_dir", runtime_dir_under(environ.get("XDG_RUNTIME_DIR", "")))
+    return Settings(**values)
+
+
+def _with_some_tier(
+    settings: Settings, found: Mapping[str, _Found], memory_bytes: int | None
+) -> tuple[Settings, list[str]]:
+    """The settings with a host tier of default size when no tier was set; an error when all were set to 0."""
+    if settings.host_on or settings.disk_on:
+        return settings, []
+    if "host_bytes" in found:
+        raise SettingsError(found["host_bytes"].label, 0, "a size above 0, as there is no disk tier either")
+    size_bytes = default_host_bytes(memory_bytes)
+    notice = (
+        f"no cache tier is set: using {format_bytes(size_bytes)} of host memory"
+        " (set DYN_KVBM_CPU_CACHE_GB or DYN_KVBM_DISK_CACHE_GB to choose)"
+    )
+    return msgspec.structs.replace(settings, host_bytes=size_bytes), [notice]
+
+
+def _remarks_on_names(environ: Mapping[str, str]) -> list[str]:
+    """Warnings about variables that do nothing here, and about names that nobody knows."""
+    known = {setting.variable for setting in SCHEMA} | {FILE_VARIABLE, *OTHER_VARIABLES}
+    lines: list[str] = []
+    for name in sorted(environ):
+        if name in known or not environ[name].strip():
+            continue
+        row = _ineffective(name)
+        if row is not None:
+            if not row.switch or parse.parse_bool(name, environ[name]):
+                lines.append(f"{name} has no effect: {row.reason}")
+        elif name.startswith(PREFIX):
+            lines.append(f"{name} is not a setting of kvbm and is ignored{_nearest(name, known)}")
+    return lines
+
+
+def _ineffective(name: str) -> Ineffective | None:
+    for row in INEFFECTIVE:
+        if row.variable == name or (row.variable.endswith("*") and name.startswith(row.variable[:-1])):
+            return row
+    return None
+
+
+def _nearest(name: str, known: Mapping[str, Setting] | set[str]) -> str:
+    # The common prefix would make every pair of names look alike.
+    bare = {candidate.removeprefix(PREFIX): candidate for candidate in sorted(known)}
+    near = difflib.get_close_matches(name.removeprefix(PREFIX).upper() if name.isupper() else name, bare, n=1)
+    return f"; did you mean {bare[near[0]]}?" if near else ""

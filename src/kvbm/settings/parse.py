@@ -1,0 +1,156 @@
+"""Text to values: the one truth rule, sizes, counts, ports, and the log filter.
+
+Every function takes the field as the user wrote it (an environment variable, a flag, a key of the settings
+file) only to name it in the error. Numbers are plain ASCII decimals; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+from kvbm.errors import SettingsError
+
+GB = 1_000_000_000
+"""Bytes in one GB; the `…_GB` variables and `GB` on the command line both mean this."""
+
+BYTES_MAX = 2**63 - 1
+TEXT_CHARACTERS_MAX = 64
+SOCKET_PATH_BYTES_MAX = 107
+"""The longest path of a Unix socket on Linux: `sun_path` is 108 bytes with its closing zero."""
+
+TRUE_WORDS = ("1", "true", "on", "yes")
+FALSE_WORDS = ("0", "false", "off", "no")
+LOG_LEVELS = ("trace", "debug", "info", "warn", "error", "off")
+
+UNITS: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+_DECIMAL = re.compile(r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
+_SIZE = re.compile(r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*([A-Za-z]*)")
+_WHOLE = re.compile(r"\+?[0-9]+")
+
+_SIZE_FORMS = "a size such as 4GB, 512MB, 1.5GiB or 4096 (bytes)"
+
+
+def reject(field: str, value: object, accepted: str) -> SettingsError:
+    """The error for a value that cannot be used; a very long value is cut so that the line stays readable."""
+    if isinstance(value, str) and len(value) > TEXT_CHARACTERS_MAX:
+        value = value[: TEXT_CHARACTERS_MAX - 1] + "…"
+    return SettingsError(field, value, accepted)
+
+
+def parse_bool(field: str, text: str) -> bool:
+    """`1 true on yes` or `0 false off no`, trimmed, any case. Anything else is a `SettingsError`."""
+    word = text.strip().lower()
+    if word in TRUE_WORDS:
+        return True
+    if word in FALSE_WORDS:
+        return False
+    raise reject(field, text, f"write one of {' '.join(TRUE_WORDS)} or one of {' '.join(FALSE_WORDS)}")
+
+
+def parse_gb(field: str, text: str) -> int:
+    """Bytes from a decimal number of GB (1e9 bytes), as the `…_GB` variables hold it. 0 switches off."""
+    accepted = "a number of GB, 0 or more, such as 4 or 0.5"
+    number = text.strip()
+    if len(number) > TEXT_CHARACTERS_MAX or not _DECIMAL.fullmatch(number):
+        raise reject(field, text, accepted)
+    return _whole_bytes(field, text, Decimal(number) * GB, accepted)
+
+
+def parse_size(field: str, text: str) -> int:
+    """Bytes from a size with a unit (`4GB`, `512MB`, `1GiB`) or without one (`4096`). 0 switches off."""
+    size = text.strip()
+    match = _SIZE.fullmatch(size) if len(size) <= TEXT_CHARACTERS_MAX else None
+    if match is None or match[2].lower() not in UNITS:
+        raise reject(field, text, _SIZE_FORMS)
+    scale = UNITS[match[2].lower()]
+    count = Decimal(match[1])
+    if scale == 1 and count != count.to_integral_value():
+        raise reject(field, text, "a whole number of bytes")
+    return _whole_bytes(field, text, count * scale, _SIZE_FORMS)
+
+
+def _whole_bytes(field: str, text: str, count: Decimal, accepted: str) -> int:
+    # The bound comes before int(): a few characters of exponent must not become gigabytes of digits.
+    if count > BYTES_MAX:
+        raise reject(field, text, f"at most {BYTES_MAX} bytes")
+    whole = int(count)
+    if whole == 0 and count > 0:
+        raise reject(field, text, f"{accepted}; this is less than one byte")
+    return whole
+
+
+def parse_count(field: str, text: str, minimum: int, maximum: int, what: str = "a whole number") -> int:
+    """A whole number from `minimum` to `maximum`."""
+    accepted = f"{what} from {minimum} to {maximum}"
+    digits = text.strip()
+    if len(digits) > TEXT_CHARACTERS_MAX or not _WHOLE.fullmatch(digits):
+        raise reject(field, text, accepted)
+    count = int(digits)
+    if not minimum <= count <= maximum:
+        raise reject(field, text, accepted)
+    return count
+
+
+def parse_choice(field: str, text: str, choices: Sequence[str]) -> str:
+    """One of `choices`, trimmed, any case."""
+    word = text.strip().lower()
+    if word not in choices:
+        raise reject(field, text, f"write one of {' '.join(choices)}")
+    return word
+
+
+def parse_text(field: str, text: str) -> str:
+    """A name or address: trimmed, one line, no zero byte."""
+    word = text.strip()
+    if not word or not word.isprintable():
+        raise reject(field, text, "a printable text on one line")
+    return word
+
+
+def parse_path(field: str, text: str) -> str:
+    """A path of the file system, kept as written."""
+    if "\0" in text or not text.strip():
+        raise reject(field, text, "a path")
+    return text
+
+
+def parse_socket_path(field: str, text: str) -> str:
+    """The path of a Unix socket, short enough for the kernel."""
+    path = parse_path(field, text)
+    if len(path.encode("utf-8", "surrogateescape")) > SOCKET_PATH_BYTES_MAX:
+        raise reject(field, text, f"a socket path of at most {SOCKET_PATH_BYTES_MAX} bytes")
+    return path
+
+
+def parse_log_filter(field: str, text: str) -> str:
+    """Our level from Dynamo's log filter (`debug`, or `info,kvbm=debug`): one of `LOG_LEVELS`.
+
+    A directive for `kvbm` wins over the level that stands alone; directives for other targets are not ours.
+    """
+    general, ours = "", ""
+    for directive in filter(None, (part.strip().lower() for part in text.split(","))):
+        target, equals, level = (part.strip() for part in directive.rpartition("="))
+        if equals and target != "kvbm":
+            continue
+        level = "warn" if level == "warning" else level
+        if level not in LOG_LEVELS:
+            raise reject(field, text, f"a level ({' '.join(LOG_LEVELS)}), or a list such as info,kvbm=debug")
+        if equals:
+            ours = level
+        else:
+            general = level
+    return ours or general or "info"

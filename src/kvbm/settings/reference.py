@@ -1,0 +1,105 @@
+"""The settings page of the docs, from the schema.
+
+`python -m kvbm.settings.reference > docs/reference/settings.md` writes it; a test checks that it is current.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvbm.settings.advice import format_bytes
+from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
+from kvbm.settings.schema import COUNT_MAX, INEFFECTIVE, SCHEMA, Kind, Setting, Settings
+
+_HEAD = f"""\
+# Settings
+
+<!-- Generated from the schema by `python -m kvbm.settings.reference`; do not edit by hand. -->
+
+Each setting has a variable and a key of the settings file; those that `kvbm manager` acts on have a flag too.
+The command line wins over the environment, the environment over the file, the file over the default.
+`kvbm config show` prints every value with its origin.
+
+- **Sizes**: the `…_GB` variables are a number of GB (1 GB is 1,000,000,000 bytes), such as `4` or `0.5`. Flags
+  and the file take a unit: `4GB`, `512MB`, `1.5GiB`, or plain bytes, `4096`. 0 switches a tier off.
+- **Switches**: `{" ".join(TRUE_WORDS)}` or `{" ".join(FALSE_WORDS)}`, in any case, blanks around them ignored.
+- An empty variable counts as unset. A value that cannot be used ends the start with one line, which names the
+  variable, the value and what is accepted. A `DYN_KVBM_…` name that is not listed here draws a warning.
+- With no tier set at all, the host tier takes 4 GB, or a quarter of the available memory if that is less.
+- A number of blocks wins over a size, unless the size comes from a source of higher precedence.
+
+The settings file is TOML, named by `DYN_KVBM_CONFIG` or `--config`:
+
+```toml
+host_bytes = "4GB"
+disk_bytes = "100GB"
+disk_dir = "/mnt/nvme/kvbm"
+metrics = true
+```
+
+"""
+
+_EFFECTIVE = """\
+## Variables
+
+| Variable | Flag | Key | Type | Default | Meaning |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+_INEFFECTIVE = """
+## Accepted without effect
+
+Variables of NVIDIA Dynamo's KVBM that set nothing here. They are accepted, with a line in the log.
+
+| Variable | Why |
+| --- | --- |
+"""
+
+_DEFAULTS: dict[str, str] = {
+    "host_bytes": "see above",
+    "runtime_dir": "`$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    inert = "".join(f"| `{row.variable}` | {row.reason} |\n" for row in INEFFECTIVE)
+    return _HEAD + _EFFECTIVE + "".join(map(_row, SCHEMA)) + _INEFFECTIVE + inert
+
+
+def _row(setting: Setting) -> str:
+    cells = (
+        f"`{setting.variable}`" + (" (not in the original)" if setting.ours else ""),
+        f"`{setting.flag}`" if setting.flag else "",
+        f"`{setting.field}`",
+        _type(setting),
+        _default(setting),
+        setting.meaning + ("; the variable says the opposite" if setting.inverted else ""),
+    )
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _type(setting: Setting) -> str:
+    if setting.kind is Kind.CHOICE or setting.kind is Kind.LOG:
+        return " ".join(f"`{choice}`" for choice in setting.choices)
+    if setting.kind in (Kind.COUNT, Kind.PORT, Kind.SECONDS):
+        upper = f"to {setting.maximum}" if setting.maximum < COUNT_MAX else "or more"
+        return f"{setting.kind.value}, {setting.minimum} {upper}"
+    return str(setting.kind.value)
+
+
+def _default(setting: Setting) -> str:
+    if setting.field in _DEFAULTS:
+        return _DEFAULTS[setting.field]
+    value: object = getattr(Settings(), setting.field)
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int) and setting.kind is Kind.SIZE:
+        return format_bytes(value)
+    return f"`{value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,371 @@
+"""The settings: their names, defaults, variables and flags. The rest of the package is derived from this."""
+
+from __future__ import annotations
+
+import enum
+import os
+
+import msgspec
+
+from kvbm.settings.parse import BYTES_MAX, LOG_LEVELS
+
+PREFIX = "DYN_KVBM_"
+PORT_MAX = 65535
+COUNT_MAX = 2**31 - 1
+CONSOLIDATOR_PORT_OFFSET = 1000
+"""The event consolidator listens this far above `leader_pub_port`, as in the original."""
+
+
+def default_runtime_dir() -> str:
+    """The directory of sockets and locks when none is set: `$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`."""
+    return runtime_dir_under(os.environ.get("XDG_RUNTIME_DIR", ""))
+
+
+def runtime_dir_under(xdg_runtime_dir: str) -> str:
+    """`default_runtime_dir` for a given `$XDG_RUNTIME_DIR`; one that cannot be written counts as unset."""
+    if os.path.isabs(xdg_runtime_dir) and os.access(xdg_runtime_dir, os.W_OK | os.X_OK):
+        return os.path.join(xdg_runtime_dir, "kvbm")
+    return f"/tmp/kvbm-{os.getuid()}"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting, checked. Sizes are bytes, times are seconds.
+
+    `None` for a tier's size means that the tier is off, unless its block count is set, which wins over bytes.
+    """
+
+    host_bytes: int | None = None
+    host_blocks: int | None = None
+    disk_bytes: int | None = None
+    disk_blocks: int | None = None
+    disk_dir: str = "/tmp/"
+    disk_persist: bool = True
+    disk_allocator: str = "default"
+    disk_zerofill_fallback: bool = False
+    disk_o_direct: bool = True
+    disk_offload_filter: bool = True
+    disk_io_threads: int = 4
+    staging_bytes: int = 512_000_000
+    max_concurrent_transfers: int = 4
+    max_transfer_batch_size: int = 16
+    offload_min_priority: int = 0
+    metrics: bool = False
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 6880
+    manager: str | None = None
+    runtime_dir: str = msgspec.field(default_factory=default_runtime_dir)
+    init_timeout_s: int = 1800
+    stats_window_requests: int = 1000
+    stats_log_interval_s: int = 5
+    consolidator: bool = True
+    consolidator_mode: str = "dedup"
+    leader_pub_port: int = 56001
+    trtllm_events_port: int | None = None
+    log_level: str = "info"
+
+    @property
+    def host_on(self) -> bool:
+        """Whether there is a host tier."""
+        return bool(self.host_blocks or self.host_bytes)
+
+    @property
+    def disk_on(self) -> bool:
+        """Whether there is a disk tier."""
+        return bool(self.disk_blocks or self.disk_bytes)
+
+
+class Kind(enum.Enum):
+    """How the text of a setting is read; the value is what the reference calls it."""
+
+    SIZE = "size"
+    COUNT = "whole number"
+    PORT = "port"
+    SECONDS = "seconds"
+    SWITCH = "switch"
+    CHOICE = "choice"
+    TEXT = "text"
+    PATH = "path"
+    SOCKET = "socket path"
+    LOG = "log filter"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One field of `Settings` as users meet it.
+
+    `flag` is that of `kvbm manager`, empty where the setting matters to engines only.
+    `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
+    `ours` marks a variable that the original does not have.
+    """
+
+    field: str
+    variable: str
+    flag: str
+    kind: Kind
+    meaning: str
+    minimum: int = 1
+    maximum: int = COUNT_MAX
+    choices: tuple[str, ...] = ()
+    inverted: bool = False
+    ours: bool = False
+
+
+class Ineffective(msgspec.Struct, frozen=True):
+    """A variable of the original that is accepted and does nothing here; `reason` says why.
+
+    A name that ends in `*` stands for every name that begins so. A `switch` that is off draws no warning.
+    """
+
+    variable: str
+    reason: str
+    switch: bool = False
+
+
+SCHEMA: tuple[Setting, ...] = (
+    Setting(
+        "host_bytes",
+        "DYN_KVBM_CPU_CACHE_GB",
+        "--host-memory",
+        Kind.SIZE,
+        "size of the host tier (G2); 0 is off",
+        0,
+        BYTES_MAX,
+    ),
+    Setting(
+        "host_blocks",
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS",
+        "--host-blocks",
+        Kind.COUNT,
+        "exact number of host blocks; wins over the size; 0 is no override",
+        0,
+    ),
+    Setting(
+        "disk_bytes",
+        "DYN_KVBM_DISK_CACHE_GB",
+        "--disk",
+        Kind.SIZE,
+        "size of the disk tier (G3), per node; 0 is off",
+        0,
+        BYTES_MAX,
+    ),
+    Setting(
+        "disk_blocks",
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
+        "--disk-blocks",
+        Kind.COUNT,
+        "exact number of disk blocks; wins over the size; 0 is no override",
+        0,
+    ),
+    Setting(
+        "disk_dir", "DYN_KVBM_DISK_CACHE_DIR", "--disk-dir", Kind.PATH, "directory of the disk tier's files"
+    ),
+    Setting(
+        "disk_persist",
+        "DYN_KVBM_DISK_PERSIST",
+        "--disk-persist",
+        Kind.SWITCH,
+        "keep the disk tier's blocks over a restart",
+        ours=True,
+    ),
+    Setting(
+        "disk_allocator",
+        "DYN_KVBM_DISK_ALLOCATOR_TYPE",
+        "--disk-allocator",
+        Kind.CHOICE,
+        "when O_DIRECT is set on the disk tier's files: after opening, or in the open call",
+        choices=("default", "open-direct"),
+    ),
+    Setting(
+        "disk_zerofill_fallback",
+        "DYN_KVBM_DISK_ZEROFILL_FALLBACK",
+        "--disk-zerofill-fallback",
+        Kind.SWITCH,
+        "write zeros where the file system has no fallocate",
+    ),
+    Setting(
+        "disk_o_direct",
+        "DYN_KVBM_DISK_DISABLE_O_DIRECT",
+        "--disk-o-direct",
+        Kind.SWITCH,
+        "disk I/O past the page cache",
+        inverted=True,
+    ),
+    Setting(
+        "disk_offload_filter",
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
+        "--disk-offload-filter",
+        Kind.SWITCH,
+        "write a block to disk only when it is offloaded a second time (saves the SSD)",
+        inverted=True,
+    ),
+    Setting(
+        "disk_io_threads",
+        "DYN_KVBM_DISK_IO_THREADS",
+        "--disk-io-threads",
+        Kind.COUNT,
+        "threads that read and write the disk tier",
+        1,
+        256,
+        ours=True,
+    ),
+    Setting(
+        "staging_bytes",
+        "DYN_KVBM_DISK_STAGING_GB",
+        "--disk-staging",
+        Kind.SIZE,
+        "host memory that blocks pass through when there is a disk tier and no host tier",
+        1,
+        BYTES_MAX,
+        ours=True,
+    ),
+    Setting(
+        "max_concurrent_transfers",
+        "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
+        "--max-concurrent-transfers",
+        Kind.COUNT,
+        "batches on their way from host to disk at one time",
+        1,
+        4096,
+    ),
+    Setting(
+        "max_transfer_batch_size",
+        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
+        "--max-transfer-batch-size",
+        Kind.COUNT,
+        "blocks in one batch from host to disk",
+        1,
+        65536,
+    ),
+    Setting(
+        "offload_min_priority",
+        "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+        "",
+        Kind.COUNT,
+        "stop offloading a request at its first block of a lower retention priority (TensorRT-LLM)",
+        0,
+        100,
+    ),
+    Setting("metrics", "DYN_KVBM_METRICS", "--metrics", Kind.SWITCH, "serve /metrics over HTTP"),
+    Setting(
+        "metrics_host",
+        "DYN_KVBM_METRICS_HOST",
+        "--metrics-host",
+        Kind.TEXT,
+        "address that /metrics listens on; 0.0.0.0 lets other machines scrape it",
+        ours=True,
+    ),
+    Setting(
+        "metrics_port", "DYN_KVBM_METRICS_PORT", "--metrics-port", Kind.PORT, "port of /metrics", 1, PORT_MAX
+    ),
+    Setting(
+        "manager",
+        "DYN_KVBM_MANAGER",
+        "--socket",
+        Kind.SOCKET,
+        "socket of a shared manager; unset, an engine starts a private one",
+        ours=True,
+    ),
+    Setting(
+        "runtime_dir",
+        "DYN_KVBM_RUNTIME_DIR",
+        "--runtime-dir",
+        Kind.PATH,
+        "directory of sockets and locks",
+        ours=True,
+    ),
+    Setting(
+        "init_timeout_s",
+        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
+        "",
+        Kind.SECONDS,
+        "how long start-up may take before it is given up",
+    ),
+    Setting(
+        "stats_window_requests",
+        "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
+        "",
+        Kind.COUNT,
+        "requests that the hit rates are taken over",
+        1,
+        10_000_000,
+    ),
+    Setting(
+        "stats_log_interval_s",
+        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
+        "",
+        Kind.SECONDS,
+        "least time between two lines of hit rates in the log",
+        0,
+    ),
+    Setting(
+        "consolidator",
+        "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR",
+        "",
+        Kind.SWITCH,
+        "merge the engine's KV events with ours",
+    ),
+    Setting(
+        "consolidator_mode",
+        "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE",
+        "",
+        Kind.CHOICE,
+        "one event per block over all tiers, or every event with its tier",
+        choices=("dedup", "passthrough"),
+    ),
+    Setting(
+        "leader_pub_port",
+        "DYN_KVBM_LEADER_ZMQ_PUB_PORT",
+        "",
+        Kind.PORT,
+        "base port: the consolidator listens 1000 above it",
+        1,
+        PORT_MAX - CONSOLIDATOR_PORT_OFFSET,
+    ),
+    Setting(
+        "trtllm_events_port",
+        "DYN_KVBM_TRTLLM_ZMQ_PORT",
+        "",
+        Kind.PORT,
+        "port on which TensorRT-LLM publishes its KV events",
+        1,
+        PORT_MAX,
+    ),
+    Setting(
+        "log_level",
+        "DYN_LOG",
+        "--log-level",
+        Kind.LOG,
+        "least severe level that is logged",
+        choices=LOG_LEVELS,
+    ),
+)
+"""One row per field of `Settings`, in its order."""
+
+FILE_VARIABLE = "DYN_KVBM_CONFIG"
+"""The variable that names the settings file (ours)."""
+
+_UNIX_SOCKET = "engine and manager talk over a Unix socket"
+
+INEFFECTIVE: tuple[Ineffective, ...] = (
+    Ineffective("DYN_KVBM_LEADER_ZMQ_HOST", _UNIX_SOCKET),
+    Ineffective("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _UNIX_SOCKET),
+    Ineffective("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined", switch=True),
+    Ineffective("DYN_KVBM_ENABLE_NUMA", "the kernel places host memory", switch=True),
+    Ineffective("DYN_MEMORY_DISABLE_NUMA", "the kernel places host memory", switch=True),
+    Ineffective("DYN_KVBM_NCCL_MLA_MODE", "KV that all ranks hold alike is kept once", switch=True),
+    Ineffective("DYN_KVBM_NCCL_MAX_CTAS", "no NCCL broadcast is used"),
+    Ineffective("DYN_KVBM_ENABLE_RECORD", "leader actions are not recorded", switch=True),
+    Ineffective("DYN_RUNTIME_ENABLED_KVBM", "no distributed runtime is needed", switch=True),
+    Ineffective("DYN_FATBIN_PATH", "no CUDA kernels of our own are loaded"),
+    Ineffective("DYN_KVBM_TRANSFER_BATCH_SIZE", "set DYN_KVBM_MAX_TRANSFER_BATCH_SIZE instead"),
+    Ineffective("DYN_KVBM_NIXL_BACKEND_*", "NIXL backends are not chosen here"),
+    Ineffective("DYN_KVBM_OBJECT_*", "object storage is not set up by these variables"),
+)
+"""Variables of the original that are accepted, with a warning, and do nothing."""
+
+OTHER_VARIABLES = ("DYN_SDK_DISABLE_ANSI_LOGGING",)
+"""Variables of the original that ask for what we always do (plain log text): accepted without a word."""
+
+FIELDS: dict[str, Setting] = {setting.field: setting for setting in SCHEMA}
+"""The schema by field name."""
+
+assert tuple(FIELDS) == Settings.__struct_fields__, "the schema has one row per field, in the same order"

@@ -1,0 +1,330 @@
+"""A directory, its journal and its slabs as one store: synchronous, the same from any thread.
+
+The order of writes is what makes a `kill -9` harmless: the slot's record is voided, then the bytes are written, then
+the new record. The checksum, which every load verifies against key and namespace, makes a power loss harmless too:
+whatever order the medium kept, what does not match is a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.clock import Clock
+from kvbm.errors import TierError
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.tiers.contract import RecoveredBlock
+from kvbm.tiers.disk_directory import (
+    JOURNAL_NAME,
+    ClaimedDirectory,
+    DirectoryMeta,
+    claim_directory,
+    describe,
+    is_locked,
+    list_directories,
+    meta_bytes_bound,
+    remove_directory,
+)
+from kvbm.tiers.disk_geometry import RECORD_BYTES, DiskGeometry, plan_geometry
+from kvbm.tiers.disk_journal import BlockRecord, DamagedRecord, Journal, block_checksum
+from kvbm.tiers.disk_slabs import SlabFiles, slab_name
+from kvbm.tiers.disk_syscalls import Syscalls
+
+log = logging.getLogger("kvbm.tiers.disk")
+
+
+class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a disk tier is opened with; `open_disk_tier` says what each means."""
+
+    root: Path
+    layout: BlockLayout
+    namespace: Namespace
+    capacity_bytes: int | None
+    capacity_blocks: int | None
+    o_direct: bool = True
+    zerofill_fallback: bool = False
+    persist: bool = True
+
+
+class LoadVerdict(msgspec.Struct, frozen=True):
+    """How a load ended: HIT, or MISS with `corrupt` telling whether something was there that could not be believed."""
+
+    outcome: Outcome
+    corrupt: bool = False
+
+
+_HIT = LoadVerdict(Outcome.HIT)
+_MISS = LoadVerdict(Outcome.MISS)
+_CORRUPT = LoadVerdict(Outcome.MISS, corrupt=True)
+
+
+def plan(options: DiskOptions) -> DiskGeometry:
+    """The geometry that the options ask for. Raises SettingsError."""
+    meta_bytes = meta_bytes_bound(options.namespace, options.layout)
+    return plan_geometry(options.layout, options.capacity_bytes, options.capacity_blocks, meta_bytes)
+
+
+class DiskMedium:
+    """An open directory. `load`, `store` and `void` may be called from several threads, for different slots.
+
+    Two calls for one slot at the same time do no harm beyond a miss: what they make of the slot fails verification.
+    """
+
+    def __init__(
+        self,
+        directory: ClaimedDirectory,
+        journal_fd: int,
+        journal: Journal,
+        slabs: SlabFiles,
+        fingerprint: bytes,
+        syscalls: Syscalls,
+    ) -> None:
+        self._directory = directory
+        self._journal_fd = journal_fd
+        self._journal = journal
+        self._slabs = slabs
+        self._fingerprint = fingerprint
+        self._syscalls = syscalls
+        self.path = directory.path
+
+    @property
+    def direct(self) -> bool:
+        """True while transfers bypass the page cache."""
+        return self._slabs.direct
+
+    def store(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        slot: SlotIndex,
+        sequence: int,
+        sources: Sequence[memoryview],
+    ) -> None:
+        """Make the slot hold this block. Raises OSError; the slot then holds nothing."""
+        checksum = block_checksum(self._fingerprint, key, sources)
+        self._journal.void(slot)
+        self._slabs.write(slot, sources)
+        length = sum(source.nbytes for source in sources)
+        record = BlockRecord(
+            slot=slot, key=key, parent=parent, checksum=checksum, length=length, sequence=sequence
+        )
+        self._journal.write(record)
+
+    def load(self, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]) -> LoadVerdict:
+        """Fill the targets with the block and verify it; unless it is a HIT their contents mean nothing.
+
+        What fails verification is voided. Raises OSError.
+        """
+        try:
+            record = self._journal.read(slot)
+        except DamagedRecord:
+            self._journal.void(slot)
+            return _CORRUPT
+        if record is None or record.key != key:
+            return _MISS
+        try:
+            self._slabs.read(slot, targets)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                # A sector that cannot be read stays so: without this, each return to service would end here again.
+                self.try_void(slot)
+            raise
+        if block_checksum(self._fingerprint, key, targets) == record.checksum:
+            return _HIT
+        if not self._journal_says(slot, record):
+            return _MISS  # overwritten while we read it
+        self._journal.void(slot)
+        return _CORRUPT
+
+    def void(self, slot: SlotIndex) -> None:
+        """The slot holds nothing from now on. Raises OSError."""
+        self._journal.void(slot)
+
+    def try_void(self, slot: SlotIndex) -> bool:
+        """`void` on a medium that may be failing; False when it could not be written."""
+        try:
+            self._journal.void(slot)
+        except OSError:
+            return False
+        return True
+
+    def recover(self) -> list[RecoveredBlock]:
+        """The blocks that the journal holds; of two with one key the newer. Voids all other records. Raises OSError."""
+        newest: dict[BlockKey, RecoveredBlock] = {}
+        rejected: list[SlotIndex] = []
+        damaged_count = 0
+        for entry in self._journal.scan():
+            if isinstance(entry, int):
+                damaged_count += 1
+                rejected.append(entry)
+                continue
+            found = RecoveredBlock(
+                key=entry.key, slot=entry.slot, sequence=entry.sequence, parent=entry.parent
+            )
+            rival = newest.get(entry.key)
+            if rival is None or rival.sequence < found.sequence:
+                newest[entry.key] = found
+                if rival is not None:
+                    rejected.append(rival.slot)
+            else:
+                rejected.append(found.slot)
+        for slot in rejected:
+            self._journal.void(slot)
+        if damaged_count:
+            log.warning("disk tier: dropped %d damaged journal record(s) in %s", damaged_count, self.path)
+        return list(newest.values())
+
+    def vanished(self) -> str:
+        """Empty, or one line saying what was removed under us."""
+        try:
+            what = self._directory.vanished() or self._slabs.vanished()
+            if not what and self._syscalls.fstat(self._journal_fd).st_nlink == 0:
+                what = "journal was removed"
+        except OSError as error:
+            what = error.strerror or str(error)
+        return f"{self.path}: {what}" if what else ""
+
+    def close(self, remove: bool) -> None:
+        """Close the files and give up the directory, with `remove` after deleting it. Never raises."""
+        try:
+            self._slabs.close()
+            self._syscalls.close(self._journal_fd)
+        except OSError as error:
+            log.warning("disk tier: closing %s: %s", self.path, error.strerror)
+        self._directory.release(remove)
+
+    def _journal_says(self, slot: SlotIndex, record: BlockRecord) -> bool:
+        try:
+            return self._journal.read(slot) == record
+        except DamagedRecord:
+            return True
+
+
+def open_medium(
+    options: DiskOptions, syscalls: Syscalls, clock: Clock, within_s: float | None = None
+) -> DiskMedium:
+    """Claim a directory, keep the blocks in it that may be kept, and make it as large as it should be.
+
+    Raises SettingsError for a directory or a capacity that cannot be used, TierError when the medium fails, is too
+    full, or is not ready after `within_s` seconds. A directory that was made here and cannot be used is removed.
+    """
+    geometry = plan(options)
+    deadline = None if within_s is None else clock() + within_s
+
+    def within_time() -> None:
+        if deadline is not None and clock() > deadline:
+            raise TierError(f"disk tier: {options.root} was not ready within {within_s:g} s")
+
+    directory = claim_directory(options.root, options.namespace, syscalls)
+    meta = describe(options.namespace, options.layout, geometry)
+    found = directory.found
+    kept = options.persist and found is not None and found.same_blocks(meta)
+    try:
+        return _open_files(directory, options, meta, kept, syscalls, within_time)
+    except BaseException as error:
+        directory.release(remove=not kept)
+        if isinstance(error, OSError):
+            text = error.strerror or str(error)
+            raise TierError(f"disk tier: cannot prepare {directory.path}: {text}") from error
+        raise
+
+
+def _open_files(
+    directory: ClaimedDirectory,
+    options: DiskOptions,
+    meta: DirectoryMeta,
+    kept: bool,
+    syscalls: Syscalls,
+    within_time: Callable[[], None],
+) -> DiskMedium:
+    geometry = meta.geometry
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    journal_fd = syscalls.open(JOURNAL_NAME, flags, dir_fd=directory.dir_fd)
+    slabs = SlabFiles(syscalls, geometry, str(directory.path), options.o_direct)
+    try:
+        if not kept:
+            # Voids every record before anything else: what follows may be interrupted, and other geometry or
+            # another namespace must find nothing here.
+            syscalls.ftruncate(journal_fd, 0)
+        _trim(directory, geometry, journal_fd, syscalls)
+        _require_space(directory, options, geometry, syscalls)
+        try:
+            syscalls.fallocate(journal_fd, 0, geometry.journal_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            syscalls.ftruncate(journal_fd, geometry.journal_bytes)
+        slabs.open(directory.dir_fd, options.zerofill_fallback, within_time)
+        if directory.found != meta:
+            directory.write_meta(meta)
+    except BaseException:
+        slabs.close()
+        syscalls.close(journal_fd)
+        raise
+    fingerprint = options.namespace.fingerprint
+    journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
+    return DiskMedium(directory, journal_fd, journal, slabs, fingerprint, syscalls)
+
+
+def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:
+    """Give back what is there beyond the geometry. Records go before the bytes that they promise."""
+    table_bytes = geometry.slot_count * RECORD_BYTES
+    if syscalls.fstat(journal_fd).st_size > table_bytes:
+        # To the record, not to the page: when the tier grows again, the rest of the page must read as void.
+        syscalls.ftruncate(journal_fd, table_bytes)
+    expected = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
+    for name in os.listdir(directory.dir_fd):
+        if not name.startswith("slab-"):
+            continue
+        if name not in expected:
+            syscalls.unlink(name, dir_fd=directory.dir_fd)
+        elif os.stat(name, dir_fd=directory.dir_fd, follow_symlinks=False).st_size > expected[name]:
+            fd = syscalls.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory.dir_fd)
+            try:
+                syscalls.ftruncate(fd, expected[name])
+            finally:
+                syscalls.close(fd)
+
+
+def _require_space(
+    directory: ClaimedDirectory, options: DiskOptions, geometry: DiskGeometry, syscalls: Syscalls
+) -> None:
+    """Raise TierError unless the filesystem has room for all that is not allocated yet.
+
+    Before giving up it removes other namespaces' directories that nobody owns, the least recently used first: they
+    would otherwise keep the space for a model that may never be served again.
+    """
+    present = sum(
+        os.stat(name, dir_fd=directory.dir_fd, follow_symlinks=False).st_blocks * 512
+        for name in os.listdir(directory.dir_fd)
+    )
+    needed = geometry.slot_count * geometry.block_bytes + geometry.journal_bytes - present
+    leftovers = [
+        path for path in list_directories(options.root) if path != directory.path and not is_locked(path)
+    ]
+    leftovers.sort(key=_last_used)
+    while True:
+        free = syscalls.free_bytes(str(directory.path))
+        if free >= needed:
+            return
+        if not leftovers:
+            raise TierError(
+                f"disk tier: {directory.path} needs {needed / 1e9:.3f} GB more and {options.root} has "
+                f"{free / 1e9:.3f} GB free: lower DYN_KVBM_DISK_CACHE_GB or free some space"
+            )
+        path = leftovers.pop(0)
+        if remove_directory(path):
+            log.warning("disk tier: removed %s of another namespace, left behind, to make room", path)
+
+
+def _last_used(path: Path) -> float:
+    try:
+        return (path / JOURNAL_NAME).stat().st_mtime
+    except OSError:
+        return 0.0

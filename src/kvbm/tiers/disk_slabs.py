@@ -1,0 +1,137 @@
+"""The slab files: preallocated, whole slots only, read and written with one vectored call per block."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+from kvbm.block import SlotIndex
+from kvbm.layout import PAGE_BYTES
+from kvbm.tiers.disk_geometry import DiskGeometry
+from kvbm.tiers.disk_syscalls import Syscalls, read_fully, write_fully
+
+log = logging.getLogger("kvbm.tiers.disk")
+
+ZEROFILL_CHUNK_BYTES = 16 << 20
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def slab_name(slab: int) -> str:
+    return f"slab-{slab:03d}"
+
+
+class SlabFiles:
+    """The slabs of one directory, open. `direct` tells whether O_DIRECT is in use.
+
+    Thread-safe after `open`: reads and writes share nothing but descriptors.
+    """
+
+    def __init__(self, syscalls: Syscalls, geometry: DiskGeometry, where: str, o_direct: bool) -> None:
+        self._syscalls = syscalls
+        self._geometry = geometry
+        self._where = where
+        self._fds: list[int] = []
+        self.direct = o_direct and _O_DIRECT != 0
+
+    def open(self, dir_fd: int, zerofill: bool, within_time: Callable[[], None]) -> None:
+        """Open and preallocate every slab.
+
+        Raises OSError, and whatever `within_time` raises: it is called between the steps of a slow preallocation.
+        """
+        for slab in range(self._geometry.slab_count):
+            fd = self._open_one(slab_name(slab), dir_fd)
+            self._fds.append(fd)
+            within_time()
+            self._allocate(fd, self._geometry.slab_bytes(slab), zerofill, within_time)
+        if self.direct:
+            self._probe_direct()
+
+    def read(self, slot: SlotIndex, targets: Sequence[memoryview]) -> None:
+        """Fill the targets with the slot's bytes. Raises OSError."""
+        self._transfer(read_fully, slot, targets)
+
+    def write(self, slot: SlotIndex, sources: Sequence[memoryview]) -> None:
+        """Write the sources into the slot. Raises OSError."""
+        self._transfer(write_fully, slot, sources)
+
+    def vanished(self) -> str:
+        """Empty, or one phrase saying which file was removed or cut short. Raises OSError."""
+        for slab, fd in enumerate(self._fds):
+            status = self._syscalls.fstat(fd)
+            if status.st_nlink == 0:
+                return f"{slab_name(slab)} was removed"
+            if status.st_size < self._geometry.slab_bytes(slab):
+                return f"{slab_name(slab)} was cut short"
+        return ""
+
+    def close(self) -> None:
+        while self._fds:
+            self._syscalls.close(self._fds.pop())
+
+    def _open_one(self, name: str, dir_fd: int) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        if self.direct:
+            try:
+                return self._syscalls.open(name, flags | _O_DIRECT, dir_fd=dir_fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._fall_back("the filesystem refuses O_DIRECT")
+        return self._syscalls.open(name, flags, dir_fd=dir_fd)
+
+    def _allocate(self, fd: int, size: int, zerofill: bool, within_time: Callable[[], None]) -> None:
+        present = self._syscalls.fstat(fd).st_size
+        if present > size:
+            self._syscalls.ftruncate(fd, size)
+        try:
+            self._syscalls.fallocate(fd, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        if not zerofill:
+            self._syscalls.ftruncate(fd, size)
+            return
+        # An interrupted fill goes on where it stopped: the file is as long as what was filled.
+        chunk = memoryview(mmap.mmap(-1, min(size, ZEROFILL_CHUNK_BYTES)))
+        position = present - present % PAGE_BYTES
+        while position < size:
+            length = min(len(chunk), size - position)
+            write_fully(self._syscalls, fd, [chunk[:length]], position)
+            position += length
+            within_time()
+
+    def _probe_direct(self) -> None:
+        """Some filesystems accept the flag and refuse the transfer."""
+        page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        try:
+            self._syscalls.preadv(self._fds[0], [page], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fall_back("the filesystem refuses transfers with O_DIRECT")
+
+    def _transfer(self, call: Callable[..., None], slot: SlotIndex, buffers: Sequence[memoryview]) -> None:
+        slab, offset = self._geometry.locate(slot)
+        assert sum(buffer.nbytes for buffer in buffers) == self._geometry.block_bytes
+        direct = self.direct  # another thread may fall back while this call is on its way
+        try:
+            call(self._syscalls, self._fds[slab], buffers, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            self._fall_back("a transfer with O_DIRECT was refused")
+            call(self._syscalls, self._fds[slab], buffers, offset)
+
+    def _fall_back(self, reason: str) -> None:
+        """Go on through the page cache. May be called by several I/O threads at once: it is idempotent."""
+        log.warning(
+            "disk tier in %s: %s; using buffered I/O, which is slower and costs memory", self._where, reason
+        )
+        self.direct = False
+        for fd in self._fds:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)

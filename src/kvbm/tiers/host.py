@@ -1,0 +1,119 @@
+"""G2, the host tier: one memfd region per shard, shared with the workers that map it.
+
+No file is left behind and a container's /dev/shm limit does not matter. Beside the regions lies a table with one
+*generation* per slot (u64): it rises whenever a slot stops holding what it held. A worker that copies out of a
+slot compares the generation before and after, so a lease that ended under it can never turn into wrong bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+from kvbm.errors import SettingsError
+from kvbm.layout import BlockLayout
+
+_TOUCH_CHUNK_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23
+GENERATION_BYTES = 8
+
+
+class HostArena:
+    """The bytes of the host tier: `slot_count` slots of `layout.slot_bytes` in each of `layout.shard_count` regions."""
+
+    def __init__(self, layout: BlockLayout, slot_count: int, touch_threads: int = 2) -> None:
+        """Creates the regions; their pages are touched by background threads, so this returns at once.
+
+        Raises SettingsError when the machine has less memory than asked for.
+        """
+        assert slot_count > 0
+        self.layout = layout
+        self.slot_count = slot_count
+        region_bytes = slot_count * layout.slot_bytes
+        _refuse_beyond_memory(region_bytes * layout.shard_count)
+        self.region_fds = [_memfd(f"kvbm-shard-{i}", region_bytes) for i in range(layout.shard_count)]
+        self.generation_fd = _memfd("kvbm-generations", slot_count * GENERATION_BYTES)
+        self._regions = [mmap.mmap(fd, region_bytes) for fd in self.region_fds]
+        self._views = [memoryview(region) for region in self._regions]
+        self._generation_map = mmap.mmap(self.generation_fd, slot_count * GENERATION_BYTES)
+        self._generations = memoryview(self._generation_map).cast("Q")
+        self._closing = threading.Event()
+        self._touchers = [
+            threading.Thread(target=self._touch, args=(i, touch_threads), name=f"kvbm-touch-{i}", daemon=True)
+            for i in range(touch_threads)
+        ]
+        for thread in self._touchers:
+            thread.start()
+
+    def slot_views(self, slot: int) -> list[memoryview]:
+        """The slot's bytes, one page-aligned writable view per shard."""
+        size = self.layout.slot_bytes
+        return [view[slot * size : (slot + 1) * size] for view in self._views]
+
+    def generation(self, slot: int) -> int:
+        return self._generations[slot]
+
+    def invalidate(self, slot: int) -> None:
+        """The slot stops holding what it held: copies out of it that are still running will be discarded."""
+        self._generations[slot] += 1
+
+    def close(self) -> None:
+        """Release the regions; workers keep their own mappings until they drop them."""
+        self._closing.set()
+        for thread in self._touchers:
+            thread.join()
+        self._generations.release()
+        for view in self._views:
+            view.release()
+        for region in (*self._regions, self._generation_map):
+            try:
+                region.close()
+            except BufferError:
+                pass  # a transfer still exports a view; the mapping goes with it
+        for fd in (*self.region_fds, self.generation_fd):
+            os.close(fd)
+
+    def _touch(self, part: int, parts: int) -> None:
+        """Populate every `parts`-th chunk of all regions, so that the first copy into a slot pays no page fault."""
+        for region in self._regions:
+            for start in range(part * _TOUCH_CHUNK_BYTES, len(region), parts * _TOUCH_CHUNK_BYTES):
+                if self._closing.is_set():
+                    return
+                populate(region, start, min(_TOUCH_CHUNK_BYTES, len(region) - start))
+
+
+def populate(region: mmap.mmap, start: int, length: int) -> bool:
+    """Fault in pages of a writable shared mapping without holding the GIL; False where the kernel cannot (< 5.14)."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region, start))
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+    return bool(result == 0)
+
+
+def open_arena(fds: Sequence[int]) -> tuple[mmap.mmap, mmap.mmap]:
+    """A worker's side: map its shard's region and the generation table from received descriptors (closes them)."""
+    region_fd, generation_fd = fds
+    region = mmap.mmap(region_fd, os.fstat(region_fd).st_size)
+    generations = mmap.mmap(generation_fd, os.fstat(generation_fd).st_size, prot=mmap.PROT_READ)
+    for fd in fds:
+        os.close(fd)
+    return region, generations
+
+
+def _memfd(name: str, size: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _refuse_beyond_memory(wanted_bytes: int) -> None:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted_bytes > total_bytes:
+        raise SettingsError(
+            "DYN_KVBM_CPU_CACHE_GB",
+            f"{wanted_bytes / 1e9:.2f}",
+            f"this machine has {total_bytes / 1e9:.2f} GB of memory in all",
+        )

@@ -1,0 +1,29 @@
+"""G1⇄G2: where an engine's KV lies (`device_cache`), and copies of it to and from the host arena.
+
+One copier per kind of device: `cpu`, `cuda`. What each promises is in `copier`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbm.errors import KvbmError
+from kvbm.transfer.copier import Copier, Fence, Pairs, arena_tensor
+from kvbm.transfer.cpu import CpuCopier
+from kvbm.transfer.device_cache import DeviceCache
+
+__all__ = ["Copier", "CpuCopier", "DeviceCache", "Fence", "Pairs", "arena_tensor", "make_copier"]
+
+
+def make_copier(cache: DeviceCache, arena: torch.Tensor) -> Copier:
+    """The copier for the device that `cache` lies on; `arena` is uint8 `[slots, slot_bytes]` in host memory.
+
+    Raises `KvbmError` for a kind of device that has none.
+    """
+    if cache.device.type == "cpu":
+        return CpuCopier(cache, arena)
+    if cache.device.type == "cuda":
+        from kvbm.transfer.cuda import CudaCopier
+
+        return CudaCopier(cache, arena)
+    raise KvbmError(f"copying KV on device {cache.device}: accepted are cpu and cuda")

@@ -1,0 +1,179 @@
+"""Copies where the device is the CPU: strided copies between two parts of main memory.
+
+Three things decide how fast this is inside an engine's process, and each shaped the code:
+
+- The engine's own thread holds the GIL and gives it up only every few milliseconds. So a whole chunk of
+  pairs is one call into torch, not one per block.
+- The engine's OpenMP team is bound to cores and spins. A second team, started from a thread of ours, fights
+  it at every barrier. So our threads copy with one OpenMP thread each.
+- A thread inherits the core that the engine's thread was bound to. So ours take back the cores around it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from kvbm.transfer.copier import Fence, Pairs, assert_arena, checked, runs
+from kvbm.transfer.device_cache import DeviceCache
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_BYTES_MIN = 1 << 20
+"""A thread is worth waking for at least this much."""
+
+_CHUNK_VIEWS_MAX = 512
+"""A chunk has no more views than this: making them must not hold up the first copy for long."""
+
+_KEPT_VIEWS_MAX = 1 << 15
+"""Views kept per side: some 20 MB at most."""
+
+
+class CpuCopier:
+    """Copies by a few threads of its own, each chunk in one call without the GIL (see `Copier`).
+
+    `threads` is how many copy at once; two saturate the memory of a small machine.
+    """
+
+    def __init__(self, cache: DeviceCache, arena: torch.Tensor, threads: int = 2) -> None:
+        assert threads >= 1, threads
+        assert_arena(arena, cache)
+        self._cache = cache
+        self._arena = arena
+        self._threads = threads
+        self._device = _Side([region.device for region in cache.regions])
+        self._slots = _Side([region.slots(arena) for region in cache.regions])
+        self._pool = ThreadPoolExecutor(threads, "kvbm-copy", initializer=_prepare_thread)
+        # A pool makes threads when work arrives; meeting at a barrier, all exist before the first load.
+        meeting = threading.Barrier(threads)
+        for arrival in [self._pool.submit(meeting.wait) for _ in range(threads)]:
+            arrival.result()
+
+    def mark(self) -> Fence | None:
+        """Nothing to wait for: on a CPU work is done when its call returns."""
+        return None
+
+    def store(self, pairs: Pairs, after: Fence | None = None) -> None:
+        """Device blocks → slots."""
+        del after  # there is nothing to wait for
+        self._copy(pairs, to_device=False)
+
+    def load(self, pairs: Pairs, after: Fence | None = None) -> None:
+        """Slots → device blocks."""
+        del after  # there is nothing to wait for
+        self._copy(pairs, to_device=True)
+
+    def close(self) -> None:
+        """Wait for copies under way and end the threads. Idempotent."""
+        self._pool.shutdown(wait=True)
+
+    def _copy(self, pairs: Pairs, *, to_device: bool) -> None:
+        ordered = checked(pairs, self._cache, self._arena)
+        copies: list[Future[None]] = []
+        try:
+            for start, end in itertools.pairwise(self._chunk_bounds(len(ordered))):
+                # Views are built here, so that a copying thread needs the GIL twice only: to start, to report.
+                targets, sources = self._views(ordered[start:end], to_device=to_device)
+                copies.append(self._pool.submit(torch._foreach_copy_, targets, sources))
+        finally:
+            # Every chunk must have ended before the caller hears of an error: it may free what they write to.
+            errors = [copy.exception() for copy in copies]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _chunk_bounds(self, pair_count: int) -> list[int]:
+        """Where to cut the pairs: one chunk per thread, more only where building views takes long.
+
+        Fewer chunks mean fewer waits for the GIL; more chunks let views be built while others are copied.
+        """
+        copied_bytes = pair_count * self._cache.shard_bytes
+        by_bytes = min(self._threads, copied_bytes // _CHUNK_BYTES_MIN)
+        by_views = pair_count * len(self._cache.regions) // _CHUNK_VIEWS_MAX
+        chunk_count = min(pair_count, max(1, by_bytes, by_views))
+        return [pair_count * index // chunk_count for index in range(chunk_count + 1)] if pair_count else []
+
+    def _views(self, ordered: Pairs, *, to_device: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(targets, sources): one view per run of pairs and region."""
+        device_views: list[torch.Tensor] = []
+        slot_views: list[torch.Tensor] = []
+        for run in runs(ordered):
+            device_views += self._device.views(run.block, run.length)
+            slot_views += self._slots.views(run.slot, run.length)
+        return (device_views, slot_views) if to_device else (slot_views, device_views)
+
+
+class _Side:
+    """The regions of one side of a copy, and the views of single blocks that were made of them lately.
+
+    Where pieces are small, making views takes as long as copying them, and it needs the GIL.
+    """
+
+    def __init__(self, regions: Sequence[torch.Tensor]) -> None:
+        self._regions = regions
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._kept_max = _KEPT_VIEWS_MAX // len(regions)
+
+    def views(self, first: int, length: int) -> list[torch.Tensor]:
+        """One view per region of the `length` blocks (or slots) from `first` on."""
+        if length > 1:
+            return [region.narrow(0, first, length) for region in self._regions]
+        kept = self._kept.get(first)
+        if kept is None:
+            # Inference mode spares each view its autograd part; it is a plain view none the less.
+            with torch.inference_mode():
+                kept = [region[first] for region in self._regions]
+            if len(self._kept) >= self._kept_max:
+                self._kept.clear()
+            self._kept[first] = kept
+        return kept
+
+
+def _prepare_thread() -> None:
+    """Make the calling thread, one of ours, independent of the engine's thread binding."""
+    # First let torch set its default for this thread, else it would do so later and undo what follows.
+    torch.get_num_threads()
+    try:
+        # Not torch.set_num_threads: that changes the default of every later thread of the engine as well
+        # (and vLLM's CPU worker replaces it by a warning). This one is the thread's own.
+        ctypes.CDLL(None).omp_set_num_threads(1)
+    except (AttributeError, OSError):
+        _log.debug("no OpenMP runtime found: torch decides how many threads copy")
+    _widen_affinity()
+
+
+def _widen_affinity() -> None:
+    """Let the calling thread run on every core of the process's NUMA nodes that its parent may use.
+
+    The parent process was not bound by the engine, so its mask still honours taskset and cpusets.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    try:
+        own = os.sched_getaffinity(0)
+        cores = own | os.sched_getaffinity(os.getppid())
+        near = _cores_near(own)
+        os.sched_setaffinity(0, (cores & near) | own if near else cores)
+    except OSError as error:
+        _log.debug("copy thread stays on the cores it inherited: %s", error)
+
+
+def _cores_near(cores: set[int]) -> set[int]:
+    """All cores of the NUMA nodes that `cores` lie on; empty where the kernel does not say."""
+    near: set[int] = set()
+    for cpulist in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        node: set[int] = set()
+        for part in filter(None, cpulist.read_text().strip().split(",")):
+            first, _, last = part.partition("-")
+            node.update(range(int(first), int(last or first) + 1))
+        if node & cores:
+            near |= node
+    return near

@@ -1,0 +1,182 @@
+"""`DynamoConnector`: vLLM's connector contract (0.28 to 0.33) on one side, `Leader` or `Worker` on the other.
+
+vLLM builds the class twice, once in the scheduler's process and once in every rank; each half delegates to its side.
+A configuration that cannot be served gets one line, and the engine runs as if there were no connector.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvbm.observe.log import configure
+from kvbm.protocol import StepPlan, StepReport
+from kvbm.settings import load_settings, process_environment
+from kvbm.vllm_integration import stats
+from kvbm.vllm_integration.scheduler_side import SchedulerSide
+from kvbm.vllm_integration.support import unsupported_reason
+from kvbm.vllm_integration.worker_side import WorkerSide
+
+log = logging.getLogger("kvbm.vllm")
+
+
+@dataclass
+class DynamoConnectorMetadata(KVConnectorMetadata):
+    """One step's plan, scheduler → workers."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class DynamoConnectorReport(KVConnectorWorkerMetadata):
+    """What ranks did, workers → scheduler; reports of several ranks are folded into one."""
+
+    report: StepReport = field(default_factory=StepReport)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, DynamoConnectorReport)
+        return DynamoConnectorReport(self.report.merge(other.report))
+
+
+class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module. `SupportsHMA` keeps vLLM from changing how hybrid models are laid out on our account."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        environment = process_environment()
+        extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        loaded = load_settings(environment, extra.get("kvbm", {}))
+        configure(loaded.settings.log_level)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        if is_scheduler:
+            for warning in loaded.warnings:
+                log.warning("%s", warning)
+        if reason := unsupported_reason(vllm_config, kv_cache_config):
+            if is_scheduler:
+                log.warning("KVBM is off for this engine: %s", reason)
+            return
+        if is_scheduler:
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, loaded.settings, environment)
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, loaded.settings, environment)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache owes nobody its bytes: requests may finish before they are stored."""
+        return False
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # Called first in every step: the last moment at which what earlier steps wrote can be read.
+        if self._worker is not None and isinstance(kv_connector_metadata, DynamoConnectorMetadata):
+            self._worker.store(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only when its blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored whole, after the forward pass that filled them."""
+
+    def wait_for_save(self) -> None:
+        """See `save_kv_layer`."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        return None, self._worker.finished(self._plan()) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self._worker.report() if self._worker is not None else None
+        return DynamoConnectorReport(report) if report is not None else None
+
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        return metadata.plan if isinstance(metadata, DynamoConnectorMetadata) else StepPlan()
+
+    # ---- scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.block_pool = gpu_block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.added(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        if self._scheduler is None:
+            return {}
+        return self._scheduler.hit_sources(request, num_external_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return DynamoConnectorMetadata()
+        return DynamoConnectorMetadata(self._scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            meta = getattr(connector_output, "kv_connector_worker_meta", None)
+            report = meta.report if isinstance(meta, DynamoConnectorReport) else None
+            self._scheduler.updated(connector_output, report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset() if self._scheduler is not None else None
+
+    def get_kv_connector_stats(self) -> stats.KvbmStats | None:
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> stats.KvbmStats | None:
+        return stats.build(data)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()

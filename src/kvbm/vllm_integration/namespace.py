@@ -1,0 +1,96 @@
+"""What must agree before two vLLM engines share bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbm.layout import Namespace
+from kvbm.weights import weights_digest
+
+log = logging.getLogger("kvbm.vllm")
+
+
+def engine_namespace(vllm_config: Any, kv_cache_config: Any, device_layout: str, memo_path: Path) -> Namespace:
+    """The namespace of a worker. `device_layout` describes what the bytes of a block mean on the device."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    fields = (
+        ("weights", _weights(vllm_config, memo_path)),
+        ("config", _digest(model.hf_config.to_json_string(use_diff=False))),
+        ("dtype", str(model.dtype)),
+        ("quantization", str(model.quantization)),
+        ("kv_dtype", str(cache.cache_dtype)),
+        ("block_tokens", str(spec.block_size)),
+        ("packing", cpu_packing(model, spec) if device_layout.startswith("cpu") or _on_cpu() else "none"),
+        ("device_layout", _digest(device_layout)),
+        ("tensor_parallel", str(parallel.tensor_parallel_size)),
+    )
+    return Namespace(model=str(model.served_model_name or model.model), fields=fields)
+
+
+def cpu_packing(model: Any, spec: Any) -> str:
+    """How this CPU's attention packs a block: blocks of one instruction set are garbage to another."""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    head_size = getattr(spec, "head_size", None)
+    return str(_get_attn_isa(model.dtype, spec.block_size, head_size))
+
+
+def adapter_digest(lora_path: str, memo_path: Path) -> bytes:
+    """The content of an adapter: vLLM's block hashes cover its name and path, not what lies there."""
+    location = Path(lora_path)
+    digest = weights_digest([location], memo_path) if location.is_dir() else None
+    return (digest or os.urandom(16).hex()).encode()
+
+
+def _weights(vllm_config: Any, memo_path: Path) -> str:
+    """The digest of all weights that shape KV: the model's and, with one, the draft model's."""
+    model = vllm_config.model_config
+    if str(vllm_config.load_config.load_format) in ("dummy", "LoadFormat.DUMMY"):
+        return f"dummy-seed-{model.seed}"
+    models = [(model.model, model.revision)]
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is not None and draft.model != model.model:
+        models.append((draft.model, draft.revision))
+    locations = [_location(name, revision) for name, revision in models]
+    known = [location for location in locations if location is not None]
+    digest = weights_digest(known, memo_path) if len(known) == len(locations) else None
+    if digest is None:
+        log.warning(
+            "weights of %s are in no local file that could be digested: its blocks are kept for this engine only",
+            ", ".join(name for name, _ in models),
+        )
+        return f"unknown-{os.urandom(16).hex()}"
+    return digest
+
+
+def _location(name: str, revision: str | None) -> Path | None:
+    """The local files of a model given by path or by hub name."""
+    if Path(name).exists():
+        return Path(name)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+    except (ImportError, ValueError):
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

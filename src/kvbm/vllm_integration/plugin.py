@@ -1,0 +1,16 @@
+"""`vllm.general_plugins` entry point: makes the connectors known by name, in every process of vLLM."""
+
+from __future__ import annotations
+
+CONNECTORS = ("DynamoConnector",)
+
+
+def register() -> None:
+    """Register the names with vLLM. General plugins are loaded several times in a process: a known name is fine."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name in CONNECTORS:
+        try:
+            KVConnectorFactory.register_connector(name, "kvbm.vllm_integration.connector", name)
+        except ValueError:
+            continue  # registered by an earlier load

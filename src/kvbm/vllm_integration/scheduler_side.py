@@ -1,0 +1,150 @@
+"""The scheduler's half of the connector: vLLM's requests and steps → `Leader`'s words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvbm.block import Tier
+from kvbm.launch import ManagerAddress, ManagerFinder
+from kvbm.leader import Leader
+from kvbm.leader.leader import Scheduled
+from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
+from kvbm.settings import Settings
+from kvbm.vllm_integration import stats
+from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
+from kvbm.vllm_integration.block_tables import BlockTables
+from kvbm.vllm_integration.namespace import adapter_digest
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM < 0.32 does not split hits by source
+    CacheHitSource = None
+
+
+class SchedulerSide:
+    """Owned by the engine core's thread."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str]
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._own_hashes = not hashes_are_deterministic(vllm_config)
+        self._memo_path = Path(settings.runtime_dir) / "weights.json"
+        self._adapters: dict[str, bytes] = {}
+        self._requests: dict[str, Any] = {}
+        self._tables = BlockTables()
+        self._reported = {"loaded_host_blocks": 0, "loaded_disk_blocks": 0, "failed_blocks": 0}
+        self.block_pool: Any = None
+        finder = ManagerFinder(ManagerAddress.of(settings, transfer.engine_id), environment, time.monotonic)
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            role="leader",
+            engine=transfer.engine_id,
+            rank_count=int(vllm_config.parallel_config.world_size),
+        )
+        self._leader = Leader(
+            finder,
+            hello,
+            self._block_tokens,
+            promise_early=transfer.kv_load_failure_policy == "recompute",
+            clock=time.monotonic,
+        )
+
+    def added(self, request: Any) -> None:
+        """A request arrived: ask the manager now, long before it is scheduled."""
+        self._requests[request.request_id] = request
+        hashes = OwnHashes(request, self._block_tokens) if self._own_hashes else EngineHashes(request)
+        self._leader.request_added(
+            request.request_id, hashes, self._extras(request), self._blocks_on_device(request)
+        )
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.request_id not in self._requests:
+            self.added(request)
+        answer = self._leader.matched(request.request_id, num_computed_tokens // self._block_tokens)
+        if answer.later:
+            return None, False
+        return answer.blocks * self._block_tokens, answer.blocks > 0
+
+    def hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """The split of a promised hit over the tiers, in tokens."""
+        if CacheHitSource is None or num_external_tokens <= 0:
+            return {}
+        tokens = self._leader.planned_sources(request.request_id)
+        on_host = min(tokens.count(Tier.HOST) * self._block_tokens, num_external_tokens)
+        split = {CacheHitSource.HOST: on_host, CacheHitSource.DISK: num_external_tokens - on_host}
+        return {source: count for source, count in split.items() if count}
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        count = -(-num_external_tokens // self._block_tokens)
+        table = blocks.get_block_ids()[0] if count > 0 else ()
+        self._leader.allocated(request.request_id, count, table)
+
+    def step(self, output: Any) -> StepPlan:
+        scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
+        self._tables.update(output)
+        entries = []
+        for request_id, token_count in scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            complete = (request.num_computed_tokens + token_count) // self._block_tokens
+            entries.append(
+                Scheduled(request_id, complete, lambda request_id=request_id: self._tables.get(request_id))
+            )
+        preempted = getattr(output, "preempted_req_ids", None) or ()
+        prefill = sum(count for count in scheduled_tokens.values() if count > 1)
+        return self._leader.step(entries, preempted, prefill, idle=not output.total_num_scheduled_tokens)
+
+    def updated(self, connector_output: Any, report: StepReport | None) -> None:
+        arrived = getattr(connector_output, "finished_recving", None) or ()
+        invalid = getattr(connector_output, "invalid_block_ids", None) or set()
+        self._leader.updated(report, arrived, invalid)
+
+    def finished(self, request: Any) -> None:
+        self._requests.pop(request.request_id, None)
+        self._tables.drop(request.request_id)
+        self._leader.finished(request.request_id)
+
+    def reset(self) -> bool:
+        return self._leader.reset()
+
+    def take_stats(self) -> stats.KvbmStats | None:
+        """What was counted since the last call; None when nothing was."""
+        now = {
+            "loaded_host_blocks": self._leader.loaded_blocks[Tier.HOST],
+            "loaded_disk_blocks": self._leader.loaded_blocks[Tier.DISK],
+            "failed_blocks": self._leader.failed_blocks,
+        }
+        rise = {name: value - self._reported[name] for name, value in now.items()}
+        self._reported = now
+        return stats.KvbmStats(data=rise) if any(rise.values()) else None
+
+    def close(self) -> None:
+        self._leader.close()
+
+    def _extras(self, request: Any) -> bytes:
+        """What vLLM's block hash leaves out: an adapter's content."""
+        lora = request.lora_request
+        if lora is None:
+            return b""
+        if lora.lora_path not in self._adapters:
+            self._adapters[lora.lora_path] = adapter_digest(lora.lora_path, self._memo_path)
+        return self._adapters[lora.lora_path]
+
+    def _blocks_on_device(self, request: Any) -> int:
+        """How many leading blocks are in the device's prefix cache at this moment; a hint, not a promise."""
+        pool = self.block_pool
+        if pool is None:
+            return 0
+        count = 0
+        for block_hash in request.block_hashes:
+            if not pool.get_cached_block(block_hash, [0]):
+                break
+            count += 1
+        return count
+

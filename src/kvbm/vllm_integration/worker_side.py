@@ -1,0 +1,120 @@
+"""The rank's half of the connector: vLLM's tensors and step calls → `Worker`'s words."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbm.errors import ManagerUnavailable
+from kvbm.launch import ManagerAddress, ManagerFinder
+from kvbm.layout import BlockLayout
+from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
+from kvbm.settings import Settings
+from kvbm.transfer import DeviceCache
+from kvbm.vllm_integration.namespace import engine_namespace
+from kvbm.vllm_integration.support import kv_replicas
+from kvbm.worker import Worker
+
+log = logging.getLogger("kvbm.vllm")
+
+SHARED_TIMEOUT_S = 5.0
+PRIVATE_TIMEOUT_S_MAX = 60.0
+
+
+class WorkerSide:
+    """Owned by the rank's engine thread."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str]
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._address = ManagerAddress.of(settings, vllm_config.kv_transfer_config.engine_id)
+        self._finder = ManagerFinder(self._address, environment, time.monotonic)
+        self._worker: Worker | None = None
+        self._stored_plan: StepPlan | None = None
+        self._failed_blocks: set[int] = set()
+        # A private manager starts while the model loads.
+        channel = self._finder.attempt()
+        if channel is not None:
+            channel.close()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The device's KV tensors exist: join the manager.
+
+        A tier that cannot be had stops the engine's start with one line; a shared manager that is not there does not.
+        """
+        if not kv_caches:
+            return
+        config, settings = self._vllm_config, self._settings
+        cache = DeviceCache.from_tensors(kv_caches, int(self._kv_cache_config.num_blocks))
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
+        replicas = kv_replicas(config, self._kv_cache_config)
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            role="worker",
+            engine=config.kv_transfer_config.engine_id,
+            rank=rank,
+            rank_count=rank_count,
+            shard=rank // replicas,
+            request_blocks=-(-int(config.model_config.max_model_len) // spec.block_size),
+            namespace=engine_namespace(
+                config, self._kv_cache_config, cache.description, Path(settings.runtime_dir) / "weights.json"
+            ),
+            layout=BlockLayout(
+                block_tokens=spec.block_size, shard_bytes=cache.shard_bytes, shard_count=rank_count // replicas
+            ),
+        )
+        self._worker = Worker(self._finder, hello, cache, stores_here=rank % replicas == 0)
+        try:
+            self._worker.attach(self._timeout_s())
+        except ManagerUnavailable as error:
+            if self._address.private:
+                raise
+            log.warning("%s; serving without a KV cache until it is there", error)
+        self._worker.start()
+
+    def store(self, plan: StepPlan) -> None:
+        """Once a step, before anything else of it."""
+        if self._worker is not None:
+            self._stored_plan = plan
+            self._worker.store(plan)
+
+    def load(self, plan: StepPlan) -> None:
+        if self._worker is None:
+            return
+        if plan is not self._stored_plan:
+            self.store(plan)
+        self._worker.load(plan)
+
+    def finished(self, plan: StepPlan) -> set[str]:
+        """Requests whose loads ended since the last call; what failed in them is in `take_failed_blocks`."""
+        if self._worker is None:
+            return set()
+        loads = self._worker.finished(plan)
+        for load in loads:
+            self._failed_blocks.update(load.failed)
+        return {load.request for load in loads}
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def report(self) -> StepReport | None:
+        return self._worker.report() if self._worker is not None else None
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _timeout_s(self) -> float:
+        if not self._address.private:
+            return SHARED_TIMEOUT_S
+        return min(float(self._settings.init_timeout_s), PRIVATE_TIMEOUT_S_MAX)

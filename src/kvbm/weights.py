@@ -1,0 +1,86 @@
+"""A digest of a model's weights: what makes KV of other weights under the same path never hit.
+
+The whole content of every weight file is hashed, once: results are remembered by the file's identity (device,
+inode, size, modification and change time), as a version control system remembers files it has seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+CONFIG_SUFFIXES = (".json", ".py", ".model")
+_MEMO_ENTRIES_MAX = 10_000
+_SETTLED_S = 2.0
+
+
+class WeightsMemo:
+    """Digests already known, in one small file. A file that cannot be read or written only costs hashing again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        except (OSError, msgspec.MsgspecError):
+            self._known = {}
+        self._changed = False
+
+    def digest(self, path: Path) -> str:
+        """Hex blake3 of the file's content."""
+        status = path.stat()
+        identity = (
+            f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+        )
+        known = self._known.get(identity)
+        if known is not None:
+            return known
+        value = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        # A file changed a moment ago could change again without its times moving: hash it again next time.
+        if time.time() - max(status.st_ctime, status.st_mtime) > _SETTLED_S:
+            self._known[identity] = value
+            self._changed = True
+        return value
+
+    def save(self) -> None:
+        """Write what was learnt, replacing the file as a whole."""
+        if not self._changed:
+            return
+        newest = dict(list(self._known.items())[-_MEMO_ENTRIES_MAX:])
+        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            scratch.write_bytes(msgspec.json.encode(newest))
+            scratch.replace(self._path)
+        except OSError:
+            return
+
+
+def weight_files(location: Path) -> list[Path]:
+    """The files that make a model what it is, sorted by name: one file, or those of a directory's top level."""
+    if location.is_file():
+        return [location]
+    suffixes = WEIGHT_SUFFIXES + CONFIG_SUFFIXES
+    return sorted(p for p in location.iterdir() if p.suffix in suffixes and p.is_file())
+
+
+def weights_digest(locations: Iterable[Path], memo_path: Path) -> str | None:
+    """Hex digest over names and contents at the locations; None when one of them holds no weights."""
+    memo = WeightsMemo(memo_path)
+    digest = hashlib.sha256()
+    for location in locations:
+        if not location.exists():
+            return None
+        files = weight_files(location)
+        if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
+            return None
+        for path in files:
+            digest.update(f"{path.name}\0{memo.digest(path)}\0".encode())
+    memo.save()
+    return digest.hexdigest()

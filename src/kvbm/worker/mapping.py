@@ -1,0 +1,53 @@
+"""A worker's view of its shard of the host tier in one life of the manager."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvbm.protocol import Welcome
+from kvbm.tiers.host import open_arena, populate
+from kvbm.transfer import Copier, DeviceCache, arena_tensor, make_copier
+
+_POPULATE_CHUNK_BYTES = 32 << 20
+
+
+class Mapping:
+    """The mapped arena, the slots' generations and a copier over both. Valid for `epoch` only."""
+
+    def __init__(self, welcome: Welcome, fds: Sequence[int], cache: DeviceCache) -> None:
+        self.epoch = welcome.epoch
+        region, generations = open_arena(fds)
+        self._region = region
+        self._generation_map = generations
+        self._generations = memoryview(generations).cast("Q")
+        self.copier: Copier = make_copier(cache, arena_tensor(region, welcome.slot_count, welcome.slot_bytes))
+        self._closing = threading.Event()
+        # A page of the arena that this process never touched costs a fault on the first copy: take them early.
+        self._populator = threading.Thread(target=self._populate, name="kvbm-populate", daemon=True)
+        self._populator.start()
+
+    def intact(self, slots: Sequence[int], expected: Sequence[int]) -> int:
+        """How many leading slots still have the generation expected of them."""
+        generations = self._generations
+        for i, (slot, generation) in enumerate(zip(slots, expected)):
+            if generations[slot] != generation:
+                return i
+        return len(slots)
+
+    def close(self) -> None:
+        """Finish copies and drop the mapping."""
+        self._closing.set()
+        self._populator.join()
+        self.copier.close()
+        # The tensor over the region goes with the copier's last reference; the mapping with the tensor.
+        self._generations.release()
+
+    def _populate(self) -> None:
+        size = len(self._region)
+        for start in range(0, size, _POPULATE_CHUNK_BYTES):
+            if self._closing.is_set() or not populate(self._region, start, min(_POPULATE_CHUNK_BYTES, size - start)):
+                return
+
+
+

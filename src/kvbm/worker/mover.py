@@ -1,0 +1,319 @@
+"""The one thread of a rank that copies, and that owns the rank's session with the manager.
+
+Jobs come in through a queue, results leave through another; nothing here is shared. Stores go first, because the
+engine waits for them; loads are copied in pieces as their blocks become ready, so a store never waits for long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbm.channel import Channel
+from kvbm.clock import Clock
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
+from kvbm.launch import ManagerFinder
+from kvbm.protocol import Fence, FenceDone, Hello, LoadPlan, Progress, StorePlan, Watch, Welcome
+from kvbm.transfer import Fence as DeviceFence
+from kvbm.worker.mapping import Mapping
+
+log = logging.getLogger("kvbm.worker")
+
+LOAD_STALL_S = 20.0
+PIECE_BLOCKS = 16
+_RECONNECT_POLL_S = 0.25
+_WELCOME_TIMEOUT_S = 10.0
+_FENCED_MAX = 16_384
+
+
+class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A load that ended. `failed` holds the device blocks that do not hold what they should."""
+
+    request: str
+    failed: tuple[int, ...]
+    seconds: float
+
+
+class FinishedStore(msgspec.Struct, frozen=True, kw_only=True):
+    """A store that ended, with the positions in its plan that were not copied."""
+
+    store: int
+    failed: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class StoreJob:
+    """Stores of one step, after the device has reached `after`; `done` is set when all have ended.
+
+    The engine's thread sets `abandoned` when it waits no longer: from then on it may overwrite the device blocks.
+    """
+
+    plans: tuple[StorePlan, ...]
+    after: DeviceFence | None
+    done: threading.Event
+    abandoned: bool = False
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """A load in progress: `copied` leading pairs are on the device, `ready` may be copied."""
+
+    plan: LoadPlan
+    after: DeviceFence | None
+    copied: int
+    ready: int
+    started_s: float
+    heard_s: float
+
+
+class Mover:
+    """Runs the thread. `attach` before `start`; everything else through the queues.
+
+    Whatever happens to the manager, every job put in is answered: with bytes, or with failed blocks.
+    """
+
+    def __init__(
+        self,
+        finder: ManagerFinder,
+        hello: Hello,
+        make_mapping: Callable[[Welcome, list[int]], Mapping],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._finder = finder
+        self._hello = hello
+        self._make_mapping = make_mapping
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[StoreJob | LoadJob | None] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loads: deque[LoadJob] = deque()
+        self._channel: Channel | None = None
+        self._mapping: Mapping | None = None
+        self._fenced: deque[int] = deque(maxlen=_FENCED_MAX)
+        self._stopping = False
+        self._refused = ""
+        self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
+        self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
+
+    # ---- the engine's thread
+
+    def attach(self, timeout_s: float) -> Welcome:
+        """Join the manager now, before the thread runs. Raises ManagerUnavailable or ManagerRefused."""
+        channel, welcome = self._finder.establish(self._hello, timeout_s, time.sleep)
+        self._adopt(channel, welcome)
+        return welcome
+
+    def start(self) -> None:
+        """Start the thread; it reconnects by itself from now on."""
+        self._thread.start()
+
+    def put(self, job: StoreJob | LoadJob) -> None:
+        self._inbox.put(job)
+        os.eventfd_write(self._wake, 1)
+
+    def mark(self) -> DeviceFence | None:
+        """The present end of the engine's device work; called by the engine's thread."""
+        mapping = self._mapping
+        return mapping.copier.mark() if mapping is not None else None
+
+    def stop(self) -> None:
+        """End the thread; jobs that are left fail."""
+        self._inbox.put(None)
+        os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive():
+            self._thread.join(timeout=10.0)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except ManagerUnavailable as error:
+                self._lose(str(error))
+            except Exception:
+                # A defect of ours must cost a load, never the engine: fail what is open, start afresh.
+                log.exception("mover failed; open loads are recomputed")
+                self._lose("mover failed")
+        self._lose("worker stops")
+        if self._mapping is not None:
+            self._mapping.close()
+        os.close(self._wake)
+
+    def _turn(self) -> None:
+        if self._channel is None:
+            self._reconnect()
+        busy = any(job.copied < job.ready for job in self._loads)
+        waiting = [self._wake] + ([self._channel.fileno()] if self._channel else [])
+        timeout_s = 0.0 if busy else 1.0 if self._channel else _RECONNECT_POLL_S
+        readable, _, _ = select.select(waiting, [], [], timeout_s)
+        if self._wake in readable:
+            os.eventfd_read(self._wake)
+        self._take_jobs()
+        if self._channel is not None and self._channel.fileno() in readable:
+            self._listen(self._channel)
+        self._copy_pieces()
+
+    def _take_jobs(self) -> None:
+        while True:
+            try:
+                job = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if job is None:
+                self._stopping = True
+            elif isinstance(job, StoreJob):
+                self._store(job)
+            else:
+                self._begin_load(job)
+
+    def _store(self, job: StoreJob) -> None:
+        try:
+            for plan in job.plans:
+                started_s = self._clock()
+                copied = plan.store not in self._fenced and self._copy_out(plan, job.after)
+                # Looked at after the copy: an engine that waited until here has overwritten nothing.
+                failed = () if copied and not job.abandoned else tuple(range(len(plan.slots)))
+                self.stores.put(
+                    FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s)
+                )
+        finally:
+            job.done.set()
+
+    def _copy_out(self, plan: StorePlan, after: DeviceFence | None) -> bool:
+        mapping = self._mapping
+        if mapping is None or mapping.epoch != plan.epoch:
+            return False
+        try:
+            mapping.copier.store(list(zip(plan.device_blocks, plan.slots)), after)
+        except (KvbmError, RuntimeError) as error:
+            log.warning("store of %d blocks failed: %s", len(plan.slots), error)
+            return False
+        return True
+
+    def _begin_load(self, job: LoadJob) -> None:
+        mapping, plan = self._mapping, job.plan
+        if mapping is None or mapping.epoch != plan.epoch:
+            self._finish(job, failed_from=0)
+            return
+        self._loads.append(job)
+        if job.ready < len(plan.slots):
+            if self._channel is None:
+                raise ManagerUnavailable("it went before a load had all its blocks")
+            self._channel.send(Watch(lookup=plan.lookup))
+
+    def _listen(self, channel: Channel) -> None:
+        for message in channel.receive():
+            if isinstance(message, Progress):
+                self._progress(message)
+            elif isinstance(message, Fence):
+                # Stores run to their end inside `_store`, in this thread, so none is under way now; and those that
+                # the fence names will not begin.
+                self._fenced.extend(message.stores)
+                channel.send(FenceDone(fence=message.fence))
+
+    def _progress(self, message: Progress) -> None:
+        for job in list(self._loads):
+            if job.plan.lookup != message.lookup:
+                continue
+            job.heard_s = self._clock()
+            job.ready = max(job.ready, min(message.ready - job.plan.offset, len(job.plan.slots)))
+            if message.final and job.ready < len(job.plan.slots):
+                self._copy_all(job)
+                self._loads.remove(job)
+                self._finish(job, failed_from=job.copied)
+
+    def _copy_pieces(self) -> None:
+        """One piece of the first load that has something to copy; loads that stall are given up."""
+        now_s = self._clock()
+        for job in list(self._loads):
+            if job.copied < job.ready:
+                if not self._copy_piece(job):
+                    self._loads.remove(job)
+                    self._finish(job, failed_from=job.copied)
+                elif job.copied == len(job.plan.slots):
+                    self._loads.remove(job)
+                    self._finish(job, failed_from=job.copied)
+                return
+            if now_s - job.heard_s > LOAD_STALL_S:
+                log.warning("load of request %s stalled for %g s; the rest is recomputed", job.plan.request, LOAD_STALL_S)
+                self._loads.remove(job)
+                self._finish(job, failed_from=job.copied)
+
+    def _copy_all(self, job: LoadJob) -> None:
+        while job.copied < job.ready and self._copy_piece(job):
+            pass
+
+    def _copy_piece(self, job: LoadJob) -> bool:
+        """Copy the next piece of what is ready; False when a slot no longer held what was promised."""
+        mapping, plan = self._mapping, job.plan
+        assert mapping is not None
+        start, end = job.copied, min(job.copied + PIECE_BLOCKS, job.ready)
+        slots, expected = plan.slots[start:end], plan.generations[start:end]
+        if mapping.intact(slots, expected) == len(slots):
+            try:
+                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots)), job.after)
+            except (KvbmError, RuntimeError) as error:
+                log.warning("load of %d blocks failed: %s", len(slots), error)
+                return False
+        # A slot that changed hands while we copied may have given us anything.
+        intact = mapping.intact(slots, expected)
+        job.copied += intact
+        return intact == len(slots)
+
+    def _finish(self, job: LoadJob, failed_from: int) -> None:
+        failed, seconds = job.plan.device_blocks[failed_from:], self._clock() - job.started_s
+        self.loads.put(FinishedLoad(request=job.plan.request, failed=failed, seconds=seconds))
+
+    # ---- the session
+
+    def _reconnect(self) -> None:
+        channel = self._finder.attempt()
+        if channel is None:
+            return
+        try:
+            welcome = channel.introduce(self._hello, _WELCOME_TIMEOUT_S)
+        except (ManagerRefused, ManagerUnavailable) as error:
+            channel.close()
+            if str(error) != self._refused:
+                self._refused = str(error)
+                log.warning("no KV cache for now: %s", error)
+            return
+        self._refused = ""
+        self._adopt(channel, welcome)
+        log.info("connected again to the manager (epoch %x)", welcome.epoch)
+
+    def _adopt(self, channel: Channel, welcome: Welcome) -> None:
+        fds, channel.fds = channel.fds, []
+        if self._mapping is not None:
+            self._mapping.close()
+        self._channel = channel
+        self._mapping = self._make_mapping(welcome, fds)
+
+    def _lose(self, reason: str) -> None:
+        """The manager has gone: what was on its way never comes.
+
+        The mapping stays until there is a new one: a dead manager overwrites nothing, so what it had promised can
+        still be loaded.
+        """
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            log.warning("manager lost: %s; requests are computed until it is back", reason)
+        while self._loads:
+            job = self._loads.popleft()
+            try:
+                self._copy_all(job)
+            except Exception:
+                log.exception("load of request %s failed", job.plan.request)
+            self._finish(job, failed_from=job.copied)

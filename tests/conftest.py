@@ -1,0 +1,55 @@
+"""What every test gets: marks by folder, and skips with a reason where an engine or torch is not installed.
+
+A test module just imports what it needs. Everything below `tests/engine` is marked `engine`, and is not even read
+where vLLM is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ENGINE_TESTS = Path(__file__).parent / "engine"
+OPTIONAL = {"matplotlib", "numpy", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
+"""Not dependencies: the tests that need one of them are skipped where it is not installed."""
+
+settings.register_profile(
+    "kvbm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.load_profile("kvbm")
+
+
+class OptionalModule(pytest.Module):
+    """A test module that is skipped, with the reason, when what it needs is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """As pytest does it, except that an optional package that is missing is no error."""
+        if ENGINE_TESTS in self.path.parents and importlib.util.find_spec("vllm") is None:
+            pytest.skip("vllm is not installed", allow_module_level=True)
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+            if missing is None or missing.split(".")[0] not in OPTIONAL:
+                raise
+        pytest.skip(f"{missing} is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Every test module is one of ours."""
+    return OptionalModule.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the engine tests. An engine's own threads and destructors may warn; ours may not."""
+    for item in items:
+        if ENGINE_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning")
+            )

@@ -1,0 +1,217 @@
+"""Who imports whom: the rules that need no list of packages. The others are contracts in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from unit import test_tidy as tidy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = tidy.ROOT
+SOURCES = {path.relative_to(ROOT / "src").as_posix(): path.read_text() for path in tidy.python_files("src")}
+"""File, relative to `src`, to its text."""
+ENGINES = {"vllm": "vllm_integration", "tensorrt_llm": "trtllm_integration", "sglang": "sglang_integration"}
+NOT_DECLARED = {"torch", "transformers", "tokenizers", "safetensors", "numpy", *ENGINES}
+"""Comes with an engine; never a dependency of ours."""
+ENTRY_POINTS = {"kvbm", "kvbm.cli.main", "kvbm.vllm_integration.plugin"}
+"""Modules that the outside names: the package, the console script, the engine's plug-in."""
+PUBLIC_PACKAGES = ("kvbm.testing", "kvbm._core", "kvbm.utils", "kvbm.vllm_integration.connector")
+"""Import paths for users and for other people's tests, below which nothing of ours needs to lead."""
+IS_PROGRAM = 'if __name__ == "__main__":'
+"""In a module that is run with `python -m`."""
+IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
+
+
+def module_name(path: str) -> str:
+    """The dotted name of a file below `src`."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(source: str, with_types: bool = False) -> Iterator[str]:
+    """Dotted names that a source imports, at any depth; `from a import b` gives a and a.b.
+
+    Imports that only a type checker sees are left out unless asked for.
+    """
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not with_types:
+            pending.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def named_modules(source: str) -> set[str]:
+    """Modules of ours that a source names in a string, to start or to load them by name."""
+    return set(re.findall(r"[\"'](kvbm(?:\.\w+)+)[\"':]", source))
+
+
+def commands(sources: dict[str, str]) -> set[str]:
+    """Modules that the command line loads by name: a table there lists them."""
+    for node in ast.parse(sources.get("kvbm/cli/main.py", "")).body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.target) == "COMMANDS"
+            and node.value is not None
+        ):
+            return {f"kvbm.cli.{name}" for name in ast.literal_eval(node.value)}
+    return set()
+
+
+def dead_modules(sources: dict[str, str]) -> list[str]:
+    """Modules that nothing leads to, starting from the entry points and the public import paths."""
+    files = {module_name(path): source for path, source in sources.items()}
+    pending = [name for name in files if name in ENTRY_POINTS or name.startswith(PUBLIC_PACKAGES)]
+    pending += [name for name, source in files.items() if name.endswith("__main__") or IS_PROGRAM in source]
+    pending += commands(sources)
+    reached: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in files or name in reached:
+            continue
+        reached.add(name)
+        pending += [
+            name.rpartition(".")[0],
+            *imports(files[name], with_types=True),
+            *named_modules(files[name]),
+        ]
+    return sorted(files.keys() - reached)
+
+
+def declared(requirements: list[str]) -> set[str]:
+    """Import names of a list of requirements."""
+    names = {re.split(r"[\s<>=!;\[~]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
+    return {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+
+
+def third_party(source: str) -> set[str]:
+    """Top-level packages that are neither the standard library's nor ours."""
+    names = {name.split(".")[0] for name in imports(source)}
+    return names - set(sys.stdlib_module_names) - {"kvbm"}
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BASE = declared(PROJECT["dependencies"])
+EXTRAS = {name for extra in PROJECT["optional-dependencies"].values() for name in declared(extra)}
+
+
+def test_every_module_is_used() -> None:
+    tidy.assert_none(dead_modules(SOURCES))
+
+
+def test_every_command_has_its_module() -> None:
+    tidy.assert_none(sorted(commands(SOURCES) - set(map(module_name, SOURCES))))
+
+
+def test_policy_imports_only_block() -> None:
+    wrong = [
+        f"{path}: {name}"
+        for path, source in SOURCES.items()
+        if path.startswith("kvbm/policy/")
+        for name in imports(source)
+        if name.startswith("kvbm") and not name.startswith(("kvbm.block", "kvbm.policy"))
+    ]
+    tidy.assert_none(wrong)
+
+
+def test_an_engine_is_imported_only_in_its_integration() -> None:
+    wrong = [
+        f"{path}: {engine}"
+        for path, source in SOURCES.items()
+        for engine in third_party(source) & set(ENGINES)
+        if not path.startswith(f"kvbm/{ENGINES[engine]}/")
+    ]
+    tidy.assert_none(wrong)
+
+
+def test_every_import_is_declared() -> None:
+    wrong = [
+        f"{path}: {name}"
+        for path, source in SOURCES.items()
+        for name in third_party(source)
+        - BASE
+        - NOT_DECLARED
+        - (EXTRAS if path.startswith("kvbm/demo/") else set())
+        if not (path.startswith("kvbm/testing/") and name in EXTRAS)
+    ]
+    tidy.assert_none(wrong)
+
+
+def test_every_dependency_is_imported() -> None:
+    used = set().union(*(third_party(source) for source in SOURCES.values()))
+    tidy.assert_none(sorted(BASE - used - {"tomli"}))
+
+
+def test_entry_points_exist() -> None:
+    targets = [*PROJECT["scripts"].values()]
+    targets += [target for group in PROJECT["entry-points"].values() for target in group.values()]
+    for target in targets:
+        module, _, function = target.partition(":")
+        source = SOURCES.get(module.replace(".", "/") + ".py", "")
+        assert any(node.name == function for node in tidy.functions(source)), target
+
+
+@pytest.mark.parametrize("module", ["kvbm", "kvbm.manager.process", "kvbm.cli.main"])
+def test_no_heavy_import_at_start(module: str) -> None:
+    """Starting the manager or the command line must not pull in torch, numpy or an engine."""
+    probe = f"import sys, {module}; print(*{NOT_DECLARED!r} & sys.modules.keys())"
+    answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == []
+
+
+def test_a_dead_module_is_found() -> None:
+    sources = {
+        "kvbm/__init__.py": "import kvbm.live\n",
+        "kvbm/live.py": "",
+        "kvbm/dead.py": "import kvbm.also_dead\n",
+        "kvbm/also_dead.py": "import kvbm.dead\n",
+    }
+    assert dead_modules(sources) == ["kvbm.also_dead", "kvbm.dead"]
+
+
+def test_commands_live() -> None:
+    table = "COMMANDS: dict[str, str] = {'top': 'Show traffic.'}\n"
+    sources = {
+        "kvbm/cli/main.py": table,
+        "kvbm/cli/top.py": "",
+        "kvbm/cli/__init__.py": "",
+        "kvbm/__init__.py": "",
+    }
+    assert dead_modules(sources) == []
+
+
+def test_a_module_named_in_a_string_lives() -> None:
+    sources = {"kvbm/__init__.py": "command = ['-m', 'kvbm.started']\n", "kvbm/started.py": ""}
+    assert dead_modules(sources) == []
+
+
+def test_imports_for_type_checking_do_not_count() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    import xxhash\n"
+    )
+    assert third_party(source) == {"xxhash"}
+
+
+def test_a_lazy_import_counts() -> None:
+    assert third_party("def f():\n    from vllm.config import VllmConfig\n") == {"vllm"}
+
+
+def test_a_file_has_a_module_name() -> None:
+    assert module_name("kvbm/cli/main.py") == "kvbm.cli.main"
+    assert module_name("kvbm/cli/__init__.py") == "kvbm.cli"

@@ -1,0 +1,121 @@
+"""Sizes to blocks, default sizes, and the notices."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.errors import SettingsError
+from kvbm.settings import (
+    Settings,
+    available_memory_bytes,
+    default_host_bytes,
+    disk_slots,
+    format_bytes,
+    host_slots,
+    load_settings,
+    size_notices,
+    staging_slots,
+)
+from kvbm.settings.advice import notices
+
+
+def test_blocks_as_the_original_counts_them():
+    settings = load_settings({"DYN_KVBM_CPU_CACHE_GB": "0.001"}).settings
+    assert host_slots(settings, 65_536) == 15
+
+
+@given(st.integers(1, 2**50), st.integers(1, 2**34))
+def test_blocks_never_exceed_the_size(size_bytes, block_bytes):
+    settings = Settings(host_bytes=size_bytes, disk_bytes=size_bytes)
+    if size_bytes < block_bytes:
+        for slots in (host_slots, disk_slots):
+            with pytest.raises(SettingsError, match="room for one block"):
+                slots(settings, block_bytes)
+        return
+    for slots in (host_slots, disk_slots):
+        assert 0 <= size_bytes - slots(settings, block_bytes) * block_bytes < block_bytes
+
+
+def test_a_count_wins_over_a_size():
+    settings = Settings(host_bytes=10, host_blocks=7, disk_bytes=10, disk_blocks=9)
+    assert host_slots(settings, 4096) == 7
+    assert disk_slots(settings, 4096) == 9
+
+
+def test_a_tier_that_is_off_has_no_blocks():
+    assert host_slots(Settings(), 4096) == disk_slots(Settings(), 4096) == 0
+
+
+def test_too_small_a_tier_names_its_variable():
+    with pytest.raises(SettingsError, match=r"^DYN_KVBM_DISK_CACHE_GB='100 bytes' .* 4096 bytes$"):
+        disk_slots(Settings(disk_bytes=100), 4096)
+
+
+def test_staging_only_for_disk_without_host():
+    assert staging_slots(Settings(disk_bytes=10**9), 1_000_000) == 512
+    assert staging_slots(Settings(disk_blocks=10), 1_000_000) == 512
+    assert staging_slots(Settings(disk_bytes=10**9, host_bytes=1), 1_000_000) == 0
+    assert staging_slots(Settings(host_bytes=1), 1_000_000) == 0
+    with pytest.raises(SettingsError, match="DYN_KVBM_DISK_STAGING_GB"):
+        staging_slots(Settings(disk_bytes=10**12), 10**9)
+
+
+def test_a_block_of_no_bytes_is_a_programmers_error():
+    with pytest.raises(AssertionError):
+        host_slots(Settings(host_bytes=10), 0)
+
+
+def test_default_host_tier():
+    assert default_host_bytes(None) == 4_000_000_000
+    assert default_host_bytes(10**12) == 4_000_000_000
+    assert default_host_bytes(10**9) == 250_000_000
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1536, "1.5 kB"),
+        (402_000_000, "402 MB"),
+        (402_400_000, "402 MB"),
+        (999_600_000, "1 GB"),
+        (1_500_000_000, "1.5 GB"),
+        (4_000_000_000, "4 GB"),
+        (12 * 10**12, "12 TB"),
+        (5000 * 10**12, "5000 TB"),
+    ],
+)
+def test_sizes_for_people(size_bytes, text):
+    assert format_bytes(size_bytes) == text
+
+
+def test_notices():
+    assert notices(Settings(host_bytes=1)) == []
+    assert "127.0.0.1 only" in notices(Settings(host_bytes=1, metrics=True))[0]
+    assert notices(Settings(host_bytes=1, metrics=True, metrics_host="0.0.0.0")) == []
+    (line,) = notices(Settings(host_bytes=4 * 10**9, disk_bytes=10**9))
+    assert line.startswith("the disk tier (1 GB) is smaller than the host tier (4 GB)")
+    assert notices(Settings(host_bytes=10**9, disk_bytes=10**9)) == []
+    assert "staging area of 512 MB" in notices(Settings(disk_bytes=10**9))[0]
+
+
+def test_a_host_tier_below_the_devices():
+    assert size_notices(100, 100) == size_notices(0, 100) == []
+    assert size_notices(99, 100)[0].startswith("the host tier holds 99 blocks, fewer than the device's 100")
+
+
+def test_available_memory(tmp_path):
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    assert available_memory_bytes(meminfo, limit) is None
+    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:     50 kB\n")
+    assert available_memory_bytes(meminfo, limit) == 51_200
+    limit.write_text("max\n")
+    assert available_memory_bytes(meminfo, limit) == 51_200
+    limit.write_text("1000\n")
+    assert available_memory_bytes(meminfo, limit) == 1000
+    meminfo.write_text("MemAvailable: many\n")
+    assert available_memory_bytes(meminfo, limit) == 1000
