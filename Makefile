@@ -30,7 +30,7 @@ check: setup  ## style, types, import rules, tidiness
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; echo "run: make format"; exit 1; }
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_imports.py
 
 format: setup  ## put the code into its standard form

@@ -197,7 +197,7 @@ def main() -> None:
         )
         table.add_row("" if previous == row.case else row.case, row.method, *figures)
         previous = row.case
-    Console(width=max(100, Console().width)).print(table)
+    Console(width=max(110, Console().width)).print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 

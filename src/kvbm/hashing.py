@@ -29,9 +29,7 @@ def derive_key(fingerprint: bytes, engine_hash: bytes, extras: bytes = b"") -> B
     return BlockKey(digest.digest())
 
 
-def chain_key(
-    fingerprint: bytes, parent: bytes, token_ids: Sequence[int], extras: bytes = b""
-) -> BlockKey:
+def chain_key(fingerprint: bytes, parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> BlockKey:
     """The key of one block: `token_ids` after the block `parent` (ROOT for the first)."""
     tokens = array("I", token_ids).tobytes()
     digest = blake3(parent, key=fingerprint)

@@ -50,9 +50,13 @@ def make_runtime_dir(path: str) -> None:
         os.makedirs(path, mode=0o700, exist_ok=True)
         status = os.stat(path)
     except OSError as error:
-        raise SettingsError("DYN_KVBM_RUNTIME_DIR", path, f"a directory that can be made ({error.strerror})") from None
+        raise SettingsError(
+            "DYN_KVBM_RUNTIME_DIR", path, f"a directory that can be made ({error.strerror})"
+        ) from None
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise SettingsError("DYN_KVBM_RUNTIME_DIR", path, "a directory that only you own and can write to (0700)")
+        raise SettingsError(
+            "DYN_KVBM_RUNTIME_DIR", path, "a directory that only you own and can write to (0700)"
+        )
 
 
 class ManagerFinder:
@@ -86,7 +90,9 @@ class ManagerFinder:
         self._backoff_s, self._next_try_s = RETRY_S_MIN, -1.0
         return channel
 
-    def establish(self, hello: Hello, timeout_s: float, pause: Callable[[float], object]) -> tuple[Channel, Welcome]:
+    def establish(
+        self, hello: Hello, timeout_s: float, pause: Callable[[float], object]
+    ) -> tuple[Channel, Welcome]:
         """Connect and introduce ourselves, waiting up to `timeout_s`.
 
         Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it says no.

@@ -10,7 +10,7 @@ Both are unique within a leader's session.
 
 from __future__ import annotations
 
-from typing import Union
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 # ---- leader, worker, admin → manager
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """First message of every session.
 
     A worker names the namespace and the layout of its blocks; a leader and an admin leave both out. `engine`
@@ -52,7 +52,7 @@ class Hello(Message, tag="hello"):
     layout: BlockLayout | None = None
 
 
-class Lookup(Message, tag="lookup"):
+class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     """Find the longest run of blocks from `keys[skip]` on, lease it and bring what is below G2 up.
 
     `keys` is the request's whole chain from its first block; the first `skip` blocks are on the device already.
@@ -63,7 +63,7 @@ class Lookup(Message, tag="lookup"):
     skip: int = 0
 
 
-class Release(Message, tag="release"):
+class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The lease of `lookup` ends. `loaded` blocks from position `first` on reached the device within `seconds`;
     the next `failed` blocks were promised and did not."""
 
@@ -74,7 +74,7 @@ class Release(Message, tag="release"):
     seconds: float = 0.0
 
 
-class Reserve(Message, tag="reserve"):
+class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     """Ask for slots for consecutive blocks of one chain; `parent` is the key before the first, or empty."""
 
     store: int
@@ -82,7 +82,7 @@ class Reserve(Message, tag="reserve"):
     keys: bytes
 
 
-class Commit(Message, tag="commit"):
+class Commit(Message, frozen=True, kw_only=True, tag="commit"):
     """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not."""
 
     store: int
@@ -90,32 +90,32 @@ class Commit(Message, tag="commit"):
     seconds: float = 0.0
 
 
-class Watch(Message, tag="watch"):
+class Watch(Message, frozen=True, kw_only=True, tag="watch"):
     """A worker asks for `Progress` of a lookup of its engine."""
 
     lookup: int
 
 
-class FenceDone(Message, tag="fence_done"):
+class FenceDone(Message, frozen=True, kw_only=True, tag="fence_done"):
     """A worker will no longer write to slots that were reserved before the fence."""
 
     fence: int
 
 
-class Reset(Message, tag="reset"):
+class Reset(Message, frozen=True, kw_only=True, tag="reset"):
     """Drop every block of the engine's namespace (admin: of all) that is not in use. `tier` empty means all."""
 
     tier: str = ""
 
 
-class StatusQuery(Message, tag="status?"):
+class StatusQuery(Message, frozen=True, kw_only=True, tag="status?"):
     """Ask for a `Status`."""
 
 
 # ---- manager → leader, worker, admin
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The session is accepted. `epoch` names this life of the manager: slots of another epoch mean nothing.
 
     For a worker two descriptors come along: its shard's arena (`slot_count × slot_bytes`) and the table of slot
@@ -130,13 +130,13 @@ class Welcome(Message, tag="welcome"):
     tiers: dict[str, int] = {}
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """The session is not accepted, for this reason (one line)."""
 
     reason: str
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     """To a leader: all ranks of its engine are attached (or, with `ready` false, no longer)."""
 
     ready: bool
@@ -147,7 +147,7 @@ class Ready(Message, tag="ready"):
     tiers: dict[str, int] = {}
 
 
-class LookupReply(Message, tag="found"):
+class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     """What a lookup found, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
 
     The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `disk` counts
@@ -161,7 +161,7 @@ class LookupReply(Message, tag="found"):
     sources: bytes = b""
 
 
-class Progress(Message, tag="progress"):
+class Progress(Message, frozen=True, kw_only=True, tag="progress"):
     """`ready` leading blocks of a lookup lie in G2. With `final`, no more will: the rest failed or was dropped."""
 
     lookup: int
@@ -169,28 +169,28 @@ class Progress(Message, tag="progress"):
     final: bool
 
 
-class ReserveReply(Message, tag="reserved"):
+class ReserveReply(Message, frozen=True, kw_only=True, tag="reserved"):
     """One entry per key: a slot to fill, HELD or REFUSED."""
 
     store: int
     slots: tuple[int, ...]
 
 
-class Fence(Message, tag="fence"):
+class Fence(Message, frozen=True, kw_only=True, tag="fence"):
     """To a worker: finish every copy that is under way, never begin one of `stores`, then answer `FenceDone`."""
 
     fence: int
     stores: tuple[int, ...]
 
 
-class ResetReply(Message, tag="reset_done"):
+class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
     """How many blocks were dropped and how many stayed because they are in use."""
 
     dropped: int
     in_use: int
 
 
-class Status(Message, tag="status"):
+class Status(Message, frozen=True, kw_only=True, tag="status"):
     """The manager's own account of itself, for the command line."""
 
     epoch: int
@@ -257,12 +257,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         return StepReport(stored=stored, loaded=loaded)
 
 
-ToManager = Union[
-    Hello, Lookup, Release, Reserve, Commit, Watch, FenceDone, Reset, StatusQuery
-]
-FromManager = Union[
-    Welcome, Refused, Ready, LookupReply, Progress, ReserveReply, Fence, ResetReply, Status
-]
+ToManager: TypeAlias = Hello | Lookup | Release | Reserve | Commit | Watch | FenceDone | Reset | StatusQuery
+FromManager: TypeAlias = (
+    Welcome | Refused | Ready | LookupReply | Progress | ReserveReply | Fence | ResetReply | Status
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_manager = msgspec.msgpack.Decoder(ToManager)
@@ -279,7 +277,7 @@ def encode(message: Message) -> bytes:
 def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
     try:
-        return _to_manager.decode(body)
+        return cast(ToManager, _to_manager.decode(body))
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
@@ -287,7 +285,7 @@ def decode_to_manager(body: bytes) -> ToManager:
 def decode_from_manager(body: bytes) -> FromManager:
     """A typed message from the manager, or ProtocolError in one line."""
     try:
-        return _from_manager.decode(body)
+        return cast(FromManager, _from_manager.decode(body))
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
@@ -306,9 +304,7 @@ class FrameBuffer:
         while len(self._data) - start >= LENGTH_BYTES:
             length = int.from_bytes(self._data[start : start + LENGTH_BYTES], "little")
             if length > MESSAGE_BYTES_MAX:
-                raise ProtocolError(
-                    f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes"
-                )
+                raise ProtocolError(f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes")
             end = start + LENGTH_BYTES + length
             if len(self._data) < end:
                 break

@@ -32,8 +32,9 @@ def aligned(size: int) -> memoryview:
 def test_short_and_interrupted_transfers_become_whole(tmp_path: Path, seed: int, flags: int) -> None:
     syscalls = FaultySyscalls(seed)
     for operation in ("preadv", "pwritev"):
-        syscalls.arm(FaultRule(operation=operation, fault=Fault.SHORT, chance=0.6))
-        syscalls.arm(FaultRule(operation=operation, fault=Fault.EINTR, chance=0.3))
+        syscalls.arm(FaultRule(operation=operation, fault=Fault.SHORT, times=1))
+        syscalls.arm(FaultRule(operation=operation, fault=Fault.SHORT, chance=0.4))
+        syscalls.arm(FaultRule(operation=operation, fault=Fault.EINTR, chance=0.2))
     fd = syscalls.open(str(tmp_path / "file"), os.O_RDWR | os.O_CREAT | flags)
     sources = [aligned(PAGE * pages) for pages in (3, 1, 5)]
     for source in sources:
@@ -42,7 +43,7 @@ def test_short_and_interrupted_transfers_become_whole(tmp_path: Path, seed: int,
     write_fully(syscalls, fd, sources, PAGE)
     read_fully(syscalls, fd, targets, PAGE)
     assert b"".join(targets) == b"".join(sources)
-    assert sum(syscalls.struck.values()) > 0
+    assert sum(syscalls.struck.values()) >= 2
     os.close(fd)
 
 

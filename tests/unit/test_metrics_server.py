@@ -114,6 +114,12 @@ def test_silent_clients_are_bounded(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_connection_that_ends_makes_room_for_another():
+    with serving() as server:
+        for _ in range(3 * CONNECTIONS_MAX):
+            assert ask(server)[2] == "a 1\n"
+
+
 def test_a_page_that_fails_takes_nothing_down(capfd):
     pages = iter([ValueError("x"), "b 2\n"])
 

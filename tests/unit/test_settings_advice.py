@@ -58,6 +58,7 @@ def test_staging_only_for_disk_without_host():
     assert staging_slots(Settings(disk_blocks=10), 1_000_000) == 512
     assert staging_slots(Settings(disk_bytes=10**9, host_bytes=1), 1_000_000) == 0
     assert staging_slots(Settings(host_bytes=1), 1_000_000) == 0
+    assert staging_slots(Settings(), 1_000_000) == 0
     with pytest.raises(SettingsError, match="DYN_KVBM_DISK_STAGING_GB"):
         staging_slots(Settings(disk_bytes=10**12), 10**9)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -242,7 +244,28 @@ def test_large_batches_use_every_thread() -> None:
     copier.load(list(enumerate(order)))
     assert whole_bytes(views) == before
     copier.close()
+    assert copier._chunk_bounds(64) == [0, 21, 42, 64]
+    assert copier._chunk_bounds(2) == [0, 2]  # too few bytes to wake a second thread
     assert not any(thread.name.startswith("kvbm-copy") for thread in threading.enumerate())
+    copier.close()
+
+
+def test_an_error_is_passed_on_after_every_chunk_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DeviceCache.from_tensors({"a": torch.zeros(64, 1, 64, 256)}, 64)
+    copier = CpuCopier(cache, new_arena(cache, 64))
+    failed, ended = threading.Event(), threading.Event()
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if targets[0].data_ptr() == copier._slots.views(0, 32)[0].data_ptr():
+            failed.set()
+            raise RuntimeError("this chunk cannot be copied")
+        failed.wait(10)
+        ended.set()
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    with pytest.raises(RuntimeError, match="this chunk"):
+        copier.store([(block, block) for block in range(64)])
+    assert ended.is_set()
     copier.close()
 
 
@@ -306,32 +329,60 @@ def test_tensors_of_inference_mode_are_written_from_other_threads() -> None:
         views = separate((9, 2, 4, 8), torch.float32)
         scramble(views, seed=10)
         cache = DeviceCache.from_tensors(views, 9)
-        copier = make_copier(cache, new_arena(cache))
+        arena = new_arena(cache)
+        copier = make_copier(cache, arena)
         copier.store([(0, 0)])
         copier.load([(1, 0)])
+    arena[1].zero_()
     copier.load([(2, 0)])
     assert block_bytes(views, 1, 9) == block_bytes(views, 2, 9) == block_bytes(views, 0, 9)
     copier.close()
 
 
+ALONE = """
+import os, threading, torch
+from kvbm.transfer import CpuCopier, DeviceCache
+
+def counts():
+    seen = [torch.get_num_threads()]
+    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    return seen, os.sched_getaffinity(0)
+
+torch.set_num_threads(3)
+before = counts()
+cache = DeviceCache.from_tensors({"a": torch.zeros(9, 8)}, 9)
+copier = CpuCopier(cache, torch.zeros(2, 64, dtype=torch.uint8))
+copier.store([(0, 0)])
+assert copier._pool.submit(torch.get_num_threads).result() == 1
+assert before[0] == [3, 3], before
+assert counts() == before, (counts(), before)
+copier.close()
+"""
+
+
 def test_the_engines_thread_settings_stay_as_they_were() -> None:
     """A copier's threads run alone, and neither the caller nor threads made later notice."""
+    # A process of its own: what another test did to torch's defaults would hide a change of them.
+    ended = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
-    def counts() -> list[int]:
-        seen = [torch.get_num_threads()]
-        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        later.start()
-        later.join()
-        return seen
 
-    before, affinity = counts(), os.sched_getaffinity(0)
-    cache = DeviceCache.from_tensors(separate((9, 2, 4, 8), torch.float32), 9)
-    copier = CpuCopier(cache, new_arena(cache))
-    copier.store([(0, 0)])
-    assert copier._pool.submit(torch.get_num_threads).result() == 1
-    assert counts() == before
-    assert os.sched_getaffinity(0) == affinity
+def test_layers_at_uneven_distances_are_not_taken_for_a_stack() -> None:
+    page = 9 * 64
+    whole = torch.zeros(5 * page, dtype=torch.uint8)
+    views = {str(place): whole[place * page :][:page].view(9, 64) for place in (0, 1, 3, 4)}
+    scramble(views, seed=11)
+    cache = DeviceCache.from_tensors(views, 9)
+    arena = new_arena(cache)
+    copier = CpuCopier(cache, arena)
+    copier.store([(4, 2)])
     copier.close()
+    assert arena[2].numpy().tobytes()[: cache.shard_bytes] == block_bytes(views, 4, 9)
+    assert len(cache.regions) == 2
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core leaves nothing to bind to")

@@ -58,7 +58,7 @@ def _headline(figure: Any, results: Results) -> None:
     gains = ", ".join(f"{speedup(results, run):.1f}× with {_short(run)}" for run in results.runs[1:])
     figure.text(LEFT, 0.945, "The same long prefix, asked again", fontsize=17, fontweight="bold")
     figure.text(
-        0.065, 0.905, f"First token sooner by {gains} (median, prefix seen before)", fontsize=11, color=FAINT
+        LEFT, 0.905, f"First token sooner by {gains} (median, prefix seen before)", fontsize=11, color=FAINT
     )
 
 
@@ -86,7 +86,16 @@ def _draw_requests(axes: Any, results: Results) -> None:
         values = [request.ttft_s * 1e3 for request in run.requests]
         axes.plot(numbers, values, color=colour, linewidth=1.1, alpha=0.55, zorder=2)
         fills = [colour if request.seen else "white" for request in run.requests]
-        axes.scatter(numbers, values, s=34, facecolors=fills, edgecolors=colour, linewidths=1.4, zorder=3)
+        axes.scatter(
+            numbers,
+            values,
+            s=34,
+            facecolors=fills,
+            edgecolors=colour,
+            linewidths=1.4,
+            zorder=3,
+            clip_on=False,
+        )
         axes.plot([], [], color=colour, marker="o", markersize=6, linewidth=1.1, label=run.title)
     hollow = {"marker": "o", "markersize": 6, "markerfacecolor": "white", "linewidth": 0}
     axes.plot([], [], color=FAINT, label="prefix is new", **hollow)

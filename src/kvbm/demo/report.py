@@ -121,16 +121,13 @@ def render(results: Results) -> RenderableType:
     for run in results.runs:
         if run.environment:
             lines.append(f"{run.name}: " + " ".join(f"{k}={v}" for k, v in run.environment.items()))
-    return Group(_times(results), "", _traffic(results), "", Text("\n".join(lines), style="dim"))
+    return Group(_times(results), _sources(results), _traffic(results), Text("\n".join(lines), style="dim"))
 
 
 def _times(results: Results) -> Table:
-    table = Table(title="Time to first token, ms", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("run", no_wrap=True)
-    for scope in ("seen before", "all"):
-        for label in ("p50", "p95"):
-            table.add_column(f"{scope}\n{label}", justify="right")
-    table.add_column("speed-up\nof seen p50", justify="right", style="bold")
+    table = _table("Time to first token, ms")
+    for label in ("seen\np50", "before\np95", "all\np50", "\np95", "speed-up\nof seen p50"):
+        table.add_column(label, justify="right")
     for run in results.runs:
         values = [
             f"{percentile(ttfts_s(run, seen_only=seen_only), fraction) * 1e3:,.0f}"
@@ -141,21 +138,30 @@ def _times(results: Results) -> Table:
     return table
 
 
-def _traffic(results: Results) -> Table:
-    table = Table(
-        title="Prompt tokens by source, and MB moved", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD
-    )
-    table.add_column("run", no_wrap=True)
+def _sources(results: Results) -> Table:
+    table = _table("Prompt tokens by the tier they came from")
     for source in (*TIERS, "computed"):
-        table.add_column(f"tokens\n{source}", justify="right")
-    directions = [f"{source} to {target}" for source, target in TRANSFERS]
-    for direction in directions:
-        table.add_column(f"{direction.replace(' to ', chr(10) + '→ ')}", justify="right")
+        table.add_column(source, justify="right")
     for run in results.runs:
         tokens = [run.hit_tokens.get(tier, 0) for tier in TIERS]
         computed = prompt_tokens(run) - sum(tokens)
-        moved = [run.bytes_moved.get(direction, 0) / 1e6 for direction in directions]
-        table.add_row(run.title, *(f"{n:,}" for n in (*tokens, computed)), *(f"{n:,.0f}" for n in moved))
+        table.add_row(run.title, *(f"{count:,}" for count in (*tokens, computed)))
+    return table
+
+
+def _traffic(results: Results) -> Table:
+    table = _table("Bytes moved, MB")
+    for source, target in TRANSFERS:
+        table.add_column(f"{source} →\n{target}", justify="right")
+    for run in results.runs:
+        moved = [run.bytes_moved.get(f"{source} to {target}", 0) / 1e6 for source, target in TRANSFERS]
+        table.add_row(run.title, *(f"{megabytes:,.0f}" for megabytes in moved))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, min_width=72)
+    table.add_column("run", no_wrap=True, min_width=24)
     return table
 
 

@@ -158,7 +158,9 @@ class Leader:
 
     # ---- a step
 
-    def step(self, scheduled: Iterable[Scheduled], preempted: Iterable[str], prefill_tokens: int, idle: bool) -> StepPlan:
+    def step(
+        self, scheduled: Iterable[Scheduled], preempted: Iterable[str], prefill_tokens: int, idle: bool
+    ) -> StepPlan:
         """The plan of an engine step. `prefill_tokens` are computed in it; `idle` means that nothing is."""
         self._wait_left_s = STEP_WAIT_S
         self._receive()
@@ -210,10 +212,7 @@ class Leader:
         self._reset_reply = None
         if not self._link.send(Reset()):
             return True
-        deadline_s = self._clock() + RESET_WAIT_S
-        while self._reset_reply is None and self._clock() < deadline_s and self._link.wait(RESET_WAIT_S):
-            self._receive()
-        reply = self._reset_reply
+        reply = self._await_reset()
         return reply is not None and reply.in_use == 0
 
     def close(self) -> None:
@@ -236,6 +235,15 @@ class Leader:
             self._stores.lost()
             for tracked in self._requests.values():
                 tracked.stored = 0
+
+    def _await_reset(self) -> ResetReply | None:
+        """An operator asked and waits: so do we, up to a bound."""
+        deadline_s = self._clock() + RESET_WAIT_S
+        while self._clock() < deadline_s and self._link.wait(RESET_WAIT_S):
+            self._receive()
+            if self._reset_reply is not None:
+                break
+        return self._reset_reply
 
     def _wait_a_little(self, seconds: float) -> None:
         started_s = self._clock()

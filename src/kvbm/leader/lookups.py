@@ -58,7 +58,9 @@ class Lookups:
     """All lookups of one engine. `promise_early`: blocks still on their way may be promised, because the engine
     recomputes what does not arrive; otherwise only what lies verified in G2 is."""
 
-    def __init__(self, link: ManagerLink, cost: CostModel, clock: Clock, promise_early: bool, first_number: int) -> None:
+    def __init__(
+        self, link: ManagerLink, cost: CostModel, clock: Clock, promise_early: bool, first_number: int
+    ) -> None:
         self._link = link
         self._cost = cost
         self._clock = clock
@@ -134,7 +136,11 @@ class Lookups:
         held = len(search.slots) if self._promise_early else search.ready
         offset = computed - search.skip
         sources = search.sources[offset : search.skip + held]
-        if not self._promise_early and not search.final and now_s - search.asked_s < self._patience_s(search, offset):
+        if (
+            not self._promise_early
+            and not search.final
+            and now_s - search.asked_s < self._patience_s(search, offset)
+        ):
             return None
         usable = max(0, held - offset)
         if usable and not self._cost.worth_loading(sources[:usable]):
@@ -147,7 +153,11 @@ class Lookups:
         ready = self._link.ready
         lease_s = ready.lease_s if ready is not None else 0.0
         aged = self._clock() - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
-        return search.stage is Stage.FOUND and (computed < search.skip or aged) and search.attempts < ATTEMPTS_MAX
+        return (
+            search.stage is Stage.FOUND
+            and (computed < search.skip or aged)
+            and search.attempts < ATTEMPTS_MAX
+        )
 
     def begin_load(self, request: str, count: int, table: Sequence[int]) -> LoadPlan:
         """The engine made room for `count` promised blocks: their load, for the next plan.
@@ -186,7 +196,9 @@ class Lookups:
         if search.life == self._link.life:
             first = search.plan.offset
             self._link.send(
-                Release(lookup=search.number, first=first, loaded=len(arrived), failed=failed, seconds=seconds)
+                Release(
+                    lookup=search.number, first=first, loaded=len(arrived), failed=failed, seconds=seconds
+                )
             )
         self._forget(search)
         return arrived

@@ -1,4 +1,4 @@
-"""From computed blocks to slots: reserve what the manager does not hold, plan the copy, commit when all ranks did it."""
+"""From computed blocks to slots: reserve what the manager lacks, plan the copy, commit when all ranks did it."""
 
 from __future__ import annotations
 
@@ -77,11 +77,19 @@ class Stores:
         now_s = self._clock()
         for store in list(self._asked.values()):
             if store.slots is None:
-                if store.request in gone or now_s - store.asked_s > PLAN_AGE_S_MAX or store.life != self._link.life:
+                if (
+                    store.request in gone
+                    or now_s - store.asked_s > PLAN_AGE_S_MAX
+                    or store.life != self._link.life
+                ):
                     del self._asked[store.number]
                 continue
             del self._asked[store.number]
-            pairs = [(slot, block) for slot, block in zip(store.slots, store.device_blocks) if slot >= 0]
+            pairs = [
+                (slot, block)
+                for slot, block in zip(store.slots, store.device_blocks, strict=True)
+                if slot >= 0
+            ]
             if not pairs or store.life != self._link.life:
                 continue
             if now_s - store.asked_s > PLAN_AGE_S_MAX:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
@@ -40,8 +40,12 @@ class SpaceTable:
         self._on_progress = on_progress
         self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._spaces.values())
+    def __iter__(self) -> Iterator[tuple[Namespace, Space]]:
+        return iter(list(self._spaces.values()))
+
+    def namespace_of(self, space: Space) -> Namespace:
+        """The namespace of one of ours."""
+        return next(namespace for namespace, candidate in self._spaces.values() if candidate is space)
 
     def obtain(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
         """The namespace's space, made on first use.
@@ -103,7 +107,9 @@ class SpaceTable:
             "staging" if staging else "host",
             slots,
             slots * layout.block_bytes / 1e9,
-            f"{tier.slot_count} blocks ({tier.slot_count * layout.block_bytes / 1e9:.2f} GB)" if tier else "off",
+            f"{tier.slot_count} blocks ({tier.slot_count * layout.block_bytes / 1e9:.2f} GB)"
+            if tier
+            else "off",
         )
         return Space(layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options)
 

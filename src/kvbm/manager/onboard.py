@@ -111,9 +111,7 @@ class Onboarder:
             self._metrics.add(
                 "kvbm_transfer_bytes_total", completion.bytes_moved, source="disk", target="host"
             )
-            self._metrics.observe(
-                "kvbm_transfer_seconds", completion.seconds, source="disk", target="host"
-            )
+            self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
         elif completion.corrupt:
             self._metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
         else:

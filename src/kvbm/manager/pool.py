@@ -208,7 +208,9 @@ class SlotPool:
 
     def _move(self, slot: int, transition: Transition) -> None:
         before, after = TRANSITIONS[transition]
-        assert self._state[slot] == before, f"slot {slot} cannot {transition.value}: {self.state_of(slot).name}"
+        assert self._state[slot] == before, (
+            f"slot {slot} cannot {transition.value}: {self.state_of(slot).name}"
+        )
         self._state[slot] = after
 
     def _empty(self, slot: int, was_resident: bool) -> None:

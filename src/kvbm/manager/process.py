@@ -102,7 +102,9 @@ def _listening(path: str) -> Iterator[socket.socket]:
         try:
             listener.bind(path)
         except OSError as error:
-            raise SettingsError("DYN_KVBM_MANAGER", path, f"a socket path under 108 bytes ({error})") from None
+            raise SettingsError(
+                "DYN_KVBM_MANAGER", path, f"a socket path under 108 bytes ({error})"
+            ) from None
         os.chmod(path, 0o600)
         listener.listen(_BACKLOG)
         yield listener

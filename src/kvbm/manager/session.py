@@ -6,7 +6,6 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from kvbm.layout import BlockLayout
 from kvbm.manager.leases import Owner
 from kvbm.protocol import FrameBuffer, Hello, Message, ToManager, decode_to_manager, encode
 
@@ -26,7 +25,6 @@ class Session:
         self.connection = connection
         self.number = number
         self.hello: Hello | None = None
-        self.layout: BlockLayout | None = None
         self.closed = False
         self._frames = FrameBuffer()
         self._outgoing = bytearray()
@@ -86,5 +84,3 @@ class Session:
     def close(self) -> None:
         self.closed = True
         self.connection.close()
-
-

@@ -68,9 +68,7 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._touched: deque[list[BlockKey]] = deque(maxlen=_TOUCHED_RUNS_MAX)
-        self.host = SlotPool(
-            Tier.HOST, arena.slot_count, LeafFirstLru(arena.slot_count), self._host_emptied
-        )
+        self.host = SlotPool(Tier.HOST, arena.slot_count, LeafFirstLru(arena.slot_count), self._host_emptied)
         self.disk: SlotPool | None = None
         self.onboarder: Onboarder | None = None
         self.offloader: Offloader | None = None
@@ -292,6 +290,25 @@ class Space:
             self._metrics.set("kvbm_queue_blocks", self.offloader.queued_count, queue="offload")
             self._metrics.set("kvbm_tier_up", 0 if self.tier.fault else 1, tier="disk")
         self._metrics.set("kvbm_tier_up", 1, tier="host")
+
+    def tiers(self) -> dict[str, int]:
+        """Block counts of the tiers that are on, as engines are told."""
+        tiers = {} if self.options.staging else {"host": self.host.slot_count}
+        if self.disk is not None:
+            tiers["disk"] = self.disk.slot_count
+        return tiers
+
+    def describe(self) -> dict[str, object]:
+        """What `kvbm status` shows of this space."""
+        tiers: dict[str, object] = {}
+        for pool in (self.host, self.disk):
+            if pool is not None:
+                tiers[pool.tier.name.lower()] = {
+                    "blocks": pool.slot_count,
+                    **msgspec.structs.asdict(pool.counts()),
+                }
+        fault = self.tier.fault if self.tier is not None else ""
+        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault}
 
     def check(self) -> None:
         """Assert the conservation law in every tier."""

@@ -21,6 +21,8 @@ _STOP_POLL_S = 0.05
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    # The default of 5 makes a burst of connections wait for the kernel's retries.
+    request_queue_size = 4 * CONNECTIONS_MAX
 
     def __init__(
         self, family: socket.AddressFamily, address: tuple[str, int], render: Callable[[], str]

@@ -84,7 +84,8 @@ class HitRateLog:
 
     def line(self, totals: HitCounts) -> str:
         """The line to log now, or an empty string."""
-        if totals.queried_blocks == 0 or totals == self._logged:
+        # Nothing asked yet is the state that counts as logged at the start.
+        if totals == self._logged:
             return ""
         now_s = self._clock()
         if self._logged_at_s is not None and now_s - self._logged_at_s < self._interval_s:

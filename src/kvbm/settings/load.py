@@ -34,7 +34,6 @@ else:
     import tomli as tomllib
 
 DEFAULT_ORIGIN = "default"
-PRIVILEGED_PORT_MAX = 1023
 
 
 class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,19 +91,12 @@ def load_settings(
         found.update({name: msgspec.structs.replace(item, rank=rank) for name, item in source.items()})
     _drop_outranked_counts(found, warnings)
     settings = _assemble(found, environ)
+    warnings.extend(_remarks_on_values(found))
     origins = {name: found[name].origin if name in found else DEFAULT_ORIGIN for name in FIELDS}
     settings, lines = _with_some_tier(settings, found, memory_bytes)
-    if 0 < settings.leader_pub_port <= PRIVILEGED_PORT_MAX:
-        warnings.append(
-            f"{_label(found, 'leader_pub_port')}={settings.leader_pub_port} needs the right to low ports"
-        )
     return LoadedSettings(
         settings=settings, origins=origins, warnings=warnings, notices=[*lines, *notices(settings)]
     )
-
-
-def _label(found: Mapping[str, _Found], field: str) -> str:
-    return found[field].label if field in found else FIELDS[field].variable
 
 
 def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> dict[str, _Found]:
@@ -132,7 +124,9 @@ def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> dict[s
 def _from_overrides(overrides: Mapping[str, object], origin: str) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
     for field, value in overrides.items():
-        assert field in FIELDS, f"no setting is called {field}"
+        if field not in FIELDS:
+            # An engine's configuration hands its users' words through: this is their mistake, not a programmer's.
+            raise parse.reject(str(field), value, f"no setting has this name{_nearest(str(field), FIELDS)}")
         if value is None:
             continue
         setting = FIELDS[field]
@@ -256,6 +250,17 @@ def _remarks_on_names(environ: Mapping[str, str]) -> list[str]:
         elif name.startswith(PREFIX):
             lines.append(f"{name} is not a setting of kvbm and is ignored{_nearest(name, known)}")
     return lines
+
+
+def _remarks_on_values(found: Mapping[str, _Found]) -> list[str]:
+    """Warnings about settings that ask for what this build does not do; switching it off asks for nothing."""
+    defaults = Settings()
+    return [
+        f"{item.label} has no effect: {FIELDS[field].no_effect}"
+        for field, item in found.items()
+        if FIELDS[field].no_effect
+        and (item.value is True or (item.value is not False and item.value != getattr(defaults, field)))
+    ]
 
 
 def _ineffective(name: str) -> Ineffective | None:

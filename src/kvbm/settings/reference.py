@@ -63,8 +63,12 @@ _DEFAULTS: dict[str, str] = {
 
 def page() -> str:
     """The whole page."""
-    inert = "".join(f"| `{row.variable}` | {row.reason} |\n" for row in INEFFECTIVE)
-    return _HEAD + _EFFECTIVE + "".join(map(_row, SCHEMA)) + _INEFFECTIVE + inert
+    rows = "".join(_row(setting) for setting in SCHEMA if not setting.no_effect)
+    inert = [(setting.variable, setting.no_effect) for setting in SCHEMA if setting.no_effect]
+    inert += [(row.variable, row.reason) for row in INEFFECTIVE]
+    return (
+        _HEAD + _EFFECTIVE + rows + _INEFFECTIVE + "".join(f"| `{name}` | {why} |\n" for name, why in inert)
+    )
 
 
 def _row(setting: Setting) -> str:

@@ -95,6 +95,7 @@ class Setting(msgspec.Struct, frozen=True):
     `flag` is that of `kvbm manager`, empty where the setting matters to engines only.
     `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
     `ours` marks a variable that the original does not have.
+    `no_effect` says why this build reads the setting and does nothing with it: asking for it draws a warning.
     """
 
     field: str
@@ -107,6 +108,7 @@ class Setting(msgspec.Struct, frozen=True):
     choices: tuple[str, ...] = ()
     inverted: bool = False
     ours: bool = False
+    no_effect: str = ""
 
 
 class Ineffective(msgspec.Struct, frozen=True):
@@ -119,6 +121,8 @@ class Ineffective(msgspec.Struct, frozen=True):
     reason: str
     switch: bool = False
 
+
+_NO_CONSOLIDATOR = "this build has no event consolidator"
 
 SCHEMA: tuple[Setting, ...] = (
     Setting(
@@ -169,10 +173,11 @@ SCHEMA: tuple[Setting, ...] = (
     Setting(
         "disk_allocator",
         "DYN_KVBM_DISK_ALLOCATOR_TYPE",
-        "--disk-allocator",
+        "",
         Kind.CHOICE,
         "when O_DIRECT is set on the disk tier's files: after opening, or in the open call",
         choices=("default", "open-direct"),
+        no_effect="O_DIRECT is always asked for in the open call",
     ),
     Setting(
         "disk_zerofill_fallback",
@@ -243,6 +248,7 @@ SCHEMA: tuple[Setting, ...] = (
         "stop offloading a request at its first block of a lower retention priority (TensorRT-LLM)",
         0,
         100,
+        no_effect="no engine hands us retention priorities",
     ),
     Setting("metrics", "DYN_KVBM_METRICS", "--metrics", Kind.SWITCH, "serve /metrics over HTTP"),
     Setting(
@@ -302,6 +308,7 @@ SCHEMA: tuple[Setting, ...] = (
         "",
         Kind.SWITCH,
         "merge the engine's KV events with ours",
+        no_effect=_NO_CONSOLIDATOR,
     ),
     Setting(
         "consolidator_mode",
@@ -310,6 +317,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.CHOICE,
         "one event per block over all tiers, or every event with its tier",
         choices=("dedup", "passthrough"),
+        no_effect=_NO_CONSOLIDATOR,
     ),
     Setting(
         "leader_pub_port",
@@ -319,6 +327,7 @@ SCHEMA: tuple[Setting, ...] = (
         "base port: the consolidator listens 1000 above it",
         1,
         PORT_MAX - CONSOLIDATOR_PORT_OFFSET,
+        no_effect=_NO_CONSOLIDATOR,
     ),
     Setting(
         "trtllm_events_port",
@@ -328,6 +337,7 @@ SCHEMA: tuple[Setting, ...] = (
         "port on which TensorRT-LLM publishes its KV events",
         1,
         PORT_MAX,
+        no_effect=_NO_CONSOLIDATOR,
     ),
     Setting(
         "log_level",

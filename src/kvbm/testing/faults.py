@@ -157,12 +157,18 @@ class FaultySyscalls(Syscalls):
         """Raise the error that is due, or say which other fault is."""
         with self._lock:
             self.calls[operation] = self.calls.get(operation, 0) + 1
-            if self.power_off:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            rule = next((rule for rule in self._rules if self._is_due(rule, operation, name)), None)
-            if rule is None:
-                return None
-            self.struck[rule] += 1
+            dark = self.power_off
+            rule = None
+            if not dark:
+                rule = next((rule for rule in self._rules if self._is_due(rule, operation, name)), None)
+            if rule is not None:
+                self.struck[rule] += 1
+        if dark and self._kill:
+            threading.Event().wait()  # the process is about to die: nobody may see anything of it before
+        if dark:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if rule is None:
+            return None
         code = getattr(errno, rule.fault.value, None)
         if code is not None:
             raise OSError(code, os.strerror(code))

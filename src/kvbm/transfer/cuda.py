@@ -7,6 +7,7 @@ pieces between that buffer and page-locked host memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 
@@ -32,7 +33,7 @@ class CudaCopier:
         self._cache = cache
         self._arena = arena
         self._lock = threading.Lock()
-        self._batch = max(1, min(_STAGING_BYTES_MAX // cache.shard_bytes, arena.shape[0], cache.block_count))
+        self._batch = max(1, min(_STAGING_BYTES_MAX // arena.shape[1], arena.shape[0], cache.block_count))
         # Rows keep the arena's slot size, so that a region's words are aligned in both.
         shape = (self._batch, arena.shape[1])
         with torch.inference_mode(False), torch.cuda.device(cache.device):
@@ -82,33 +83,33 @@ class CudaCopier:
         return ordered
 
     def _store_batch(self, batch: Pairs) -> None:
-        host = self._arena if self._bounce is None else self._bounce
+        rows = range(len(batch))
+        slots = [self._cut(self._arena, slot) for _, slot in batch]
+        # Without page locks the bytes pass through the bounce buffer, whose rows stand for the slots.
+        locked = slots if self._bounce is None else [self._cut(self._bounce, row) for row in rows]
         with torch.cuda.stream(self._stream):
             blocks = torch.tensor([block for block, _ in batch], device=self._cache.device)
             for device, staged in self._regions:
                 staged[: len(batch)].copy_(device.index_select(0, blocks))
-            for row, (_, slot) in enumerate(batch):
-                self._cut(host, slot if self._bounce is None else row).copy_(
-                    self._cut(self._staging, row), non_blocking=True
-                )
+            for row in rows:
+                locked[row].copy_(self._cut(self._staging, row), non_blocking=True)
         self._stream.synchronize()
         if self._bounce is not None:
-            for row, (_, slot) in enumerate(batch):
-                self._cut(self._arena, slot).copy_(self._cut(self._bounce, row))
+            torch._foreach_copy_(slots, locked)
 
     def _load_batch(self, batch: Pairs) -> None:
-        host = self._arena if self._bounce is None else self._bounce
+        rows = range(len(batch))
+        slots = [self._cut(self._arena, slot) for _, slot in batch]
+        locked = slots if self._bounce is None else [self._cut(self._bounce, row) for row in rows]
         if self._bounce is not None:
-            for row, (_, slot) in enumerate(batch):
-                self._cut(self._bounce, row).copy_(self._cut(self._arena, slot))
+            torch._foreach_copy_(locked, slots)
         with torch.cuda.stream(self._stream):
             blocks = torch.tensor([block for block, _ in batch], device=self._cache.device)
-            for row, (_, slot) in enumerate(batch):
-                self._cut(self._staging, row).copy_(
-                    self._cut(host, slot if self._bounce is None else row), non_blocking=True
-                )
+            for row in rows:
+                self._cut(self._staging, row).copy_(locked[row], non_blocking=True)
             for device, staged in self._regions:
                 device.index_copy_(0, blocks, staged[: len(batch)])
+        # Also keeps the bounce buffer from being refilled while it is still being read.
         self._stream.synchronize()
 
     def _cut(self, rows: torch.Tensor, row: int) -> torch.Tensor:
@@ -118,12 +119,15 @@ class CudaCopier:
 
 def _page_lock(arena: torch.Tensor) -> bool:
     """Whether the driver has page-locked the arena, so that copies from and to it run beside the engine."""
-    status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
-    if status != 0:
+    error = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
+    if error:
         _log.warning(
             "host arena of %d bytes could not be page-locked (CUDA error %d): copies go through a small "
             "page-locked buffer and are slower",
             arena.nbytes,
-            status,
+            error,
         )
-    return status == 0
+        # CUDA reports a refused call once more from the next kernel launch: let that be one of ours.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return not error

@@ -24,7 +24,7 @@ class BlockTables:
             self._tables[new.req_id] = list(new.block_ids[0])
         cached = output.scheduled_cached_reqs
         resumed = getattr(cached, "resumed_req_ids", ())
-        for request_id, added in zip(cached.req_ids, cached.new_block_ids):
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if added is None:
                 continue
             if request_id in resumed:

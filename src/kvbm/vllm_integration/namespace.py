@@ -16,7 +16,9 @@ from kvbm.weights import weights_digest
 log = logging.getLogger("kvbm.vllm")
 
 
-def engine_namespace(vllm_config: Any, kv_cache_config: Any, device_layout: str, memo_path: Path) -> Namespace:
+def engine_namespace(
+    vllm_config: Any, kv_cache_config: Any, device_layout: str, memo_path: Path
+) -> Namespace:
     """The namespace of a worker. `device_layout` describes what the bytes of a block mean on the device."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,7 @@ class SchedulerSide:
             if request is None:
                 continue
             complete = (request.num_computed_tokens + token_count) // self._block_tokens
-            entries.append(
-                Scheduled(request_id, complete, lambda request_id=request_id: self._tables.get(request_id))
-            )
+            entries.append(Scheduled(request_id, complete, partial(self._tables.get, request_id)))
         preempted = getattr(output, "preempted_req_ids", None) or ()
         prefill = sum(count for count in scheduled_tokens.values() if count > 1)
         return self._leader.step(entries, preempted, prefill, idle=not output.total_num_scheduled_tokens)
@@ -147,4 +146,3 @@ class SchedulerSide:
                 break
             count += 1
         return count
-

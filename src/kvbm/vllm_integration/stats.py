@@ -13,7 +13,7 @@ class KvbmStats(KVConnectorStats):
     """Counts since the last report: `loaded_host_blocks`, `loaded_disk_blocks`, `failed_blocks`."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():

@@ -26,12 +26,14 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind == "UniformTypeKVCacheSpecs":
-        kinds = {type(layer).__name__ for layer in spec.kv_cache_specs.values()}
-        kind = kinds.pop() if len(kinds) == 1 else kind
+        layers = {type(layer).__name__ for layer in spec.kv_cache_specs.values()}
+        kind = layers.pop() if len(layers) == 1 else kind
     if kind not in SUPPORTED_SPECS:
         return f"its KV cache is a {kind}; accepted are {', '.join(SUPPORTED_SPECS)}"
     if getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
-        return "its attention has a window, so old blocks are dropped by the engine; accepted is full attention"
+        return (
+            "its attention has a window, so old blocks are dropped by the engine; accepted is full attention"
+        )
     hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
     if hash_block_size != spec.block_size:
         return f"blocks of {spec.block_size} tokens are hashed every {hash_block_size}; accepted is the same size"

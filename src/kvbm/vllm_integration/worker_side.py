@@ -69,7 +69,9 @@ class WorkerSide:
                 config, self._kv_cache_config, cache.description, Path(settings.runtime_dir) / "weights.json"
             ),
             layout=BlockLayout(
-                block_tokens=spec.block_size, shard_bytes=cache.shard_bytes, shard_count=rank_count // replicas
+                block_tokens=spec.block_size,
+                shard_bytes=cache.shard_bytes,
+                shard_count=rank_count // replicas,
             ),
         )
         self._worker = Worker(self._finder, hello, cache, stores_here=rank % replicas == 0)

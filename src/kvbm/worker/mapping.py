@@ -30,7 +30,7 @@ class Mapping:
     def intact(self, slots: Sequence[int], expected: Sequence[int]) -> int:
         """How many leading slots still have the generation expected of them."""
         generations = self._generations
-        for i, (slot, generation) in enumerate(zip(slots, expected)):
+        for i, (slot, generation) in enumerate(zip(slots, expected, strict=True)):
             if generations[slot] != generation:
                 return i
         return len(slots)
@@ -46,8 +46,7 @@ class Mapping:
     def _populate(self) -> None:
         size = len(self._region)
         for start in range(0, size, _POPULATE_CHUNK_BYTES):
-            if self._closing.is_set() or not populate(self._region, start, min(_POPULATE_CHUNK_BYTES, size - start)):
+            if self._closing.is_set() or not populate(
+                self._region, start, min(_POPULATE_CHUNK_BYTES, size - start)
+            ):
                 return
-
-
-

@@ -195,7 +195,7 @@ class Mover:
         if mapping is None or mapping.epoch != plan.epoch:
             return False
         try:
-            mapping.copier.store(list(zip(plan.device_blocks, plan.slots)), after)
+            mapping.copier.store(list(zip(plan.device_blocks, plan.slots, strict=True)), after)
         except (KvbmError, RuntimeError) as error:
             log.warning("store of %d blocks failed: %s", len(plan.slots), error)
             return False
@@ -238,15 +238,16 @@ class Mover:
         now_s = self._clock()
         for job in list(self._loads):
             if job.copied < job.ready:
-                if not self._copy_piece(job):
-                    self._loads.remove(job)
-                    self._finish(job, failed_from=job.copied)
-                elif job.copied == len(job.plan.slots):
+                if not self._copy_piece(job) or job.copied == len(job.plan.slots):
                     self._loads.remove(job)
                     self._finish(job, failed_from=job.copied)
                 return
             if now_s - job.heard_s > LOAD_STALL_S:
-                log.warning("load of request %s stalled for %g s; the rest is recomputed", job.plan.request, LOAD_STALL_S)
+                log.warning(
+                    "load of request %s stalled for %g s; the rest is recomputed",
+                    job.plan.request,
+                    LOAD_STALL_S,
+                )
                 self._loads.remove(job)
                 self._finish(job, failed_from=job.copied)
 
@@ -262,7 +263,7 @@ class Mover:
         slots, expected = plan.slots[start:end], plan.generations[start:end]
         if mapping.intact(slots, expected) == len(slots):
             try:
-                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots)), job.after)
+                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots, strict=True)), job.after)
             except (KvbmError, RuntimeError) as error:
                 log.warning("load of %d blocks failed: %s", len(slots), error)
                 return False

@@ -1,0 +1,156 @@
+"""Who is in: engines form as their workers and leaders introduce themselves, and dissolve as these go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from kvbm.errors import ProtocolError
+from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.engines import Engine, Fences
+from kvbm.manager.leases import Lease
+from kvbm.manager.session import Session
+from kvbm.manager.space import LEASE_S, Space
+from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome
+
+log = logging.getLogger("kvbm.manager")
+
+
+class Membership:
+    """The engines of one manager. Owned by the manager's thread."""
+
+    def __init__(self, spaces: SpaceTable, epoch: int) -> None:
+        self.fences = Fences()
+        self._spaces = spaces
+        self._epoch = epoch
+        self._engines: dict[str, Engine] = {}
+        # Leaders whose workers have not come yet.
+        self._early: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._engines.values()))
+
+    def of(self, session: Session) -> Engine | None:
+        """The engine that the session belongs to, if it has formed."""
+        return self._engines.get(session.hello.engine) if session.hello else None
+
+    def led_by(self, session: Session) -> Engine | None:
+        """The engine that this session leads, if all its ranks are attached."""
+        engine = self.of(session)
+        return engine if engine is not None and engine.leader is session and engine.ready else None
+
+    def admit(self, session: Session, hello: Hello) -> Space | None:
+        """Let a session in as what it says it is; a worker's space. Raises an error that names what is accepted."""
+        if session.hello is not None:
+            raise ProtocolError("a second Hello in one session")
+        if hello.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"protocol version={hello.version} cannot be served: this manager speaks {PROTOCOL_VERSION}; "
+                "install the same kvbm on both sides"
+            )
+        if hello.role == "worker":
+            return self._admit_worker(session, hello)
+        if hello.role not in ("leader", "admin"):
+            raise ProtocolError(f"role={hello.role!r} cannot be served: leader, worker or admin")
+        engine = self._engines.get(hello.engine)
+        if hello.role == "leader":
+            held = engine.leader if engine is not None else self._early.get(hello.engine)
+            if held is not None and not held.closed:
+                raise ProtocolError(f"engine {hello.engine} has a leader already")
+        session.hello = hello
+        session.send(Welcome(version=PROTOCOL_VERSION, epoch=self._epoch, lease_s=LEASE_S))
+        if hello.role == "leader":
+            if engine is None:
+                self._early[hello.engine] = session
+            else:
+                engine.leader = session
+                self._tell_ready(engine)
+        return None
+
+    def gone(self, session: Session) -> list[Lease]:
+        """A session ended: its leases end with it, its half-filled slots once nobody writes to them any more.
+
+        Returns the leases that it held.
+        """
+        hello, leases = session.hello, list[Lease]()
+        if hello is None:
+            return leases
+        if self._early.get(hello.engine) is session:
+            del self._early[hello.engine]
+        engine = self._engines.get(hello.engine)
+        if hello.role == "worker":
+            self.fences.gone(session)
+        if engine is None:
+            return leases
+        if engine.workers.get(hello.rank) is session:
+            del engine.workers[hello.rank]
+            self._tell_ready(engine)
+        elif engine.leader is session:
+            engine.leader = None
+            leases = engine.space.leases.of(session.number)
+            for lease in leases:
+                engine.space.release(session.number, lease.number)
+            mine = engine.space.reservations.of(session.number)
+            self.fences.raise_for(engine, [r for r in mine if not r.condemned])
+        if engine.empty:
+            log.info("engine %s has gone", engine.name)
+            del self._engines[engine.name]
+        return leases
+
+    def expire(self) -> None:
+        """End what is past its deadline."""
+        for engine in self:
+            leader = engine.leader
+            overdue = engine.space.overdue()
+            if leader is not None:
+                self.fences.raise_for(engine, [r for r in overdue if r.owner == leader.number])
+
+    def _admit_worker(self, session: Session, hello: Hello) -> Space:
+        namespace, layout = hello.namespace, hello.layout
+        if namespace is None or layout is None or not 0 <= hello.shard < layout.shard_count:
+            raise ProtocolError("a worker's Hello needs namespace, layout and a shard of that layout")
+        if not 0 <= hello.rank < hello.rank_count:
+            raise ProtocolError(f"rank={hello.rank} cannot be served: 0 to {hello.rank_count - 1}")
+        engine = self._engines.get(hello.engine)
+        if engine is not None and hello.rank in engine.workers:
+            raise ProtocolError(f"rank {hello.rank} of engine {hello.engine} is attached already")
+        space = self._spaces.obtain(namespace, layout, hello.request_blocks)
+        if engine is None:
+            engine = Engine(hello.engine, hello.rank_count, space, self._early.pop(hello.engine, None))
+            self._engines[hello.engine] = engine
+        if engine.space is not space:
+            raise ProtocolError(
+                f"rank {hello.rank} of engine {hello.engine} has another namespace than its peers: "
+                + namespace.difference(self._spaces.namespace_of(engine.space))
+            )
+        session.hello = hello
+        engine.workers[hello.rank] = session
+        session.send(
+            Welcome(
+                version=PROTOCOL_VERSION,
+                epoch=self._epoch,
+                slot_count=space.arena.slot_count,
+                slot_bytes=layout.slot_bytes,
+                lease_s=LEASE_S,
+                tiers=space.tiers(),
+            ),
+            fds=(space.arena.region_fds[hello.shard], space.arena.generation_fd),
+        )
+        self._tell_ready(engine)
+        return space
+
+    def _tell_ready(self, engine: Engine) -> None:
+        if engine.leader is not None:
+            engine.leader.send(
+                Ready(
+                    ready=engine.ready,
+                    epoch=self._epoch,
+                    fingerprint=self._spaces.namespace_of(engine.space).fingerprint,
+                    block_bytes=engine.space.layout.block_bytes,
+                    lease_s=LEASE_S,
+                    tiers=engine.space.tiers(),
+                )
+            )

@@ -1,0 +1,141 @@
+"""What leaders and workers ask for while they serve: one method per message, answered at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.errors import ProtocolError
+from kvbm.hashing import split_keys
+from kvbm.manager.leases import Lease
+from kvbm.manager.membership import Membership
+from kvbm.manager.session import Session
+from kvbm.manager.traffic import Traffic
+from kvbm.protocol import (
+    REFUSED,
+    Commit,
+    FenceDone,
+    Lookup,
+    LookupReply,
+    Message,
+    Progress,
+    Release,
+    Reserve,
+    ReserveReply,
+    Watch,
+)
+
+
+class Requests:
+    """Handlers of the messages of formed engines. Owned by the manager's thread.
+
+    `session_by_number` finds the session that a notification goes to, or None when it has gone.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        traffic: Traffic,
+        session_by_number: Callable[[int], Session | None],
+    ) -> None:
+        self._membership = membership
+        self._traffic = traffic
+        self._session_by_number = session_by_number
+        self._watchers: dict[tuple[int, int], set[int]] = {}
+
+    def lookup(self, session: Session, message: Message) -> None:
+        assert isinstance(message, Lookup)
+        keys = _keys(message.keys)
+        if not 0 <= message.skip <= len(keys):
+            raise ProtocolError(f"lookup skip={message.skip} cannot be served: 0 to {len(keys)}")
+        engine = self._membership.led_by(session)
+        if engine is None:
+            session.send(LookupReply(lookup=message.lookup))
+            return
+        lease = engine.space.lookup(session.number, message.lookup, keys, message.skip)
+        found = bytes(lease.sources) if lease is not None else b""
+        self._traffic.looked_up(engine.name, len(keys) - message.skip, found)
+        if lease is None:
+            session.send(LookupReply(lookup=message.lookup))
+            return
+        session.send(
+            LookupReply(
+                lookup=message.lookup,
+                slots=tuple(lease.slots),
+                generations=tuple(engine.space.arena.generation(slot) for slot in lease.slots),
+                ready=lease.ready,
+                sources=found,
+            )
+        )
+
+    def release(self, session: Session, message: Message) -> None:
+        assert isinstance(message, Release)
+        engine = self._membership.of(session)
+        if engine is None or engine.leader is not session:
+            return
+        self._watchers.pop((session.number, message.lookup), None)
+        lease = engine.space.release(session.number, message.lookup)
+        if lease is not None and message.loaded > 0:
+            loaded = bytes(lease.sources[message.first : message.first + message.loaded])
+            self._traffic.loaded(engine.space.layout, loaded, message.seconds)
+        if message.failed > 0:
+            self._traffic.failed_load(message.failed)
+
+    def reserve(self, session: Session, message: Message) -> None:
+        assert isinstance(message, Reserve)
+        keys, parents = _keys(message.keys), _keys(message.parent)
+        engine = self._membership.led_by(session)
+        if engine is None:
+            slots = [REFUSED] * len(keys)
+        else:
+            slots = engine.space.reserve(
+                session.number, message.store, parents[-1] if parents else None, keys
+            )
+        session.send(ReserveReply(store=message.store, slots=tuple(slots)))
+
+    def commit(self, session: Session, message: Message) -> None:
+        assert isinstance(message, Commit)
+        engine = self._membership.of(session)
+        if engine is not None and engine.leader is session:
+            stored = engine.space.commit(session.number, message.store, message.failed)
+            self._traffic.stored(stored, message.seconds)
+
+    def watch(self, session: Session, message: Message) -> None:
+        assert isinstance(message, Watch)
+        engine, lease = self._membership.of(session), None
+        if engine is not None and engine.leader is not None:
+            lease = engine.space.leases.get(engine.leader.number, message.lookup)
+        if lease is None:
+            session.send(Progress(lookup=message.lookup, ready=0, final=True))
+            return
+        if not lease.final:
+            self._watchers.setdefault((lease.owner, lease.number), set()).add(session.number)
+        session.send(Progress(lookup=message.lookup, ready=lease.ready, final=lease.final))
+
+    def fence_done(self, session: Session, message: Message) -> None:
+        assert isinstance(message, FenceDone)
+        self._membership.fences.answered(message.fence, session)
+
+    def announce(self, lease: Lease) -> None:
+        """A lease's blocks arrived or failed: tell its leader and the workers that watch it."""
+        progress = Progress(lookup=lease.number, ready=lease.ready, final=lease.final)
+        for number in (lease.owner, *self._watchers.get((lease.owner, lease.number), ())):
+            session = self._session_by_number(number)
+            if session is not None:
+                session.send(progress)
+        if lease.final:
+            self._watchers.pop((lease.owner, lease.number), None)
+
+    def dropped(self, leases: list[Lease]) -> None:
+        """Leases ended with their owner: who watched them hears that nothing more comes."""
+        for lease in leases:
+            for number in self._watchers.pop((lease.owner, lease.number), ()):
+                session = self._session_by_number(number)
+                if session is not None:
+                    session.send(Progress(lookup=lease.number, ready=0, final=True))
+
+
+def _keys(joined: bytes) -> list[BlockKey]:
+    if len(joined) % KEY_BYTES:
+        raise ProtocolError(f"keys of {len(joined)} bytes cannot be served: a multiple of {KEY_BYTES}")
+    return split_keys(joined)

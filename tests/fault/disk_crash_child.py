@@ -1,0 +1,134 @@
+"""A process that stores, overwrites, forgets and loads blocks as fast as it can until it is killed.
+
+Run as a program: ROOT LOG SEED WRITES ORDER. After WRITES writes it kills itself in the middle of the next one; a
+negative number leaves that to the parent. ORDER "right" is the tier as it is; "wrong" writes the record before the
+bytes and voids nothing, which the audit must notice. It appends to LOG what a later audit may rely on:
+
+- ``begin SLOT`` before the slot is touched,
+- ``stored SLOT NUMBER`` after a store completed,
+- ``forgot SLOT`` after a forget returned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import random
+import select
+import sys
+from pathlib import Path
+
+from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.testing.faults import FaultySyscalls
+from kvbm.tiers import disk_medium
+from kvbm.tiers.disk import DiskTier, open_disk_tier
+
+LAYOUT = BlockLayout(block_tokens=16, shard_bytes=20_000, shard_count=2)
+NAMESPACE = Namespace(model="crash", fields=())
+SLOT_COUNT = 24
+KEY_COUNT = 400
+IN_FLIGHT_MAX = 6
+
+
+def make_key(number: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(b"crash %d" % number).digest())
+
+
+def make_bytes(number: int) -> bytes:
+    """The block of that key; no page of it is in any other block."""
+    return b"".join(
+        hashlib.sha256(b"%d %d" % (number, page)).digest() * 128 for page in range(LAYOUT.block_bytes // 4096)
+    )
+
+
+def open_tier(root: Path, seed: int, cut_after_writes: int = -1) -> DiskTier:
+    syscalls = FaultySyscalls(seed)
+    tier = open_disk_tier(
+        root, LAYOUT, NAMESPACE, capacity_blocks=SLOT_COUNT, io_threads=3, syscalls=syscalls
+    )
+    if cut_after_writes >= 0:
+        syscalls.cut_power(cut_after_writes, kill=True)
+    return tier
+
+
+class Load:
+    """The work: at most one operation on a slot at a time, as a manager would have it."""
+
+    def __init__(self, tier: DiskTier, log_fd: int, seed: int) -> None:
+        self.tier = tier
+        self.log_fd = log_fd
+        self.random = random.Random(seed)
+        memory = memoryview(mmap.mmap(-1, LAYOUT.block_bytes * IN_FLIGHT_MAX))
+        size = LAYOUT.slot_bytes
+        self.buffers = [
+            [memory[(2 * i + shard) * size : (2 * i + shard + 1) * size] for shard in range(2)]
+            for i in range(IN_FLIGHT_MAX)
+        ]
+        self.pending: dict[int, tuple[int, int]] = {}
+        self.resident: dict[int, int] = {}
+
+    def log(self, text: str) -> None:
+        os.write(self.log_fd, text.encode() + b"\n")
+
+    def run(self) -> None:
+        while True:
+            for job in range(IN_FLIGHT_MAX):
+                if job not in self.pending:
+                    self.begin(job)
+            select.select([self.tier.fileno()], [], [], 10)
+            for completion in self.tier.poll():
+                slot, number = self.pending.pop(completion.job_id)
+                if number < 0:
+                    continue
+                assert completion.outcome is Outcome.HIT, completion
+                self.log(f"stored {slot} {number}")
+                self.resident[slot] = number
+
+    def begin(self, job: int) -> None:
+        slot = self.random.randrange(SLOT_COUNT)
+        if any(slot == busy for busy, _ in self.pending.values()):
+            return
+        action = self.random.random()
+        if action < 0.2 and slot in self.resident:
+            self.tier.submit_load(job, make_key(self.resident[slot]), SlotIndex(slot), self.buffers[job])
+            self.pending[job] = (slot, -1)
+            return
+        self.log(f"begin {slot}")
+        self.resident.pop(slot, None)
+        if action < 0.4:
+            self.tier.forget(SlotIndex(slot))
+            self.log(f"forgot {slot}")
+            return
+        number = self.random.randrange(KEY_COUNT)
+        content = make_bytes(number)
+        for shard, view in enumerate(self.buffers[job]):
+            view[:] = content[shard * LAYOUT.slot_bytes : (shard + 1) * LAYOUT.slot_bytes]
+        self.tier.submit_store(job, make_key(number), None, SlotIndex(slot), self.buffers[job])
+        self.pending[job] = (slot, number)
+
+
+def store_in_the_wrong_order(medium, key, parent, slot, sequence, sources):  # type: ignore[no-untyped-def]
+    """What `DiskMedium.store` must never become."""
+    checksum = disk_medium.block_checksum(medium._fingerprint, key, sources)
+    medium._journal.write(
+        disk_medium.BlockRecord(
+            slot=slot, key=key, parent=parent, checksum=checksum, length=LAYOUT.block_bytes, sequence=sequence
+        )
+    )
+    medium._slabs.write(slot, sources)
+
+
+def main() -> None:
+    root, log, seed, writes, order = sys.argv[1:]
+    if order == "wrong":
+        disk_medium.DiskMedium.store = store_in_the_wrong_order  # type: ignore[method-assign]
+    tier = open_tier(Path(root), int(seed), int(writes))
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(1, b"ready\n")
+    Load(tier, log_fd, int(seed)).run()
+
+
+if __name__ == "__main__":
+    main()

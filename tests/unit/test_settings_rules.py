@@ -1,0 +1,56 @@
+"""What holds for the settings as a whole: who reads what, and the page of the docs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvbm
+from kvbm.settings import SCHEMA
+from kvbm.settings.reference import page
+from kvbm.settings.schema import INEFFECTIVE
+
+
+@pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
+def test_a_setting_is_read_by_someone_or_says_that_it_has_no_effect(setting):
+    root = Path(kvbm.__file__).parent
+    readers = [path for path in root.rglob("*.py") if path.parent.name != "settings" or path.stem == "advice"]
+    read = any(re.search(rf"settings\.{setting.field}\b", path.read_text()) for path in readers)
+    assert read == (not setting.no_effect)
+
+
+def test_names_are_unique():
+    for key in ("field", "variable", "flag"):
+        names = [getattr(setting, key) for setting in SCHEMA if getattr(setting, key)]
+        assert len(names) == len(set(names))
+    assert not {setting.variable for setting in SCHEMA} & {row.variable for row in INEFFECTIVE}
+
+
+def test_the_environment_is_read_here_only():
+    root = Path(kvbm.__file__).parent
+    reading = re.compile(r"\bos\.(environ|getenv)\b|from os import .*\b(environ|getenv)\b")
+    guilty = [
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if path.parent.name != "settings" and reading.search(path.read_text())
+    ]
+    assert guilty == []
+
+
+def test_settings_import_no_engine():
+    code = "import sys, kvbm.settings, kvbm.observe; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
+
+
+def test_reference_page_is_current():
+    written = Path(__file__).parents[2] / "docs/reference/settings.md"
+    assert written.read_text() == page(), (
+        "run: python -m kvbm.settings.reference > docs/reference/settings.md"
+    )
+    for name in (*(setting.variable for setting in SCHEMA), *(row.variable for row in INEFFECTIVE)):
+        assert page().count(f"`{name}`") >= 1
