@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor
-from kvbm.transfer.cpu import _prepare_thread
+from kvbm.transfer.cpu import prepare_thread
 
 LAYERS = 28
 MOVED_BYTES = 112 << 20
@@ -81,7 +81,7 @@ CASES = [
 
 def contiguous(device: torch.Tensor, host: torch.Tensor, threads: int) -> dict[str, Copy]:
     """The candidates for the ceiling: plain copies between two flat regions, `threads` at once."""
-    pool = ThreadPoolExecutor(threads, initializer=_prepare_thread)
+    pool = ThreadPoolExecutor(threads, initializer=prepare_thread)
     part_bytes = MOVED_BYTES // threads
 
     def in_parts(copy_part: Callable[[bool, int], object]) -> Copy:

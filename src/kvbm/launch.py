@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import stat
 import subprocess
@@ -19,14 +20,19 @@ import msgspec
 
 from kvbm.channel import Channel
 from kvbm.clock import Clock
-from kvbm.errors import ManagerUnavailable, SettingsError
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
 from kvbm.settings import Settings
+
+log = logging.getLogger("kvbm.launch")
 
 RETRY_S_MIN = 0.1
 RETRY_S_MAX = 5.0
 _CONNECT_POLL_S = 0.02
 _HELLO_TIMEOUT_S = 30.0
+
+ERROR_SUFFIX = ".error"
+"""A private manager that cannot start leaves its one line in a file of this name, beside its socket."""
 
 
 class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +72,16 @@ class ManagerFinder:
     between threads.
     """
 
-    def __init__(self, address: ManagerAddress, environment: Mapping[str, str], clock: Clock) -> None:
+    def __init__(
+        self, address: ManagerAddress, settings: Settings, environment: Mapping[str, str], clock: Clock
+    ) -> None:
+        """`settings` and `environment` are what a private manager is started with."""
         self.address = address
+        self._settings = settings
         self._environment = dict(environment)
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
+        self._trouble = self._told = ""
         self._next_try_s = -1.0
         self._backoff_s = RETRY_S_MIN
 
@@ -85,7 +96,7 @@ class ManagerFinder:
             self._next_try_s = now_s + self._backoff_s
             self._backoff_s = min(self._backoff_s * 1.5, RETRY_S_MAX)
             if self.address.private:
-                self._start()
+                self._start_quietly()
             return None
         self._backoff_s, self._next_try_s = RETRY_S_MIN, -1.0
         return channel
@@ -95,7 +106,7 @@ class ManagerFinder:
     ) -> tuple[Channel, Welcome]:
         """Connect and introduce ourselves, waiting up to `timeout_s`.
 
-        Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it says no.
+        Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it says no or cannot start.
         """
         assert hello.version == PROTOCOL_VERSION
         deadline_s = self._clock() + timeout_s
@@ -108,11 +119,36 @@ class ManagerFinder:
                 except BaseException:
                     channel.close()
                     raise
+            if self._trouble:
+                raise ManagerRefused(self._trouble)
             if self._clock() >= deadline_s:
                 raise ManagerUnavailable(
                     f"no manager answers at {self.address.socket_path} after {timeout_s:g} s"
                 )
             pause(_CONNECT_POLL_S)
+
+    def _start_quietly(self) -> None:
+        """`_start`, with what goes wrong kept in `_trouble`: an engine that runs goes on without a cache."""
+        try:
+            self._trouble = self._last_words()
+            self._start()
+        except (KvbmError, OSError) as error:
+            self._trouble = f"private manager could not be started: {error}"
+        if self._trouble and self._trouble != self._told:
+            self._told = self._trouble
+            log.warning("no KV cache for now: %s", self._trouble)
+
+    def _last_words(self) -> str:
+        """Why our last child could not serve, in its own words; empty when it did not say."""
+        if self._child is None or self._child.poll() is None:
+            return ""
+        try:
+            with open(self.address.socket_path + ERROR_SUFFIX, encoding="utf-8") as file:
+                words = file.read(4096).strip()
+            os.unlink(self.address.socket_path + ERROR_SUFFIX)
+        except OSError:
+            return ""
+        return words
 
     def _start(self) -> None:
         """Start a private manager unless somebody else holds its lock."""
@@ -127,7 +163,9 @@ class ManagerFinder:
         except (BlockingIOError, FileNotFoundError):
             return  # a manager is starting, or runs and is about to listen
         else:
-            command = [sys.executable, "-m", "kvbm.manager.process", self.address.socket_path, str(lock_fd)]
+            settings = msgspec.json.encode(self._settings).decode()
+            command = [sys.executable, "-m", "kvbm.manager.process"]
+            command += [self.address.socket_path, str(lock_fd), settings]
             self._child = subprocess.Popen(
                 command,
                 pass_fds=[lock_fd],

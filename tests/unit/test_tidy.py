@@ -44,9 +44,13 @@ Checker = Callable[[str, str], Violations]
 """(path relative to its root, source text) → what is wrong, one line each."""
 
 
+parse = functools.cache(ast.parse)
+"""Every check reads every file; a file is parsed once."""
+
+
 def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method, nested ones too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -78,7 +82,7 @@ def drawer_modules(path: str, source: str) -> Violations:
 
 def missing_docstrings(path: str, source: str) -> Violations:
     """Public modules, classes and functions without a docstring; for methods see `undocumented_methods`."""
-    tree = ast.parse(source)
+    tree = parse(source)
     if source.strip() and ast.get_docstring(tree) is None:
         yield f"{path}: no module docstring"
     for node in tree.body:
@@ -116,7 +120,7 @@ def interface_methods() -> frozenset[str]:
     return frozenset(
         method.name
         for path in python_files("src")
-        for owner in ast.walk(ast.parse(path.read_text()))
+        for owner in ast.walk(parse(path.read_text()))
         if isinstance(owner, ast.ClassDef) and is_interface(owner)
         for method in owner.body
         if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(method)
@@ -134,7 +138,7 @@ def prints(path: str, source: str) -> Violations:
     """Printing outside the packages that talk to a person, and outside a process's own `main`."""
     if path.startswith(TALKING_PACKAGES):
         return
-    for statement in ast.parse(source).body:
+    for statement in parse(source).body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "main":
             continue
         for node in ast.walk(statement):
@@ -146,7 +150,7 @@ def environment_reads(path: str, source: str) -> Violations:
     """The process environment outside `settings`, which has `process_environment()` for those who pass it on."""
     if path.startswith("kvbm/settings/"):
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "putenv"}:
             yield f"{path}:{node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -156,7 +160,7 @@ def environment_reads(path: str, source: str) -> Violations:
 
 def unpickling(path: str, source: str) -> Violations:
     """Modules that can run code hidden in data."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         for name in names:
@@ -176,7 +180,7 @@ def maybe_booleans(path: str, source: str) -> Violations:
 
 def other_words(path: str, source: str) -> Violations:
     """Names of classes, functions and parameters that leave the design's vocabulary, or say nothing."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for word in re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", node.name).lower()):
                 if word in OTHER_WORDS:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -339,38 +337,6 @@ def test_tensors_of_inference_mode_are_written_from_other_threads() -> None:
     copier.close()
 
 
-ALONE = """
-import os, threading, torch
-from kvbm.transfer import CpuCopier, DeviceCache
-
-def counts():
-    seen = [torch.get_num_threads()]
-    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    later.start()
-    later.join()
-    return seen, os.sched_getaffinity(0)
-
-torch.set_num_threads(3)
-before = counts()
-cache = DeviceCache.from_tensors({"a": torch.zeros(9, 8)}, 9)
-copier = CpuCopier(cache, torch.zeros(2, 64, dtype=torch.uint8))
-copier.store([(0, 0)])
-assert copier._pool.submit(torch.get_num_threads).result() == 1
-assert before[0] == [3, 3], before
-assert counts() == before, (counts(), before)
-copier.close()
-"""
-
-
-def test_the_engines_thread_settings_stay_as_they_were() -> None:
-    """A copier's threads run alone, and neither the caller nor threads made later notice."""
-    # A process of its own: what another test did to torch's defaults would hide a change of them.
-    ended = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-
-
 def test_layers_at_uneven_distances_are_not_taken_for_a_stack() -> None:
     page = 9 * 64
     whole = torch.zeros(5 * page, dtype=torch.uint8)
@@ -383,20 +349,6 @@ def test_layers_at_uneven_distances_are_not_taken_for_a_stack() -> None:
     copier.close()
     assert arena[2].numpy().tobytes()[: cache.shard_bytes] == block_bytes(views, 4, 9)
     assert len(cache.regions) == 2
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core leaves nothing to bind to")
-def test_copy_threads_leave_the_core_that_the_engine_is_bound_to() -> None:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        cache = DeviceCache.from_tensors(separate((9, 2, 4, 8), torch.float32), 9)
-        copier = CpuCopier(cache, new_arena(cache))
-        assert len(copier._pool.submit(os.sched_getaffinity, 0).result()) > 1
-        assert os.sched_getaffinity(0) == {min(before)}
-        copier.close()
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def test_the_arena_is_the_memory_itself() -> None:

@@ -14,10 +14,12 @@ _RECHECK_EVERY = 16
 
 
 class CostModel:
-    """Moving averages of one engine. `block_tokens` is the number of tokens per block."""
+    """Moving averages of one engine. `block_tokens` is the number of tokens per block; with `always`, loading is
+    always worth it (tests and measurements want to see every load)."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, always: bool = False) -> None:
         self._block_tokens = block_tokens
+        self._always = always
         self._prefill_s_per_token: float | None = None
         self._load_s_per_block: dict[int, float] = {}
         self._refusals = 0
@@ -49,7 +51,7 @@ class CostModel:
     def worth_loading(self, sources: bytes) -> bool:
         """False when loading these blocks is known to take longer than computing them."""
         load_s, prefill_s = self.load_s(sources), self.prefill_s(len(sources))
-        if load_s is None or prefill_s is None or load_s <= prefill_s:
+        if self._always or load_s is None or prefill_s is None or load_s <= prefill_s:
             return True
         self._refusals += 1
         return self._refusals % _RECHECK_EVERY == 0

@@ -84,10 +84,11 @@ class Leader:
         block_tokens: int,
         promise_early: bool,
         clock: Clock,
+        load_always: bool = False,
     ) -> None:
         self._clock = clock
         self._link = ManagerLink(finder, hello, clock)
-        self.cost = CostModel(block_tokens)
+        self.cost = CostModel(block_tokens, load_always)
         # Numbers of another life of this leader must not mean anything to a worker that outlived it.
         first = int.from_bytes(os.urandom(6), "little") << 8
         self._lookups = Lookups(self._link, self.cost, clock, promise_early, first)

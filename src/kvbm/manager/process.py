@@ -16,9 +16,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.launch import make_runtime_dir
+from kvbm.launch import ERROR_SUFFIX, make_runtime_dir
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.leases import Lease
 from kvbm.manager.server import Server
@@ -27,7 +29,7 @@ from kvbm.observe.exporter import MetricsServer
 from kvbm.observe.exposition import render
 from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
-from kvbm.settings import Settings, load_settings, process_environment
+from kvbm.settings import Settings
 
 log = logging.getLogger("kvbm.manager")
 
@@ -77,7 +79,8 @@ def serve(
         while not signals.received:
             server.step()
             seen_engine = seen_engine or server.engine_count > 0
-            grace_s = PRIVATE_GRACE_S if seen_engine else PRIVATE_FIRST_ENGINE_S
+            # An engine that was refused does not start: nobody else will come.
+            grace_s = PRIVATE_GRACE_S if seen_engine or server.refused_count else PRIVATE_FIRST_ENGINE_S
             if private and clock() - max(server.last_busy_s, started_s) > grace_s and not server.engine_count:
                 break
         traffic.summarize()
@@ -161,19 +164,21 @@ def take_lock(socket_path: str) -> int:
     return fd
 
 
-def main(socket_path: str, lock_fd: int) -> int:
-    """Entry point of a private manager: `python -m kvbm.manager.process SOCKET LOCK_FD`."""
+def main(socket_path: str, lock_fd: int, settings_json: str) -> int:
+    """Entry point of a private manager: `python -m kvbm.manager.process SOCKET LOCK_FD SETTINGS`."""
     _sweep(os.path.dirname(socket_path))
     # An engine pins its ranks to cores; our I/O threads inherit that mask and would all share one core.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.set_inheritable(lock_fd, False)
     try:
-        loaded = load_settings(process_environment())
-        configure(loaded.settings.log_level)
-        serve(loaded.settings, socket_path, private=True)
+        settings = msgspec.json.decode(settings_json, type=Settings)
+        configure(settings.log_level)
+        serve(settings, socket_path, private=True)
     except KvbmError as error:
-        print(f"kvbm manager: {error}", file=sys.stderr)
+        log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
+        with open(socket_path + ERROR_SUFFIX, "w", encoding="utf-8") as file:
+            file.write(str(error))
         return 2
     finally:
         # Removed while it is still held: who opens the path from now on makes a new file.
@@ -189,7 +194,8 @@ def _sweep(runtime_dir: str) -> None:
             fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (lock_path.removesuffix(".lock"), lock_path):
+                base = lock_path.removesuffix(".lock")
+                for path in (base, base + ERROR_SUFFIX, lock_path):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
             finally:
@@ -197,4 +203,4 @@ def _sweep(runtime_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

@@ -16,6 +16,7 @@ from itertools import count
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.requests import Requests
@@ -62,6 +63,7 @@ class Server:
         self._membership = Membership(self.spaces, self.epoch)
         self.traffic = traffic
         self.last_busy_s = clock()
+        self.refused_count = 0
         self._clock = clock
         self._listener = listener
         self._listener.setblocking(False)
@@ -149,6 +151,7 @@ class Server:
             log.warning("session %d refused: %s", session.number, error)
             session.send(Refused(reason=str(error)))
             session.closed = True
+            self.refused_count += 1
 
     def _settle_sessions(self) -> None:
         """Forget sessions that closed; ask for writability where bytes wait."""
@@ -165,8 +168,7 @@ class Server:
 
     def _tick(self) -> None:
         self._membership.expire()
-        for _, space in self.spaces:
-            space.gauges()
+        publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
         if len(self._membership):
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self._sessions.values() if s.hello]

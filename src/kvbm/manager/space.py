@@ -12,7 +12,7 @@ from itertools import count
 
 import msgspec
 
-from kvbm.block import BlockKey, BlockState, SlotIndex, Tier
+from kvbm.block import BlockKey, SlotIndex, Tier
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.leases import HoldTable, Lease, Owner, Place, Reservation
@@ -271,25 +271,6 @@ class Space:
                 gone, kept = pool.clear()
                 dropped, in_use = dropped + gone, in_use + kept
         return dropped, in_use
-
-    def gauges(self) -> None:
-        """Bring the gauges of the metrics table up to date."""
-        for pool in (self.host, self.disk):
-            if pool is None:
-                continue
-            tier, counts = pool.tier.name.lower(), pool.counts()
-            self._metrics.set("kvbm_pool_capacity_blocks", pool.slot_count, tier=tier)
-            self._metrics.set("kvbm_leased_blocks", counts.leased, tier=tier)
-            for state in BlockState:
-                name = state.name.lower()
-                self._metrics.set("kvbm_pool_blocks", getattr(counts, name), tier=tier, state=name)
-            self._metrics.add("kvbm_evicted_blocks_total", pool.evicted_count, tier=tier)
-            pool.evicted_count = 0
-        if self.tier is not None and self.onboarder is not None and self.offloader is not None:
-            self._metrics.set("kvbm_queue_blocks", self.onboarder.queued_count, queue="onboard")
-            self._metrics.set("kvbm_queue_blocks", self.offloader.queued_count, queue="offload")
-            self._metrics.set("kvbm_tier_up", 0 if self.tier.fault else 1, tier="disk")
-        self._metrics.set("kvbm_tier_up", 1, tier="host")
 
     def tiers(self) -> dict[str, int]:
         """Block counts of the tiers that are on, as engines are told."""

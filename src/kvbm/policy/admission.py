@@ -21,7 +21,7 @@ class AdmitAll:
 
 
 class DiskFilter:
-    """KVBM's disk offload filter, exact: a frequency starts at 1, doubles when the block is seen again, disk admits from 2.
+    """KVBM's disk offload filter, exact: a frequency starts at 1, doubles when seen again, and disk admits from 2.
 
     Every 600 s each frequency falls by one and zeros are dropped; above a million entries the decay repeats until
     they fit. Frequencies are capped, which the original's are not.

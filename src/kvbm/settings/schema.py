@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_o_direct: bool = True
     disk_offload_filter: bool = True
     disk_io_threads: int = 4
+    onboard: str = "measured"
     staging_bytes: int = 512_000_000
     max_concurrent_transfers: int = 4
     max_transfer_batch_size: int = 16
@@ -210,6 +211,15 @@ SCHEMA: tuple[Setting, ...] = (
         "threads that read and write the disk tier",
         1,
         256,
+        ours=True,
+    ),
+    Setting(
+        "onboard",
+        "DYN_KVBM_ONBOARD",
+        "",
+        Kind.CHOICE,
+        "when a hit is loaded: while it is measured to be faster than computing it, or always (for tests)",
+        choices=("measured", "always"),
         ours=True,
     ),
     Setting(

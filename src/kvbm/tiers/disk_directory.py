@@ -84,6 +84,7 @@ def describe(namespace: Namespace, layout: BlockLayout, geometry: DiskGeometry) 
 
 
 def encode_meta(meta: DirectoryMeta) -> bytes:
+    """The text of `meta.json`."""
     return msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n"
 
 

@@ -21,6 +21,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def slab_name(slab: int) -> str:
+    """The name of slab number `slab` in its directory."""
     return f"slab-{slab:03d}"
 
 

@@ -51,7 +51,7 @@ class CpuCopier:
         self._threads = threads
         self._device = _Side([region.device for region in cache.regions])
         self._slots = _Side([region.slots(arena) for region in cache.regions])
-        self._pool = ThreadPoolExecutor(threads, "kvbm-copy", initializer=_prepare_thread)
+        self._pool = ThreadPoolExecutor(threads, "kvbm-copy", initializer=prepare_thread)
         # A pool makes threads when work arrives; meeting at a barrier, all exist before the first load.
         meeting = threading.Barrier(threads)
         for arrival in [self._pool.submit(meeting.wait) for _ in range(threads)]:
@@ -137,8 +137,8 @@ class _Side:
         return kept
 
 
-def _prepare_thread() -> None:
-    """Make the calling thread, one of ours, independent of the engine's thread binding."""
+def prepare_thread() -> None:
+    """Make the calling thread, which must be one of ours, independent of the engine's thread binding."""
     # First let torch set its default for this thread, else it would do so later and undo what follows.
     torch.get_num_threads()
     try:

@@ -40,7 +40,9 @@ class SchedulerSide:
         self._tables = BlockTables()
         self._reported = {"loaded_host_blocks": 0, "loaded_disk_blocks": 0, "failed_blocks": 0}
         self.block_pool: Any = None
-        finder = ManagerFinder(ManagerAddress.of(settings, transfer.engine_id), environment, time.monotonic)
+        finder = ManagerFinder(
+            ManagerAddress.of(settings, transfer.engine_id), settings, environment, time.monotonic
+        )
         hello = Hello(
             version=PROTOCOL_VERSION,
             role="leader",
@@ -53,6 +55,7 @@ class SchedulerSide:
             self._block_tokens,
             promise_early=transfer.kv_load_failure_policy == "recompute",
             clock=time.monotonic,
+            load_always=settings.onboard == "always",
         )
 
     def added(self, request: Any) -> None:

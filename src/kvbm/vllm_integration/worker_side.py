@@ -36,7 +36,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._address = ManagerAddress.of(settings, vllm_config.kv_transfer_config.engine_id)
-        self._finder = ManagerFinder(self._address, environment, time.monotonic)
+        self._finder = ManagerFinder(self._address, settings, environment, time.monotonic)
         self._worker: Worker | None = None
         self._stored_plan: StepPlan | None = None
         self._failed_blocks: set[int] = set()

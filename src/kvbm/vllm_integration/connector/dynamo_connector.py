@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm.observe.log import configure
 from kvbm.protocol import StepPlan, StepReport
-from kvbm.settings import load_settings, process_environment
+from kvbm.settings import available_memory_bytes, load_settings, process_environment
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.support import unsupported_reason
@@ -58,12 +58,17 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         environment = process_environment()
         extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-        loaded = load_settings(environment, extra.get("kvbm", {}))
+        loaded = load_settings(
+            environment,
+            extra.get("kvbm", {}),
+            overrides_origin="kv_connector_extra_config",
+            memory_bytes=available_memory_bytes(),
+        )
         configure(loaded.settings.log_level)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if is_scheduler:
-            for warning in loaded.warnings:
-                log.warning("%s", warning)
+            for line in (*loaded.warnings, *loaded.notices):
+                log.warning("%s", line)
         if reason := unsupported_reason(vllm_config, kv_cache_config):
             if is_scheduler:
                 log.warning("KVBM is off for this engine: %s", reason)

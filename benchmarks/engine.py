@@ -1,0 +1,173 @@
+"""One vLLM engine under measurement: front end in this process, EngineCore and worker in their own, as by default.
+
+Every scenario is measured in a process of its own, started by `in_own_process`, so that no engine inherits anything
+of another one and a hung engine is ended with all it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK_TOKENS = 128
+CONNECTOR = {
+    "kv_connector": "DynamoConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "kvbm.vllm_integration.connector",
+    "kv_load_failure_policy": "recompute",
+}
+SETTLE_S_MAX = 20.0
+QUIET_S = 0.6
+POLL_S = 0.2
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is set up. `tier` is what a request after a device reset is expected to hit; None: nothing."""
+
+    name: str
+    tier: str | None
+    environment: dict[str, str] = {}
+    transfer_config: dict[str, Any] | None = None
+    files: str | None = None
+
+
+class Engine:
+    """A running `vllm.LLM`. Not thread-safe; ended with its process."""
+
+    def __init__(
+        self, model: str, scenario: Scenario, *, prompt_tokens: int, dtype: str = "bfloat16"
+    ) -> None:
+        self._scenario = scenario
+        os.environ.update(
+            {
+                "HF_HUB_OFFLINE": "1",
+                "TRANSFORMERS_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
+                **scenario.environment,
+            }
+        )
+        from vllm import LLM, SamplingParams
+
+        blocks = -(-(prompt_tokens + BLOCK_TOKENS) // BLOCK_TOKENS)
+        arguments: dict[str, Any] = {}
+        if scenario.transfer_config is not None:
+            arguments["kv_transfer_config"] = scenario.transfer_config
+        self._llm = LLM(
+            model,
+            dtype=dtype,
+            enforce_eager=True,
+            max_model_len=blocks * BLOCK_TOKENS,
+            max_num_seqs=2,
+            block_size=BLOCK_TOKENS,
+            # One request and a little: a device hit right after a request, and nothing older.
+            num_gpu_blocks_override=blocks + 4,
+            disable_log_stats=False,
+            **arguments,
+        )
+        self._sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+    def first_token_s(self, prompt: list[int]) -> tuple[float, int]:
+        """Seconds until the first token of a prompt, and how many of its tokens were not computed."""
+        started = time.perf_counter()
+        output = self._llm.generate({"prompt_token_ids": prompt}, self._sampling, use_tqdm=False)[0]
+        return time.perf_counter() - started, int(output.num_cached_tokens or 0)
+
+    def reset_device(self) -> None:
+        """Empty the device's prefix cache and nothing below it. Blocks may still be held by a store: it retries."""
+        deadline = time.monotonic() + SETTLE_S_MAX
+        while not self._llm.reset_prefix_cache():
+            assert time.monotonic() < deadline, "the device prefix cache cannot be reset: blocks stay in use"
+            time.sleep(POLL_S)
+
+    def hit_tokens(self, tier: str) -> int:
+        """Prompt tokens that came from a tier since the start, as vLLM counts them."""
+        for metric in self._llm.get_metrics():
+            if metric.name == "vllm:prompt_tokens_cached_by_source" and metric.labels.get("source") == tier:
+                return int(metric.value)
+        return 0
+
+    def settle(self) -> None:
+        """Wait until stores of the last request have ended, on every tier. Bounded."""
+        deadline = time.monotonic() + SETTLE_S_MAX
+        last, since = self._activity(), time.monotonic()
+        while time.monotonic() < deadline and time.monotonic() - since < QUIET_S:
+            time.sleep(POLL_S)
+            now = self._activity()
+            if now != last:
+                last, since = now, time.monotonic()
+
+    def _activity(self) -> tuple[str, ...]:
+        """Something that changes while bytes move to a lower tier."""
+        port = self._scenario.environment.get("DYN_KVBM_METRICS_PORT")
+        if port is not None:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+                text = page.read().decode()
+            return tuple(line for line in text.splitlines() if line.startswith("kvbm_transfer_bytes_total"))
+        if self._scenario.files is not None:
+            return (str(sum(1 for _ in Path(self._scenario.files).rglob("*.bin"))),)
+        return ()
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Random tokens; equal seeds give equal prompts."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, 4000) for _ in range(tokens)]
+
+
+def in_own_process(module: str, arguments: list[str], timeout_s: float) -> Any:
+    """Run `python -m module … --result FILE` in a process group of its own; what it wrote there as JSON.
+
+    Raises RuntimeError with the end of its output when it fails or takes too long.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        result, log = Path(scratch) / "result.json", Path(scratch) / "log"
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, "--result", str(result)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _end(process)
+        if process.returncode == 0 and result.exists():
+            return json.loads(result.read_text())
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        raise RuntimeError(f"{' '.join(arguments)}: status {process.returncode}\n{tail}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and whatever of its group is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            continue
+        time.sleep(1.0)
+    process.wait(10)

@@ -1,0 +1,207 @@
+"""Time to first token of a long prompt by where its KV is: nowhere, on the device, in host memory, on disk.
+
+KVBM and vLLM's own offloading side by side, one engine after the other, each in the default multi-process mode.
+In every engine cold prompt, device hit and tier hit follow one another, several times; medians count. Run it from
+the checkout:
+
+    python -m benchmarks.ttft [--tokens 8000] [--repeats 5] [--only kvbm-host,native-host]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import ceilings
+from benchmarks.engine import BLOCK_TOKENS, CONNECTOR, Engine, Scenario, in_own_process, prompt
+from kvbm.testing.tiny_model import SHAPES, Size, make_model
+
+SCENARIOS = ("plain", "kvbm-host", "kvbm-disk", "native-host", "native-fs")
+NATIVE = {"native-host", "native-fs"}
+ALLOWANCE_S = 0.030
+LEAST_HIT_SHARE = 0.9
+SCENARIO_S_MAX = 540.0
+
+
+def scenario(name: str, blocks: int, block_bytes: int, repeats: int, scratch: Path) -> Scenario:
+    """How an engine is set up for one row. Disk rows get host memory for one prompt and a little, no more."""
+    roomy, tight = blocks * (repeats + 2), blocks * 5 // 4
+    if name == "plain":
+        return Scenario(name=name, tier=None)
+    if name in NATIVE:
+        # Imported here: it needs vLLM, and only the process that runs the engine has a use for it.
+        from benchmarks.peers import vllm_native
+
+        if name == "native-host":
+            return Scenario(
+                name=name, tier="host", transfer_config=vllm_native.host_config(roomy * block_bytes)
+            )
+        files = str(scratch)
+        config = vllm_native.file_config(tight * block_bytes, files)
+        return Scenario(name=name, tier="disk", transfer_config=config, files=files)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(probe.getsockname()[1])}
+    if name == "kvbm-host":
+        environment["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = str(roomy)
+        return Scenario(name=name, tier="host", environment=environment, transfer_config=CONNECTOR)
+    environment |= {
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(tight),
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": str(roomy),
+        "DYN_KVBM_DISK_CACHE_DIR": str(scratch),
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
+    }
+    return Scenario(name=name, tier="disk", environment=environment, transfer_config=CONNECTOR)
+
+
+def measure(model: str, chosen: Scenario, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Cold, device-hit and tier-hit times of one engine, in seconds, interleaved.
+
+    A host hit is of the prompt just computed. A disk hit is of the one before it, which the small host tier has
+    evicted by then. Raises RuntimeError when a request was not served from where it should have been.
+    """
+    engine = Engine(model, chosen, prompt_tokens=tokens)
+    times: dict[str, list[float]] = {"cold": [], "device": [], "tier": []}
+    for round_number in range(-1, repeats):
+        fresh = prompt(round_number, tokens)
+        wanted = {"cold": (fresh, 0), "device": (fresh, tokens)}
+        if chosen.tier is not None:
+            older = fresh if chosen.tier == "host" else prompt(round_number - 1, tokens)
+            wanted["tier"] = (older, tokens)
+        for kind, (text, cached) in wanted.items():
+            if kind == "tier":
+                if chosen.tier == "disk" and round_number < 0:
+                    continue
+                engine.settle()
+                engine.reset_device()
+            before = engine.hit_tokens(chosen.tier or "")
+            seconds, found = engine.first_token_s(text)
+            from_tier = engine.hit_tokens(chosen.tier or "") - before
+            least = LEAST_HIT_SHARE * cached
+            if (
+                found < least
+                or (kind == "tier" and from_tier < least)
+                or (kind == "cold" and found > BLOCK_TOKENS)
+            ):
+                raise RuntimeError(
+                    f"{chosen.name}, {kind}, round {round_number}: {found} of {tokens} tokens cached,"
+                    f" {from_tier} from {chosen.tier}"
+                )
+            # The first round warms up: first use of a shape, first touch of a pool.
+            if round_number >= 0:
+                times[kind].append(seconds)
+        engine.settle()
+    return times
+
+
+def summarise(
+    measured: dict[str, dict[str, list[float]]], moved_bytes: int, copy_rate: float, disk_rate: float
+) -> list[dict[str, Any]]:
+    """One row per figure: budget and ceiling are sums of what the same run measured."""
+    rows: list[dict[str, Any]] = []
+    if "plain" in measured:
+        plain = measured["plain"]
+        rows.append({"what": "cold prefill, vLLM alone", "measured_s": statistics.median(plain["cold"])})
+        rows.append({"what": "device hit, vLLM alone", "measured_s": statistics.median(plain["device"])})
+    for name, times in measured.items():
+        if not times["tier"]:
+            continue
+        device_s = statistics.median(times["device"])
+        on_disk = name in ("kvbm-disk", "native-fs")
+        ceiling_s = device_s + moved_bytes / copy_rate + (moved_bytes / disk_rate if on_disk else 0.0)
+        row: dict[str, Any] = {
+            "what": f"{'disk' if on_disk else 'host'} hit, {'vLLM native' if name in NATIVE else 'KVBM'}",
+            "scenario": name,
+            "measured_s": statistics.median(times["tier"]),
+            "ceiling_s": ceiling_s,
+            "device_s": device_s,
+            "cold_s": statistics.median(times["cold"]),
+        }
+        if name not in NATIVE:
+            row["budget_s"] = ceiling_s + ALLOWANCE_S * (2 if on_disk else 1)
+            row["ratio"] = row["measured_s"] / row["budget_s"]
+        rows.append(row)
+    return rows
+
+
+def render(rows: list[dict[str, Any]]) -> Table:
+    """The budget table. A ratio of at most 1 is within the budget."""
+    table = Table(title="Time to first token, s", title_justify="left")
+    for column in ("what", "budget", "measured", "ceiling", "ratio"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        figures = [row.get(key) for key in ("budget_s", "measured_s", "ceiling_s")]
+        cells = ["–" if figure is None else f"{figure:.3f}" for figure in figures]
+        ratio = row.get("ratio")
+        table.add_row(row["what"], *cells, "–" if ratio is None else f"{ratio:.2f}")
+    return table
+
+
+def main() -> int:
+    """The whole benchmark; exit status 0 when it could be measured, whatever the numbers say."""
+    options = _arguments()
+    console = Console(stderr=True)
+    size = cast("Size", options.size)
+    blocks = options.tokens // BLOCK_TOKENS
+    block_bytes = SHAPES[size].kv_bytes_per_token("bfloat16") * BLOCK_TOKENS
+    options.output.mkdir(parents=True, exist_ok=True)
+    model = str(make_model(options.output.absolute() / "models" / f"{size}-bfloat16", size))
+    if options.scenario:
+        with tempfile.TemporaryDirectory(prefix="ttft-", dir=options.output.absolute()) as scratch:
+            chosen = scenario(options.scenario, blocks, block_bytes, options.repeats, Path(scratch))
+            Path(options.result).write_text(
+                json.dumps(measure(model, chosen, options.tokens, options.repeats))
+            )
+        return 0
+    moved = blocks * block_bytes
+    console.print(f"ceilings of {moved / 1e6:.0f} MB in blocks of {block_bytes >> 10} KiB")
+    copy_rate = ceilings.copy_bytes_per_s(moved, block_bytes)
+    disk_rate = ceilings.disk_read_bytes_per_s(options.output, moved, block_bytes)
+    console.print(f"  copy {copy_rate / 1e9:.1f} GB/s, O_DIRECT read {disk_rate / 1e9:.1f} GB/s")
+    measured: dict[str, dict[str, list[float]]] = {}
+    for name in options.only:
+        console.print(f"measuring {name}")
+        passed_on = ["--tokens", str(options.tokens), "--repeats", str(options.repeats), "--size", size]
+        passed_on += ["--output", str(options.output.absolute()), "--scenario", name]
+        measured[name] = in_own_process("benchmarks.ttft", passed_on, SCENARIO_S_MAX)
+        medians = {kind: f"{statistics.median(times):.3f}" for kind, times in measured[name].items() if times}
+        console.print(f"  medians in s: {medians}")
+    rows = summarise(measured, moved, copy_rate, disk_rate)
+    rates = {"copy_bytes_per_s": copy_rate, "disk_read_bytes_per_s": disk_rate, "moved_bytes": moved}
+    (options.output / "ttft.json").write_text(
+        json.dumps({"rows": rows, "times_s": measured, **rates}, indent=2) + "\n"
+    )
+    Console().print(render(rows))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=sorted(SHAPES), default="small", help="which of our own models")
+    parser.add_argument("--tokens", type=int, default=8000, help="length of a prompt")
+    parser.add_argument("--repeats", type=int, default=5, help="measured rounds per engine")
+    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where model and JSON go")
+    parser.add_argument(
+        "--only",
+        type=lambda text: tuple(name for name in SCENARIOS if name in text.split(",")),
+        default=SCENARIOS,
+        help="comma-separated: " + ", ".join(SCENARIOS),
+    )
+    parser.add_argument("--scenario", choices=SCENARIOS, help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

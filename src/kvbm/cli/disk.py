@@ -1,0 +1,228 @@
+"""`kvbm disk ls|verify|clear DIR`: look after the disk tier's directories."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvbm.tiers.disk_directory import DIRECTORY_PREFIX, is_locked, owner_pid, remove_directory
+from kvbm.tiers.disk_survey import (
+    DirectorySurvey,
+    VerifyReport,
+    directories_at,
+    survey_directory,
+    verify_directory,
+)
+
+app = typer.Typer(
+    help="Look after the disk tier's directories: what is in them, whether it is sound, and removing them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="What DYN_KVBM_DISK_CACHE_DIR names, or one of the cache directories in it.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+
+PIPE_WIDTH = 120
+"""Columns when the output is no terminal: wide enough that no row is broken in two."""
+
+
+@app.command("ls", epilog="Example: kvbm disk ls /tmp")
+def list_command(directory: Directory, as_json: AsJson = False) -> None:
+    """List the cache directories in DIR: model, blocks, bytes, owner."""
+    surveys = _over_directories(directory, survey_directory)
+    if as_json:
+        _print_json({"directories": surveys})
+        return
+    if not surveys:
+        print(f"No cache directories in {directory}.")
+        return
+    table = _make_table(f"{DIRECTORY_PREFIX}NAMESPACE-N in {_root_of(directory)}")
+    table.add_column("directory", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    for heading in ("blocks", "of", "full", "on disk"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("owner", no_wrap=True)
+    for survey in surveys:
+        table.add_row(*_survey_row(survey))
+    _console().print(table)
+
+
+@app.command("verify", epilog="Example: kvbm disk verify /tmp --json")
+def verify_command(directory: Directory, as_json: AsJson = False) -> None:
+    """Read every block in DIR and compare its checksum; exit 1 when one is corrupt.
+
+    It disturbs nobody: a directory in use may be verified too.
+    """
+    with _progress(hidden=as_json) as progress:
+
+        def verify(path: Path) -> VerifyReport:
+            task = progress.add_task(path.name.removeprefix(DIRECTORY_PREFIX), total=None)
+            return verify_directory(
+                path, lambda done, total: progress.update(task, completed=done, total=total)
+            )
+
+        reports = _over_directories(directory, verify)
+    corrupt = sum(report.corrupt for report in reports)
+    if as_json:
+        _print_json({"corrupt": corrupt, "directories": reports})
+    elif not reports:
+        print(f"No cache directories in {directory}.")
+    else:
+        _print_reports(directory, reports, corrupt)
+    raise typer.Exit(1 if corrupt else 0)
+
+
+@app.command("clear", epilog="Example: kvbm disk clear /tmp")
+def clear_command(directory: Directory, as_json: AsJson = False) -> None:
+    """Remove the cache directories in DIR that no process owns; exit 1 when one could not be removed."""
+    removed: list[str] = []
+    refused: list[dict[str, Any]] = []
+    for path in _existing(directory):
+        if remove_directory(path):
+            removed.append(str(path))
+        else:
+            reason = (
+                f"in use by process {owner_pid(path)}"
+                if is_locked(path)
+                else "it cannot be removed by this user"
+            )
+            refused.append({"path": str(path), "reason": reason})
+    if as_json:
+        _print_json({"removed": removed, "refused": refused})
+    else:
+        for name in removed:
+            print(f"removed {name}")
+        for refusal in refused:
+            print(f"kept {refusal['path']}: {refusal['reason']}", file=sys.stderr)
+        if not removed and not refused:
+            print(f"No cache directories in {directory}.")
+    raise typer.Exit(1 if refused else 0)
+
+
+def _survey_row(survey: DirectorySurvey) -> list[Text]:
+    if not survey.readable:
+        model, blocks = Text("unreadable: a tier starts empty here", style="yellow"), ["-", "-", "-"]
+    else:
+        model = Text(survey.model)
+        share = survey.slots_used / survey.slots_total
+        blocks = [f"{survey.slots_used:,}", f"{survey.slots_total:,}", f"{share:.0%}"]
+    owner = (
+        Text(f"pid {survey.pid}" if survey.pid else "in use", style="green") if survey.locked else Text("-")
+    )
+    return [
+        _name(survey.path),
+        model,
+        *map(Text, blocks),
+        Text(_size(survey.medium_bytes)),
+        owner,
+    ]
+
+
+def _print_reports(directory: Path, reports: list[VerifyReport], corrupt: int) -> None:
+    table = _make_table(f"{DIRECTORY_PREFIX}NAMESPACE-N in {_root_of(directory)}")
+    table.add_column("directory", no_wrap=True)
+    for heading in ("blocks", "verified", "corrupt", "changed", "read"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("corrupt slots", overflow="fold")
+    for report in reports:
+        slots = ", ".join(map(str, report.corrupt_slots))
+        more = ", …" if report.corrupt > len(report.corrupt_slots) else ""
+        note = f"{slots}{more}" if report.readable else "unreadable: a tier starts empty here"
+        table.add_row(
+            _name(report.path),
+            f"{report.resident:,}",
+            f"{report.verified:,}",
+            Text(f"{report.corrupt:,}", style="bold red" if report.corrupt else "green"),
+            f"{report.changed:,}",
+            _size(report.verified_bytes),
+            Text(note),
+        )
+    console = _console()
+    console.print(table)
+    verified = sum(report.verified for report in reports)
+    if corrupt:
+        console.print(
+            Text(f"{corrupt:,} corrupt: each is a miss, and is dropped when it is next asked for.", "red")
+        )
+    else:
+        console.print(Text(f"All {verified:,} verified blocks are sound.", "green"))
+
+
+def _over_directories(directory: Path, look: Callable[[Path], Any]) -> list[Any]:
+    """What `look` says of each directory; those that go away meanwhile are left out."""
+    found = []
+    for path in _existing(directory):
+        try:
+            found.append(look(path))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            print(f"{path}: {error.strerror}", file=sys.stderr)
+            raise typer.Exit(2) from error
+    return found
+
+
+def _existing(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        print(f"DIR={str(directory)!r} cannot be used: it must be an existing directory", file=sys.stderr)
+        raise typer.Exit(2)
+    return directories_at(directory)
+
+
+def _name(path: str) -> Text:
+    """NAMESPACE-N: the table's title says the rest."""
+    return Text(Path(path).name.removeprefix(DIRECTORY_PREFIX), style="cyan")
+
+
+def _root_of(directory: Path) -> Path:
+    return directory.parent if directory.name.startswith(DIRECTORY_PREFIX) else directory
+
+
+def _make_table(title: str) -> Table:
+    return Table(
+        title=Text(title),
+        title_justify="left",
+        title_style="dim",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="bold",
+    )
+
+
+def _progress(hidden: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal)
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def _size(size_bytes: int) -> str:
+    """Decimal, as the settings count: GB = 10^9 bytes."""
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.1f} {unit}"
+    return f"{size_bytes / 1000:.1f} kB"

@@ -1,0 +1,42 @@
+"""What the tiers look like now, for the metrics table: summed over namespaces, because labels never name one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvbm.block import BlockState
+from kvbm.manager.space import Space
+from kvbm.observe.metrics import Metrics
+
+
+def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
+    """Bring occupancy, queues, evictions and the state of the tiers up to date."""
+    capacity: Counter[str] = Counter()
+    leased: Counter[str] = Counter()
+    blocks: Counter[tuple[str, str]] = Counter()
+    queues: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    for space in spaces:
+        for pool in (space.host, space.disk):
+            if pool is None:
+                continue
+            tier, counts = pool.tier.name.lower(), pool.counts()
+            capacity[tier] += pool.slot_count
+            leased[tier] += counts.leased
+            for state in BlockState:
+                blocks[tier, state.name.lower()] += getattr(counts, state.name.lower())
+            metrics.add("kvbm_evicted_blocks_total", pool.evicted_count, tier=tier)
+            pool.evicted_count = 0
+        if space.tier is not None and space.onboarder is not None and space.offloader is not None:
+            queues["onboard"] += space.onboarder.queued_count
+            queues["offload"] += space.offloader.queued_count
+            faults["disk"] += bool(space.tier.fault)
+    for tier in capacity:
+        metrics.set("kvbm_pool_capacity_blocks", capacity[tier], tier=tier)
+        metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)
+        metrics.set("kvbm_tier_up", 0 if faults[tier] else 1, tier=tier)
+        for state in BlockState:
+            metrics.set("kvbm_pool_blocks", blocks[tier, state.name.lower()], tier=tier, state=state.name.lower())
+    for queue, waiting in queues.items():
+        metrics.set("kvbm_queue_blocks", waiting, queue=queue)

@@ -1,0 +1,140 @@
+"""What a test learns of a manager from outside: its metrics, its process, its files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+PRIVATE_MANAGER = "kvbm.manager.process"
+
+
+class Metrics(dict[str, float]):
+    """One scrape: series as they are written, `name{label="value"}`. What is not exported is 0."""
+
+    def __missing__(self, series: str) -> float:
+        return 0.0
+
+
+def scrape(port: int, timeout_s: float = 20.0) -> Metrics:
+    """The metrics of the manager at `port`, waiting for a manager that is being started."""
+    text = ""
+
+    def answered() -> bool:
+        nonlocal text
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as reply:
+                text = reply.read().decode()
+        except OSError:
+            return False
+        return True
+
+    wait_for(answered, timeout_s, f"no metrics at port {port}")
+    series = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return Metrics((name, float(value)) for name, value in series)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+    """Wait until `condition` holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{otherwise} after {timeout_s:g} s"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def private_managers(ancestor: int) -> list[int]:
+    """The private managers that live below a process."""
+    parents: dict[int, int] = {}
+    managers: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        parents[int(entry.name)] = int(state[1])
+        if PRIVATE_MANAGER.encode() in words and state[0] != "Z":
+            managers.append(int(entry.name))
+    return [pid for pid in managers if _is_below(pid, ancestor, parents)]
+
+
+def _is_below(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    while pid > 1:
+        pid = parents.get(pid, 0)
+        if pid == ancestor:
+            return True
+    return False
+
+
+class SharedManager:
+    """`kvbm manager` as an operator starts it."""
+
+    def __init__(self, directory: Path, socket_path: str, *options: str) -> None:
+        self.socket_path = socket_path
+        self.metrics_port = free_port()
+        self._log_path = directory / f"manager-{self.metrics_port}.log"
+        command = [sys.executable, "-m", "kvbm.cli.main", "manager", "--manager", socket_path]
+        command += ["--metrics-port", str(self.metrics_port), *options]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        with self._log_path.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command], stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        wait_for(lambda: os.path.exists(socket_path) or not self.alive, 20.0, "no socket")
+        assert self.alive, self.log()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def metrics(self) -> Metrics:
+        """Its metrics now."""
+        return scrape(self.metrics_port)
+
+    def log(self) -> str:
+        """What it wrote so far."""
+        return self._log_path.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait(10.0)
+
+    def close(self) -> None:
+        """SIGTERM, and the exit code must be 0."""
+        if self.alive:
+            self._process.send_signal(signal.SIGTERM)
+            assert self._process.wait(30.0) == 0, self.log()
+
+
+def flip_bits(directory: Path, stride_bytes: int, offset_bytes: int = 0) -> int:
+    """Flip one bit in every `stride_bytes` of all slab files below `directory`; the number of bits flipped."""
+    flipped = 0
+    for path in sorted(directory.rglob("slab*")):
+        with path.open("r+b") as file:
+            size = path.stat().st_size
+            for offset in range(offset_bytes, size, stride_bytes):
+                file.seek(offset)
+                byte = file.read(1)
+                file.seek(offset)
+                file.write(bytes([byte[0] ^ 0x10]))
+                flipped += 1
+            file.flush()
+            os.fsync(file.fileno())
+    return flipped

@@ -1,0 +1,224 @@
+"""What tests do inside the engine's process, beyond asking for answers: faults, gates, and looking around.
+
+Each function is called as `function(child, …)`. They know names inside kvbm; nothing else below tests/engine does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine import manager_probe
+from engine.engine_child import Answers, Child, Engine
+from engine.workload import Request
+
+_gate = threading.Event()
+
+
+def _engine(child: Child) -> Engine:
+    assert child.engine is not None, "no engine was started"
+    return child.engine
+
+
+def _leader(engine: Engine) -> Any:
+    return engine.leader_half._scheduler._leader
+
+
+def _mover(engine: Engine) -> Any:
+    return engine.worker_half._worker._worker._mover
+
+
+def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
+    """Until the leader has heard from the manager that all ranks are attached."""
+    leader = _leader(_engine(child))
+
+    def ready() -> bool:
+        leader._receive()
+        return bool(leader.ready)
+
+    manager_probe.wait_for(ready, timeout_s, "the leader has no manager")
+
+
+def open_business(child: Child) -> dict[str, int]:
+    """What the leader still keeps: all of it must be nothing when no request is left."""
+    engine = _engine(child)
+    for _ in range(3):  # what the last step stored is reported by the next
+        engine.core.step()
+    leader = _leader(engine)
+    return {
+        "requests": len(leader._requests),
+        "lookups": len(leader._lookups._by_request),
+        "stores": len(leader._stores._asked) + len(leader._stores._planned),
+    }
+
+
+def step_idle(child: Child, count: int) -> None:
+    """Engine steps with nothing to do."""
+    for _ in range(count):
+        _engine(child).core.step()
+
+
+def run_and_kill(
+    child: Child, requests: Sequence[Request], finished_counts: Sequence[int], timeout_s: float = 80.0
+) -> tuple[Answers, list[int]]:
+    """Answer the requests and kill -9 the private manager at each of the counts, if possible while a load is open.
+
+    Returns the pids that were killed as well.
+    """
+    engine = _engine(child)
+    killed: list[int] = []
+    counts = list(finished_counts)
+
+    def kill(engine: Engine, finished: int) -> None:
+        if not counts or finished < counts[0] or not _leader(engine).ready:
+            return
+        if finished < counts[0] + 10 and not _leader(engine)._lookups.loading:
+            return
+        pids = manager_probe.private_managers(os.getpid())
+        if pids:
+            os.kill(pids[0], signal.SIGKILL)
+            killed.append(pids[0])
+            counts.pop(0)
+
+    return engine.run(requests, timeout_s=timeout_s, between=kill), killed
+
+
+def run_and_signal(
+    child: Child, requests: Sequence[Request], finished: int, path: str, timeout_s: float = 80.0
+) -> Answers:
+    """Answer the requests; make the file `path` when `finished` of them are."""
+
+    def tell(engine: Engine, count: int) -> None:
+        if count >= finished and not os.path.exists(path):
+            with open(path, "w"):
+                pass
+
+    return _engine(child).run(requests, timeout_s=timeout_s, between=tell)
+
+
+# ---- around the copier
+
+
+class _Copier:
+    """A copier whose loads go through `before` and `after`, called with the (device block, slot) pairs."""
+
+    def __init__(self, inner: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+        self._inner = inner
+        self._before = before
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(self, pairs: Any, after: Any) -> Any:
+        self._before(pairs)
+        result = self._inner.load(pairs, after)
+        self._after(pairs)
+        return result
+
+
+def _nothing(pairs: Any) -> None:
+    pass
+
+
+def _wrap_copier(
+    engine: Engine, before: Callable[[Any], None] = _nothing, after: Callable[[Any], None] = _nothing
+) -> None:
+    mover = _mover(engine)
+    make = mover._make_mapping
+
+    def wrapped(*arguments: Any) -> Any:
+        mapping = make(*arguments)
+        mapping.copier = _Copier(mapping.copier, before, after)
+        return mapping
+
+    mover._make_mapping = wrapped
+    mover._mapping.copier = _Copier(mover._mapping.copier, before, after)
+
+
+def fail_loads(child: Child, every: int) -> None:
+    """Every n-th copy to the device fails."""
+    count = 0
+
+    def strike(pairs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count % every == 0:
+            raise RuntimeError("injected: this copy fails")
+
+    _wrap_copier(_engine(child), before=strike)
+
+
+def scribble_over_slots(child: Child) -> None:
+    """Whatever is loaded is overwritten in host memory before, behind everybody's back."""
+    engine = _engine(child)
+
+    def scribble(pairs: Any) -> None:
+        mapping = _mover(engine)._mapping
+        slot_bytes = len(mapping._region) // len(mapping._generations)
+        for _, slot in pairs:
+            mapping._region[slot * slot_bytes : (slot + 1) * slot_bytes] = bytes(slot_bytes)
+
+    _wrap_copier(engine, before=scribble)
+
+
+def gate_loads(child: Child) -> None:
+    """No load ends until `open_gate`."""
+    _gate.clear()
+    _wrap_copier(_engine(child), before=lambda pairs: _gate.wait(60.0) and None)
+
+
+def open_gate(child: Child) -> None:
+    """Let the loads through that `gate_loads` holds."""
+    _gate.set()
+
+
+def abort_while_loading(child: Child, requests: Sequence[Request], kill_manager: bool = False) -> int:
+    """Add the requests, step until loads are open and held at the gate, abort all; the number of open loads."""
+    from vllm import SamplingParams
+
+    engine = _engine(child)
+    for request in requests:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        engine.core.add_request(request.name, {"prompt_token_ids": list(request.tokens)}, params)
+    lookups = _leader(engine)._lookups
+    deadline_s = time.monotonic() + 10.0
+    while time.monotonic() < deadline_s and not lookups.loading:
+        engine.core.step()
+    for _ in range(5):
+        engine.core.step()
+    loading = sum(search.plan is not None for search in lookups._by_request.values())
+    if kill_manager:
+        for pid in manager_probe.private_managers(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+    engine.core.abort_request([request.name for request in requests])
+    for _ in range(20):
+        engine.core.step()
+    return loading
+
+
+# ---- the engine's own words
+
+
+def reset(child: Child, connector: bool) -> bool:
+    """vLLM's reset of its prefix cache, and with `connector` of ours."""
+    return bool(_engine(child).core.reset_prefix_cache(False, connector))
+
+
+def engine_metrics(child: Child) -> dict[str, float]:
+    """vLLM's own counters and gauges, summed over labels but for `source`; its log line must not fail either."""
+    engine = _engine(child)
+    engine.core.do_log_stats()
+    values: dict[str, float] = {}
+    for metric in engine.llm.get_metrics():
+        value = getattr(metric, "value", None)
+        if value is None:
+            continue
+        source = metric.labels.get("source")
+        name = f"{metric.name}/{source}" if source else metric.name
+        values[name] = values.get(name, 0.0) + value
+    return values

@@ -1,0 +1,171 @@
+"""The same answers as an engine that never evicts, whichever tiers there are, and proof that the tiers were used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine import reach
+from engine.conftest import HOST_BLOCKS, Launcher, differences
+from engine.engine_process import EngineProcess
+from engine.workload import BLOCK_TOKENS, again, workload
+
+SMALL_HOST_BLOCKS = 40
+NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
+
+Reference = dict[str, list[int]]
+
+
+def disk(directory: Path, host_blocks: int = 0) -> dict[str, str]:
+    """Settings of a disk tier that holds everything, below a host tier of some blocks or none."""
+    settings = {
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "800",
+        "DYN_KVBM_DISK_CACHE_DIR": str(directory),
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
+    }
+    if host_blocks:
+        settings["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = str(host_blocks)
+    return settings
+
+
+def host(blocks: int = HOST_BLOCKS) -> dict[str, str]:
+    """Settings of a host tier alone."""
+    return {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(blocks)}
+
+
+def test_no_cache_evicts_and_preempts(launcher: Launcher, reference: Reference) -> None:
+    """vLLM alone on the small device: the premise of all that follows."""
+    answers = launcher.start(transfer=None).run(workload())
+    assert differences(reference, answers) == []
+    assert answers.preempted > 0
+    assert answers.aborted == 12
+
+
+def test_host(launcher: Launcher, reference: Reference) -> None:
+    engine = launcher.start(host())
+    answers = engine.run(workload())
+    assert differences(reference, answers) == []
+    assert answers.preempted > 0
+    once_more = engine.run(again(workload(), "+"))
+    assert differences(reference, once_more, "+") == []
+    metrics = launcher.metrics()
+    assert metrics["kvbm_onboard_blocks_h2d"] > 300
+    assert metrics["kvbm_matched_tokens"] == metrics["kvbm_onboard_blocks_h2d"] * BLOCK_TOKENS
+    assert metrics["kvbm_offload_blocks_d2h"] > 150
+    assert metrics['kvbm_failures_total{tier="host",kind="load"}'] == 0
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    assert_nothing_leased(launcher)
+
+
+def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
+    answers = launcher.start(host(SMALL_HOST_BLOCKS)).run(workload())
+    assert differences(reference, answers) == []
+    metrics = launcher.metrics()
+    assert metrics["kvbm_onboard_blocks_h2d"] > 20
+    assert_nothing_leased(launcher)
+    assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host"}'] > 100
+
+
+def test_host_and_disk(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
+    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS))
+    answers = engine.run(workload())
+    assert differences(reference, answers) == []
+    once_more = engine.run(again(workload(), "+"))
+    assert differences(reference, once_more, "+") == []
+    metrics = launcher.metrics()
+    assert metrics["kvbm_onboard_blocks_h2d"] > 50
+    assert metrics["kvbm_onboard_blocks_d2d"] > 50
+    assert metrics["kvbm_offload_blocks_h2d"] > 100
+    assert metrics['kvbm_failures_total{tier="disk",kind="corrupt"}'] == 0
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    assert_nothing_leased(launcher)
+
+
+def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
+    engine = launcher.start(disk(tmp_path))
+    answers = engine.run(workload())
+    assert differences(reference, answers) == []
+    once_more = engine.run(again(workload(), "+"))
+    assert differences(reference, once_more, "+") == []
+    metrics = launcher.metrics()
+    assert metrics["kvbm_onboard_blocks_d2d"] > 50
+    assert metrics["kvbm_offload_blocks_d2d"] > 100
+    assert metrics["kvbm_offload_blocks_d2h"] == 0
+    assert_nothing_leased(launcher)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_disk_survives_a_restart(
+    launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
+) -> None:
+    """With policy "fail" only what lies verified in host memory is promised: that must not cost the hits."""
+    transfer = {**_connector(), "kv_load_failure_policy": policy}
+    launcher.start(disk(tmp_path, HOST_BLOCKS), transfer).run(workload())
+    engine = launcher.start(disk(tmp_path, HOST_BLOCKS), transfer)
+    answers = engine.run(workload())
+    assert differences(reference, answers) == []
+    metrics = launcher.metrics()
+    assert metrics["kvbm_onboard_blocks_d2d"] > 30
+    assert metrics['kvbm_hit_blocks_total{tier="disk"}'] > 30
+    assert_nothing_leased(launcher)
+
+
+def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
+    """tensor_parallel_size=2: a block is one shard per rank, and only what both have copied is found."""
+    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
+    two = engine.run(workload())
+    assert differences(reference, two) == []
+    metrics = launcher.metrics()
+    assert metrics['kvbm_sessions{role="worker"}'] == 2
+    assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > 50
+    assert metrics["kvbm_onboard_blocks_d2d"] > 0
+    assert_nothing_leased(launcher)
+
+
+def test_two_engines_share_a_manager(
+    launcher: Launcher, second_launcher: Launcher, reference: Reference, shared_manager
+) -> None:
+    """The second engine hits what the first one computed; then both are busy at once."""
+    manager = shared_manager("--host-blocks", str(HOST_BLOCKS))
+    settings = {"DYN_KVBM_MANAGER": manager.socket_path}
+    first = launcher.start(settings)
+    assert differences(reference, first.run(workload())) == []
+    before = manager.metrics()
+    second = second_launcher.start(settings)
+    engines: tuple[EngineProcess, ...] = (first, second)
+    answers = second.run(workload())
+    assert differences(reference, answers) == []
+    after = manager.metrics()
+    assert after["kvbm_engines"] == 2
+    assert after["kvbm_onboard_blocks_h2d"] - before["kvbm_onboard_blocks_h2d"] > 200
+    # Little is stored again: the keys of both engines are the same.
+    stored = after["kvbm_offload_blocks_d2h"] - before["kvbm_offload_blocks_d2h"]
+    assert stored < before["kvbm_offload_blocks_d2h"] / 4
+    for engine in engines:
+        engine.send(_run_again, "+")
+    for engine in engines:
+        assert differences(reference, engine.receive(100.0), "+") == []
+
+
+def _run_again(child, suffix: str):
+    return child.engine.run(again(workload(), suffix), timeout_s=90.0)
+
+
+def _connector() -> dict[str, str]:
+    from engine.engine_child import KV_CONNECTOR
+
+    return dict(KV_CONNECTOR)
+
+
+def assert_nothing_leased(launcher: Launcher) -> None:
+    """When no request is left, no block is leased or being filled: polled, as gauges follow twice a second."""
+    from engine.manager_probe import wait_for
+
+    def settled() -> bool:
+        metrics = launcher.metrics()
+        return (
+            metrics['kvbm_leased_blocks{tier="host"}'] == 0
+            and metrics['kvbm_pool_blocks{tier="host",state="filling"}'] == 0
+        )
+
+    wait_for(settled, 10.0, f"blocks are still held: {launcher.metrics()}")
