@@ -272,6 +272,12 @@ class Space:
                 dropped, in_use = dropped + gone, in_use + kept
         return dropped, in_use
 
+    @property
+    def busy(self) -> bool:
+        """Blocks are on their way between host memory and disk."""
+        queues = (self.onboarder, self.offloader)
+        return any(queue is not None and queue.queued_count for queue in queues)
+
     def tiers(self) -> dict[str, int]:
         """Block counts of the tiers that are on, as engines are told."""
         tiers = {} if self.options.staging else {"host": self.host.slot_count}

@@ -53,6 +53,10 @@ class HostArena:
         size = self.layout.slot_bytes
         return [view[slot * size : (slot + 1) * size] for view in self._views]
 
+    def region(self, shard: int) -> mmap.mmap:
+        """The mapping of one shard's region, for copies inside this process."""
+        return self._regions[shard]
+
     def generation(self, slot: int) -> int:
         return self._generations[slot]
 

@@ -1,0 +1,218 @@
+"""KVBM in one's own runtime: the manager without a socket, and copies in the calling thread.
+
+The same `Space` that serves engines runs here, driven by whoever calls. Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvbm.block import BlockKey, Tier
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import SettingsError
+from kvbm.hashing import chain_keys
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.leases import Lease
+from kvbm.manager.space import Space, SpaceOptions
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmitAll, DiskFilter
+from kvbm.settings import parse_size
+from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.disk import open_disk_tier
+from kvbm.tiers.host import HostArena
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbm.transfer import Copier
+
+_OWNER = 0
+_ARRIVAL_DEADLINE_S = 30.0
+_POLL_S = 0.0002
+
+
+class Hit:
+    """The blocks that were found for a prompt, leased while the `match` block runs.
+
+    `blocks` of the prompt's leading blocks are held, `tokens` tokens; `host` and `disk` say where they were found.
+    """
+
+    def __init__(self, manager: BlockManager, lease: Lease | None) -> None:
+        self._manager = manager
+        self._lease = lease
+        sources = bytes(lease.sources) if lease is not None else b""
+        self.blocks = len(sources)
+        self.tokens = self.blocks * manager.layout.block_tokens
+        self.host = sources.count(Tier.HOST)
+        self.disk = sources.count(Tier.DISK)
+
+    def onboard(self, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
+        """Copy the hit into `device_blocks` (one per block, from the prompt's first on) of the KV cache.
+
+        `kv_cache` maps layer names to tensors `[blocks, …]`. Returns how many leading blocks arrived: blocks that
+        come from disk and fail their check do not, and the caller computes from there on.
+        """
+        if self._lease is None:
+            return 0
+        return self._manager._onboard(self._lease, kv_cache, device_blocks)
+
+
+class BlockManager:
+    """Keeps KV blocks in host memory and on disk for one process.
+
+    `layout` says how large a block is; `host` and `disk` are sizes (`"4GB"`, bytes) or None; `disk_dir` is where
+    the disk tier lives, and persists: a manager with the same namespace finds its blocks again. `namespace` must
+    name everything that gives the bytes their meaning (see `layout.Namespace`).
+
+    Raises SettingsError when a size or a directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        host: str | int = "1GB",
+        disk: str | int | None = None,
+        disk_dir: str = "/tmp/",
+        namespace: Namespace | None = None,
+        disk_filter: bool = False,
+        clock: Clock = monotonic,
+    ) -> None:
+        assert layout.shard_count == 1, "one process holds whole blocks"
+        self.layout = layout
+        self.namespace = namespace or Namespace(model="library", fields=(("layout", repr(layout)),))
+        self.metrics = Metrics()
+        self._clock = clock
+        self._numbers = count(1)
+        self._copiers: dict[tuple[object, ...], Copier] = {}
+        slots = _bytes("host", host) // layout.block_bytes
+        if slots < 1:
+            raise SettingsError("host", host, f"at least one block of {layout.block_bytes} bytes")
+        tier: SlotTier | None = None
+        if disk is not None:
+            tier = open_disk_tier(
+                disk_dir, layout, self.namespace, capacity_bytes=_bytes("disk", disk), clock=clock
+            )
+        self._space = Space(
+            layout,
+            HostArena(layout, slots),
+            tier,
+            DiskFilter(clock()) if disk_filter else AdmitAll(),
+            self.metrics,
+            clock,
+            lambda lease: None,
+            SpaceOptions(),
+        )
+
+    def __enter__(self) -> BlockManager:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextmanager
+    def match(self, tokens: Sequence[int], extras: bytes = b"") -> Iterator[Hit]:
+        """The longest prefix of `tokens` that is held, leased while inside.
+
+        `extras` separates what must never meet: a tenant's salt, an adapter's digest.
+        """
+        number = next(self._numbers)
+        self._space.pump()
+        lease = self._space.lookup(_OWNER, number, self._keys(tokens, extras), 0)
+        try:
+            yield Hit(self, lease)
+        finally:
+            self._space.release(_OWNER, number)
+
+    def offload(
+        self,
+        tokens: Sequence[int],
+        kv_cache: Mapping[str, torch.Tensor],
+        device_blocks: Sequence[int],
+        extras: bytes = b"",
+    ) -> int:
+        """Keep the full blocks of `tokens`, which lie in `device_blocks` of the KV cache; how many were copied.
+
+        Blocks that are held already are not copied again; what finds no room is left out.
+        """
+        keys = self._keys(tokens, extras)[: len(device_blocks)]
+        self._space.pump()
+        number = next(self._numbers)
+        answer = self._space.reserve(_OWNER, number, None, keys)
+        pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer) if slot >= 0]
+        if not pairs:
+            return 0
+        failed: Sequence[int] = range(len(pairs))
+        try:
+            self._copier_for(kv_cache).store(pairs)
+            failed = ()
+        finally:
+            self._space.commit(_OWNER, number, failed)
+        return len(pairs)
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Wait until what was offloaded has reached the disk tier; False when it takes longer than `timeout_s`."""
+        deadline_s = self._clock() + timeout_s
+        while self._space.busy:
+            if self._clock() >= deadline_s:
+                return False
+            self._space.pump()
+            time.sleep(_POLL_S)
+        return True
+
+    def clear(self, tier: str = "") -> int:
+        """Drop what is not in use, of the tier `host` or `disk`, or of both; how many blocks were dropped."""
+        return self._space.clear(tier)[0]
+
+    def close(self) -> None:
+        """Write what waits for disk and release everything. What is on disk stays."""
+        self.flush(timeout_s=5.0)
+        for copier in self._copiers.values():
+            copier.close()
+        self._copiers.clear()
+        self._space.close(keep=True)
+
+    def _keys(self, tokens: Sequence[int], extras: bytes) -> list[BlockKey]:
+        blocks = len(tokens) // self.layout.block_tokens
+        per_block = [extras] * blocks if extras else None
+        return chain_keys(self.namespace.fingerprint, tokens, self.layout.block_tokens, per_block)
+
+    def _onboard(
+        self, lease: Lease, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
+    ) -> int:
+        deadline_s = self._clock() + _ARRIVAL_DEADLINE_S
+        while not lease.final and self._clock() < deadline_s:
+            self._space.pump()
+            if not lease.final:
+                time.sleep(_POLL_S)
+        arrived = min(lease.ready, len(device_blocks))
+        pairs = list(zip(device_blocks[:arrived], lease.slots[:arrived], strict=True))
+        if pairs:
+            self._copier_for(kv_cache).load(pairs)
+        return arrived
+
+    def _copier_for(self, kv_cache: Mapping[str, torch.Tensor]) -> Copier:
+        """The copier between this KV cache and the arena, made once per set of tensors."""
+        from kvbm.transfer import DeviceCache, arena_tensor, make_copier
+
+        identity = tuple((name, tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in kv_cache.items())
+        copier = self._copiers.get(identity)
+        if copier is None:
+            cache = DeviceCache.from_tensors(kv_cache, next(iter(kv_cache.values())).shape[0])
+            if cache.shard_bytes != self.layout.shard_bytes:
+                raise SettingsError(
+                    "layout.shard_bytes",
+                    self.layout.shard_bytes,
+                    f"{cache.shard_bytes}, the bytes of a block over the {len(kv_cache)} layers of this KV cache",
+                )
+            arena = self._space.arena
+            tensor = arena_tensor(arena.region(0), arena.slot_count, self.layout.slot_bytes)
+            copier = self._copiers[identity] = make_copier(cache, tensor)
+        return copier
+
+
+def _bytes(field: str, size: str | int) -> int:
+    return size if isinstance(size, int) else parse_size(field, size)
