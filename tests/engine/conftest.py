@@ -40,6 +40,7 @@ class Launcher:
         self.metrics_port = free_port()
         settings = {
             "DYN_KVBM_RUNTIME_DIR": str(self._runtime_dir),
+            "DYN_KVBM_ONBOARD": "always",
             "DYN_KVBM_METRICS": "true",
             "DYN_KVBM_METRICS_PORT": str(self.metrics_port),
             **(environment or {}),

@@ -11,6 +11,7 @@ from engine.engine_process import EngineProcess
 from engine.workload import BLOCK_TOKENS, again, workload
 
 SMALL_HOST_BLOCKS = 40
+BLOCK_BYTES = 65_536
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
 Reference = dict[str, list[int]]
@@ -25,6 +26,9 @@ def disk(directory: Path, host_blocks: int = 0) -> dict[str, str]:
     }
     if host_blocks:
         settings["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = str(host_blocks)
+    else:
+        # By default the way to this disk is wider than the disk itself.
+        settings["DYN_KVBM_DISK_STAGING_GB"] = str(SMALL_HOST_BLOCKS * BLOCK_BYTES / 1e9)
     return settings
 
 

@@ -1,0 +1,112 @@
+"""The library against a dict oracle: what comes back is what left, from host memory, from disk, after a restart."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+
+import kvbm
+
+torch = pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
+
+BLOCK_TOKENS = 8
+LAYERS = 3
+DEVICE_BLOCKS = 32
+BLOCK_SHAPE = (2, BLOCK_TOKENS, 16)
+SHARD_BYTES = LAYERS * 2 * BLOCK_TOKENS * 16 * 4
+
+
+def layout() -> kvbm.BlockLayout:
+    return kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=SHARD_BYTES)
+
+
+def new_cache(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(DEVICE_BLOCKS, *BLOCK_SHAPE, generator=generator) for i in range(LAYERS)}
+
+
+def content(cache: dict[str, torch.Tensor], blocks: list[int]) -> torch.Tensor:
+    return torch.stack([cache[f"layer.{i}"][blocks] for i in range(LAYERS)])
+
+
+def prompt(rng: random.Random, blocks: int) -> list[int]:
+    return [rng.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS))]
+
+
+def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    cache = new_cache(1)
+    oracle: dict[tuple[int, ...], torch.Tensor] = {}
+    prompts = [prompt(rng, rng.randint(1, 6)) for _ in range(24)]
+    hits = 0
+    # Room for a third of the blocks on the host: evictions and disk loads are the rule.
+    with kvbm.BlockManager(layout(), host=28 * 4096, disk="4MB", disk_dir=str(tmp_path)) as manager:
+        for _ in range(120):
+            tokens = rng.choice(prompts)
+            blocks = len(tokens) // BLOCK_TOKENS
+            with manager.match(tokens) as hit:
+                target = rng.sample(range(DEVICE_BLOCKS), blocks)
+                arrived = hit.onboard(cache, target)
+                hits += arrived
+                for i in range(arrived):
+                    wanted = oracle[tuple(tokens[: (i + 1) * BLOCK_TOKENS])]
+                    assert torch.equal(content(cache, [target[i]]), wanted)
+            for i in range(arrived, blocks):
+                for layer in cache.values():
+                    layer[target[i]] = torch.randn(BLOCK_SHAPE)
+            for i in range(blocks):
+                oracle[tuple(tokens[: (i + 1) * BLOCK_TOKENS])] = content(cache, [target[i]])
+            manager.offload(tokens, cache, target)
+            manager._space.check()
+        assert manager.flush()
+        assert manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
+    assert hits > 100
+
+
+def test_another_manager_finds_what_an_earlier_one_left_on_disk(tmp_path: Path) -> None:
+    cache, tokens, blocks = new_cache(2), list(range(5 * BLOCK_TOKENS)), [4, 9, 0, 31, 7]
+    before = content(cache, blocks)
+    with kvbm.BlockManager(layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path)) as manager:
+        assert manager.offload(tokens, cache, blocks) == 5
+    for layer in cache.values():
+        layer.zero_()
+    with kvbm.BlockManager(layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path)) as manager:
+        with manager.match(tokens) as hit:
+            assert (hit.blocks, hit.host, hit.disk) == (5, 0, 5)
+            assert hit.onboard(cache, blocks) == 5
+    assert torch.equal(content(cache, blocks), before)
+
+
+def test_extras_keep_tenants_apart() -> None:
+    cache, tokens = new_cache(3), list(range(2 * BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        manager.offload(tokens, cache, [0, 1], extras=b"tenant-a")
+        with manager.match(tokens, extras=b"tenant-b") as hit:
+            assert hit.blocks == 0
+        with manager.match(tokens, extras=b"tenant-a") as hit:
+            assert hit.blocks == 2
+
+
+def test_a_cache_of_another_shape_is_refused_in_one_line() -> None:
+    cache = {name: layer[:, :1] for name, layer in new_cache(4).items()}
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        with pytest.raises(kvbm.SettingsError, match=r"layout\.shard_bytes=\d+ cannot be used: \d+") as error:
+            manager.offload(list(range(BLOCK_TOKENS)), cache, [0])
+        assert "\n" not in str(error.value)
+        # What failed holds nothing.
+        manager._space.check()
+        assert manager._space.host.counts().filling == 0
+
+
+def test_a_host_size_below_one_block_is_refused() -> None:
+    with pytest.raises(kvbm.SettingsError, match="host='1KB' cannot be used: at least one block"):
+        kvbm.BlockManager(layout(), host="1KB")
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "library.py"
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.count("equal: True") == 2
