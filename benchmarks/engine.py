@@ -44,7 +44,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """A running `vllm.LLM`. Not thread-safe; ended with its process."""
+    """A running `vllm.LLM`, to be used in a `with` statement. Not thread-safe."""
 
     def __init__(
         self, model: str, scenario: Scenario, *, prompt_tokens: int, dtype: str = "bfloat16"
@@ -79,6 +79,13 @@ class Engine:
             **arguments,
         )
         self._sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Without this an error would wait for ever: the core is joined at exit and nothing tells it to go.
+        self._llm.llm_engine.engine_core.shutdown()
 
     def first_token_s(self, prompt: list[int]) -> tuple[float, int]:
         """Seconds until the first token of a prompt, and how many of its tokens were not computed."""
@@ -123,8 +130,9 @@ class Engine:
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """Random tokens; equal seeds give equal prompts."""
-    rng = random.Random(seed)
+    """Random tokens; equal seeds give equal prompts, and only they do."""
+    # As text: integers that differ in their sign alone seed alike.
+    rng = random.Random(str(seed))
     return [rng.randrange(10, 4000) for _ in range(tokens)]
 
 

@@ -36,16 +36,15 @@ def measure(
     Raises RuntimeError when a prompt hit anything.
     """
     blocks = options.tokens // BLOCK_TOKENS
-    engine = Engine(
-        model, scenario(side, blocks, block_bytes, options.prompts, scratch), prompt_tokens=options.tokens
-    )
+    chosen = scenario(side, blocks, block_bytes, options.prompts, scratch)
     times: list[float] = []
-    for number in range(options.prompts + 1):
-        # No wait between prompts: stores of one prompt overlap the next, as under load.
-        seconds, found = engine.first_token_s(prompt(1000 * options.round + number, options.tokens))
-        if found > BLOCK_TOKENS:
-            raise RuntimeError(f"{side}: {found} tokens of a new prompt were cached")
-        times.append(seconds)
+    with Engine(model, chosen, prompt_tokens=options.tokens) as engine:
+        for number in range(options.prompts + 1):
+            # No wait between prompts: stores of one prompt overlap the next, as under load.
+            seconds, found = engine.first_token_s(prompt(1000 * options.round + number, options.tokens))
+            if found > BLOCK_TOKENS:
+                raise RuntimeError(f"{side}: {found} tokens of a new prompt were cached")
+            times.append(seconds)
     return times[1:]
 
 

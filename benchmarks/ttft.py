@@ -67,40 +67,45 @@ def measure(model: str, chosen: Scenario, tokens: int, repeats: int) -> dict[str
     """Cold, device-hit and tier-hit times of one engine, in seconds, interleaved.
 
     A host hit is of the prompt just computed. A disk hit is of the one before it, which the small host tier has
-    evicted by then. Raises RuntimeError when a request was not served from where it should have been.
+    evicted by then. The first round warms up (first use of a shape, first touch of a pool) and does not count.
+    Raises RuntimeError when a request was not served from where it should have been.
     """
-    engine = Engine(model, chosen, prompt_tokens=tokens)
     times: dict[str, list[float]] = {"cold": [], "device": [], "tier": []}
-    for round_number in range(-1, repeats):
-        fresh = prompt(round_number, tokens)
-        wanted = {"cold": (fresh, 0), "device": (fresh, tokens)}
-        if chosen.tier is not None:
-            older = fresh if chosen.tier == "host" else prompt(round_number - 1, tokens)
-            wanted["tier"] = (older, tokens)
-        for kind, (text, cached) in wanted.items():
-            if kind == "tier":
-                if chosen.tier == "disk" and round_number < 0:
-                    continue
-                engine.settle()
+    with Engine(model, chosen, prompt_tokens=tokens) as engine:
+        for number in range(repeats + 1):
+            fresh = prompt(number, tokens)
+            took = {
+                "cold": _timed(engine, chosen, fresh, "cold"),
+                "device": _timed(engine, chosen, fresh, "device"),
+            }
+            engine.settle()
+            if chosen.tier == "host" or (chosen.tier == "disk" and number > 0):
                 engine.reset_device()
-            before = engine.hit_tokens(chosen.tier or "")
-            seconds, found = engine.first_token_s(text)
-            from_tier = engine.hit_tokens(chosen.tier or "") - before
-            least = LEAST_HIT_SHARE * cached
-            if (
-                found < least
-                or (kind == "tier" and from_tier < least)
-                or (kind == "cold" and found > BLOCK_TOKENS)
-            ):
-                raise RuntimeError(
-                    f"{chosen.name}, {kind}, round {round_number}: {found} of {tokens} tokens cached,"
-                    f" {from_tier} from {chosen.tier}"
-                )
-            # The first round warms up: first use of a shape, first touch of a pool.
-            if round_number >= 0:
+                older = fresh if chosen.tier == "host" else prompt(number - 1, tokens)
+                took["tier"] = _timed(engine, chosen, older, "tier")
+                engine.settle()
+            for kind, seconds in took.items() if number > 0 else ():
                 times[kind].append(seconds)
-        engine.settle()
     return times
+
+
+def _timed(engine: Engine, chosen: Scenario, text: list[int], kind: str) -> float:
+    """Seconds to the first token of a request that must have been served as `kind` says."""
+    tier = chosen.tier or ""
+    before = engine.hit_tokens(tier)
+    seconds, cached = engine.first_token_s(text)
+    from_tier = engine.hit_tokens(tier) - before
+    least = LEAST_HIT_SHARE * len(text)
+    wrong = {
+        "cold": cached > BLOCK_TOKENS,
+        "device": cached < least or from_tier > BLOCK_TOKENS,
+        "tier": from_tier < least,
+    }
+    if wrong[kind]:
+        raise RuntimeError(
+            f"{chosen.name}, {kind}: {cached} of {len(text)} tokens cached, {from_tier} of them from tier {tier!r}"
+        )
+    return seconds
 
 
 def summarise(

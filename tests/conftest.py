@@ -14,7 +14,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
-OPTIONAL = {"huggingface_hub", "matplotlib", "numpy", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
+OPTIONAL = {
+    "huggingface_hub",
+    "matplotlib",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "vllm",
+}
 """Not dependencies: the tests that need one of them are skipped where it is not installed."""
 
 settings.register_profile(

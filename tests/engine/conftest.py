@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from engine.engine_child import KV_CONNECTOR, Answers
 from engine.engine_process import EngineProcess
-from engine.manager_probe import Metrics, SharedManager, free_port, scrape
+from engine.manager_probe import Metrics, SharedManager, free_port, private_managers, scrape, wait_for
 from engine.workload import workload
 from kvbm.testing.tiny_model import make_model
 
 DEVICE_BLOCKS = 48
 """Far too few for the workload: blocks are evicted from the device and requests are preempted all the time."""
 REFERENCE_BLOCKS = 2000
-HOST_BLOCKS = 600
 
 
 class Launcher:
@@ -53,9 +52,25 @@ class Launcher:
         self.process.start({**everything, **options}, settings)
         return self.process
 
+    def stop(self) -> None:
+        """End the engine and wait for its private manager's end, so that the next finds the disk tier free."""
+        self.process.stop()
+        wait_for(lambda: not private_managers(self.process.pid), 20.0, "the private manager stays")
+
     def metrics(self) -> Metrics:
         """The private manager's metrics."""
         return scrape(self.metrics_port)
+
+    def assert_nothing_held(self) -> None:
+        """With no request left no block is leased or being filled: polled, as gauges follow twice a second."""
+
+        def settled() -> bool:
+            metrics = self.metrics()
+            held = [f'kvbm_leased_blocks{{tier="{tier}"}}' for tier in ("host", "disk")]
+            held += [f'kvbm_pool_blocks{{tier="{tier}",state="filling"}}' for tier in ("host", "disk")]
+            return not any(metrics[series] for series in held)
+
+        wait_for(settled, 10.0, "blocks are still held")
 
 
 @pytest.fixture(scope="session")
@@ -134,11 +149,12 @@ def reference(
 
 @pytest.fixture
 def shared_manager(tmp_path: Path, runtime_dir: Path) -> Iterator[Any]:
-    """Starts shared managers: `shared_manager("--host-blocks", "600")`."""
+    """Starts shared managers: `shared_manager("--host-blocks", "600")`, `at` a socket that another one had."""
     managers: list[SharedManager] = []
 
-    def start(*options: str) -> SharedManager:
-        manager = SharedManager(tmp_path, str(runtime_dir / f"shared-{len(managers)}.sock"), *options)
+    def start(*options: str, at: str = "") -> SharedManager:
+        path = at or str(runtime_dir / f"shared-{len(managers)}.sock")
+        manager = SharedManager(tmp_path, path, *options)
         managers.append(manager)
         return manager
 

@@ -89,14 +89,14 @@ class SharedManager:
         self.socket_path = socket_path
         self.metrics_port = free_port()
         self._log_path = directory / f"manager-{self.metrics_port}.log"
-        command = [sys.executable, "-m", "kvbm.cli.main", "manager", "--manager", socket_path]
+        command = [sys.executable, "-m", "kvbm.cli.main", "manager", "--socket", socket_path]
         command += ["--metrics-port", str(self.metrics_port), *options]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
                 [*command], stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        wait_for(lambda: os.path.exists(socket_path) or not self.alive, 20.0, "no socket")
+        wait_for(lambda: "engines use this manager" in self.log() or not self.alive, 20.0, "no manager")
         assert self.alive, self.log()
 
     @property

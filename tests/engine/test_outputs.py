@@ -6,35 +6,15 @@ from pathlib import Path
 
 import pytest
 from engine import reach
-from engine.conftest import HOST_BLOCKS, Launcher, differences
+from engine.conftest import Launcher, differences
+from engine.engine_child import KV_CONNECTOR
 from engine.engine_process import EngineProcess
+from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
 from engine.workload import BLOCK_TOKENS, again, workload
 
-SMALL_HOST_BLOCKS = 40
-BLOCK_BYTES = 65_536
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
 Reference = dict[str, list[int]]
-
-
-def disk(directory: Path, host_blocks: int = 0) -> dict[str, str]:
-    """Settings of a disk tier that holds everything, below a host tier of some blocks or none."""
-    settings = {
-        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "800",
-        "DYN_KVBM_DISK_CACHE_DIR": str(directory),
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
-    }
-    if host_blocks:
-        settings["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = str(host_blocks)
-    else:
-        # By default the way to this disk is wider than the disk itself.
-        settings["DYN_KVBM_DISK_STAGING_GB"] = str(SMALL_HOST_BLOCKS * BLOCK_BYTES / 1e9)
-    return settings
-
-
-def host(blocks: int = HOST_BLOCKS) -> dict[str, str]:
-    """Settings of a host tier alone."""
-    return {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(blocks)}
 
 
 def test_no_cache_evicts_and_preempts(launcher: Launcher, reference: Reference) -> None:
@@ -58,7 +38,7 @@ def test_host(launcher: Launcher, reference: Reference) -> None:
     assert metrics["kvbm_offload_blocks_d2h"] > 150
     assert metrics['kvbm_failures_total{tier="host",kind="load"}'] == 0
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
-    assert_nothing_leased(launcher)
+    launcher.assert_nothing_held()
 
 
 def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
@@ -66,7 +46,7 @@ def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
     assert differences(reference, answers) == []
     metrics = launcher.metrics()
     assert metrics["kvbm_onboard_blocks_h2d"] > 20
-    assert_nothing_leased(launcher)
+    launcher.assert_nothing_held()
     assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host"}'] > 100
 
 
@@ -82,7 +62,7 @@ def test_host_and_disk(launcher: Launcher, reference: Reference, tmp_path: Path)
     assert metrics["kvbm_offload_blocks_h2d"] > 100
     assert metrics['kvbm_failures_total{tier="disk",kind="corrupt"}'] == 0
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
-    assert_nothing_leased(launcher)
+    launcher.assert_nothing_held()
 
 
 def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
@@ -95,7 +75,7 @@ def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: P
     assert metrics["kvbm_onboard_blocks_d2d"] > 50
     assert metrics["kvbm_offload_blocks_d2d"] > 100
     assert metrics["kvbm_offload_blocks_d2h"] == 0
-    assert_nothing_leased(launcher)
+    launcher.assert_nothing_held()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -103,15 +83,16 @@ def test_disk_survives_a_restart(
     launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
 ) -> None:
     """With policy "fail" only what lies verified in host memory is promised: that must not cost the hits."""
-    transfer = {**_connector(), "kv_load_failure_policy": policy}
+    transfer = {**KV_CONNECTOR, "kv_load_failure_policy": policy}
     launcher.start(disk(tmp_path, HOST_BLOCKS), transfer).run(workload())
+    launcher.stop()
     engine = launcher.start(disk(tmp_path, HOST_BLOCKS), transfer)
     answers = engine.run(workload())
     assert differences(reference, answers) == []
     metrics = launcher.metrics()
     assert metrics["kvbm_onboard_blocks_d2d"] > 30
     assert metrics['kvbm_hit_blocks_total{tier="disk"}'] > 30
-    assert_nothing_leased(launcher)
+    launcher.assert_nothing_held()
 
 
 def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
@@ -123,7 +104,7 @@ def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> 
     assert metrics['kvbm_sessions{role="worker"}'] == 2
     assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > 50
     assert metrics["kvbm_onboard_blocks_d2d"] > 0
-    assert_nothing_leased(launcher)
+    launcher.assert_nothing_held()
 
 
 def test_two_engines_share_a_manager(
@@ -153,23 +134,3 @@ def test_two_engines_share_a_manager(
 
 def _run_again(child, suffix: str):
     return child.engine.run(again(workload(), suffix), timeout_s=90.0)
-
-
-def _connector() -> dict[str, str]:
-    from engine.engine_child import KV_CONNECTOR
-
-    return dict(KV_CONNECTOR)
-
-
-def assert_nothing_leased(launcher: Launcher) -> None:
-    """When no request is left, no block is leased or being filled: polled, as gauges follow twice a second."""
-    from engine.manager_probe import wait_for
-
-    def settled() -> bool:
-        metrics = launcher.metrics()
-        return (
-            metrics['kvbm_leased_blocks{tier="host"}'] == 0
-            and metrics['kvbm_pool_blocks{tier="host",state="filling"}'] == 0
-        )
-
-    wait_for(settled, 10.0, f"blocks are still held: {launcher.metrics()}")

@@ -232,6 +232,31 @@ def test_a_write_that_never_happened_is_a_miss(bench: Bench) -> None:
     assert load(bench.tier, LAYOUT, make_key(0), 0).corrupt, "the old record over the new bytes"
 
 
+def test_a_block_overwritten_while_it_is_read_is_a_miss_and_no_corruption(tmp_path: Path) -> None:
+    class Overtaken(Syscalls):
+        overtake: DiskTier | None = None
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            tier, moved = self.overtake, super().preadv(fd, buffers, offset)
+            if tier is not None and "slab" in os.readlink(f"/proc/self/fd/{fd}"):
+                self.overtake = None
+                assert tier._medium is not None
+                tier._medium.store(
+                    make_key(2), None, SlotIndex(0), 99, BlockBuffers.of(make_key(2), LAYOUT).views
+                )
+                moved = super().preadv(fd, buffers, offset)
+            return moved
+
+    syscalls = Overtaken()
+    tier = Bench(tmp_path, syscalls).tier
+    store(tier, LAYOUT, make_key(1), 0)
+    syscalls.overtake = tier
+    missed = load(tier, LAYOUT, make_key(1), 0)
+    assert (missed.outcome, missed.corrupt) == (Outcome.MISS, False)
+    assert load(tier, LAYOUT, make_key(2), 0).outcome is Outcome.HIT
+    tier.close(keep=False)
+
+
 def test_blocks_that_traded_places_are_not_believed(bench: Bench) -> None:
     """Whole records and whole blocks, but of each other's slots."""
     for slot in (0, 1):

@@ -102,7 +102,7 @@ def declared(requirements: list[str]) -> set[str]:
 def third_party(source: str) -> set[str]:
     """Top-level packages that are neither the standard library's nor ours."""
     names = {name.split(".")[0] for name in imports(source)}
-    return names - set(sys.stdlib_module_names) - {"kvbm"}
+    return names - set(sys.stdlib_module_names) - {"kvbm", "tomllib"}
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,0 +1,201 @@
+"""What the manager costs: a lookup over the socket, the index per block, an idle engine step, an arena at start.
+
+python -m benchmarks.manager [--blocks 1000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbm.block import Tier
+from kvbm.channel import Channel
+from kvbm.hashing import chain_key, derive_key, join_keys
+from kvbm.launch import ManagerAddress, ManagerFinder
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.leader import Leader
+from kvbm.manager.pool import SlotPool
+from kvbm.policy import LeafFirstLru
+from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Lookup, LookupReply, Release, Reserve, ReserveReply
+from kvbm.settings import Settings, process_environment
+from kvbm.tiers.host import HostArena
+
+RUN_KEYS = 8192
+CHAIN_BLOCKS = 8192
+LAYOUT = BlockLayout(block_tokens=16, shard_bytes=4096)
+NAMESPACE = Namespace(model="bench", fields=())
+
+
+def index_bytes_per_block(blocks: int) -> float:
+    """Python memory of the index of a full tier, its keys included, per block."""
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    pool = SlotPool(Tier.HOST, blocks, LeafFirstLru(blocks))
+    parent = None
+    for number in range(blocks):
+        if number % CHAIN_BLOCKS == 0:
+            parent = None
+        key = derive_key(NAMESPACE.fingerprint, number.to_bytes(8, "little"))
+        slot = pool.reserve(key, parent, float(number))
+        assert slot is not None
+        pool.commit(slot)
+        parent = key
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return (after - before) / blocks
+
+
+def connect(directory: str, blocks: int) -> tuple[Channel, Channel]:
+    """A worker's and a leader's session with a private manager in a process of its own."""
+    settings = Settings(host_blocks=blocks, runtime_dir=directory)
+    address = ManagerAddress.of(settings, "bench")
+    finder = ManagerFinder(address, settings, process_environment(), time.monotonic)
+    worker = Hello(
+        version=PROTOCOL_VERSION, role="worker", engine="bench", namespace=NAMESPACE, layout=LAYOUT
+    )
+    leader = Hello(version=PROTOCOL_VERSION, role="leader", engine="bench")
+    attached, _ = finder.establish(worker, 60.0, time.sleep)
+    return attached, finder.establish(leader, 60.0, time.sleep)[0]
+
+
+def ask(channel: Channel, message: Any, answer: type) -> Any:
+    """Send a message and wait for its answer."""
+    channel.send(message)
+    while True:
+        channel.wait(10.0)
+        for reply in channel.receive():
+            if isinstance(reply, answer):
+                return reply
+
+
+def lookup_times_s(leader: Channel, blocks: int, rounds: int) -> list[float]:
+    """Round trips of a lookup that hits `RUN_KEYS` blocks, with `blocks` blocks resident."""
+    chains: list[bytes] = []
+    for chain in range(blocks // CHAIN_BLOCKS):
+        keys, parent = [], bytes(32)
+        for number in range(CHAIN_BLOCKS):
+            parent = chain_key(NAMESPACE.fingerprint, parent, (chain, number))
+            keys.append(parent)
+        chains.append(join_keys(keys))
+        reply = ask(leader, Reserve(store=chain, parent=b"", keys=chains[-1]), ReserveReply)
+        assert min(reply.slots) >= 0, "the pool is too small"
+        leader.send(Commit(store=chain))
+    times = []
+    for number in range(rounds):
+        started = time.perf_counter()
+        reply = ask(leader, Lookup(lookup=number + 1, keys=chains[number % len(chains)]), LookupReply)
+        times.append(time.perf_counter() - started)
+        assert len(reply.slots) == RUN_KEYS
+        leader.send(Release(lookup=number + 1))
+        time.sleep(0.02)
+    return times
+
+
+def idle_leader_step_s(directory: str, rounds: int) -> float:
+    """An engine step with nothing to do, on the scheduler's side, with a manager attached."""
+    settings = Settings(host_blocks=64, runtime_dir=directory)
+    finder = ManagerFinder(
+        ManagerAddress.of(settings, "bench-idle"), settings, process_environment(), time.monotonic
+    )
+    worker = Hello(
+        version=PROTOCOL_VERSION, role="worker", engine="bench-idle", namespace=NAMESPACE, layout=LAYOUT
+    )
+    attached, _ = finder.establish(worker, 60.0, time.sleep)
+    hello = Hello(version=PROTOCOL_VERSION, role="leader", engine="bench-idle")
+    leader = Leader(finder, hello, 16, promise_early=True, clock=time.monotonic)
+    while not leader.ready:
+        leader.step((), (), 0, idle=True)
+        time.sleep(0.01)
+    started = time.perf_counter()
+    for _ in range(rounds):
+        leader.step((), (), 0, idle=True)
+        leader.updated(None, (), set())
+    seconds = (time.perf_counter() - started) / rounds
+    leader.close()
+    attached.close()
+    return seconds
+
+
+def arena_start_s(size_bytes: int) -> float:
+    """How long the making of a host arena holds up whoever waits for it; its pages are touched afterwards."""
+    layout = BlockLayout(block_tokens=16, shard_bytes=2 << 20)
+    started = time.perf_counter()
+    arena = HostArena(layout, size_bytes // layout.slot_bytes)
+    seconds = time.perf_counter() - started
+    arena.close()
+    return seconds
+
+
+def rows(blocks: int) -> list[dict[str, Any]]:
+    """What, budget, measured; times in ms, memory in bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as directory:
+        os.chmod(directory, 0o700)
+        worker, leader = connect(directory, blocks)
+        lookup_s = statistics.median(lookup_times_s(leader, blocks, rounds=30))
+        leader.close()
+        worker.close()
+        step_s = idle_leader_step_s(directory, rounds=2000)
+    return [
+        {
+            "what": f"lookup of {RUN_KEYS} keys, {blocks:,} blocks resident, round trip",
+            "unit": "ms",
+            "budget": 3.0,
+            "measured": lookup_s * 1e3,
+        },
+        {
+            "what": f"index, {blocks:,} blocks",
+            "unit": "bytes/block",
+            "budget": 200.0,
+            "measured": index_bytes_per_block(blocks),
+        },
+        {"what": "idle engine step, leader", "unit": "us", "budget": 50.0, "measured": step_s * 1e6},
+        {
+            "what": "start of an 8 GiB arena",
+            "unit": "ms",
+            "budget": 200.0,
+            "measured": arena_start_s(8 << 30) * 1e3,
+        },
+    ]
+
+
+def render(found: list[dict[str, Any]]) -> Table:
+    """A ratio of at most 1 is within the budget."""
+    table = Table(title="The manager", title_justify="left")
+    for column in ("what", "unit", "budget", "measured", "ratio"):
+        table.add_column(column, justify="left" if column in ("what", "unit") else "right")
+    for row in found:
+        ratio = row["measured"] / row["budget"]
+        table.add_row(
+            row["what"], row["unit"], f"{row['budget']:g}", f"{row['measured']:.3g}", f"{ratio:.2f}"
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=1_000_000 // CHAIN_BLOCKS * CHAIN_BLOCKS)
+    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where the JSON goes")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    found = rows(options.blocks)
+    (options.output / "manager.json").write_text(json.dumps(found, indent=2) + "\n")
+    Console().print(render(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
