@@ -33,8 +33,8 @@ SCENARIO_S_MAX = 540.0
 
 
 def scenario(name: str, blocks: int, block_bytes: int, repeats: int, scratch: Path) -> Scenario:
-    """How an engine is set up for one row. Disk rows get host memory for one prompt and a little, no more."""
-    roomy, tight = blocks * (repeats + 2), blocks * 5 // 4
+    """How an engine is set up for one row. Disk rows get host memory for one request and no more."""
+    roomy, tight = blocks * (repeats + 2), blocks + 2
     if name == "plain":
         return Scenario(name=name, tier=None)
     if name in NATIVE:

@@ -53,7 +53,7 @@ def _config(spec: str, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class CpuCopyWorker(OffloadingWorker):
+class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies blocks between the engine's KV and the host pool on one thread of its own, in order of submission.
 
     Called by the engine's worker thread; nothing here blocks but `wait` and `shutdown`.
@@ -113,7 +113,7 @@ class CpuCopyWorker(OffloadingWorker):
                 host[host_id].copy_(device[device_id])
             else:
                 device[device_id].copy_(host[host_id])
-        return len(device_ids) * device[0].numel()
+        return len(device_ids) * int(device[0].numel())
 
     def get_finished(self) -> list[TransferResult]:
         """What ended since the last call. With nothing but a copy pending it waits a moment: no busy loop."""
@@ -152,7 +152,7 @@ def _all_layers(kv_caches: CanonicalKVCaches) -> torch.Tensor:
     )
 
 
-class CpuHostSpec(CPUOffloadingSpec):
+class CpuHostSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's host tier. The pool is private memory of the worker process."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -164,7 +164,7 @@ class CpuHostSpec(CPUOffloadingSpec):
         return CpuCopyWorker(device, pool)
 
 
-class CpuTieringSpec(TieringOffloadingSpec):
+class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's host tier with secondary tiers. The pool is shared with the scheduler process, whose threads do I/O."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine.engine_child import KV_CONNECTOR, Answers
 from engine.engine_process import EngineProcess
 from engine.manager_probe import Metrics, SharedManager, free_port, private_managers, scrape, wait_for

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine import reach
 from engine.conftest import Launcher, differences
 from engine.engine_child import KV_CONNECTOR

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from engine import reach
 from engine.conftest import Launcher, differences
 from engine.engine_child import KV_CONNECTOR

@@ -37,6 +37,8 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
         metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)
         metrics.set("kvbm_tier_up", 0 if faults[tier] else 1, tier=tier)
         for state in BlockState:
-            metrics.set("kvbm_pool_blocks", blocks[tier, state.name.lower()], tier=tier, state=state.name.lower())
+            metrics.set(
+                "kvbm_pool_blocks", blocks[tier, state.name.lower()], tier=tier, state=state.name.lower()
+            )
     for queue, waiting in queues.items():
         metrics.set("kvbm_queue_blocks", waiting, queue=queue)

@@ -25,6 +25,9 @@ class Place(IntEnum):
     DROPPED = 2
 
 
+_PINNED = bytes((Place.PINNED,))
+
+
 @dataclass(slots=True)
 class Lease:
     """A pin on the run of blocks that a lookup found.
@@ -46,8 +49,7 @@ class Lease:
     def advance(self) -> bool:
         """Recount `ready`; True when it grew."""
         before = self.ready
-        while self.ready < len(self.slots) and self.places[self.ready] == Place.PINNED:
-            self.ready += 1
+        self.ready = len(self.places) - len(self.places.lstrip(_PINNED))
         return self.ready > before
 
     @property

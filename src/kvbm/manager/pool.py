@@ -7,6 +7,7 @@ call it after every step.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -44,33 +45,33 @@ class SlotPool:
         self.evicted_count = 0
         self._policy = policy
         self._on_emptied = on_emptied
-        self._slots: dict[BlockKey, int] = {}
+        self._resident: dict[BlockKey, int] = {}
+        self._filling: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = [None] * slot_count
         self._state = bytearray(slot_count)
-        self._leases = array("i", bytes(4 * slot_count))
+        # Leases by slot; a slot without one is absent.
+        self._leases: Counter[int] = Counter()
         self._free = array("i", range(slot_count - 1, -1, -1))
-        self._filling_count = 0
-        self._leased_count = 0
 
     # ---- questions
 
     def find(self, key: BlockKey) -> SlotIndex | None:
         """The slot that holds the block, resident; None otherwise (also while it is being filled)."""
-        slot = self._slots.get(key)
-        if slot is None or self._state[slot] != BlockState.RESIDENT:
-            return None
-        return SlotIndex(slot)
+        slot = self._resident.get(key)
+        return None if slot is None else SlotIndex(slot)
+
+    def find_all(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        """`find` for many keys at once."""
+        return list(map(self._resident.get, keys))
 
     def find_filling(self, key: BlockKey) -> SlotIndex | None:
         """The slot that is being filled with the block, if any."""
-        slot = self._slots.get(key)
-        if slot is None or self._state[slot] != BlockState.FILLING:
-            return None
-        return SlotIndex(slot)
+        slot = self._filling.get(key)
+        return None if slot is None else SlotIndex(slot)
 
     def holds(self, key: BlockKey) -> bool:
         """True when the block is resident or being filled."""
-        return key in self._slots
+        return key in self._resident or key in self._filling
 
     def key_of(self, slot: int) -> BlockKey:
         """The key of a slot that is not free."""
@@ -79,18 +80,20 @@ class SlotPool:
         return key
 
     def state_of(self, slot: int) -> BlockState:
+        """The slot's state."""
         return BlockState(self._state[slot])
 
     def is_leased(self, slot: int) -> bool:
-        return self._leases[slot] > 0
+        """Somebody holds the slot."""
+        return slot in self._leases
 
     def counts(self) -> PoolCounts:
-        free = len(self._free)
+        """How many slots are in each state."""
         return PoolCounts(
-            free=free,
-            filling=self._filling_count,
-            resident=self.slot_count - free - self._filling_count,
-            leased=self._leased_count,
+            free=len(self._free),
+            filling=len(self._filling),
+            resident=len(self._resident),
+            leased=len(self._leases),
         )
 
     def resident(self) -> Iterator[tuple[SlotIndex, BlockKey]]:
@@ -106,17 +109,12 @@ class SlotPool:
 
         The block must not be held already. Until `commit` nobody finds it.
         """
-        assert key not in self._slots, "block is held already"
-        # The parent is pinned while we look for room: evicting it would orphan the block that we make room for.
-        parent_slot = self._slots.get(parent, -1) if parent else -1
+        assert not self.holds(key), "block is held already"
+        parent_slot = self._slot_of(parent)
         if not self._free and not self._make_room(parent_slot):
             return None
         slot = self._free.pop()
-        self._move(slot, Transition.RESERVE)
-        self._keys[slot] = key
-        self._slots[key] = slot
-        self._filling_count += 1
-        self._policy.inserted(slot, parent_slot, now_s)
+        self._fill(slot, key, parent_slot, now_s)
         return SlotIndex(slot)
 
     def recover(self, found: Sequence[tuple[BlockKey, BlockKey | None, int]], now_s: float) -> None:
@@ -124,47 +122,55 @@ class SlotPool:
         assert len(self._free) == self.slot_count, "only an empty pool recovers"
         recency_s = {key: now_s - 1e-6 * (len(found) - i) for i, (key, _, _) in enumerate(found)}
         for key, parent, slot in _parents_first(found):
-            self._move(slot, Transition.RESERVE)
-            self._keys[slot] = key
-            self._slots[key] = slot
-            self._policy.inserted(slot, self._slots.get(parent, -1) if parent else -1, recency_s[key])
-            self._filling_count += 1
+            self._fill(slot, key, self._slot_of(parent), recency_s[key])
             self.commit(slot)
         self._free = array("i", (s for s in range(self.slot_count - 1, -1, -1) if not self._state[s]))
 
     def commit(self, slot: int) -> None:
         """The slot's bytes are complete: the block can be found from now on."""
         self._move(slot, Transition.COMMIT)
-        self._filling_count -= 1
-        self._policy.unleased(slot)
+        key = self.key_of(slot)
+        del self._filling[key]
+        self._resident[key] = slot
+        self._policy.evictable((slot,))
 
     def abort(self, slot: int) -> None:
         """The slot's bytes never became complete: it is free again."""
         self._move(slot, Transition.ABORT)
-        self._filling_count -= 1
+        del self._filling[self.key_of(slot)]
         self._empty(slot, was_resident=False)
 
     def evict(self, slot: int) -> None:
         """Drop a resident block that nobody leases."""
-        assert self._leases[slot] == 0, "a leased slot is never evicted"
+        assert slot not in self._leases, "a leased slot is never evicted"
         self._move(slot, Transition.EVICT)
+        del self._resident[self.key_of(slot)]
         self._empty(slot, was_resident=True)
 
     def lease(self, slot: int) -> None:
         """Pin a resident slot; pins add up."""
         assert self._state[slot] == BlockState.RESIDENT, "only resident slots are leased"
         self._leases[slot] += 1
-        if self._leases[slot] == 1:
-            self._leased_count += 1
-            self._policy.leased(slot)
+
+    def lease_all(self, slots: Sequence[int]) -> None:
+        """`lease` for many slots at once, all of them just found resident."""
+        self._leases.update(slots)
 
     def unlease(self, slot: int) -> None:
         """Undo one `lease`."""
-        assert self._leases[slot] > 0
-        self._leases[slot] -= 1
-        if self._leases[slot] == 0:
-            self._leased_count -= 1
-            self._policy.unleased(slot)
+        self.unlease_all((slot,))
+
+    def unlease_all(self, slots: Sequence[int]) -> None:
+        """`unlease` for many slots at once."""
+        leases, ended = self._leases, []
+        for slot in slots:
+            count = leases[slot]
+            if count > 1:
+                leases[slot] = count - 1
+            else:
+                del leases[slot]
+                ended.append(slot)
+        self._policy.evictable(ended)
 
     def accessed(self, slots: list[int], now_s: float) -> None:
         """A request used these blocks."""
@@ -174,7 +180,7 @@ class SlotPool:
         """Evict every block that is not in use; (dropped, in use)."""
         dropped = 0
         for slot, _ in list(self.resident()):
-            if not self._leases[slot]:
+            if slot not in self._leases:
                 self.evict(slot)
                 dropped += 1
         return dropped, self.slot_count - len(self._free)
@@ -186,25 +192,40 @@ class SlotPool:
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
         assert states[BlockState.FREE] == len(self._free) == len(set(self._free))
-        assert states[BlockState.FILLING] == self._filling_count
-        assert len(self._slots) == self.slot_count - len(self._free)
-        for key, slot in self._slots.items():
-            assert self._keys[slot] == key and self._state[slot] != BlockState.FREE
-        leased = [slot for slot, count in enumerate(self._leases) if count]
-        assert all(self._state[slot] == BlockState.RESIDENT for slot in leased)
-        assert len(leased) == self._leased_count and min(self._leases) >= 0
+        assert states[BlockState.FILLING] == len(self._filling)
+        assert states[BlockState.RESIDENT] == len(self._resident)
+        for state, index in ((BlockState.FILLING, self._filling), (BlockState.RESIDENT, self._resident)):
+            for key, slot in index.items():
+                assert self._keys[slot] == key
+                assert self._state[slot] == state
+        for slot, count in self._leases.items():
+            assert self._state[slot] == BlockState.RESIDENT
+            assert count > 0
+
+    def _slot_of(self, key: BlockKey | None) -> int:
+        """The slot of a block that is held in any state, or -1."""
+        if key is None:
+            return -1
+        return self._resident.get(key, self._filling.get(key, -1))
 
     def _make_room(self, parent_slot: int) -> bool:
-        pinned = parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT
-        if pinned:
-            self.lease(parent_slot)
-        victim = self._policy.victim()
+        # Evicting the parent would orphan the very block that we make room for.
+        pinned = (
+            (parent_slot,) if parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT else ()
+        )
+        self.lease_all(pinned)
+        victim = self._policy.victim(self._leases)
         if victim >= 0:
             self.evict(victim)
             self.evicted_count += 1
-        if pinned:
-            self.unlease(parent_slot)
+        self.unlease_all(pinned)
         return victim >= 0
+
+    def _fill(self, slot: int, key: BlockKey, parent_slot: int, now_s: float) -> None:
+        self._move(slot, Transition.RESERVE)
+        self._keys[slot] = key
+        self._filling[key] = slot
+        self._policy.inserted(slot, parent_slot, now_s)
 
     def _move(self, slot: int, transition: Transition) -> None:
         before, after = TRANSITIONS[transition]
@@ -215,7 +236,6 @@ class SlotPool:
 
     def _empty(self, slot: int, was_resident: bool) -> None:
         key = self.key_of(slot)
-        del self._slots[key]
         self._keys[slot] = None
         self._policy.removed(slot)
         self._free.append(slot)

@@ -44,6 +44,7 @@ class Requests:
         self._watchers: dict[tuple[int, int], set[int]] = {}
 
     def lookup(self, session: Session, message: Message) -> None:
+        """Find and lease the longest run; bring what is on disk up."""
         assert isinstance(message, Lookup)
         keys = _keys(message.keys)
         if not 0 <= message.skip <= len(keys):
@@ -62,13 +63,14 @@ class Requests:
             LookupReply(
                 lookup=message.lookup,
                 slots=tuple(lease.slots),
-                generations=tuple(engine.space.arena.generation(slot) for slot in lease.slots),
+                generations=engine.space.arena.generations(lease.slots),
                 ready=lease.ready,
                 sources=found,
             )
         )
 
     def release(self, session: Session, message: Message) -> None:
+        """End a lease and count what it brought to the device."""
         assert isinstance(message, Release)
         engine = self._membership.of(session)
         if engine is None or engine.leader is not session:
@@ -82,6 +84,7 @@ class Requests:
             self._traffic.failed_load(message.failed)
 
     def reserve(self, session: Session, message: Message) -> None:
+        """Slots for blocks that are not held yet."""
         assert isinstance(message, Reserve)
         keys, parents = _keys(message.keys), _keys(message.parent)
         engine = self._membership.led_by(session)
@@ -94,6 +97,7 @@ class Requests:
         session.send(ReserveReply(store=message.store, slots=tuple(slots)))
 
     def commit(self, session: Session, message: Message) -> None:
+        """All ranks wrote their slots: the blocks can be found from now on."""
         assert isinstance(message, Commit)
         engine = self._membership.of(session)
         if engine is not None and engine.leader is session:
@@ -101,6 +105,7 @@ class Requests:
             self._traffic.stored(stored, message.seconds)
 
     def watch(self, session: Session, message: Message) -> None:
+        """A worker wants to hear of a lookup's progress."""
         assert isinstance(message, Watch)
         engine, lease = self._membership.of(session), None
         if engine is not None and engine.leader is not None:
@@ -113,6 +118,7 @@ class Requests:
         session.send(Progress(lookup=message.lookup, ready=lease.ready, final=lease.final))
 
     def fence_done(self, session: Session, message: Message) -> None:
+        """A worker is past a fence."""
         assert isinstance(message, FenceDone)
         self._membership.fences.answered(message.fence, session)
 

@@ -104,30 +104,33 @@ class Space:
         """End a lease; the lease as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
         if lease is not None:
-            for i, slot in enumerate(lease.slots):
-                if lease.places[i] == Place.PINNED:
-                    self.host.unlease(slot)
-                lease.places[i] = Place.DROPPED
+            pairs = zip(lease.slots, lease.places, strict=False)
+            self.host.unlease_all([slot for slot, place in pairs if place == Place.PINNED])
+            lease.places = bytearray((Place.DROPPED,)) * len(lease.places)
         return lease
 
     def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
         """Note the run's blocks; pin those in host memory now, so that making room below cannot evict them."""
-        host, disk = self.host, self.disk if self.tier and not self.tier.fault else None
-        for i in range(skip, len(keys)):
-            key = keys[i]
-            slot = host.find(key)
-            if slot is not None:
-                host.lease(slot)
-                lease.slots.append(slot)
-                lease.sources.append(Tier.HOST)
-                lease.places.append(Place.PINNED)
-            elif disk is not None and disk.find(key) is not None:
-                lease.slots.append(-1)
-                lease.sources.append(Tier.DISK)
-                lease.places.append(Place.WAITING)
-            else:
-                break
-            lease.keys.append(key)
+        wanted = keys[skip:]
+        on_host = self.host.find_all(wanted)
+        run = on_host.index(None) if None in on_host else len(on_host)
+        slots: list[int] = [slot for slot in on_host[:run] if slot is not None]
+        sources, places = bytearray((Tier.HOST,)) * run, bytearray((Place.PINNED,)) * run
+        if run < len(wanted) and self.disk is not None and self.tier is not None and not self.tier.fault:
+            for i in range(run, len(wanted)):
+                slot = on_host[i]
+                if slot is None and self.disk.find(wanted[i]) is None:
+                    break
+                slots.append(-1 if slot is None else slot)
+                sources.append(Tier.DISK if slot is None else Tier.HOST)
+                places.append(Place.WAITING if slot is None else Place.PINNED)
+        lease.keys, lease.slots, lease.sources, lease.places = (
+            list(wanted[: len(slots)]),
+            slots,
+            sources,
+            places,
+        )
+        self.host.lease_all([slot for slot in slots if slot >= 0])
 
     def _raise_missing(self, lease: Lease, before: BlockKey | None) -> None:
         """Give every block that is only on disk a host slot; the run ends at the first that gets none."""
@@ -363,8 +366,7 @@ class Space:
             now_s = self._clock()
             for pool in (self.host, self.disk):
                 if pool is not None:
-                    slots = (pool.find(key) for key in keys)
-                    pool.accessed([slot for slot in slots if slot is not None], now_s)
+                    pool.accessed([slot for slot in pool.find_all(keys) if slot is not None], now_s)
             if self.offloader is not None:
                 parent: BlockKey | None = None
                 for key in keys:

@@ -6,7 +6,7 @@ Called by the one thread that owns the tier; never blocks, does no I/O, reads no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 from kvbm.block import BlockKey
@@ -16,22 +16,19 @@ class EvictionPolicy(Protocol):
     """Chooses which resident, unleased block a full tier gives up."""
 
     def inserted(self, slot: int, parent: int, now_s: float) -> None:
-        """The slot now holds a block whose parent block is in slot `parent` (or -1). It is leased until `unleased`."""
+        """The slot is being filled with a block whose parent is in slot `parent` (or -1); not to be chosen yet."""
 
     def accessed(self, slots: Sequence[int], now_s: float) -> None:
         """A request used these blocks, a prefix in chain order."""
 
-    def leased(self, slot: int) -> None:
-        """The slot must not be chosen until `unleased`."""
-
-    def unleased(self, slot: int) -> None:
-        """The last lease on the slot ended."""
+    def evictable(self, slots: Iterable[int]) -> None:
+        """These slots may be chosen: their block became resident, or the last lease on them ended."""
 
     def removed(self, slot: int) -> None:
         """The slot was emptied, by eviction or otherwise."""
 
-    def victim(self) -> int:
-        """A slot to evict, or -1 when every block is leased. The caller evicts it and calls `removed`."""
+    def victim(self, leased: Container[int]) -> int:
+        """A slot to evict that is not `leased`, or -1 when there is none. The caller evicts it and calls `removed`."""
 
 
 class AdmissionPolicy(Protocol):

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
+from enum import IntEnum
+
+_SPARE_ENTRIES = 1024
+
+
+class _State(IntEnum):
+    ABSENT = 0
+    FILLING = 1
+    RESIDENT = 2
 
 
 class LeafFirstLru:
     """Leaf-first LRU over `slot_count` slots.
 
-    Uses are written to an array; the heap of leaves is corrected lazily when a victim is asked for, so an access
-    costs one array write and a victim O(log n) amortised. Memory: 29 bytes a slot plus one heap entry per leaf.
+    A use is one write to an array; the queue of leaves is corrected when a victim is asked for, so a victim costs
+    O(log n) amortised. Memory: 18 bytes a slot, and one queue entry per leaf and at most as many outdated ones.
     """
-
-    _ABSENT, _UNLEASED, _LEASED = 0, 1, 2
 
     def __init__(self, slot_count: int) -> None:
         self._used_s = array("d", bytes(8 * slot_count))
@@ -27,46 +34,55 @@ class LeafFirstLru:
         self._state = bytearray(slot_count)
         self._queued = bytearray(slot_count)
         self._leaves: list[tuple[float, int]] = []
+        self._outdated = 0
 
     def inserted(self, slot: int, parent: int, now_s: float) -> None:
-        assert self._state[slot] == self._ABSENT
-        self._state[slot] = self._LEASED
+        """Begin to fill the slot; its parent stops being a leaf."""
+        assert self._state[slot] == _State.ABSENT
+        self._state[slot] = _State.FILLING
         self._used_s[slot] = now_s
         self._children[slot] = 0
         self._parent[slot] = parent
         if parent >= 0:
             self._children[parent] += 1
+            if self._queued[parent] and self._children[parent] == 1:
+                self._outdated += 1
+                self._tidy()
 
     def accessed(self, slots: Sequence[int], now_s: float) -> None:
+        """Note a use of each slot."""
         used_s = self._used_s
         for slot in slots:
             used_s[slot] = now_s
 
-    def leased(self, slot: int) -> None:
-        assert self._state[slot] != self._ABSENT
-        self._state[slot] = self._LEASED
-
-    def unleased(self, slot: int) -> None:
-        assert self._state[slot] == self._LEASED
-        self._state[slot] = self._UNLEASED
-        self._offer(slot)
+    def evictable(self, slots: Iterable[int]) -> None:
+        """Queue those of the slots that are leaves and not queued already."""
+        queued, children, state = self._queued, self._children, self._state
+        for slot in slots:
+            state[slot] = _State.RESIDENT
+            if not queued[slot] and not children[slot]:
+                self._queue(slot)
 
     def removed(self, slot: int) -> None:
-        assert self._state[slot] != self._ABSENT
-        self._state[slot] = self._ABSENT
+        """Empty the slot; its parent may become a leaf."""
+        assert self._state[slot] != _State.ABSENT
+        self._state[slot] = _State.ABSENT
         parent = self._parent[slot]
         self._parent[slot] = -1
         if parent >= 0:
             self._children[parent] -= 1
-            self._offer(parent)
+            if not self._children[parent] and not self._queued[parent]:
+                self._queue(parent)
         if self._children[slot]:
             self._orphan(slot)
 
-    def victim(self) -> int:
+    def victim(self, leased: Container[int]) -> int:
+        """The unleased leaf used longest ago; -1 when there is none."""
         leaves = self._leaves
         while leaves:
             queued_s, slot = leaves[0]
-            if self._state[slot] != self._UNLEASED or self._children[slot]:
+            if self._state[slot] != _State.RESIDENT or self._children[slot] or slot in leased:
+                # It comes back when its lease ends, or when it becomes a leaf again.
                 heapq.heappop(leaves)
                 self._queued[slot] = 0
             elif queued_s < self._used_s[slot]:
@@ -75,11 +91,24 @@ class LeafFirstLru:
                 return slot
         return -1
 
-    def _offer(self, slot: int) -> None:
-        if self._queued[slot] or self._children[slot] or self._state[slot] != self._UNLEASED:
-            return
+    def _queue(self, slot: int) -> None:
         self._queued[slot] = 1
         heapq.heappush(self._leaves, (self._used_s[slot], slot))
+
+    def _tidy(self) -> None:
+        """Drop the entries of blocks that got continuations, once they are half of the queue."""
+        if self._outdated < _SPARE_ENTRIES or 2 * self._outdated < len(self._leaves):
+            return
+        kept = []
+        for entry in self._leaves:
+            slot = entry[1]
+            if self._children[slot]:
+                self._queued[slot] = 0
+            else:
+                kept.append(entry)
+        heapq.heapify(kept)
+        self._leaves = kept
+        self._outdated = 0
 
     def _orphan(self, slot: int) -> None:
         """A block left before its continuations (it was corrupt, or its store failed): they become roots."""

@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_zerofill_fallback: bool = False
     disk_o_direct: bool = True
     disk_offload_filter: bool = True
-    disk_io_threads: int = 4
+    disk_io_threads: int = 8
     onboard: str = "measured"
     staging_bytes: int = 512_000_000
     max_concurrent_transfers: int = 4

@@ -60,6 +60,10 @@ class HostArena:
     def generation(self, slot: int) -> int:
         return self._generations[slot]
 
+    def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """The generation of each slot."""
+        return tuple(map(self._generations.__getitem__, slots))
+
     def invalidate(self, slot: int) -> None:
         """The slot stops holding what it held: copies out of it that are still running will be discarded."""
         self._generations[slot] += 1

@@ -67,6 +67,7 @@ class SchedulerSide:
         )
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the computed ones can be loaded (None: ask again), and that loads are asynchronous."""
         if request.request_id not in self._requests:
             self.added(request)
         answer = self._leader.matched(request.request_id, num_computed_tokens // self._block_tokens)
@@ -84,11 +85,13 @@ class SchedulerSide:
         return {source: count for source, count in split.items() if count}
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has device blocks now: plan its load, or let go of what was found."""
         count = -(-num_external_tokens // self._block_tokens)
         table = blocks.get_block_ids()[0] if count > 0 else ()
         self._leader.allocated(request.request_id, count, table)
 
     def step(self, output: Any) -> StepPlan:
+        """The plan that goes to the ranks with this step's scheduler output."""
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []
@@ -103,11 +106,13 @@ class SchedulerSide:
         return self._leader.step(entries, preempted, prefill, idle=not output.total_num_scheduled_tokens)
 
     def updated(self, connector_output: Any, report: StepReport | None) -> None:
+        """What the ranks reported after a step."""
         arrived = getattr(connector_output, "finished_recving", None) or ()
         invalid = getattr(connector_output, "invalid_block_ids", None) or set()
         self._leader.updated(report, arrived, invalid)
 
     def finished(self, request: Any) -> None:
+        """The request ended or was aborted."""
         self._requests.pop(request.request_id, None)
         self._tables.drop(request.request_id)
         self._leader.finished(request.request_id)

@@ -106,6 +106,7 @@ class WorkerSide:
         return {load.request for load in loads}
 
     def take_failed_blocks(self) -> set[int]:
+        """Device blocks whose loads failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

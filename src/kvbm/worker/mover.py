@@ -118,6 +118,7 @@ class Mover:
         self._thread.start()
 
     def put(self, job: StoreJob | LoadJob) -> None:
+        """Hand the thread a job; never blocks."""
         self._inbox.put(job)
         os.eventfd_write(self._wake, 1)
 
