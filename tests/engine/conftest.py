@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from kvbm.testing.tiny_model import make_model
 DEVICE_BLOCKS = 48
 """Far too few for the workload: blocks are evicted from the device and requests are preempted all the time."""
 REFERENCE_BLOCKS = 2000
+GAUGES_S = 0.7
+"""Longer than the manager's gauges stay as they are."""
 
 
 class Launcher:
@@ -63,7 +66,8 @@ class Launcher:
         return scrape(self.metrics_port)
 
     def assert_nothing_held(self) -> None:
-        """With no request left no block is leased or being filled: polled, as gauges follow twice a second."""
+        """With no request left no block is leased or being filled. The gauges follow twice a second."""
+        time.sleep(GAUGES_S)
 
         def settled() -> bool:
             metrics = self.metrics()

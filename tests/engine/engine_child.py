@@ -80,6 +80,7 @@ class Engine:
         self.llm = vllm.LLM(**arguments)
         self.core = self.llm.llm_engine
         self._preempted = 0
+        self._adapters: dict[str, int] = {}
         self._count_preemptions()
 
     @property
@@ -133,7 +134,7 @@ class Engine:
                 params = SamplingParams(
                     temperature=0.0, max_tokens=request.output_count, ignore_eos=True, detokenize=False
                 )
-                self.core.add_request(request.name, prompt, params)
+                self.core.add_request(request.name, prompt, params, lora_request=self._adapter(request.lora))
                 open_requests[request.name], ages[request.name] = request, 0
             for name, request in list(open_requests.items()):
                 if request.abort_after is not None and ages[name] >= request.abort_after:
@@ -157,6 +158,14 @@ class Engine:
         run.seconds = time.monotonic() - started_s
         run.preempted = self._preempted - before
         return run
+
+    def _adapter(self, directory: str) -> Any:
+        if not directory:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(directory, len(self._adapters) + 1)
+        return LoRARequest(f"adapter-{number}", number, directory)
 
     def close(self) -> None:
         """Stop the engine; the process can start another."""

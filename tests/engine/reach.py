@@ -5,6 +5,7 @@ Each function is called as `function(child, …)`. They know names inside kvbm; 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -16,7 +17,9 @@ from engine import manager_probe
 from engine.engine_child import Answers, Child, Engine
 from engine.workload import Request
 
+_Hook = Callable[[Any], None]
 _gate = threading.Event()
+_audit: list[bool] = []
 
 
 def _engine(child: Child) -> Engine:
@@ -104,15 +107,21 @@ def run_and_signal(
 
 
 class _Copier:
-    """A copier whose loads go through `before` and `after`, called with the (device block, slot) pairs."""
+    """A copier with `before` and `after` each load and after each store, called with (device block, slot) pairs."""
 
-    def __init__(self, inner: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    def __init__(self, inner: Any, before: _Hook, after: _Hook, stored: _Hook) -> None:
         self._inner = inner
         self._before = before
         self._after = after
+        self._stored = stored
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def store(self, pairs: Any, after: Any) -> Any:
+        result = self._inner.store(pairs, after)
+        self._stored(pairs)
+        return result
 
     def load(self, pairs: Any, after: Any) -> Any:
         self._before(pairs)
@@ -126,18 +135,44 @@ def _nothing(pairs: Any) -> None:
 
 
 def _wrap_copier(
-    engine: Engine, before: Callable[[Any], None] = _nothing, after: Callable[[Any], None] = _nothing
+    engine: Engine, before: _Hook = _nothing, after: _Hook = _nothing, stored: _Hook = _nothing
 ) -> None:
     mover = _mover(engine)
     make = mover._make_mapping
 
     def wrapped(*arguments: Any) -> Any:
         mapping = make(*arguments)
-        mapping.copier = _Copier(mapping.copier, before, after)
+        mapping.copier = _Copier(mapping.copier, before, after, stored)
         return mapping
 
     mover._make_mapping = wrapped
-    mover._mapping.copier = _Copier(mover._mapping.copier, before, after)
+    mover._mapping.copier = _Copier(mover._mapping.copier, before, after, stored)
+
+
+def audit_copies(child: Child) -> None:
+    """Note the bytes of every device block that is stored, and look for those of every block that is loaded."""
+    engine = _engine(child)
+    worker = engine.core.model_executor.driver_worker.worker
+    caches = worker.model_runner.kv_caches
+    seen: set[bytes] = set()
+    _audit.clear()
+
+    def digest(block: int) -> bytes:
+        joined = b"".join(cache[block].contiguous().numpy().tobytes() for cache in caches)
+        return hashlib.sha256(joined).digest()
+
+    def note(pairs: Any) -> None:
+        seen.update(digest(block) for block, _ in pairs)
+
+    def compare(pairs: Any) -> None:
+        _audit.extend(digest(block) in seen for block, _ in pairs)
+
+    _wrap_copier(engine, after=compare, stored=note)
+
+
+def audit_result(child: Child) -> tuple[int, int]:
+    """How many loaded blocks were compared, and how many of them were never stored like that."""
+    return len(_audit), _audit.count(False)
 
 
 def fail_loads(child: Child, every: int) -> None:

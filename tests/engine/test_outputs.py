@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import reach
 from engine.conftest import Launcher, differences
-from engine.engine_child import KV_CONNECTOR
+from engine.engine_child import KV_CONNECTOR, Answers, Child
 from engine.engine_process import EngineProcess
+from engine.manager_probe import wait_for
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
 from engine.workload import BLOCK_TOKENS, again, workload
 
@@ -109,7 +111,7 @@ def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> 
 
 
 def test_two_engines_share_a_manager(
-    launcher: Launcher, second_launcher: Launcher, reference: Reference, shared_manager
+    launcher: Launcher, second_launcher: Launcher, reference: Reference, shared_manager: Any
 ) -> None:
     """The second engine hits what the first one computed; then both are busy at once."""
     manager = shared_manager("--host-blocks", str(HOST_BLOCKS))
@@ -133,5 +135,37 @@ def test_two_engines_share_a_manager(
         assert differences(reference, engine.receive(100.0), "+") == []
 
 
-def _run_again(child, suffix: str):
+def test_engine_killed_beside_another(
+    launcher: Launcher, second_launcher: Launcher, reference: Reference, shared_manager: Any
+) -> None:
+    """kill -9 of an engine: what it held is given back, what it stored stays for the other one."""
+    manager = shared_manager("--host-blocks", str(HOST_BLOCKS))
+    settings = {"DYN_KVBM_MANAGER": manager.socket_path}
+    victim = second_launcher.start(settings)
+    survivor = launcher.start(settings)
+    victim.send(_run_again, "+")
+    wait_for(lambda: manager.metrics()["kvbm_offload_blocks_d2h"] > 100, 60.0, "nothing is stored")
+    victim.kill()
+    assert differences(reference, survivor.run(workload())) == []
+    metrics = manager.metrics()
+    assert metrics["kvbm_onboard_blocks_h2d"] > 100
+    wait_for(lambda: manager.metrics()["kvbm_engines"] == 1, 20.0, "the killed engine stays")
+    for series in ('kvbm_leased_blocks{tier="host"}', 'kvbm_pool_blocks{tier="host",state="filling"}'):
+        wait_for(lambda series=series: manager.metrics()[series] == 0, 20.0, f"{series} stays")
+
+
+def test_bytes_come_back_as_they_were(launcher: Launcher, tmp_path: Path) -> None:
+    """What is loaded into a device block is, bit for bit, what some device block held when it was stored."""
+    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS))
+    engine.call(reach.audit_copies, timeout_s=20.0)
+    engine.run(workload())
+    engine.run(again(workload(), "+"))
+    compared, different = engine.call(reach.audit_result, timeout_s=20.0)
+    assert compared > 200
+    assert different == 0
+    assert launcher.metrics()["kvbm_onboard_blocks_d2d"] > 20
+
+
+def _run_again(child: Child, suffix: str) -> Answers:
+    assert child.engine is not None
     return child.engine.run(again(workload(), suffix), timeout_s=90.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK_TOKENS = 32
 MODEL_TOKENS_MAX = 768
@@ -20,7 +20,8 @@ PREFIX_TOKENS = (320, 256, 200, 416)
 class Request:
     """One request. With a `parent` its prompt is the parent's prompt, the parent's answer, then `tokens`.
 
-    `abort_after` steps with the request in flight it is aborted; its answer is not compared.
+    `abort_after` steps with the request in flight it is aborted; its answer is not compared. `lora` is the directory
+    of an adapter.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Request:
     parent: str = ""
     abort_after: int | None = None
     salt: str = ""
+    lora: str = ""
 
 
 def random_tokens(source: random.Random, count: int) -> tuple[int, ...]:
@@ -65,13 +67,6 @@ def workload(seed: int = 1) -> list[Request]:
 def again(requests: Iterable[Request], suffix: str) -> list[Request]:
     """The same requests under other names: what was asked before is asked once more."""
     return [
-        Request(
-            name=request.name + suffix,
-            tokens=request.tokens,
-            output_count=request.output_count,
-            parent=request.parent + suffix if request.parent else "",
-            abort_after=request.abort_after,
-            salt=request.salt,
-        )
+        replace(request, name=request.name + suffix, parent=request.parent and request.parent + suffix)
         for request in requests
     ]

@@ -303,7 +303,7 @@ def test_a_server_that_ends_early_shows_the_end_of_its_log(
 def test_a_server_that_never_answers_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
+    child = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     stand_in(monkeypatch, child)
     with pytest.raises(ServerError, match="not ready after"), make_server(tmp_path / "log", 1.5):
         pass

@@ -28,6 +28,7 @@ from kvbm.tiers.host import HostArena
 LEASE_S = 120.0
 RESERVATION_S = 120.0
 HEAL_INTERVAL_S = 10.0
+CLOSE_S_MAX = 5.0
 _TOUCHED_RUNS_MAX = 256
 
 
@@ -98,6 +99,9 @@ class Space:
         lease.advance()
         if self.onboarder is not None:
             self.onboarder.pump()
+        if not lease.slots:  # the tier refused the first block just now
+            self.release(owner, number)
+            return None
         return lease
 
     def release(self, owner: Owner, number: int) -> Lease | None:
@@ -266,8 +270,9 @@ class Space:
 
     def clear(self, tier: str = "") -> tuple[int, int]:
         """Drop every block that is not in use, of one tier or of all; (dropped, in use)."""
-        for reservation in self.reservations:
-            reservation.stale = True
+        if tier in ("", self.host.tier.name.lower()):
+            for reservation in self.reservations:
+                reservation.stale = True
         dropped = in_use = 0
         for pool in (self.host, self.disk):
             if pool is not None and tier in ("", pool.tier.name.lower()):
@@ -308,9 +313,10 @@ class Space:
 
     def close(self, keep: bool) -> None:
         """Write what waits (bounded), release the tiers."""
+        for lease in list(self.leases):
+            self.release(lease.owner, lease.number)
         if self.tier is not None:
-            self.tier.drain(5.0)
-            self.pump()
+            self._write_out(self.tier)
             self.tier.close(keep)
         self.arena.close()
 
@@ -337,6 +343,18 @@ class Space:
             self.options.in_flight_max,
             self.options.staging,
         )
+
+    def _write_out(self, tier: SlotTier) -> None:
+        """Let what is queued for the tier reach it, while it gets there and at most for a few seconds."""
+        assert self.offloader is not None
+        deadline_s = self._clock() + CLOSE_S_MAX
+        self.pump()
+        waiting = self.offloader.queued_count
+        while waiting and tier.drain(max(0.0, deadline_s - self._clock())):
+            self.pump()
+            before, waiting = waiting, self.offloader.queued_count
+            if waiting >= before or self._clock() >= deadline_s:
+                return
 
     def _heal(self, tier: SlotTier) -> None:
         """A tier that is off is tried again now and then; what it still holds is found anew."""

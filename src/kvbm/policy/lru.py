@@ -24,13 +24,16 @@ class LeafFirstLru:
     """Leaf-first LRU over `slot_count` slots.
 
     A use is one write to an array; the queue of leaves is corrected when a victim is asked for, so a victim costs
-    O(log n) amortised. Memory: 18 bytes a slot, and one queue entry per leaf and at most as many outdated ones.
+    O(log n) amortised. Memory: 26 bytes a slot, and one queue entry per leaf and at most as many outdated ones.
     """
 
     def __init__(self, slot_count: int) -> None:
         self._used_s = array("d", bytes(8 * slot_count))
+        # The continuations of a block are a list through the slots: its first child, and each child's siblings.
         self._parent = array("i", [-1]) * slot_count
-        self._children = array("i", bytes(4 * slot_count))
+        self._child = array("i", [-1]) * slot_count
+        self._next = array("i", [-1]) * slot_count
+        self._previous = array("i", [-1]) * slot_count
         self._state = bytearray(slot_count)
         self._queued = bytearray(slot_count)
         self._leaves: list[tuple[float, int]] = []
@@ -41,11 +44,13 @@ class LeafFirstLru:
         assert self._state[slot] == _State.ABSENT
         self._state[slot] = _State.FILLING
         self._used_s[slot] = now_s
-        self._children[slot] = 0
         self._parent[slot] = parent
         if parent >= 0:
-            self._children[parent] += 1
-            if self._queued[parent] and self._children[parent] == 1:
+            sibling = self._next[slot] = self._child[parent]
+            self._child[parent] = slot
+            if sibling >= 0:
+                self._previous[sibling] = slot
+            elif self._queued[parent]:
                 self._outdated += 1
                 self._tidy()
 
@@ -57,10 +62,10 @@ class LeafFirstLru:
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Queue those of the slots that are leaves and not queued already."""
-        queued, children, state = self._queued, self._children, self._state
+        queued, child, state = self._queued, self._child, self._state
         for slot in slots:
             state[slot] = _State.RESIDENT
-            if not queued[slot] and not children[slot]:
+            if not queued[slot] and child[slot] < 0:
                 self._queue(slot)
 
     def removed(self, slot: int) -> None:
@@ -68,20 +73,24 @@ class LeafFirstLru:
         assert self._state[slot] != _State.ABSENT
         self._state[slot] = _State.ABSENT
         parent = self._parent[slot]
-        self._parent[slot] = -1
         if parent >= 0:
-            self._children[parent] -= 1
-            if not self._children[parent] and not self._queued[parent]:
+            self._unlink(slot, parent)
+            if self._child[parent] < 0 and not self._queued[parent]:
                 self._queue(parent)
-        if self._children[slot]:
-            self._orphan(slot)
+        # It left before its continuations (it was corrupt, or its store failed): they become roots.
+        child = self._child[slot]
+        self._child[slot] = -1
+        while child >= 0:
+            following = self._next[child]
+            self._parent[child] = self._next[child] = self._previous[child] = -1
+            child = following
 
     def victim(self, leased: Container[int]) -> int:
         """The unleased leaf used longest ago; -1 when there is none."""
         leaves = self._leaves
         while leaves:
             queued_s, slot = leaves[0]
-            if self._state[slot] != _State.RESIDENT or self._children[slot] or slot in leased:
+            if self._state[slot] != _State.RESIDENT or self._child[slot] >= 0 or slot in leased:
                 # It comes back when its lease ends, or when it becomes a leaf again.
                 heapq.heappop(leaves)
                 self._queued[slot] = 0
@@ -102,7 +111,7 @@ class LeafFirstLru:
         kept = []
         for entry in self._leaves:
             slot = entry[1]
-            if self._children[slot]:
+            if self._child[slot] >= 0:
                 self._queued[slot] = 0
             else:
                 kept.append(entry)
@@ -110,9 +119,13 @@ class LeafFirstLru:
         self._leaves = kept
         self._outdated = 0
 
-    def _orphan(self, slot: int) -> None:
-        """A block left before its continuations (it was corrupt, or its store failed): they become roots."""
-        for child, parent in enumerate(self._parent):
-            if parent == slot:
-                self._parent[child] = -1
-        self._children[slot] = 0
+    def _unlink(self, slot: int, parent: int) -> None:
+        """Take the slot out of its parent's list of continuations."""
+        previous, following = self._previous[slot], self._next[slot]
+        if previous >= 0:
+            self._next[previous] = following
+        else:
+            self._child[parent] = following
+        if following >= 0:
+            self._previous[following] = previous
+        self._parent[slot] = self._next[slot] = self._previous[slot] = -1

@@ -67,8 +67,8 @@ class _Pending:
 class FakeTier:
     """A `SlotTier` for tests. With `by_hand` nothing completes before `release`; otherwise everything does at once.
 
-    `throttled` refuses new work. `lose` makes stores complete with success and keep nothing. `break_down` turns the tier
-    off: what is pending completes with RETRY, and `heal` works again once `mend` was called.
+    `throttled` refuses new work. `lose` makes stores complete with success and keep nothing. `break_down` turns the
+    tier off: what is pending completes with RETRY, and `heal` works again once `mend` was called.
     """
 
     name = "fake"

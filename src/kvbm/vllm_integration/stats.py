@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS = {
+    "loaded_host_blocks": "Blocks that KVBM loaded from host memory",
+    "loaded_disk_blocks": "Blocks that KVBM loaded from disk",
+    "failed_blocks": "Blocks that KVBM had promised and that were computed instead",
+}
+"""What is counted, and what vLLM's /metrics says of it."""
 
 
 @dataclass
 class KvbmStats(KVConnectorStats):
-    """Counts since the last report: `loaded_host_blocks`, `loaded_disk_blocks`, `failed_blocks`."""
+    """Counts since the last report, by the names of `COUNTERS`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -27,6 +35,38 @@ class KvbmStats(KVConnectorStats):
         return not any(self.data.values())
 
 
+class KvbmPromMetrics(KVConnectorPromMetrics):
+    """`vllm:kvbm_…_total`. MultiConnector stops the engine when a child has statistics and nothing like this."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._by_name = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"vllm:kvbm_{name}", documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> None:
+        data = _counts(transfer_stats_data)
+        for name, by_engine in self._by_name.items():
+            by_engine[engine_idx].inc(data.get(name, 0))
+
+
 def build(data: dict[str, Any] | None) -> KvbmStats:
     """Stats from the payload that crossed a process border."""
-    return KvbmStats(data=dict(data or {}))
+    return KvbmStats(data=dict(_counts(data or {})))
+
+
+def _counts(payload: Any) -> dict[str, Any]:
+    """The counts in a payload: MultiConnector hands over the object itself or, before 0.32, what it is made of."""
+    data: dict[str, Any] = getattr(payload, "data", None) or payload
+    inner = data.get("data")
+    return inner if isinstance(inner, dict) else data

@@ -311,7 +311,8 @@ class Mover:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-            log.warning("manager lost: %s; requests are computed until it is back", reason)
+            if not self._stopping:
+                log.warning("manager lost: %s; requests are computed until it is back", reason)
         while self._loads:
             job = self._loads.popleft()
             try:

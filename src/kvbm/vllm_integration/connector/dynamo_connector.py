@@ -67,7 +67,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         configure(loaded.settings.log_level)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if is_scheduler:
-            for line in (*loaded.warnings, *loaded.notices):
+            # With a shared manager the tiers are its own business: what our settings would choose says nothing.
+            notices = () if loaded.settings.manager else loaded.notices
+            for line in (*loaded.warnings, *notices):
                 log.warning("%s", line)
         if reason := unsupported_reason(vllm_config, kv_cache_config):
             if is_scheduler:
@@ -184,6 +186,16 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> stats.KvbmStats | None:
         return stats.build(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> stats.KvbmPromMetrics:
+        return stats.KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
         return ()

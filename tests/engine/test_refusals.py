@@ -1,0 +1,148 @@
+"""What cannot be served says so in one line: the engine runs without KVBM, or its start ends there. Never in between."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import reach
+from engine.conftest import Launcher, differences
+from engine.engine_process import EngineFailed, EngineProcess
+from engine.manager_probe import private_managers
+from engine.model_configs import write_config
+from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
+from engine.workload import again, workload
+
+Reference = dict[str, list[int]]
+
+
+def lines_with(engine: EngineProcess, words: str) -> list[str]:
+    """The lines of the log that hold these words, but for those of a traceback."""
+    return [line for line in engine.log().splitlines() if words in line and "level=" in line]
+
+
+def refused(launcher: Launcher, settings: dict[str, str], **options: Any) -> str:
+    """The error that ends the engine's start."""
+    with pytest.raises(EngineFailed) as caught:
+        launcher.start(settings, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- models
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        (
+            "gemma3_text",
+            {"num_gpu_blocks_override": 96},
+            "KV cache groups (FullAttentionSpec, SlidingWindowSpec); accepted is one",
+        ),
+        (
+            "qwen3_next",
+            {"dtype": "bfloat16", "block_size": None, "max_num_batched_tokens": 1024},
+            "KV cache groups (FullAttentionSpec, MambaSpec); accepted is one",
+        ),
+    ],
+)
+def test_model_that_is_not_supported(
+    launcher: Launcher, tmp_path: Path, model: str, options: dict[str, Any], why: str
+) -> None:
+    """One line, no manager, and the engine serves."""
+    directory = write_config(tmp_path / model, model)
+    engine = launcher.start(host(), model=str(directory), load_format="dummy", **options)
+    said = lines_with(engine, "KVBM is off for this engine")
+    assert len(said) == 1
+    assert why in said[0]
+    assert private_managers(engine.pid) == []
+    requests = [request for request in workload() if not request.parent][:12]
+    assert len(engine.run(requests).outputs) == 12
+
+
+def test_prefix_caching_is_off(launcher: Launcher, reference: Reference) -> None:
+    engine = launcher.start(host(), enable_prefix_caching=False)
+    assert len(lines_with(engine, "KVBM is off for this engine: prefix caching is off")) == 1
+    assert differences(reference, engine.run(workload())) == []
+
+
+# ---- settings
+
+
+def test_size_that_does_not_parse(launcher: Launcher) -> None:
+    message = refused(launcher, {"DYN_KVBM_CPU_CACHE_GB": "abc"})
+    assert "DYN_KVBM_CPU_CACHE_GB='abc'" in message
+    assert "a number of GB" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"DYN_KVBM_CPU_CACHE_GB": "0.001"}, "DYN_KVBM_CPU_CACHE_GB=0.001"),
+        (host(5), "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=5"),
+    ],
+)
+def test_host_tier_smaller_than_a_request(launcher: Launcher, settings: dict[str, str], field: str) -> None:
+    message = refused(launcher, settings)
+    assert field in message
+    assert "one request may need 24" in message
+    assert "smaller max_model_len" in message
+
+
+def test_disk_directory_that_cannot_be_written(launcher: Launcher) -> None:
+    message = refused(launcher, disk(Path("/proc/kvbm"), SMALL_HOST_BLOCKS))
+    assert "DYN_KVBM_DISK_CACHE_DIR='/proc/kvbm'" in message
+    assert "can write to" in message
+
+
+def test_metrics_port_in_use(launcher: Launcher) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        message = refused(launcher, {**host(), "DYN_KVBM_METRICS_PORT": port})
+    assert f"DYN_KVBM_METRICS_PORT={port}" in message
+    assert "free port" in message
+
+
+def test_unknown_setting(launcher: Launcher) -> None:
+    """A warning with the nearest real name."""
+    engine = launcher.start({**host(), "DYN_KVBM_CPU_CACHE_GBS": "4"})
+    said = lines_with(engine, "DYN_KVBM_CPU_CACHE_GBS")
+    assert len(said) == 1
+    assert "did you mean DYN_KVBM_CPU_CACHE_GB?" in said[0]
+
+
+# ---- shared managers
+
+
+def test_shared_manager_of_another_namespace(launcher: Launcher, shared_manager: Any) -> None:
+    """The same weights in another type: other bytes."""
+    manager = shared_manager("--host-blocks", str(HOST_BLOCKS))
+    settings = {"DYN_KVBM_MANAGER": manager.socket_path}
+    launcher.start(settings)
+    message = refused(launcher, settings, dtype="bfloat16")
+    assert "namespace=" in message
+    assert "dtype" in message
+    assert "--namespaces 2" in message
+
+
+def test_shared_manager_is_missing(
+    launcher: Launcher, reference: Reference, runtime_dir: Path, shared_manager: Any
+) -> None:
+    """The engine says so and serves without; when the manager comes, it is used."""
+    path = str(runtime_dir / "later.sock")
+    engine = launcher.start({"DYN_KVBM_MANAGER": path})
+    assert len(lines_with(engine, f"no manager answers at {path}")) == 1
+    # What tiers there are is the manager's business.
+    assert lines_with(engine, "no cache tier is set") == []
+    assert differences(reference, engine.run(workload())) == []
+    manager = shared_manager("--host-blocks", str(HOST_BLOCKS), at=path)
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    for turn in ("+1", "+2"):
+        assert differences(reference, engine.run(again(workload(), turn)), turn) == []
+    assert manager.metrics()["kvbm_onboard_blocks_h2d"] > 100

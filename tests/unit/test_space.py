@@ -1,0 +1,512 @@
+"""`Space`: the cases that a random walk meets too rarely, each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbm.block import BlockKey, BlockState, Outcome, SlotIndex, Tier
+from kvbm.clock import ManualClock
+from kvbm.hashing import chain_keys
+from kvbm.layout import BlockLayout
+from kvbm.manager.leases import Lease
+from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, SpaceOptions
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmitAll
+from kvbm.protocol import HELD, REFUSED
+from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.testing.oracle import block_bytes
+from kvbm.tiers.host import HostArena
+
+LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)
+KEYS = chain_keys(bytes(32), range(400), LAYOUT.block_tokens)
+OTHER = chain_keys(bytes(32), range(1000, 1400), LAYOUT.block_tokens)
+ME, PEER = 1, 2
+
+
+class Bench:
+    """A space over a tier that completes by hand, and what it announced."""
+
+    def __init__(self, host_slots: int = 8, disk_slots: int = 16, staging: bool = False, pending_limit: int = 8):
+        self.clock = ManualClock(100.0)
+        self.medium = FakeMedium(LAYOUT, disk_slots)
+        self.tier = FakeTier(self.medium, pending_limit)
+        self.metrics = Metrics()
+        self.progress: list[tuple[int, int, bool]] = []
+        self.arena = HostArena(LAYOUT, host_slots, touch_threads=0)
+        self.space = Space(
+            LAYOUT,
+            self.arena,
+            self.tier,
+            AdmitAll(),
+            self.metrics,
+            self.clock,
+            self._progressed,
+            SpaceOptions(staging=staging, in_flight_max=4),
+        )
+        self.numbers = iter(range(1, 1000))
+
+    def _progressed(self, lease: Lease) -> None:
+        self.progress.append((lease.number, lease.ready, lease.final))
+
+    def fill(self, slot: int, key: BlockKey) -> None:
+        self.arena.slot_views(slot)[0][:] = block_bytes(key, 0, LAYOUT.slot_bytes)
+
+    def content(self, slot: int) -> bytes:
+        return bytes(self.arena.slot_views(slot)[0])
+
+    def store(self, keys: list[BlockKey], parent: BlockKey | None = None) -> list[int]:
+        """Reserve, fill and commit."""
+        number = next(self.numbers)
+        slots = self.space.reserve(ME, number, parent, keys)
+        for key, slot in zip(keys, slots, strict=True):
+            if slot >= 0:
+                self.fill(slot, key)
+        self.space.commit(ME, number)
+        return slots
+
+    def settle(self) -> None:
+        """All that is under way ends."""
+        while self.tier.release():
+            self.space.pump()
+        self.space.pump()
+
+    def only_on_disk(self, keys: list[BlockKey]) -> None:
+        self.store(keys)
+        self.settle()
+        self.space.clear("host")
+        assert self.space.disk is not None
+        assert all(self.space.host.find(key) is None and self.space.disk.find(key) is not None for key in keys)
+
+    def close(self) -> None:
+        self.space.close(keep=False)
+        self.medium.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def build(**options: int) -> Bench:
+        benches.append(Bench(**options))
+        return benches[-1]
+
+    yield build
+    for bench in benches:
+        bench.close()
+
+
+@pytest.fixture
+def bench(make: Callable[..., Bench]) -> Bench:
+    return make()
+
+
+# ---- lookups
+
+
+def test_a_run_over_both_tiers_is_brought_up_in_order(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:5])
+    bench.store(KEYS[:2])
+    lease = bench.space.lookup(PEER, 1, KEYS[:6], 0)
+    assert lease is not None
+    assert bytes(lease.sources) == bytes([Tier.HOST, Tier.HOST, Tier.DISK, Tier.DISK, Tier.DISK])
+    assert (lease.ready, lease.final) == (2, False)
+    bench.tier.release(1, first=1)  # the second of the three comes first
+    bench.space.pump()
+    assert (lease.ready, bench.progress) == (2, [])
+    bench.tier.release(1)
+    bench.space.pump()
+    assert bench.progress == [(1, 4, False)]
+    bench.settle()
+    assert bench.progress == [(1, 4, False), (1, 5, True)]
+    for key, slot in zip(KEYS, lease.slots, strict=False):
+        assert bench.content(slot) == block_bytes(key, 0, LAYOUT.slot_bytes)
+
+
+def test_a_run_does_not_go_on_behind_a_gap(bench: Bench) -> None:
+    bench.store(KEYS[:4])
+    bench.settle()
+    assert bench.space.disk is not None
+    bench.space.host.evict(bench.space.host.find(KEYS[1]))  # type: ignore[arg-type]
+    bench.space.disk.evict(bench.space.disk.find(KEYS[1]))  # type: ignore[arg-type]
+    lease = bench.space.lookup(PEER, 1, KEYS[:4], 0)
+    assert lease is not None
+    assert lease.keys == KEYS[:1]
+    assert bench.space.lookup(PEER, 2, KEYS[:4], 1) is None
+    later = bench.space.lookup(PEER, 3, KEYS[:4], 2)
+    assert later is not None
+    assert later.keys == KEYS[2:4]
+
+
+def test_what_is_leased_is_not_evicted_for_its_own_continuation(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=4)
+    bench.only_on_disk(KEYS[:4])
+    bench.only_on_disk(OTHER[:2])
+    bench.space.clear("host")
+    first = bench.space.lookup(PEER, 1, KEYS[:4], 0)
+    assert first is not None
+    assert len(first.slots) == 4
+    assert bench.space.lookup(PEER, 2, OTHER[:2], 0) is None, "every host slot is on its way to somebody"
+    bench.settle()
+    assert first.ready == 4
+    assert bench.space.lookup(PEER, 3, OTHER[:2], 0) is None, "every host slot is leased"
+    bench.space.release(PEER, 1)
+    assert bench.space.lookup(PEER, 4, OTHER[:2], 0) is not None
+
+
+def test_two_leases_wait_for_one_load(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:3])
+    mine = bench.space.lookup(ME, 1, KEYS[:3], 0)
+    theirs = bench.space.lookup(PEER, 2, KEYS[:3], 1)
+    assert mine is not None
+    assert theirs is not None
+    assert bench.tier.pending_count == 3
+    bench.space.release(ME, 1)
+    bench.settle()
+    assert theirs.ready == 2
+    assert bench.progress == [(2, 1, False), (2, 2, True)]
+    assert bench.space.host.counts().leased == 2
+
+
+def test_a_load_that_nobody_waits_for_is_not_started(make: Callable[..., Bench]) -> None:
+    bench = make(pending_limit=1)
+    bench.only_on_disk(KEYS[:3])
+    assert bench.space.lookup(ME, 1, KEYS[:3], 0) is not None
+    assert bench.tier.pending_count == 1
+    bench.space.release(ME, 1)
+    bench.settle()
+    assert bench.metrics.value("kvbm_transfer_seconds", source="disk", target="host") == 1
+    assert bench.space.host.counts().filling == 0
+
+
+def test_a_corrupt_block_ends_the_run_and_is_dropped_everywhere(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:4])
+    assert bench.space.disk is not None
+    bench.medium.corrupt(bench.space.disk.find(KEYS[2]))  # type: ignore[arg-type]
+    lease = bench.space.lookup(ME, 1, KEYS[:4], 0)
+    assert lease is not None
+    generations = [bench.arena.generation(slot) for slot in lease.slots]
+    slots = list(lease.slots)
+    bench.settle()
+    assert (lease.ready, lease.final, len(lease.slots)) == (2, True, 2)
+    assert bench.progress[-1] == (1, 2, True)
+    assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="corrupt") == 1
+    assert not bench.space.disk.holds(KEYS[2])
+    assert bench.space.host.find(KEYS[2]) is None
+    assert bench.arena.generation(slots[2]) > generations[2], "a worker that waits for it must notice"
+    assert bench.space.host.find(KEYS[3]) is not None, "it arrived, though this run ends before it"
+    assert not bench.space.host.is_leased(bench.space.host.find(KEYS[3]))  # type: ignore[arg-type]
+
+
+def test_a_tier_that_refuses_at_once_leaves_no_lease_behind(bench: Bench) -> None:
+    """The tier may turn off between the question whether it works and the first load."""
+    bench.only_on_disk(KEYS[:2])
+
+    def refuse(*arguments: object) -> Outcome:
+        return Outcome.RETRY
+
+    bench.tier.submit_load = refuse  # type: ignore[method-assign]
+    assert bench.space.lookup(ME, 1, KEYS[:2], 0) is None
+    assert len(bench.space.leases) == 0
+    assert bench.space.host.counts().filling == 0
+    assert bench.space.disk is not None
+    assert bench.space.disk.counts().leased == 0
+
+
+def test_a_block_that_an_engine_is_storing_is_not_found(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:2])
+    assert bench.space.reserve(ME, 1, None, KEYS[:1])[0] >= 0
+    assert bench.space.lookup(PEER, 2, KEYS[:2], 0) is None
+    assert bench.space.host.counts().leased == 0
+
+
+def test_a_number_in_use_is_refused(bench: Bench) -> None:
+    bench.store(KEYS[:2])
+    lease = bench.space.lookup(ME, 5, KEYS[:2], 0)
+    assert bench.space.lookup(ME, 5, KEYS[:1], 0) is None
+    assert bench.space.leases.get(ME, 5) is lease
+    assert bench.space.lookup(PEER, 5, KEYS[:1], 0) is not None, "numbers are each owner's own"
+
+
+def test_one_key_twice_in_a_question_is_no_harm(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:1])
+    lease = bench.space.lookup(ME, 1, [KEYS[0], KEYS[0], KEYS[1]], 0)
+    assert lease is not None
+    bench.settle()
+    assert lease.ready == 2
+    bench.space.release(ME, 1)
+    assert bench.space.host.counts().leased == 0
+
+
+def test_leases_of_one_owner_are_bounded(bench: Bench) -> None:
+    bench.store(KEYS[:1])
+    bound = bench.space.leases._per_owner_max
+    for number in range(bound):
+        assert bench.space.lookup(ME, number + 1, KEYS[:1], 0) is not None
+    assert bench.space.lookup(ME, bound + 1, KEYS[:1], 0) is None
+    assert bench.space.lookup(PEER, 1, KEYS[:1], 0) is not None
+    assert bench.metrics.value("kvbm_lookups_total", outcome="throttled") == 1
+
+
+# ---- stores
+
+
+def test_a_store_asks_only_for_what_is_missing(bench: Bench) -> None:
+    bench.store(KEYS[:2])
+    answer = bench.space.reserve(PEER, 1, None, KEYS[:4])
+    assert answer[:2] == [HELD, HELD]
+    assert min(answer[2:]) >= 0
+    assert bench.space.reserve(ME, 2, None, KEYS[:4]) == [HELD] * 4
+    assert bench.space.reservations.get(ME, 2) is None
+
+
+def test_without_its_prefix_a_block_gets_no_slot(bench: Bench) -> None:
+    assert bench.space.reserve(ME, 1, KEYS[3], KEYS[4:6]) == [REFUSED, REFUSED]
+    assert bench.space.host.counts().filling == 0
+    bench.only_on_disk(KEYS[:4])
+    assert min(bench.space.reserve(ME, 2, KEYS[3], KEYS[4:6])) >= 0, "a prefix on disk is a prefix"
+
+
+def test_a_host_pool_full_of_leases_refuses_and_counts(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=3)
+    bench.store(KEYS[:3])
+    bench.settle()
+    assert bench.space.lookup(ME, 1, KEYS[:3], 0) is not None
+    assert bench.space.reserve(ME, 2, None, OTHER[:2]) == [REFUSED, REFUSED]
+    assert bench.metrics.value("kvbm_skipped_offloads_total", reason="full") == 2
+
+
+def test_a_long_store_never_evicts_its_own_prefix(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=4)
+    bench.store(KEYS[:2])
+    bench.settle()
+    answer = bench.space.reserve(ME, 100, KEYS[1], KEYS[2:8])
+    assert [slot >= 0 for slot in answer] == [True, True, False, False, False, False]
+    assert all(bench.space.host.holds(key) for key in KEYS[:4])
+
+
+def test_of_a_store_that_failed_in_part_the_rest_is_kept(bench: Bench) -> None:
+    slots = bench.space.reserve(ME, 1, None, KEYS[:4])
+    for key, slot in zip(KEYS, slots, strict=False):
+        bench.fill(slot, key)
+    assert bench.space.commit(ME, 1, (1, 17, -1)) == 3, "positions that do not exist mean nothing"
+    assert [bench.space.host.find(key) is not None for key in KEYS[:4]] == [True, False, True, True]
+    bench.space.check()
+
+
+def test_a_store_under_way_when_the_cache_is_cleared_is_given_back(bench: Bench) -> None:
+    bench.space.reserve(ME, 1, None, KEYS[:2])
+    assert bench.space.clear() == (0, 2)
+    assert bench.space.commit(ME, 1) == 0
+    assert bench.space.host.counts().free == 8
+
+
+def test_clearing_disk_leaves_a_store_to_host_memory_alone(bench: Bench) -> None:
+    bench.only_on_disk(OTHER[:2])
+    bench.space.reserve(ME, 100, None, KEYS[:2])
+    assert bench.space.clear("disk") == (2, 0)
+    assert bench.space.commit(ME, 100) == 2
+
+
+def test_clearing_takes_continuations_before_their_prefix(bench: Bench) -> None:
+    """And gives back every slot, in whatever order the blocks lie."""
+    bench.store(KEYS[:6])
+    bench.settle()
+    lease = bench.space.lookup(ME, 50, KEYS[:3], 0)
+    assert lease is not None
+    assert bench.space.clear() == (3 + 6, 3)
+    bench.space.check()
+    assert bench.space.clear() == (0, 3)
+    assert [bench.space.host.find(key) is not None for key in KEYS[:6]] == [True] * 3 + [False] * 3
+
+
+# ---- time
+
+
+def test_what_runs_out_ends(bench: Bench) -> None:
+    bench.store(KEYS[:2])
+    bench.settle()
+    bench.space.lookup(ME, 1, KEYS[:2], 0)
+    bench.space.reserve(ME, 2, KEYS[1], KEYS[2:3])
+    bench.clock.advance(min(LEASE_S, RESERVATION_S) - 1.0)
+    assert bench.space.overdue() == []
+    assert bench.space.host.counts().leased == 2
+    bench.clock.advance(2.0 + abs(LEASE_S - RESERVATION_S))
+    (overdue,) = bench.space.overdue()
+    assert overdue.keys == KEYS[2:3]
+    assert bench.space.host.counts().leased == 0
+    bench.space.condemn(overdue)
+    assert bench.space.overdue() == [], "condemned once"
+    assert bench.space.commit(ME, 2) == 0
+    assert bench.space.host.state_of(overdue.slots[0]) is BlockState.FILLING, "its worker may still write"
+    bench.space.abort(overdue)
+    assert bench.space.host.counts().filling == 0
+
+
+# ---- the tier below
+
+
+def test_blocks_go_down_once(bench: Bench) -> None:
+    bench.store(KEYS[:3])
+    bench.settle()
+    assert bench.metrics.value("kvbm_offload_blocks_h2d") == 3
+    bench.space.lookup(ME, 1, KEYS[:3], 0)
+    bench.settle()
+    bench.space.lookup(ME, 2, KEYS[:3], 0)
+    bench.settle()
+    assert bench.metrics.value("kvbm_offload_blocks_h2d") == 3
+    assert len(bench.medium.entries) == 3
+
+
+def test_a_block_that_goes_down_is_pinned_until_it_is_there(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=2)
+    bench.store(KEYS[:2])
+    assert bench.tier.pending_count == 2
+    assert bench.space.reserve(ME, 50, None, OTHER[:1]) == [REFUSED]
+    bench.settle()
+    assert bench.space.reserve(ME, 51, None, OTHER[:1])[0] >= 0
+
+
+def test_a_throttled_tier_is_asked_again(bench: Bench) -> None:
+    bench.tier.throttled = True
+    bench.store(KEYS[:3])
+    bench.space.pump()
+    assert (bench.tier.pending_count, bench.space.busy) == (0, True)
+    assert bench.space.disk is not None
+    assert bench.space.disk.counts().filling == 0
+    bench.tier.throttled = False
+    bench.settle()
+    assert len(bench.medium.entries) == 3
+    bench.space.clear("host")
+    bench.tier.throttled = True
+    lease = bench.space.lookup(ME, 99, KEYS[:3], 0)
+    assert lease is not None
+    bench.tier.throttled = False
+    bench.space.pump()
+    bench.settle()
+    assert lease.ready == 3
+
+
+def test_a_tier_that_breaks_is_left_alone_and_comes_back(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:3])
+    lease = bench.space.lookup(ME, 1, KEYS[:3], 0)
+    assert lease is not None
+    bench.tier.break_down()
+    bench.space.pump()
+    assert (lease.ready, lease.final) == (0, True)
+    assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 3
+    assert bench.space.lookup(ME, 2, KEYS[:3], 0) is None
+    assert bench.space.host.counts().filling == 0
+    bench.store(OTHER[:2])
+    assert bench.space.lookup(ME, 3, OTHER[:2], 0) is not None, "host memory serves on"
+    assert bench.metrics.value("kvbm_skipped_offloads_total", reason="tier_off") >= 2
+    bench.tier.mend()
+    bench.clock.advance(HEAL_INTERVAL_S)
+    bench.space.pump()
+    assert bench.tier.fault == ""
+    again = bench.space.lookup(ME, 4, KEYS[:3], 0)
+    assert again is not None
+    bench.settle()
+    assert again.ready == 3
+
+
+def test_healing_is_tried_now_and_then(bench: Bench) -> None:
+    tries: list[float] = []
+    bench.tier.heal = lambda: bool(tries.append(bench.clock()))  # type: ignore[method-assign]
+    bench.tier.break_down()
+    for _ in range(10):
+        bench.space.pump()
+        bench.clock.advance(HEAL_INTERVAL_S / 5)
+    assert len(tries) == 2
+
+
+def test_a_slot_of_the_tier_is_forgotten_when_its_block_goes(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=4, disk_slots=2)
+    bench.store(KEYS[:2])
+    bench.settle()
+    bench.store(OTHER[:2])
+    bench.settle()
+    assert sorted(set(bench.tier.forgotten)) == [0, 1]
+    assert {entry.key for entry in bench.medium.entries.values()} == set(OTHER[:2])
+
+
+def test_recovered_blocks_are_found_and_the_oldest_goes_first(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=4, disk_slots=4)
+    for key in (KEYS[0], OTHER[0]):
+        bench.store([key])
+        bench.settle()
+    bench.store([KEYS[1]], KEYS[0])
+    bench.settle()
+    bench.space.close(keep=True)
+    bench.tier = FakeTier(bench.medium)
+    bench.arena = HostArena(LAYOUT, 4, touch_threads=0)
+    bench.space = Space(
+        LAYOUT, bench.arena, bench.tier, AdmitAll(), bench.metrics, bench.clock, bench._progressed
+    )
+    assert bench.space.disk is not None
+    assert bench.space.disk.counts().resident == 3
+    bench.store(chain_keys(b"2" * 32, range(8), 4))
+    bench.settle()
+    assert not bench.space.disk.holds(OTHER[0]), "the oldest leaf had to go"
+    assert bench.space.disk.holds(KEYS[0])
+    assert bench.space.disk.holds(KEYS[1])
+
+
+def test_a_recovered_block_that_names_itself_as_parent_can_still_go(make: Callable[..., Bench]) -> None:
+    """No engine makes such a block, but a hostile client could."""
+    bench = make(host_slots=2, disk_slots=1)
+    bench.space.host.commit(bench.space.host.reserve(KEYS[0], None, 0.0))  # type: ignore[arg-type]
+    assert bench.space.disk is not None
+    views = bench.arena.slot_views(0)
+    bench.tier.submit_store(1, KEYS[0], KEYS[0], SlotIndex(0), views)
+    bench.tier.release()
+    bench.tier.poll()
+    bench.tier.break_down()
+    bench.tier.mend()
+    bench.space.pump()
+    assert bench.space.disk.holds(KEYS[0])
+    bench.store(OTHER[:1])
+    bench.settle()
+    assert bench.space.disk.holds(OTHER[0])
+
+
+def test_closing_writes_out_the_whole_queue(make: Callable[..., Bench]) -> None:
+    """Far more than the tier takes at once."""
+    bench = make(host_slots=80, disk_slots=80, pending_limit=4)
+    bench.store(KEYS[:80])
+    assert bench.tier.pending_count == 4
+    bench.space.close(keep=True)
+    assert {entry.key for entry in bench.medium.entries.values()} == set(KEYS[:80])
+    assert len(FakeTier(bench.medium).medium.entries) == 80
+
+
+def test_closing_does_not_wait_for_a_tier_that_takes_nothing(bench: Bench) -> None:
+    bench.tier.throttled = True
+    bench.store(KEYS[:3])
+    bench.space.close(keep=True)
+    assert bench.medium.entries == {}
+
+
+# ---- disk without host
+
+
+def test_staged_blocks_stay_until_disk_has_them(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=2, staging=True)
+    bench.store(KEYS[:2])
+    assert bench.space.reserve(ME, 50, None, OTHER[:1]) == [REFUSED]
+    assert bench.space.tiers() == {"disk": 16}
+    bench.settle()
+    assert bench.metrics.value("kvbm_offload_blocks_d2d") == 2
+    assert bench.metrics.value("kvbm_offload_blocks_d2h") == 0
+    assert bench.space.host.counts().leased == 0
+    assert bench.space.reserve(ME, 51, None, OTHER[:1])[0] >= 0
+
+
+def test_a_broken_tier_does_not_keep_the_staging_area(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=2, staging=True)
+    bench.store(KEYS[:2])
+    bench.tier.break_down()
+    bench.space.pump()
+    assert bench.space.host.counts().leased == 0
+    assert bench.space.reserve(ME, 51, None, OTHER[:2])[0] >= 0
