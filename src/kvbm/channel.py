@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import time
 from collections import deque
+from collections.abc import Iterable
 
 from kvbm.errors import ManagerRefused, ManagerUnavailable, ProtocolError
 from kvbm.protocol import (
@@ -21,6 +24,17 @@ from kvbm.protocol import (
 OUTGOING_BYTES_MAX = 32 << 20
 _RECEIVE_BYTES = 1 << 20
 _FDS_MAX = 4
+
+
+def readable_among(fds: Iterable[int], timeout_s: float) -> list[int]:
+    """Those of the descriptors that can be read, or whose other end has gone; waits for the first of them.
+
+    Unlike `select.select` it takes any descriptor: an engine with a thousand open files has numbers above 1023.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(max(0.0, timeout_s) * 1000.0)]
 
 
 class Channel:
@@ -41,6 +55,8 @@ class Channel:
     def connect(cls, socket_path: str) -> Channel:
         """Connect at once or raise ManagerUnavailable."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # A local connection is made at once or not at all; blocking, it would wait for a manager that is stopped.
+        connection.setblocking(False)
         try:
             connection.connect(socket_path)
         except OSError as error:
@@ -71,11 +87,17 @@ class Channel:
         """Wait until something can be received, at most `timeout_s`; True when it can."""
         if self._incoming:
             return True
-        writers = [self._connection] if self._outgoing else []
-        readable, writable, _ = select.select([self._connection], writers, [], timeout_s)
-        if writable:
+        deadline_s = time.monotonic() + timeout_s
+        while self._outgoing:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN | select.POLLOUT)
+            events = poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000.0)
+            if not events:
+                return False
+            if events[0][1] & ~select.POLLOUT:
+                return True
             self._flush()
-        return bool(readable)
+        return bool(readable_among([self.fileno()], deadline_s - time.monotonic()))
 
     def introduce(self, hello: Hello, timeout_s: float) -> Welcome:
         """Say hello and wait for the welcome. Raises ManagerRefused or ManagerUnavailable."""
@@ -91,7 +113,11 @@ class Channel:
         raise ManagerUnavailable(f"the manager did not answer within {timeout_s:g} s")
 
     def close(self) -> None:
+        """End the session; descriptors that nobody took are closed too."""
         self._connection.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
 
     def _flush(self) -> None:
         while self._outgoing:

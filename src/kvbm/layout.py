@@ -13,6 +13,9 @@ import msgspec
 PAGE_BYTES = 4096
 """Alignment of slots in memory and on disk (O_DIRECT)."""
 
+LAYOUT_MAX = 1 << 40
+"""No size or count of a layout is above this."""
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
@@ -31,7 +34,10 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     shard_count: int = 1
 
     def __post_init__(self) -> None:
-        assert self.block_tokens > 0 and self.shard_bytes > 0 and self.shard_count > 0
+        """Raises ValueError, because layouts arrive in messages."""
+        for name in ("block_tokens", "shard_bytes", "shard_count"):
+            if not 0 < getattr(self, name) <= LAYOUT_MAX:
+                raise ValueError(f"{name}={getattr(self, name)} cannot be used: 1 to {LAYOUT_MAX}")
 
     @property
     def slot_bytes(self) -> int:

@@ -170,10 +170,11 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
 
 
 class ReserveReply(Message, frozen=True, kw_only=True, tag="reserved"):
-    """One entry per key: a slot to fill, HELD or REFUSED."""
+    """One entry per key: a slot to fill, HELD or REFUSED. `generations` has one entry per slot to fill."""
 
     store: int
     slots: tuple[int, ...]
+    generations: tuple[int, ...] = ()
 
 
 class Fence(Message, frozen=True, kw_only=True, tag="fence"):
@@ -201,11 +202,15 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
 
 
 class StorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Copy device blocks into reserved slots, before anything of this step overwrites them."""
+    """Copy device blocks into reserved slots, before anything of this step overwrites them.
+
+    `generations[i]` is what slot i's generation must be when the copy begins: else the reservation has ended.
+    """
 
     store: int
     epoch: int
     slots: tuple[int, ...]
+    generations: tuple[int, ...]
     device_blocks: tuple[int, ...]
 
 
@@ -265,6 +270,7 @@ FromManager: TypeAlias = (
 _encoder = msgspec.msgpack.Encoder()
 _to_manager = msgspec.msgpack.Decoder(ToManager)
 _from_manager = msgspec.msgpack.Decoder(FromManager)
+_MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Message) -> bytes:
@@ -278,7 +284,7 @@ def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
     try:
         return cast(ToManager, _to_manager.decode(body))
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
 
@@ -286,7 +292,7 @@ def decode_from_manager(body: bytes) -> FromManager:
     """A typed message from the manager, or ProtocolError in one line."""
     try:
         return cast(FromManager, _from_manager.decode(body))
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
 

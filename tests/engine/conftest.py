@@ -4,78 +4,19 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.engine_child import KV_CONNECTOR, Answers
 from engine.engine_process import EngineProcess
-from engine.manager_probe import Metrics, SharedManager, free_port, private_managers, scrape, wait_for
+from engine.launcher import Launcher
+from engine.manager_probe import SharedManager
 from engine.workload import workload
 from kvbm.testing.tiny_model import make_model
 
-DEVICE_BLOCKS = 48
-"""Far too few for the workload: blocks are evicted from the device and requests are preempted all the time."""
 REFERENCE_BLOCKS = 2000
-GAUGES_S = 0.7
-"""Longer than the manager's gauges stay as they are."""
-
-
-class Launcher:
-    """Starts engines with KVBM in one process, and looks at their private managers."""
-
-    def __init__(self, process: EngineProcess, model: Path, runtime_dir: Path) -> None:
-        self.process = process
-        self._model = model
-        self._runtime_dir = runtime_dir
-        self.metrics_port = 0
-
-    def start(
-        self,
-        environment: Mapping[str, str] | None = None,
-        transfer: Mapping[str, Any] | None = KV_CONNECTOR,
-        **options: Any,
-    ) -> EngineProcess:
-        """Start an engine with a device cache that is too small; it replaces the one before."""
-        self.metrics_port = free_port()
-        settings = {
-            "DYN_KVBM_RUNTIME_DIR": str(self._runtime_dir),
-            "DYN_KVBM_ONBOARD": "always",
-            "DYN_KVBM_METRICS": "true",
-            "DYN_KVBM_METRICS_PORT": str(self.metrics_port),
-            **(environment or {}),
-        }
-        everything: dict[str, Any] = {
-            "model": str(self._model),
-            "num_gpu_blocks_override": DEVICE_BLOCKS,
-            "kv_transfer_config": dict(transfer) if transfer is not None else None,
-        }
-        self.process.start({**everything, **options}, settings)
-        return self.process
-
-    def stop(self) -> None:
-        """End the engine and wait for its private manager's end, so that the next finds the disk tier free."""
-        self.process.stop()
-        wait_for(lambda: not private_managers(self.process.pid), 20.0, "the private manager stays")
-
-    def metrics(self) -> Metrics:
-        """The private manager's metrics."""
-        return scrape(self.metrics_port)
-
-    def assert_nothing_held(self) -> None:
-        """With no request left no block is leased or being filled. The gauges follow twice a second."""
-        time.sleep(GAUGES_S)
-
-        def settled() -> bool:
-            metrics = self.metrics()
-            held = [f'kvbm_leased_blocks{{tier="{tier}"}}' for tier in ("host", "disk")]
-            held += [f'kvbm_pool_blocks{{tier="{tier}",state="filling"}}' for tier in ("host", "disk")]
-            return not any(metrics[series] for series in held)
-
-        wait_for(settled, 10.0, "blocks are still held")
 
 
 @pytest.fixture(scope="session")
@@ -166,8 +107,3 @@ def shared_manager(tmp_path: Path, runtime_dir: Path) -> Iterator[Any]:
     yield start
     for manager in managers:
         manager.close()
-
-
-def differences(reference: Mapping[str, list[int]], answers: Answers, suffix: str = "") -> list[str]:
-    """The requests whose answers are not those of the reference."""
-    return [name for name, tokens in reference.items() if answers.outputs.get(name + suffix) != tokens]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine import reach
-from engine.conftest import Launcher, differences
 from engine.engine_child import KV_CONNECTOR
+from engine.launcher import Launcher, differences
 from engine.manager_probe import flip_bits, private_managers, wait_for
 from engine.tier_settings import BLOCK_BYTES, HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
 from engine.workload import again, workload

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine import reach
-from engine.conftest import Launcher, differences
 from engine.engine_child import KV_CONNECTOR
+from engine.launcher import Launcher, differences
 from engine.tier_settings import host
 from engine.vllm_versions import splits_hits_by_source
 from engine.workload import workload

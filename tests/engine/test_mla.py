@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from engine import reach
-from engine.conftest import Launcher
+from engine.launcher import Launcher
 from engine.model_configs import write_config
 from engine.tier_settings import host
 from engine.workload import workload

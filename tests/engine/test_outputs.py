@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine import reach
-from engine.conftest import Launcher, differences
 from engine.engine_child import KV_CONNECTOR, Answers, Child
 from engine.engine_process import EngineProcess
+from engine.launcher import Launcher, differences
 from engine.manager_probe import wait_for
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
 from engine.workload import BLOCK_TOKENS, again, workload

@@ -1,4 +1,4 @@
-"""What cannot be served says so in one line: the engine runs without KVBM, or its start ends there. Never in between."""
+"""What cannot be served says so in one line: the engine runs without KVBM, or its start ends. Never in between."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine import reach
-from engine.conftest import Launcher, differences
 from engine.engine_process import EngineFailed, EngineProcess
+from engine.launcher import Launcher, differences
 from engine.manager_probe import private_managers
 from engine.model_configs import write_config
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host

@@ -67,7 +67,7 @@ class _Tracked:
     keys: list[BlockKey] = field(default_factory=list)
     keyed_for: bytes = b""
     stored: int = 0
-    asked: bool = False
+    asked_from: int | None = None
 
 
 class Leader:
@@ -126,7 +126,8 @@ class Leader:
         if tracked is None or not self.ready:
             return Answer()
         search = self._lookups.get(request)
-        if search is None and not tracked.asked:
+        if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
+            # Never asked, or only for what followed blocks that the device has dropped since.
             search = self._ask(request, tracked, computed)
         if search is None:
             return Answer()
@@ -169,7 +170,7 @@ class Leader:
             self._gone.add(request)
             tracked = self._requests.get(request)
             if tracked is not None:
-                tracked.asked = False
+                tracked.asked_from = None
                 tracked.stored = 0
         if self._gone and self._stores.waiting:
             self._wait_a_little(STEP_WAIT_S)
@@ -267,7 +268,7 @@ class Leader:
     def _ask(self, request: str, tracked: _Tracked, skip: int, attempts: int = 1) -> Search | None:
         if not self.ready:
             return None
-        tracked.asked = True
+        tracked.asked_from = skip
         return self._lookups.ask(request, self._keys(tracked, len(tracked.hashes)), skip, attempts)
 
     def _store(self, entry: Scheduled) -> None:

@@ -14,7 +14,6 @@ from kvbm.protocol import Commit, Reserve, ReserveReply, StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
 OPEN_STORES_MAX = 2048
-_REFUSED_BACKOFF_S = 1.0
 
 
 @dataclass(slots=True)
@@ -26,6 +25,7 @@ class _Store:
     device_blocks: tuple[int, ...]
     asked_s: float
     slots: tuple[int, ...] | None = None
+    generations: tuple[int, ...] = ()
     planned_slots: int = 0
     ranks: int = 0
 
@@ -69,7 +69,7 @@ class Stores:
         if store is None:
             self._give_back(reply.store, sum(slot >= 0 for slot in reply.slots))
         else:
-            store.slots = reply.slots
+            store.slots, store.generations = reply.slots, reply.generations
 
     def plan(self, gone: set[str]) -> tuple[StorePlan, ...]:
         """The copies for this step. Requests in `gone` lost their device blocks with this step: now or never."""
@@ -102,6 +102,7 @@ class Stores:
                     store=store.number,
                     epoch=store.epoch,
                     slots=tuple(slot for slot, _ in pairs),
+                    generations=store.generations,
                     device_blocks=tuple(block for _, block in pairs),
                 )
             )

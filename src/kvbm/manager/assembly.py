@@ -82,7 +82,7 @@ class SpaceTable:
         settings, share = self.settings, self._namespaces_max
         staging = settings.disk_on and not settings.host_on
         if staging:
-            slots = max(staging_slots(settings, layout.block_bytes) // share, request_blocks)
+            slots = max(staging_slots(settings, layout.block_bytes) // share, request_blocks, 1)
         else:
             slots = host_slots(settings, layout.block_bytes) // share
             _refuse_small(settings, slots, layout, request_blocks)

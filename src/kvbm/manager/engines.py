@@ -38,7 +38,7 @@ class Engine:
 
 @dataclass(slots=True)
 class _PendingFence:
-    space: Space
+    engine: Engine
     reservations: list[Reservation]
     waiting_for: set[int]
 
@@ -60,11 +60,17 @@ class Fences:
         for reservation in reservations:
             engine.space.condemn(reservation)
         number = next(self._numbers)
-        pending = _PendingFence(engine.space, reservations, {w.number for w in engine.workers.values()})
+        pending = _PendingFence(engine, reservations, set())
         self._pending[number] = pending
         for worker in engine.workers.values():
-            worker.send(Fence(fence=number, stores=tuple(r.number for r in reservations)))
+            self._send(number, pending, worker)
         self._settle(number, pending)
+
+    def joined(self, engine: Engine, worker: Session) -> None:
+        """A worker attached: it may be one that was here before, with stores of that time still before it."""
+        for number, pending in self._pending.items():
+            if pending.engine is engine:
+                self._send(number, pending, worker)
 
     def answered(self, number: int, session: Session) -> None:
         """A worker is past the fence."""
@@ -79,8 +85,12 @@ class Fences:
             pending.waiting_for.discard(session.number)
             self._settle(number, pending)
 
+    def _send(self, number: int, pending: _PendingFence, worker: Session) -> None:
+        pending.waiting_for.add(worker.number)
+        worker.send(Fence(fence=number, stores=tuple(r.number for r in pending.reservations)))
+
     def _settle(self, number: int, pending: _PendingFence) -> None:
         if not pending.waiting_for:
             del self._pending[number]
             for reservation in pending.reservations:
-                pending.space.abort(reservation)
+                pending.engine.space.abort(reservation)

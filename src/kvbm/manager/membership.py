@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from kvbm.errors import ProtocolError
+from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engines import Engine, Fences
 from kvbm.manager.leases import Lease
@@ -14,6 +15,8 @@ from kvbm.manager.space import LEASE_S, Space
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome
 
 log = logging.getLogger("kvbm.manager")
+
+RANKS_MAX = 1024
 
 
 class Membership:
@@ -88,8 +91,10 @@ class Membership:
         if engine.workers.get(hello.rank) is session:
             del engine.workers[hello.rank]
             self._tell_ready(engine)
-        elif engine.leader is session:
-            engine.leader = None
+        elif hello.role == "leader":
+            # Another leader may have taken its place already; what this one held ends all the same.
+            if engine.leader is session:
+                engine.leader = None
             leases = engine.space.leases.of(session.number)
             for lease in leases:
                 engine.space.release(session.number, lease.number)
@@ -112,20 +117,21 @@ class Membership:
         namespace, layout = hello.namespace, hello.layout
         if namespace is None or layout is None or not 0 <= hello.shard < layout.shard_count:
             raise ProtocolError("a worker's Hello needs namespace, layout and a shard of that layout")
-        if not 0 <= hello.rank < hello.rank_count:
-            raise ProtocolError(f"rank={hello.rank} cannot be served: 0 to {hello.rank_count - 1}")
+        if not 0 <= hello.rank < hello.rank_count <= RANKS_MAX:
+            raise ProtocolError(
+                f"rank={hello.rank} of {hello.rank_count} cannot be served: 0 to {RANKS_MAX - 1}, below their number"
+            )
+        if layout.shard_count > hello.rank_count:
+            raise ProtocolError(
+                f"shard_count={layout.shard_count} cannot be served: at most one for each of {hello.rank_count} ranks"
+            )
         engine = self._engines.get(hello.engine)
-        if engine is not None and hello.rank in engine.workers:
-            raise ProtocolError(f"rank {hello.rank} of engine {hello.engine} is attached already")
+        if engine is not None:
+            self._refuse_odd(engine, hello, namespace)
         space = self._spaces.obtain(namespace, layout, hello.request_blocks)
         if engine is None:
             engine = Engine(hello.engine, hello.rank_count, space, self._early.pop(hello.engine, None))
             self._engines[hello.engine] = engine
-        if engine.space is not space:
-            raise ProtocolError(
-                f"rank {hello.rank} of engine {hello.engine} has another namespace than its peers: "
-                + namespace.difference(self._spaces.namespace_of(engine.space))
-            )
         session.hello = hello
         engine.workers[hello.rank] = session
         session.send(
@@ -139,8 +145,20 @@ class Membership:
             ),
             fds=(space.arena.region_fds[hello.shard], space.arena.generation_fd),
         )
+        self.fences.joined(engine, session)
         self._tell_ready(engine)
         return space
+
+    def _refuse_odd(self, engine: Engine, hello: Hello, namespace: Namespace) -> None:
+        """A rank that does not fit the others of its engine."""
+        name = f"rank {hello.rank} of engine {hello.engine}"
+        if hello.rank in engine.workers:
+            raise ProtocolError(f"{name} is attached already")
+        if hello.rank_count != engine.rank_count:
+            raise ProtocolError(f"{name} says {hello.rank_count} ranks, its peers {engine.rank_count}")
+        peers = self._spaces.namespace_of(engine.space)
+        if namespace.fingerprint != peers.fingerprint:
+            raise ProtocolError(f"{name} has another namespace than its peers: {namespace.difference(peers)}")
 
     def _tell_ready(self, engine: Engine) -> None:
         if engine.leader is not None:

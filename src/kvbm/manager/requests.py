@@ -94,7 +94,8 @@ class Requests:
             slots = engine.space.reserve(
                 session.number, message.store, parents[-1] if parents else None, keys
             )
-        session.send(ReserveReply(store=message.store, slots=tuple(slots)))
+        generations = engine.space.arena.generations([slot for slot in slots if slot >= 0]) if engine else ()
+        session.send(ReserveReply(store=message.store, slots=tuple(slots), generations=generations))
 
     def commit(self, session: Session, message: Message) -> None:
         """All ranks wrote their slots: the blocks can be found from now on."""

@@ -152,6 +152,10 @@ class Server:
             session.send(Refused(reason=str(error)))
             session.closed = True
             self.refused_count += 1
+        except Exception:
+            # A defect of ours must cost one session, never the cache of all the others.
+            log.exception("session %d failed and is closed", session.number)
+            session.closed = True
 
     def _settle_sessions(self) -> None:
         """Forget sessions that closed; ask for writability where bytes wait."""

@@ -61,7 +61,11 @@ class Session:
         frame = encode(message)
         if fds:
             assert not self._outgoing, "descriptors travel with the first message"
-            sent = socket.send_fds(self.connection, [frame], list(fds))
+            try:
+                sent = socket.send_fds(self.connection, [frame], list(fds))
+            except OSError:  # it went between its Hello and our answer
+                self.closed = True
+                return
             frame = frame[sent:]
         self._outgoing += frame
         if len(self._outgoing) > OUTGOING_BYTES_MAX:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import select
 import threading
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbm.channel import Channel
+from kvbm.channel import Channel, readable_among
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerFinder
@@ -156,8 +155,10 @@ class Mover:
             self._reconnect()
         busy = any(job.copied < job.ready for job in self._loads)
         waiting = [self._wake] + ([self._channel.fileno()] if self._channel else [])
+        # A turn that failed may have left jobs behind whose wake-up it took.
+        busy = busy or not self._inbox.empty()
         timeout_s = 0.0 if busy else 1.0 if self._channel else _RECONNECT_POLL_S
-        readable, _, _ = select.select(waiting, [], [], timeout_s)
+        readable = readable_among(waiting, timeout_s)
         if self._wake in readable:
             os.eventfd_read(self._wake)
         self._take_jobs()
@@ -192,13 +193,19 @@ class Mover:
             job.done.set()
 
     def _copy_out(self, plan: StorePlan, after: DeviceFence | None) -> bool:
+        """Without a session no fence could reach us, and a reservation may have ended before the present one."""
         mapping = self._mapping
-        if mapping is None or mapping.epoch != plan.epoch:
+        if self._channel is None or mapping is None or mapping.epoch != plan.epoch:
+            return False
+        if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
             return False
         try:
             mapping.copier.store(list(zip(plan.device_blocks, plan.slots, strict=True)), after)
         except (KvbmError, RuntimeError) as error:
             log.warning("store of %d blocks failed: %s", len(plan.slots), error)
+            return False
+        except Exception:
+            log.exception("store of %d blocks failed", len(plan.slots))
             return False
         return True
 
@@ -297,9 +304,10 @@ class Mover:
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         fds, channel.fds = channel.fds, []
+        self._channel = channel
         if self._mapping is not None:
             self._mapping.close()
-        self._channel = channel
+            self._mapping = None
         self._mapping = self._make_mapping(welcome, fds)
 
     def _lose(self, reason: str) -> None:
