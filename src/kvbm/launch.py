@@ -7,6 +7,7 @@ long as that manager lives, and a dead manager's lock is free again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -139,19 +140,18 @@ class ManagerFinder:
             log.warning("no KV cache for now: %s", self._trouble)
 
     def _last_words(self) -> str:
-        """Why our last child could not serve, in its own words; empty when it did not say."""
-        if self._child is None or self._child.poll() is None:
-            return ""
+        """Why the last private manager could not serve, in its own words; empty when there was no such failure."""
         try:
             with open(self.address.socket_path + ERROR_SUFFIX, encoding="utf-8") as file:
-                words = file.read(4096).strip()
-            os.unlink(self.address.socket_path + ERROR_SUFFIX)
+                return file.read(4096).strip()
         except OSError:
             return ""
-        return words
 
     def _start(self) -> None:
-        """Start a private manager unless somebody else holds its lock."""
+        """Start a private manager unless somebody else holds its lock.
+
+        What we start detaches itself from us, so that it outlives an engine that is killed with all its children.
+        """
         if self._child is not None and self._child.poll() is None:
             return
         make_runtime_dir(os.path.dirname(self.address.socket_path))
@@ -163,6 +163,8 @@ class ManagerFinder:
         except (BlockingIOError, FileNotFoundError):
             return  # a manager is starting, or runs and is about to listen
         else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address.socket_path + ERROR_SUFFIX)
             settings = msgspec.json.encode(self._settings).decode()
             command = [sys.executable, "-m", "kvbm.manager.process"]
             command += [self.address.socket_path, str(lock_fd), settings]

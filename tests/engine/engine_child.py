@@ -189,8 +189,8 @@ def clean_up() -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     ensure_kv_transfer_shutdown()
-    cleanup_dist_env_and_memory()
-    gc.collect()
+    cleanup_dist_env_and_memory()  # collects garbage, too
+    gc.freeze()  # what is left stays: later collections need not look at it
 
 
 class Child:

@@ -99,13 +99,9 @@ def test_corrupt_blocks_after_a_restart(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_blocks_corrupted_in_place(
-    launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
-) -> None:
+def test_blocks_corrupted_in_place(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     """The same under a running engine."""
-    transfer = {**KV_CONNECTOR, "kv_load_failure_policy": policy}
-    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), transfer)
+    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS))
     engine.run(workload())
     launcher.assert_nothing_held()
     assert flip_bits(tmp_path, stride_bytes=BLOCK_BYTES, offset_bytes=77) > 100

@@ -14,6 +14,7 @@ from engine.launcher import Launcher, differences
 from engine.manager_probe import private_managers
 from engine.model_configs import write_config
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
+from engine.vllm_versions import runs_gated_delta_net
 from engine.workload import again, workload
 
 Reference = dict[str, list[int]]
@@ -44,12 +45,14 @@ def refused(launcher: Launcher, settings: dict[str, str], **options: Any) -> str
             {"num_gpu_blocks_override": 96},
             "KV cache groups (FullAttentionSpec, SlidingWindowSpec); accepted is one",
         ),
-        (
+        pytest.param(
             "qwen3_next",
             {"dtype": "bfloat16", "block_size": None, "max_num_batched_tokens": 1024},
             "KV cache groups (FullAttentionSpec, MambaSpec); accepted is one",
+            marks=runs_gated_delta_net,
         ),
     ],
+    ids=["windows", "mamba"],
 )
 def test_model_that_is_not_supported(
     launcher: Launcher, tmp_path: Path, model: str, options: dict[str, Any], why: str

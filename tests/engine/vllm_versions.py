@@ -23,3 +23,8 @@ VERSION = vllm_version()
 splits_hits_by_source = pytest.mark.skipif(
     VERSION < (0, 32), reason="this vLLM does not split cache hits by source (0.32 does)"
 )
+
+runs_gated_delta_net = pytest.mark.skipif(
+    VERSION < (0, 30),
+    reason="this vLLM cannot run qwen3_next on a CPU: its kernel and its state differ in type",
+)

@@ -67,6 +67,7 @@ class _Tracked:
     keys: list[BlockKey] = field(default_factory=list)
     keyed_for: bytes = b""
     stored: int = 0
+    computed: int = 0
     asked_from: int | None = None
 
 
@@ -125,6 +126,7 @@ class Leader:
         self._receive()
         if tracked is None or not self.ready:
             return Answer()
+        tracked.computed = computed
         search = self._lookups.get(request)
         if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
             # Never asked, or only for what followed blocks that the device has dropped since.
@@ -140,7 +142,6 @@ class Leader:
         if promised is None and self._wait_left_s > 0.0:
             self._wait_a_little(self._wait_left_s)
             promised = self._lookups.promised(search, computed)
-        search.computed = computed
         return Answer(later=True) if promised is None else Answer(blocks=promised)
 
     def planned_sources(self, request: str) -> bytes:
@@ -156,7 +157,9 @@ class Leader:
         if count <= 0:
             self._lookups.drop(request)
             return
-        self._new_loads.append(self._lookups.begin_load(request, count, table))
+        tracked = self._requests.get(request)
+        computed = tracked.computed if tracked is not None else 0
+        self._new_loads.append(self._lookups.begin_load(request, computed, count, table))
 
     # ---- a step
 

@@ -33,7 +33,7 @@ class Stage(Enum):
 class Search:
     """The lookup of one request. `skip` blocks were left out of the question; the run begins there.
 
-    `computed` is what the engine had when it was last given a promise; `used` the tiers of the blocks being loaded.
+    `used` holds the tiers of the blocks being loaded.
     """
 
     request: str
@@ -43,7 +43,6 @@ class Search:
     asked_s: float
     stage: Stage = Stage.ASKED
     attempts: int = 1
-    computed: int = 0
     epoch: int = -1
     slots: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
@@ -133,7 +132,7 @@ class Lookups:
             search.stage = Stage.OVER
         if search.stage is not Stage.FOUND or computed < search.skip:
             return 0
-        held = len(search.slots) if self._promise_early else search.ready
+        held = len(search.slots) if self._promise_early and not search.final else search.ready
         offset = computed - search.skip
         sources = search.sources[offset : search.skip + held]
         if (
@@ -159,8 +158,8 @@ class Lookups:
             and search.attempts < ATTEMPTS_MAX
         )
 
-    def begin_load(self, request: str, count: int, table: Sequence[int]) -> LoadPlan:
-        """The engine made room for `count` promised blocks: their load, for the next plan.
+    def begin_load(self, request: str, computed: int, count: int, table: Sequence[int]) -> LoadPlan:
+        """The engine made room for `count` blocks promised after `computed` ones: their load, for the next plan.
 
         The manager may have gone since the promise. The plan names the epoch of the promise: workers that still map
         that memory load from it, others report failed blocks, and either way the engine hears of its request.
@@ -169,8 +168,9 @@ class Lookups:
         if search is None or search.stage is not Stage.FOUND:
             search = Search(request, next(self._numbers), -1, 0, self._clock())
             search.slots = search.generations = (0,) * count
+            search.skip = computed
             self._by_request[request] = search
-        offset = search.computed - search.skip
+        offset = computed - search.skip
         end = offset + count
         search.plan = LoadPlan(
             request=request,
@@ -178,7 +178,7 @@ class Lookups:
             epoch=search.epoch,
             slots=search.slots[offset:end],
             generations=search.generations[offset:end],
-            device_blocks=tuple(table[search.computed : search.computed + count]),
+            device_blocks=tuple(table[computed : computed + count]),
             offset=offset,
             ready=max(0, min(search.ready - offset, count)),
         )

@@ -166,6 +166,9 @@ def take_lock(socket_path: str) -> int:
 
 def main(socket_path: str, lock_fd: int, settings_json: str) -> int:
     """Entry point of a private manager: `python -m kvbm.manager.process SOCKET LOCK_FD SETTINGS`."""
+    # Leave the engine's process tree: vLLM kills all of it when it stops, and we have blocks to write by then.
+    if os.fork():
+        os._exit(0)
     _sweep(os.path.dirname(socket_path))
     # An engine pins its ranks to cores; our I/O threads inherit that mask and would all share one core.
     with contextlib.suppress(OSError):

@@ -34,11 +34,24 @@ class HostArena:
         self.slot_count = slot_count
         region_bytes = slot_count * layout.slot_bytes
         _refuse_beyond_memory(region_bytes * layout.shard_count)
-        self.region_fds = [_memfd(f"kvbm-shard-{i}", region_bytes) for i in range(layout.shard_count)]
-        self.generation_fd = _memfd("kvbm-generations", slot_count * GENERATION_BYTES)
-        self._regions = [mmap.mmap(fd, region_bytes) for fd in self.region_fds]
+        sizes = [region_bytes] * layout.shard_count + [slot_count * GENERATION_BYTES]
+        fds: list[int] = []
+        try:
+            for i, size in enumerate(sizes):
+                fds.append(os.memfd_create(f"kvbm-region-{i}", os.MFD_CLOEXEC))
+                os.ftruncate(fds[-1], size)
+            maps = [mmap.mmap(fd, size) for fd, size in zip(fds, sizes, strict=True)]
+        except (OSError, OverflowError) as error:
+            for fd in fds:
+                os.close(fd)
+            raise SettingsError(
+                "DYN_KVBM_CPU_CACHE_GB",
+                f"{sum(sizes) / 1e9:.2f}",
+                f"memory for {layout.shard_count} shard(s) of {slot_count} blocks cannot be had ({error})",
+            ) from None
+        *self.region_fds, self.generation_fd = fds
+        *self._regions, self._generation_map = maps
         self._views = [memoryview(region) for region in self._regions]
-        self._generation_map = mmap.mmap(self.generation_fd, slot_count * GENERATION_BYTES)
         self._generations = memoryview(self._generation_map).cast("Q")
         self._closing = threading.Event()
         self._touchers = [
@@ -109,12 +122,6 @@ def open_arena(fds: Sequence[int]) -> tuple[mmap.mmap, mmap.mmap]:
     for fd in fds:
         os.close(fd)
     return region, generations
-
-
-def _memfd(name: str, size: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
-    return fd
 
 
 def _refuse_beyond_memory(wanted_bytes: int) -> None:

@@ -20,6 +20,10 @@ COUNTERS = {
 class KvbmStats(KVConnectorStats):
     """Counts since the last report, by the names of `COUNTERS`."""
 
+    def __getitem__(self, name: str) -> Any:
+        """`stats["data"]`: how MultiConnector before 0.32 reads a child's statistics, serialized or not."""
+        return getattr(self, name)
+
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,6 +51,16 @@ class FinishedStore(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class Mark(NamedTuple):
+    """A point in the engine's device work, and the mapping it was set for: a job runs on that mapping or fails.
+
+    Without that, a job put while the mapping is replaced would run with no `fence` at all.
+    """
+
+    mapping: Mapping
+    fence: DeviceFence | None
+
+
 @dataclass(slots=True)
 class StoreJob:
     """Stores of one step, after the device has reached `after`; `done` is set when all have ended.
@@ -58,7 +69,7 @@ class StoreJob:
     """
 
     plans: tuple[StorePlan, ...]
-    after: DeviceFence | None
+    after: Mark | None
     done: threading.Event
     abandoned: bool = False
 
@@ -68,7 +79,7 @@ class LoadJob:
     """A load in progress: `copied` leading pairs are on the device, `ready` may be copied."""
 
     plan: LoadPlan
-    after: DeviceFence | None
+    after: Mark | None
     copied: int
     ready: int
     started_s: float
@@ -121,10 +132,17 @@ class Mover:
         self._inbox.put(job)
         os.eventfd_write(self._wake, 1)
 
-    def mark(self) -> DeviceFence | None:
+    def mark(self) -> Mark | None:
         """The present end of the engine's device work; called by the engine's thread."""
         mapping = self._mapping
-        return mapping.copier.mark() if mapping is not None else None
+        return Mark(mapping, mapping.copier.mark()) if mapping is not None else None
+
+    def _usable(self, after: Mark | None, epoch: int) -> Mapping | None:
+        """The mapping for a job, unless it was meant for another one."""
+        mapping = self._mapping
+        if mapping is None or after is None or after.mapping is not mapping or mapping.epoch != epoch:
+            return None
+        return mapping
 
     def stop(self) -> None:
         """End the thread; jobs that are left fail."""
@@ -192,15 +210,15 @@ class Mover:
         finally:
             job.done.set()
 
-    def _copy_out(self, plan: StorePlan, after: DeviceFence | None) -> bool:
+    def _copy_out(self, plan: StorePlan, after: Mark | None) -> bool:
         """Without a session no fence could reach us, and a reservation may have ended before the present one."""
-        mapping = self._mapping
-        if self._channel is None or mapping is None or mapping.epoch != plan.epoch:
+        mapping = self._usable(after, plan.epoch)
+        if self._channel is None or mapping is None or after is None:
             return False
         if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
             return False
         try:
-            mapping.copier.store(list(zip(plan.device_blocks, plan.slots, strict=True)), after)
+            mapping.copier.store(list(zip(plan.device_blocks, plan.slots, strict=True)), after.fence)
         except (KvbmError, RuntimeError) as error:
             log.warning("store of %d blocks failed: %s", len(plan.slots), error)
             return False
@@ -210,8 +228,8 @@ class Mover:
         return True
 
     def _begin_load(self, job: LoadJob) -> None:
-        mapping, plan = self._mapping, job.plan
-        if mapping is None or mapping.epoch != plan.epoch:
+        plan = job.plan
+        if self._usable(job.after, plan.epoch) is None:
             self._finish(job, failed_from=0)
             return
         self._loads.append(job)
@@ -265,20 +283,24 @@ class Mover:
 
     def _copy_piece(self, job: LoadJob) -> bool:
         """Copy the next piece of what is ready; False when a slot no longer held what was promised."""
-        mapping, plan = self._mapping, job.plan
-        assert mapping is not None
+        mapping, plan, after = self._mapping, job.plan, job.after
+        assert mapping is not None and after is not None
         start, end = job.copied, min(job.copied + PIECE_BLOCKS, job.ready)
+        wanted = end - start
+        end = start + mapping.intact(plan.slots[start:end], plan.generations[start:end])
         slots, expected = plan.slots[start:end], plan.generations[start:end]
-        if mapping.intact(slots, expected) == len(slots):
+        if slots:
             try:
-                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots, strict=True)), job.after)
+                mapping.copier.load(
+                    list(zip(plan.device_blocks[start:end], slots, strict=True)), after.fence
+                )
             except (KvbmError, RuntimeError) as error:
                 log.warning("load of %d blocks failed: %s", len(slots), error)
                 return False
         # A slot that changed hands while we copied may have given us anything.
-        intact = mapping.intact(slots, expected)
-        job.copied += intact
-        return intact == len(slots)
+        copied = mapping.intact(slots, expected)
+        job.copied += copied
+        return copied == wanted
 
     def _finish(self, job: LoadJob, failed_from: int) -> None:
         failed, seconds = job.plan.device_blocks[failed_from:], self._clock() - job.started_s

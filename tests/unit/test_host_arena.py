@@ -1,0 +1,101 @@
+"""The host arena: regions, generations, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+
+import pytest
+
+from kvbm.errors import SettingsError
+from kvbm.layout import BlockLayout
+from kvbm.tiers.host import HostArena, open_arena
+
+LAYOUT = BlockLayout(block_tokens=4, shard_bytes=5000, shard_count=3)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    arena = HostArena(LAYOUT, 4, touch_threads=2)
+    yield arena
+    arena.close()
+
+
+def test_every_shard_has_its_own_bytes(arena: HostArena) -> None:
+    for slot in range(4):
+        for shard, view in enumerate(arena.slot_views(slot)):
+            assert len(view) == LAYOUT.slot_bytes == 8192
+            view[:] = bytes([16 * slot + shard]) * len(view)
+    for slot in range(4):
+        for shard, view in enumerate(arena.slot_views(slot)):
+            assert set(view) == {16 * slot + shard}
+
+
+def test_a_worker_sees_the_same_bytes_and_generations(arena: HostArena) -> None:
+    fds = [os.dup(arena.region_fds[1]), os.dup(arena.generation_fd)]
+    region, generations = open_arena(fds)
+    view = arena.slot_views(2)[1]
+    view[:] = b"x" * len(view)
+    assert region[2 * LAYOUT.slot_bytes : 3 * LAYOUT.slot_bytes] == bytes(view)
+    arena.invalidate(3)
+    arena.invalidate(3)
+    counters = memoryview(generations).cast("Q")
+    assert list(counters) == [0, 0, 0, 2] == list(arena.generations(range(4)))
+    assert arena.generation(3) == 2
+    with pytest.raises(TypeError):
+        generations[0] = 1
+    counters.release()
+    generations.close()
+    region.close()
+
+
+def test_a_slot_that_is_invalidated_keeps_its_bytes(arena: HostArena) -> None:
+    """Who reads it meanwhile finds out by the generation, not by a tear."""
+    view = arena.slot_views(0)[0]
+    view[:4] = b"kept"
+    arena.invalidate(0)
+    assert bytes(view[:4]) == b"kept"
+
+
+def test_pages_are_touched_in_the_background_until_it_closes() -> None:
+    before = open_fds()
+    for _ in range(5):
+        arena = HostArena(BlockLayout(block_tokens=1, shard_bytes=1 << 20), 64, touch_threads=4)
+        arena.close()
+    assert open_fds() == before
+
+
+def test_closing_with_a_view_in_use_is_no_error() -> None:
+    before = open_fds()
+    arena = HostArena(LAYOUT, 2, touch_threads=1)
+    view = arena.slot_views(0)[0]
+    view[:2] = b"ok"
+    arena.close()
+    assert bytes(view[:2]) == b"ok", "a transfer that still runs must not hit unmapped memory"
+    del view, arena
+    assert open_fds() == before
+
+
+def test_more_than_the_machine_has_is_refused_in_one_line() -> None:
+    before = open_fds()
+    with pytest.raises(SettingsError, match="this machine has") as caught:
+        HostArena(BlockLayout(block_tokens=1, shard_bytes=1 << 40), 1 << 10)
+    assert "\n" not in str(caught.value)
+    assert open_fds() == before
+
+
+def test_descriptors_that_run_out_are_given_back() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_fds()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 8, hard))
+    try:
+        with pytest.raises(SettingsError, match="50 shard"):
+            HostArena(BlockLayout(block_tokens=1, shard_bytes=4096, shard_count=50), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_fds() == before
