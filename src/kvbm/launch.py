@@ -117,6 +117,8 @@ class ManagerFinder:
             if channel is not None:
                 try:
                     return channel, channel.introduce(hello, _HELLO_TIMEOUT_S)
+                except ManagerUnavailable:
+                    channel.close()  # it was just ending, or could not start: there may be another one in a moment
                 except BaseException:
                     channel.close()
                     raise
@@ -132,7 +134,10 @@ class ManagerFinder:
         """`_start`, with what goes wrong kept in `_trouble`: an engine that runs goes on without a cache."""
         try:
             self._trouble = self._last_words()
-            self._start()
+            if self._trouble:
+                self._child = None  # whoever asks again starts another one
+            else:
+                self._start()
         except (KvbmError, OSError) as error:
             self._trouble = f"private manager could not be started: {error}"
         if self._trouble and self._trouble != self._told:
@@ -140,7 +145,12 @@ class ManagerFinder:
             log.warning("no KV cache for now: %s", self._trouble)
 
     def _last_words(self) -> str:
-        """Why the last private manager could not serve, in its own words; empty when there was no such failure."""
+        """Why the manager that we started could not serve, in its own words; empty when it did not say so.
+
+        What another engine's attempt left behind, perhaps days ago with other settings, means nothing to us.
+        """
+        if self._child is None:
+            return ""
         try:
             with open(self.address.socket_path + ERROR_SUFFIX, encoding="utf-8") as file:
                 return file.read(4096).strip()

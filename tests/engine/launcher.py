@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ DEVICE_BLOCKS = 48
 GAUGES_S = 0.7
 """Longer than the manager's gauges stay as they are."""
 
+_starts = itertools.count(1)
+
 
 class Launcher:
     """Starts engines with KVBM in one process, and looks at their private managers."""
@@ -23,7 +26,8 @@ class Launcher:
     def __init__(self, process: EngineProcess, model: Path, runtime_dir: Path) -> None:
         self.process = process
         self._model = model
-        self._runtime_dir = runtime_dir
+        self._sockets = runtime_dir
+        self.runtime_dir = ""
         self.metrics_port = 0
 
     def start(
@@ -34,8 +38,10 @@ class Launcher:
     ) -> EngineProcess:
         """Start an engine with a device cache that is too small; it replaces the one before."""
         self.metrics_port = free_port()
+        # One directory for each engine: nothing that an earlier one left is taken for its own.
+        self.runtime_dir = str(self._sockets / f"engine-{next(_starts)}")
         settings = {
-            "DYN_KVBM_RUNTIME_DIR": str(self._runtime_dir),
+            "DYN_KVBM_RUNTIME_DIR": self.runtime_dir,
             "DYN_KVBM_ONBOARD": "always",
             "DYN_KVBM_METRICS": "true",
             "DYN_KVBM_METRICS_PORT": str(self.metrics_port),
@@ -52,7 +58,7 @@ class Launcher:
     def stop(self) -> None:
         """End the engine and wait for its private manager's end, so that the next finds the disk tier free."""
         self.process.stop()
-        wait_for(lambda: not private_managers(self.process.pid), 20.0, "the private manager stays")
+        wait_for(lambda: not private_managers(self.runtime_dir), 20.0, "the private manager stays")
 
     def metrics(self) -> Metrics:
         """The private manager's metrics."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 PRIVATE_MANAGER = "kvbm.manager.process"
@@ -56,30 +56,19 @@ def free_port() -> int:
         return port
 
 
-def private_managers(ancestor: int) -> list[int]:
-    """The private managers that live below a process."""
-    parents: dict[int, int] = {}
+def private_managers(runtime_dir: str) -> list[int]:
+    """The private managers whose sockets lie in this directory."""
     managers: list[int] = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        parents[int(entry.name)] = int(state[1])
-        if PRIVATE_MANAGER.encode() in words and state[0] != "Z":
+        if PRIVATE_MANAGER in words and any(word.startswith(f"{runtime_dir}/private-") for word in words):
             managers.append(int(entry.name))
-    return [pid for pid in managers if _is_below(pid, ancestor, parents)]
-
-
-def _is_below(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
-    while pid > 1:
-        pid = parents.get(pid, 0)
-        if pid == ancestor:
-            return True
-    return False
+    return managers
 
 
 class SharedManager:

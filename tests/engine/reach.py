@@ -81,7 +81,7 @@ def run_and_kill(
             return
         if finished < counts[0] + 10 and not _leader(engine)._lookups.loading:
             return
-        pids = manager_probe.private_managers(os.getpid())
+        pids = manager_probe.private_managers(os.environ["DYN_KVBM_RUNTIME_DIR"])
         if pids:
             os.kill(pids[0], signal.SIGKILL)
             killed.append(pids[0])
@@ -228,7 +228,7 @@ def abort_while_loading(child: Child, requests: Sequence[Request], kill_manager:
         engine.core.step()
     loading = sum(search.plan is not None for search in lookups._by_request.values())
     if kill_manager:
-        for pid in manager_probe.private_managers(os.getpid()):
+        for pid in manager_probe.private_managers(os.environ["DYN_KVBM_RUNTIME_DIR"]):
             os.kill(pid, signal.SIGKILL)
     engine.core.abort_request([request.name for request in requests])
     for _ in range(20):

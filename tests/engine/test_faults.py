@@ -55,7 +55,7 @@ def test_manager_killed_while_serving(
         assert differences(reference, answers, f"+{turn}") == []
         engine.call(reach.wait_until_ready, timeout_s=40.0)
     assert len(set(killed)) >= 3
-    assert len(private_managers(engine.pid)) == 1
+    assert len(private_managers(launcher.runtime_dir)) == 1
     before = launcher.metrics()
     assert differences(reference, engine.run(again(workload(), "+end")), "+end") == []
     assert _loaded(launcher.metrics()) - _loaded(before) > 50

@@ -63,7 +63,7 @@ def test_model_that_is_not_supported(
     said = lines_with(engine, "KVBM is off for this engine")
     assert len(said) == 1
     assert why in said[0]
-    assert private_managers(engine.pid) == []
+    assert private_managers(launcher.runtime_dir) == []
     requests = [request for request in workload() if not request.parent][:12]
     assert len(engine.run(requests).outputs) == 12
 

@@ -37,7 +37,7 @@ from kvbm.protocol import (
 )
 from kvbm.settings import Settings
 from kvbm.testing.oracle import block_bytes
-from kvbm.worker.mapping import open_arena
+from kvbm.tiers.host import open_arena
 
 DEADLINE_S = 20.0
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)

@@ -50,14 +50,22 @@ from kvbm.protocol import (
 )
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.oracle import block_bytes
-
 from unit.manager_bench import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, store
 
 MakeBench = Callable[..., ManagerBench]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeBench]:
+def media() -> Iterator[list[FakeMedium]]:
+    """Closed after the managers that use them."""
+    media: list[FakeMedium] = []
+    yield media
+    for medium in media:
+        medium.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path, media: list[FakeMedium]) -> Iterator[MakeBench]:
     benches: list[ManagerBench] = []
 
     def build(namespaces: int = 1, **options: Any) -> ManagerBench:
@@ -80,13 +88,12 @@ def bench(make: MakeBench, caplog: pytest.LogCaptureFixture) -> Iterator[Manager
 
 
 @pytest.fixture
-def fake_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTier]:
+def fake_disk(media: list[FakeMedium], monkeypatch: pytest.MonkeyPatch) -> FakeTier:
     """What the manager opens when it opens a disk tier."""
-    medium = FakeMedium(LAYOUT, 32)
-    tier = FakeTier(medium)
+    media.append(FakeMedium(LAYOUT, 32))
+    tier = FakeTier(media[0])
     monkeypatch.setattr("kvbm.manager.assembly.open_disk_tier", lambda *args, **options: tier)
-    yield tier
-    medium.close()
+    return tier
 
 
 def refusal(client: Client) -> str:
@@ -413,11 +420,10 @@ def _flip(frame: bytes, position: int, value: int) -> bytes:
     return frame[:position] + bytes([value]) + frame[position + 1 :]
 
 
-INTEGERS = st.integers(-(2**63), 2**64 - 1)
 FRAMES = st.one_of(
     st.binary(max_size=60),
     st.binary(max_size=60).map(lambda body: struct.pack("<I", len(body)) + body),
-    PLAUSIBLE.map(lambda m: m).filter(lambda m: True).flatmap(
+    PLAUSIBLE.flatmap(
         lambda m: st.builds(_flip, st.just(_encode(m)), st.integers(0, 300), st.integers(0, 255))
     ),
     PLAUSIBLE.map(lambda m: _encode(m)),

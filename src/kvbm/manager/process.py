@@ -46,8 +46,9 @@ def serve(
     private: bool = False,
     on_listening: Callable[[], None] = lambda: None,
     clock: Clock = monotonic,
+    grace_s: float = PRIVATE_GRACE_S,
 ) -> None:
-    """Serve until a signal, or, when private, until the last engine has gone.
+    """Serve until a signal, or, when private, until the last engine has been gone for `grace_s`.
 
     Raises SettingsError in one line when the socket or the metrics port cannot be had. Tiers are made when the
     first engine names its namespace; what goes wrong then is said to that engine.
@@ -58,7 +59,8 @@ def serve(
     def make_spaces(on_progress: Callable[[Lease], None]) -> SpaceTable:
         return SpaceTable(settings, namespaces, metrics, clock, on_progress)
 
-    with _listening(socket_path) as listener, _scraped(settings, metrics):
+    # Who can connect is served: the socket comes when nothing else can fail.
+    with _scraped(settings, metrics), _listening(socket_path) as listener:
         server = Server(listener, make_spaces, traffic, clock)
         signals = _Signals(server)
         log.info(
@@ -80,8 +82,9 @@ def serve(
             server.step()
             seen_engine = seen_engine or server.engine_count > 0
             # An engine that was refused does not start: nobody else will come.
-            grace_s = PRIVATE_GRACE_S if seen_engine or server.refused_count else PRIVATE_FIRST_ENGINE_S
-            if private and clock() - max(server.last_busy_s, started_s) > grace_s and not server.engine_count:
+            patience_s = grace_s if seen_engine or server.refused_count else PRIVATE_FIRST_ENGINE_S
+            idle_s = clock() - max(server.last_busy_s, started_s)
+            if private and idle_s > patience_s and not server.engine_count:
                 break
         traffic.summarize()
         server.close(keep=settings.disk_persist)
@@ -164,8 +167,8 @@ def take_lock(socket_path: str) -> int:
     return fd
 
 
-def main(socket_path: str, lock_fd: int, settings_json: str) -> int:
-    """Entry point of a private manager: `python -m kvbm.manager.process SOCKET LOCK_FD SETTINGS`."""
+def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PRIVATE_GRACE_S) -> int:
+    """Entry point of a private manager: `python -m kvbm.manager.process SOCKET LOCK_FD SETTINGS [GRACE_S]`."""
     # Leave the engine's process tree: vLLM kills all of it when it stops, and we have blocks to write by then.
     if os.fork():
         os._exit(0)
@@ -177,7 +180,7 @@ def main(socket_path: str, lock_fd: int, settings_json: str) -> int:
     try:
         settings = msgspec.json.decode(settings_json, type=Settings)
         configure(settings.log_level)
-        serve(settings, socket_path, private=True)
+        serve(settings, socket_path, private=True, grace_s=grace_s)
     except KvbmError as error:
         log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
         with open(socket_path + ERROR_SUFFIX, "w", encoding="utf-8") as file:
@@ -206,4 +209,4 @@ def _sweep(runtime_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(float, sys.argv[4:])))

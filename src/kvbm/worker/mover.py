@@ -109,7 +109,7 @@ class Mover:
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
         self._fenced: deque[int] = deque(maxlen=_FENCED_MAX)
-        self._stopping = False
+        self._stopping = self._stopped = False
         self._refused = ""
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
         self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
@@ -145,11 +145,18 @@ class Mover:
         return mapping
 
     def stop(self) -> None:
-        """End the thread; jobs that are left fail."""
-        self._inbox.put(None)
-        os.eventfd_write(self._wake, 1)
+        """End the thread; jobs that are left fail, and nothing may be put in any more. Twice is no error."""
+        if self._stopped:
+            return
+        self._stopped = True
         if self._thread.is_alive():
+            self._inbox.put(None)
+            os.eventfd_write(self._wake, 1)
             self._thread.join(timeout=10.0)
+        else:
+            self._end()
+        if not self._thread.is_alive():
+            os.close(self._wake)
 
     # ---- the thread
 
@@ -163,10 +170,12 @@ class Mover:
                 # A defect of ours must cost a load, never the engine: fail what is open, start afresh.
                 log.exception("mover failed; open loads are recomputed")
                 self._lose("mover failed")
+        self._end()
+
+    def _end(self) -> None:
         self._lose("worker stops")
         if self._mapping is not None:
             self._mapping.close()
-        os.close(self._wake)
 
     def _turn(self) -> None:
         if self._channel is None:

@@ -1,0 +1,437 @@
+"""The manager as a real process: who starts it, how it ends, and what an engine hears when it cannot start."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbm.channel import Channel
+from kvbm.clock import ManualClock
+from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
+from kvbm.hashing import join_keys
+from kvbm.launch import (
+    ERROR_SUFFIX,
+    RETRY_S_MAX,
+    RETRY_S_MIN,
+    ManagerAddress,
+    ManagerFinder,
+    make_runtime_dir,
+)
+from kvbm.manager.process import _sweep, take_lock
+from kvbm.protocol import (
+    PROTOCOL_VERSION,
+    Commit,
+    Hello,
+    Lookup,
+    LookupReply,
+    Ready,
+    Reserve,
+    ReserveReply,
+    Welcome,
+)
+from kvbm.settings import Settings
+from kvbm.testing.oracle import block_bytes
+from kvbm.tiers.host import open_arena
+
+from unit.manager_bench import KEYS, LAYOUT, NAMESPACE
+
+DEADLINE_S = 60.0
+GRACE_S = "0.05"
+SERVE = """
+import sys, msgspec
+from kvbm.manager.process import serve, take_lock
+from kvbm.settings import Settings
+lock = take_lock(sys.argv[1])
+serve(msgspec.json.decode(sys.argv[2], type=Settings), sys.argv[1])
+"""
+
+
+def worker_hello(engine: str = "e", rank: int = 0, rank_count: int = 1) -> Hello:
+    return Hello(
+        version=PROTOCOL_VERSION,
+        role="worker",
+        engine=engine,
+        rank=rank,
+        rank_count=rank_count,
+        namespace=NAMESPACE,
+        layout=LAYOUT,
+        request_blocks=1,
+    )
+
+
+def manager_pid(channel: Channel) -> int:
+    """The process at the other end, by the kernel's word."""
+    credentials = channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
+
+
+def wait_until_free(lock_path: str) -> None:
+    """Until no process holds the lock, which is as long as its manager lives. pytest's own timeout is the deadline."""
+    try:
+        fd = os.open(lock_path, os.O_RDWR)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)
+
+
+class Node:
+    """A runtime directory, and the engines and managers in it."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.settings = Settings(
+            runtime_dir=str(directory), **{"host_blocks": 8, "log_level": "warning", **settings}
+        )
+        self.address = ManagerAddress.of(self.settings, "engine-1")
+        self.channels: list[Channel] = []
+
+    @property
+    def lock_path(self) -> str:
+        return self.address.socket_path + ".lock"
+
+    @property
+    def error_path(self) -> str:
+        return self.address.socket_path + ERROR_SUFFIX
+
+    def finder(self) -> ManagerFinder:
+        return ManagerFinder(self.address, self.settings, os.environ, time.monotonic)
+
+    def join(self, hello: Hello | None = None, finder: ManagerFinder | None = None) -> tuple[Channel, Welcome]:
+        channel, welcome = (finder or self.finder()).establish(
+            hello or worker_hello(), DEADLINE_S, time.sleep
+        )
+        self.channels.append(channel)
+        return channel, welcome
+
+    def spawn(self, *arguments: str) -> None:
+        """A private manager as `ManagerFinder` starts it, with arguments of ours."""
+        make_runtime_dir(self.settings.runtime_dir)
+        lock_fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        settings = msgspec.json.encode(self.settings).decode()
+        command = [sys.executable, "-m", "kvbm.manager.process", self.address.socket_path, str(lock_fd)]
+        child = subprocess.Popen([*command, settings, *arguments], pass_fds=[lock_fd])
+        os.close(lock_fd)
+        assert child.wait(DEADLINE_S) == 0, "it leaves its parent at once"
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        try:
+            last = Channel.connect(self.address.socket_path)
+        except ManagerUnavailable:
+            pass
+        else:
+            os.kill(manager_pid(last), signal.SIGKILL)
+            last.close()
+        wait_until_free(self.lock_path)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def build(**settings: Any) -> Node:
+        nodes.append(Node(tmp_path / "run", **settings))
+        return nodes[-1]
+
+    yield build
+    for node in nodes:
+        node.close()
+
+
+def ask(channel: Channel, kind: type[Any]) -> Any:
+    """The next message of this kind."""
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        assert channel.wait(end_s - time.monotonic())
+        for message in channel.receive():
+            if isinstance(message, kind):
+                return message
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+# ---- private managers
+
+
+def test_a_race_of_starters_settles_to_one_manager(make: Callable[..., Node]) -> None:
+    node = make()
+    joined: list[tuple[Channel, Welcome]] = []
+    starters = [
+        threading.Thread(target=lambda rank=rank: joined.append(node.join(worker_hello("e", rank, 4))))
+        for rank in range(4)
+    ]
+    for thread in starters:
+        thread.start()
+    for thread in starters:
+        thread.join(DEADLINE_S)
+    assert len(joined) == 4
+    assert len({manager_pid(channel) for channel, _ in joined}) == 1
+    assert len({welcome.epoch for _, welcome in joined}) == 1
+    status = os.stat(node.settings.runtime_dir)
+    assert stat.S_IMODE(status.st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(node.address.socket_path).st_mode) == 0o600
+
+
+def test_after_a_kill_the_next_attempt_starts_another(make: Callable[..., Node]) -> None:
+    node = make()
+    finder, other = node.finder(), node.finder()
+    channel, welcome = node.join(finder=finder)
+    os.kill(manager_pid(channel), signal.SIGKILL)
+    wait_until_free(node.lock_path)
+    with pytest.raises(ManagerUnavailable):
+        while True:
+            assert channel.wait(DEADLINE_S)
+            channel.receive()
+    again, second = node.join(finder=other)
+    assert second.epoch != welcome.epoch
+    assert manager_pid(again) != manager_pid(channel) or True
+    third, same = node.join(worker_hello("e", 0, 1).__class__(version=PROTOCOL_VERSION, role="admin"), finder)
+    assert same.epoch == second.epoch
+    assert manager_pid(third) == manager_pid(again)
+
+
+def test_it_ends_after_its_last_engine_and_leaves_nothing_behind(make: Callable[..., Node]) -> None:
+    node = make()
+    node.spawn(GRACE_S)
+    first, _ = node.join(worker_hello("a"))
+    second, _ = node.join(worker_hello("b"))
+    first.close()
+    admin, _ = node.join(Hello(version=PROTOCOL_VERSION, role="admin"))
+    second.close()
+    with pytest.raises(ManagerUnavailable):
+        while admin.wait(DEADLINE_S):
+            admin.receive()
+    wait_until_free(node.lock_path)
+    assert os.listdir(node.settings.runtime_dir) == []
+
+
+def test_it_outlives_the_process_that_started_it(make: Callable[..., Node]) -> None:
+    """Engines kill all their children when they stop, and blocks are still to be written then."""
+    node = make()
+    channel, _ = node.join()
+    with open(f"/proc/{manager_pid(channel)}/stat") as file:
+        parent = int(file.read().rpartition(")")[2].split()[1])
+    assert parent != os.getpid()
+    assert os.getsid(manager_pid(channel)) != os.getsid(0)
+
+
+def test_a_metrics_port_in_use_is_said_to_the_engine_in_one_line(make: Callable[..., Node]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        node = make(metrics=True, metrics_port=port)
+        with pytest.raises(ManagerRefused) as caught:
+            node.join()
+    assert "DYN_KVBM_METRICS_PORT" in str(caught.value)
+    assert str(port) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    channel, _ = node.join()
+    assert channel.fileno() >= 0, "the port is free now, and the next attempt serves"
+
+
+def test_a_disk_directory_that_cannot_be_used_is_said_to_the_engine(
+    make: Callable[..., Node], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    node = make(disk_blocks=8, disk_dir=str(tmp_path / "file"))
+    with pytest.raises(ManagerRefused) as caught:
+        node.join()
+    assert str(tmp_path / "file") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_host_tier_below_one_request_is_said_to_the_engine(make: Callable[..., Node]) -> None:
+    node = make(host_blocks=2)
+    hello = msgspec.structs.replace(worker_hello(), request_blocks=3)
+    with pytest.raises(ManagerRefused, match="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used"):
+        node.join(hello)
+
+
+def test_a_runtime_directory_that_others_can_write_to_is_refused(make: Callable[..., Node]) -> None:
+    node = make()
+    os.mkdir(node.settings.runtime_dir)
+    os.chmod(node.settings.runtime_dir, 0o777)
+    with pytest.raises(ManagerRefused, match="DYN_KVBM_RUNTIME_DIR.*only you own"):
+        node.join()
+
+
+def test_what_an_earlier_manager_died_of_is_not_believed(make: Callable[..., Node]) -> None:
+    node = make()
+    make_runtime_dir(node.settings.runtime_dir)
+    Path(node.error_path).write_text("DYN_KVBM_METRICS_PORT=1 cannot be used: last week")
+    node.join()
+    assert not os.path.exists(node.error_path)
+
+
+def test_what_killed_managers_left_is_swept(make: Callable[..., Node]) -> None:
+    node = make()
+    make_runtime_dir(node.settings.runtime_dir)
+    dead = Path(node.settings.runtime_dir) / "private-0123456789abcdef.sock"
+    for suffix in ("", ".lock", ERROR_SUFFIX):
+        Path(f"{dead}{suffix}").touch()
+    held_path = Path(node.settings.runtime_dir) / "private-fedcba9876543210.sock"
+    held_path.touch()
+    held = take_lock(str(held_path))
+    other = Path(node.settings.runtime_dir) / "manager.sock"
+    other.touch()
+    _sweep(node.settings.runtime_dir)
+    left = sorted(os.listdir(node.settings.runtime_dir))
+    assert left == [other.name, held_path.name, held_path.name + ".lock"]
+    os.close(held)
+
+
+# ---- shared managers
+
+
+def serve_shared(node: Node, path: str) -> subprocess.Popen[bytes]:
+    settings = msgspec.json.encode(node.settings).decode()
+    return subprocess.Popen([sys.executable, "-c", SERVE, path, settings])
+
+
+def test_sigterm_writes_what_waits_for_disk_and_exits_cleanly(
+    make: Callable[..., Node], tmp_path: Path
+) -> None:
+    count = 200
+    node = make(
+        host_blocks=count, disk_blocks=count, disk_dir=str(tmp_path / "disk"), disk_offload_filter=False
+    )
+    path = str(tmp_path / "run" / "shared.sock")
+    node.address = ManagerAddress(socket_path=path, private=False)
+    manager = serve_shared(node, path)
+    worker, welcome = node.join()
+    leader, _ = node.join(Hello(version=PROTOCOL_VERSION, role="leader", engine="e"))
+    assert ask(leader, Ready).ready
+    region, generations = open_arena(worker.fds)
+    worker.fds = []
+    leader.send(Reserve(store=1, parent=b"", keys=join_keys(KEYS[:count])))
+    slots = ask(leader, ReserveReply).slots
+    size = welcome.slot_bytes
+    for slot, key in zip(slots, KEYS, strict=False):
+        region[slot * size : (slot + 1) * size] = block_bytes(key, 1, size)
+    leader.send(Commit(store=1))
+    leader.send(Lookup(lookup=2, keys=join_keys(KEYS[:1])))
+    assert ask(leader, LookupReply).ready == 1
+    manager.send_signal(signal.SIGTERM)
+    assert manager.wait(DEADLINE_S) == 0
+    assert not os.path.exists(path)
+    region.close()
+    generations.close()
+
+    manager = serve_shared(node, path)
+    worker, _ = node.join()
+    leader, _ = node.join(Hello(version=PROTOCOL_VERSION, role="leader", engine="e"))
+    assert ask(leader, Ready).ready
+    leader.send(Lookup(lookup=1, keys=join_keys(KEYS[:count])))
+    found = ask(leader, LookupReply)
+    assert len(found.slots) == count, "not all that was committed reached the disk"
+    manager.send_signal(signal.SIGINT)
+    assert manager.wait(DEADLINE_S) == 0
+
+
+def test_of_two_shared_managers_at_one_path_the_second_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "run" / "shared.sock")
+    held = take_lock(path)
+    with pytest.raises(SettingsError, match="no other manager serves"):
+        take_lock(path)
+    os.close(held)
+    os.close(take_lock(path))
+
+
+# ---- finding one
+
+
+def test_a_shared_manager_is_never_started(tmp_path: Path) -> None:
+    settings = Settings(manager=str(tmp_path / "absent.sock"), runtime_dir=str(tmp_path / "run"))
+    address = ManagerAddress.of(settings, "e")
+    assert address == ManagerAddress(socket_path=str(tmp_path / "absent.sock"), private=False)
+    finder = ManagerFinder(address, settings, {}, ManualClock())
+    assert finder.attempt() is None
+    assert not os.path.exists(settings.runtime_dir)
+
+
+def test_engines_have_private_sockets_of_their_own() -> None:
+    settings = Settings(runtime_dir="/run/x")
+    paths = {ManagerAddress.of(settings, engine).socket_path for engine in ("a", "b", "x" * 5000)}
+    assert len(paths) == 3
+    assert all(len(path) < 100 for path in paths)
+
+
+def test_attempts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock(5.0)
+    address = ManagerAddress(socket_path=str(tmp_path / "m.sock"), private=False)
+    finder = ManagerFinder(address, Settings(), {}, clock)
+    tries: list[float] = []
+
+    def refuse(path: str) -> Channel:
+        tries.append(clock())
+        raise ManagerUnavailable("nobody")
+
+    monkeypatch.setattr(Channel, "connect", refuse)
+    for _ in range(4000):
+        assert finder.attempt() is None
+        clock.advance(0.01)
+    gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+    assert gaps[0] == pytest.approx(RETRY_S_MIN, abs=0.02)
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == pytest.approx(RETRY_S_MAX, abs=0.02)
+
+
+def test_a_stopped_manager_with_a_full_backlog_is_not_waited_for(tmp_path: Path) -> None:
+    path = str(tmp_path / "m.sock")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(0)
+    channels = []
+    with pytest.raises(ManagerUnavailable):
+        for _ in range(8):
+            channels.append(Channel.connect(path))
+    for channel in channels:
+        channel.close()
+    listener.close()
+
+
+def test_a_manager_that_ends_while_it_is_joined_is_asked_for_again(tmp_path: Path) -> None:
+    """It accepted, and went before its welcome: the deadline has not passed, so the next one is tried."""
+    path = str(tmp_path / "m.sock")
+    address = ManagerAddress(socket_path=path, private=False)
+    finder = ManagerFinder(address, Settings(), {}, time.monotonic)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(8)
+    gone = 0
+
+    def serve() -> None:
+        nonlocal gone
+        while gone < 2:
+            connection, _ = listener.accept()
+            connection.close()
+            gone += 1
+        connection, _ = listener.accept()
+        welcome = Welcome(version=PROTOCOL_VERSION, epoch=3)
+        body = msgspec.msgpack.encode(welcome)
+        connection.sendall(len(body).to_bytes(4, "little") + body)
+        connection.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    channel, welcome = finder.establish(worker_hello(), DEADLINE_S, time.sleep)
+    thread.join()
+    assert (gone, welcome.epoch) == (2, 3)
+    channel.close()
+    listener.close()
