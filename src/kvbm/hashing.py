@@ -24,10 +24,10 @@ def derive_key(fingerprint: bytes, engine_hash: bytes, extras: bytes = b"") -> B
 
     `extras` holds what the engine's hash leaves out (for instance the digest of an adapter's weights).
     """
-    digest = blake3(engine_hash, key=fingerprint)
     if extras:
-        digest.update(b"\x00extras" + extras)
-    return BlockKey(digest.digest())
+        # A namespace of its own: no pair of hash and extras can be read as another one.
+        fingerprint = blake3(b"extras" + extras, key=fingerprint).digest()
+    return BlockKey(blake3(engine_hash, key=fingerprint).digest())
 
 
 def chain_key(fingerprint: bytes, parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> BlockKey:

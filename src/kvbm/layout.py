@@ -80,8 +80,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         """One line naming the first field in which `other` differs, for refusals and logs."""
         if self.model != other.model:
             return f"model is {other.model!r} here, {self.model!r} there"
-        theirs = dict(other.fields)
-        for name, value in self.fields:
-            if theirs.get(name) != value:
-                return f"{name} is {theirs.get(name)!r} here, {value!r} there"
-        return "no field differs"
+        ours, theirs = dict(self.fields), dict(other.fields)
+        for name in {**ours, **theirs}:
+            if theirs.get(name) != ours.get(name):
+                return f"{name} is {theirs.get(name)!r} here, {ours.get(name)!r} there"
+        return "no field differs" if self.fields == other.fields else "the order of the fields differs"

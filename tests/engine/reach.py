@@ -49,8 +49,7 @@ def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
 def open_business(child: Child) -> dict[str, int]:
     """What the leader still keeps: all of it must be nothing when no request is left."""
     engine = _engine(child)
-    for _ in range(3):  # what the last step stored is reported by the next
-        engine.core.step()
+    engine.settle()
     leader = _leader(engine)
     return {
         "requests": len(leader._requests),

@@ -210,3 +210,10 @@ def store(leader: Client, worker: Client, number: int, keys: list[BlockKey]) -> 
             worker.write(slot, key)
     leader.send(Commit(store=number))
     return slots
+
+
+def refusal(client: Client) -> str:
+    reason = client.expect(Refused).reason
+    assert "\n" not in reason
+    client.expect_end()
+    return reason

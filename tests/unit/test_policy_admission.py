@@ -45,9 +45,7 @@ class LiteralFilter:
         max_size=60,
     ),
 )
-def test_it_does_what_the_description_says(
-    entries_max: int, events: list[tuple[int, bool, float]]
-) -> None:
+def test_it_does_what_the_description_says(entries_max: int, events: list[tuple[int, bool, float]]) -> None:
     ours, literal, now_s = DiskFilter(0.0, entries_max), LiteralFilter(entries_max), 0.0
     for number, offered, passed_s in events:
         now_s += passed_s

@@ -165,6 +165,7 @@ class SlotPool:
         leases, ended = self._leases, []
         for slot in slots:
             count = leases[slot]
+            assert count > 0, "a lease that was never taken"
             if count > 1:
                 leases[slot] = count - 1
             else:

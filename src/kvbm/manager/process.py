@@ -183,14 +183,23 @@ def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PR
         serve(settings, socket_path, private=True, grace_s=grace_s)
     except KvbmError as error:
         log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
-        with open(socket_path + ERROR_SUFFIX, "w", encoding="utf-8") as file:
-            file.write(str(error))
+        _leave_word(socket_path, str(error))
+        return 2
+    except Exception as error:
+        log.exception("private manager failed")
+        _leave_word(socket_path, f"private manager failed: {type(error).__name__}: {error}")
         return 2
     finally:
         # Removed while it is still held: who opens the path from now on makes a new file.
         with contextlib.suppress(OSError):
             os.unlink(socket_path + ".lock")
     return 0
+
+
+def _leave_word(socket_path: str, reason: str) -> None:
+    """Say why, in one line, to the engine that started us (see `launch.ERROR_SUFFIX`)."""
+    with contextlib.suppress(OSError), open(socket_path + ERROR_SUFFIX, "w", encoding="utf-8") as file:
+        file.write(" ".join(reason.split()))
 
 
 def _sweep(runtime_dir: str) -> None:

@@ -300,9 +300,7 @@ class Mover:
         slots, expected = plan.slots[start:end], plan.generations[start:end]
         if slots:
             try:
-                mapping.copier.load(
-                    list(zip(plan.device_blocks[start:end], slots, strict=True)), after.fence
-                )
+                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots, strict=True)), after.fence)
             except (KvbmError, RuntimeError) as error:
                 log.warning("load of %d blocks failed: %s", len(slots), error)
                 return False

@@ -1,0 +1,95 @@
+"""A space over a tier that completes by hand, and the engines around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbm.block import BlockKey, BlockState, Outcome, SlotIndex, Tier
+from kvbm.clock import ManualClock
+from kvbm.hashing import chain_keys
+from kvbm.layout import BlockLayout
+from kvbm.manager.leases import Lease
+from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, SpaceOptions
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmitAll
+from kvbm.protocol import HELD, REFUSED
+from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.testing.oracle import block_bytes
+from kvbm.tiers.host import HostArena
+
+LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)
+KEYS = chain_keys(bytes(32), range(400), LAYOUT.block_tokens)
+OTHER = chain_keys(bytes(32), range(1000, 1400), LAYOUT.block_tokens)
+ME, PEER = 1, 2
+
+
+class Bench:
+    """A space over a tier that completes by hand, and what it announced."""
+
+    def __init__(
+        self, host_slots: int = 8, disk_slots: int = 16, staging: bool = False, pending_limit: int = 8
+    ):
+        self.clock = ManualClock(100.0)
+        self.medium = FakeMedium(LAYOUT, disk_slots)
+        self.tier = FakeTier(self.medium, pending_limit)
+        self.metrics = Metrics()
+        self.progress: list[tuple[int, int, bool]] = []
+        self.arena = HostArena(LAYOUT, host_slots, touch_threads=0)
+        self.space = Space(
+            LAYOUT,
+            self.arena,
+            self.tier,
+            AdmitAll(),
+            self.metrics,
+            self.clock,
+            self._progressed,
+            SpaceOptions(staging=staging, in_flight_max=4),
+        )
+        self.numbers = iter(range(1, 1000))
+        self.open = True
+
+    def _progressed(self, lease: Lease) -> None:
+        self.progress.append((lease.number, lease.ready, lease.final))
+
+    def fill(self, slot: int, key: BlockKey) -> None:
+        self.arena.slot_views(slot)[0][:] = block_bytes(key, 0, LAYOUT.slot_bytes)
+
+    def content(self, slot: int) -> bytes:
+        return bytes(self.arena.slot_views(slot)[0])
+
+    def store(self, keys: list[BlockKey], parent: BlockKey | None = None) -> list[int]:
+        """Reserve, fill and commit."""
+        number = next(self.numbers)
+        slots = self.space.reserve(ME, number, parent, keys)
+        for key, slot in zip(keys, slots, strict=True):
+            if slot >= 0:
+                self.fill(slot, key)
+        self.space.commit(ME, number)
+        return slots
+
+    def settle(self) -> None:
+        """All that is under way ends."""
+        self.space.pump()
+        while self.tier.release():
+            self.space.pump()
+
+    def only_on_disk(self, keys: list[BlockKey]) -> None:
+        self.store(keys)
+        self.settle()
+        self.space.clear("host")
+        assert self.space.disk is not None
+        assert all(
+            self.space.host.find(key) is None and self.space.disk.find(key) is not None for key in keys
+        )
+
+    def stop(self) -> None:
+        """An orderly end; the medium stays."""
+        self.space.close(keep=True)
+        self.open = False
+
+    def close(self) -> None:
+        if self.open:
+            self.space.close(keep=False)
+        self.medium.close()

@@ -1,0 +1,189 @@
+"""One tier's slots: states, leases, room, and what a restart brings."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvbm.block import TRANSITIONS, BlockKey, BlockState, Tier, Transition
+from kvbm.hashing import chain_keys
+from kvbm.manager.pool import SlotPool
+from kvbm.policy import LeafFirstLru
+
+KEYS = chain_keys(bytes(32), range(200), 2)
+Emptied = list[tuple[int, BlockKey, bool]]
+
+
+def make(slots: int) -> tuple[SlotPool, Emptied]:
+    emptied: Emptied = []
+    pool = SlotPool(
+        Tier.HOST,
+        slots,
+        LeafFirstLru(slots),
+        lambda slot, key, resident: emptied.append((slot, key, resident)),
+    )
+    return pool, emptied
+
+
+def put(pool: SlotPool, key: BlockKey, parent: BlockKey | None = None, now_s: float = 0.0) -> int:
+    slot = pool.reserve(key, parent, now_s)
+    assert slot is not None
+    pool.commit(slot)
+    pool.check()
+    return slot
+
+
+def test_every_transition_is_in_the_table_and_no_other() -> None:
+    states = {state: set() for state in BlockState}  # type: ignore[var-annotated]
+    for before, after in TRANSITIONS.values():
+        states[before].add(after)
+    assert states == {
+        BlockState.FREE: {BlockState.FILLING},
+        BlockState.FILLING: {BlockState.RESIDENT, BlockState.FREE},
+        BlockState.RESIDENT: {BlockState.FREE},
+    }
+    assert set(TRANSITIONS) == set(Transition)
+
+
+def test_a_block_is_found_only_after_its_commit() -> None:
+    pool, emptied = make(2)
+    slot = pool.reserve(KEYS[0], None, 0.0)
+    assert slot is not None
+    assert (pool.find(KEYS[0]), pool.find_filling(KEYS[0]), pool.holds(KEYS[0])) == (None, slot, True)
+    pool.commit(slot)
+    assert (pool.find(KEYS[0]), pool.find_filling(KEYS[0]), pool.holds(KEYS[0])) == (slot, None, True)
+    pool.evict(slot)
+    assert not pool.holds(KEYS[0])
+    assert emptied == [(slot, KEYS[0], True)]
+    again = pool.reserve(KEYS[1], None, 1.0)
+    assert again is not None
+    pool.abort(again)
+    assert emptied[-1] == (again, KEYS[1], False)
+    pool.check()
+
+
+@pytest.mark.parametrize("move", ["commit", "abort", "evict", "lease", "unlease"])
+def test_a_move_from_the_wrong_state_is_a_programmers_error(move: str) -> None:
+    pool, _ = make(2)
+    with pytest.raises((AssertionError, KeyError)):
+        getattr(pool, move)(0)
+    pool.check()
+    slot = put(pool, KEYS[0])
+    if move in ("commit", "abort"):
+        with pytest.raises(AssertionError):
+            getattr(pool, move)(slot)
+
+
+def test_a_leased_slot_is_not_evicted() -> None:
+    pool, _ = make(1)
+    slot = put(pool, KEYS[0])
+    pool.lease(slot)
+    pool.lease(slot)
+    assert pool.reserve(KEYS[1], None, 1.0) is None
+    with pytest.raises(AssertionError):
+        pool.evict(slot)
+    pool.unlease(slot)
+    assert pool.reserve(KEYS[1], None, 1.0) is None
+    assert pool.counts().leased == 1
+    pool.unlease(slot)
+    assert pool.reserve(KEYS[1], None, 1.0) == slot
+
+
+def test_a_parent_that_is_being_filled_is_no_victim() -> None:
+    pool, _ = make(2)
+    first = pool.reserve(KEYS[0], None, 0.0)
+    second = pool.reserve(KEYS[1], KEYS[0], 0.0)
+    assert None not in (first, second)
+    assert pool.reserve(KEYS[2], KEYS[1], 0.0) is None
+
+
+def test_making_room_takes_leaves_of_others_before_ones_own_prefix() -> None:
+    pool, _ = make(3)
+    put(pool, KEYS[0], None, 1.0)
+    put(pool, KEYS[1], KEYS[0], 2.0)
+    put(pool, KEYS[10], None, 3.0)
+    put(pool, KEYS[2], KEYS[1], 4.0)
+    assert [pool.find(key) is not None for key in (KEYS[0], KEYS[1], KEYS[2], KEYS[10])] == [True] * 3 + [
+        False
+    ]
+
+
+def test_a_pool_recovers_what_it_is_told_in_order_of_age() -> None:
+    found = [(KEYS[2], KEYS[1], 5), (KEYS[0], None, 3), (KEYS[1], KEYS[0], 4), (KEYS[20], None, 0)]
+    for seed in range(6):
+        random.Random(seed).shuffle(found)
+        pool, _ = make(6)
+        pool.recover(found, 100.0)
+        pool.check()
+        assert pool.counts().resident == 4
+        for key, _, slot in found:
+            assert pool.find(key) == slot
+        free = {pool.reserve(BlockKey(bytes([i]) * 32), None, 101.0) for i in (1, 2)}
+        assert free == {1, 2}
+        victims = []
+        for i in range(3, 7):
+            slot = pool.reserve(BlockKey(bytes([i]) * 32), None, 102.0)
+            victims.append(slot)
+        leaf_order = [victims.index(slot) for slot in (5, 4, 3)]
+        assert leaf_order == sorted(leaf_order), "continuations go before their prefix"
+
+
+def test_recovered_parents_may_be_missing_or_circular() -> None:
+    pool, _ = make(3)
+    pool.recover([(KEYS[0], KEYS[1], 0), (KEYS[1], KEYS[0], 1), (KEYS[2], KEYS[99], 2)], 0.0)
+    pool.check()
+    for key in (KEYS[50], KEYS[51], KEYS[52]):
+        assert pool.reserve(key, None, 1.0) is not None, "a block can never go"
+
+
+def test_a_pool_in_use_does_not_recover() -> None:
+    pool, _ = make(2)
+    put(pool, KEYS[0])
+    with pytest.raises(AssertionError):
+        pool.recover([(KEYS[1], None, 0)], 0.0)
+
+
+def test_clearing_counts_what_went_and_what_stays() -> None:
+    pool, emptied = make(6)
+    for i in range(4):
+        put(pool, KEYS[i], KEYS[i - 1] if i else None)
+    pool.lease(pool.find(KEYS[3]))  # type: ignore[arg-type]
+    assert pool.reserve(KEYS[4], KEYS[3], 1.0) is not None
+    assert pool.clear() == (3, 2)
+    assert {key for _, key, _ in emptied} == set(KEYS[:3])
+    pool.check()
+
+
+def test_clearing_a_long_chain_looks_at_each_block_a_few_times() -> None:
+    """Not at every slot for every block, which for a large pool takes hours and stops the manager."""
+    slots = 2000
+    pool, _ = make(slots)
+    keys = chain_keys(bytes(32), range(slots), 1)
+    for i, key in enumerate(keys):
+        slot = pool.reserve(key, keys[i - 1] if i else None, float(i))
+        assert slot is not None
+        pool.commit(slot)
+    policy = pool._policy
+    looked = 0
+
+    class Counted:
+        """An array that counts how often it is read."""
+
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+
+        def __getitem__(self, index: int) -> int:
+            nonlocal looked
+            looked += 1
+            return self.inner[index]  # type: ignore[index, no-any-return]
+
+        def __setitem__(self, index: int, value: int) -> None:
+            self.inner[index] = value  # type: ignore[index]
+
+        def __len__(self) -> int:
+            return slots
+
+    policy._parent = Counted(policy._parent)  # type: ignore[attr-defined]
+    assert pool.clear() == (slots, 0)
+    assert looked <= 4 * slots
