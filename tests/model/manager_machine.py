@@ -7,11 +7,8 @@ conservation law, every lease intact, and every block that can be found has exac
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
-from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -24,10 +21,9 @@ from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, S
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import BlockOracle, block_bytes
-from kvbm.tiers.contract import Completion, SlotTier
-from kvbm.tiers.disk import DiskTier, open_disk_tier
+from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
 
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096, shard_count=2)

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
-from kvbm.block import BlockKey
-from kvbm.clock import ManualClock
-from kvbm.hashing import chain_keys
-from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.leases import Lease, Place, Reservation
-from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, SpaceOptions
-from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmitAll, DiskFilter
-from kvbm.protocol import HELD, REFUSED
+from kvbm.manager.space import HEAL_INTERVAL_S
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
-from kvbm.testing.oracle import BlockOracle, block_bytes
 from kvbm.tiers.contract import Completion, SlotTier
 from kvbm.tiers.disk import DiskTier, open_disk_tier
-from kvbm.tiers.host import HostArena
-
-from model.manager_machine import *
+from model.manager_machine import (
+    DISK_SLOTS,
+    LAYOUT,
+    NAMESPACE,
+    ManagerMachine,
+    chains,
+    owners,
+    pick,
+    positions,
+)
 
 
 class HostOnlyMachine(ManagerMachine):

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import pytest
 
 from kvbm.block import BlockKey, Tier
 from kvbm.channel import Channel
 from kvbm.clock import ManualClock
-from kvbm.hashing import derive_key, join_keys, split_keys
-from kvbm.leader import leader as leader_module
+from kvbm.hashing import derive_key, split_keys
 from kvbm.leader.leader import Answer, Leader, Scheduled
-from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
-from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
 from kvbm.protocol import (
-    HELD,
     PROTOCOL_VERSION,
-    REFUSED,
-    Commit,
     FrameBuffer,
     Hello,
     LoadPlan,
     Lookup,
     LookupReply,
     Message,
-    Progress,
     Ready,
-    Refused,
-    Release,
     Reserve,
     ReserveReply,
-    Reset,
-    ResetReply,
     StepPlan,
     StepReport,
     StorePlan,

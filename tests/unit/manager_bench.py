@@ -31,6 +31,7 @@ from kvbm.protocol import (
     LookupReply,
     Message,
     Ready,
+    Refused,
     Reserve,
     ReserveReply,
     Welcome,

@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
-import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from kvbm.channel import Channel, readable_among
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import (
     Commit,
-    Fence,
-    FenceDone,
     LoadPlan,
-    LookupReply,
-    Message,
     Ready,
-    Release,
     Reserve,
     ReserveReply,
     Reset,
     ResetReply,
     StepPlan,
-    StepReport,
     StorePlan,
 )
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
-from kvbm.worker import mover as mover_module
-from kvbm.worker.mapping import Mapping
-from kvbm.worker.mover import PIECE_BLOCKS, FinishedLoad
+from kvbm.worker.mover import FinishedLoad
 from kvbm.worker.worker import Worker
-from unit.manager_bench import DEADLINE_S, KEYS, OTHER, Client, ManagerBench
+from unit.manager_bench import DEADLINE_S, KEYS, Client, ManagerBench
 
 DEVICE_BLOCKS = 48
 SHAPE = (DEVICE_BLOCKS, 2, 4, 8)
@@ -205,9 +191,9 @@ class Rank:
         self.bench.close()
 
 
-def on_disk(make: Callable[..., Rank], below: FakeTier, count: int) -> Rank:
+def on_disk(make_rank: Callable[..., Rank], below: FakeTier, count: int) -> Rank:
     """A rank whose blocks are below host memory only."""
-    rank = make(disk_blocks=40, disk_offload_filter=False)
+    rank = make_rank(disk_blocks=40, disk_offload_filter=False)
     rank.put_in(count)
     rank.bench.until(lambda: below.release() + len(below.medium.entries) == count)
     rank.bench.step()

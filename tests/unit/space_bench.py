@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import pytest
-
-from kvbm.block import BlockKey, BlockState, Outcome, SlotIndex, Tier
+from kvbm.block import BlockKey
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout
 from kvbm.manager.leases import Lease
-from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, SpaceOptions
+from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
-from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena

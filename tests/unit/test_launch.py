@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import os
-import signal
 import socket
-import stat
-import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from kvbm.channel import Channel
 from kvbm.clock import ManualClock
-from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
-from kvbm.hashing import join_keys
+from kvbm.errors import ManagerUnavailable
 from kvbm.launch import (
-    ERROR_SUFFIX,
     RETRY_S_MAX,
     RETRY_S_MIN,
     ManagerAddress,
     ManagerFinder,
-    make_runtime_dir,
 )
-from kvbm.manager.process import _sweep, take_lock
 from kvbm.protocol import (
     PROTOCOL_VERSION,
-    Commit,
     Hello,
-    Lookup,
-    LookupReply,
-    Ready,
-    Reserve,
-    ReserveReply,
     Welcome,
 )
 from kvbm.settings import Settings
-from kvbm.testing.oracle import block_bytes
-from kvbm.tiers.host import open_arena
-from unit.manager_bench import KEYS, LAYOUT, NAMESPACE
+from unit.manager_bench import LAYOUT, NAMESPACE
 
 DEADLINE_S = 60.0
 
@@ -62,8 +43,6 @@ def worker_hello(engine: str = "e", rank: int = 0, rank_count: int = 1) -> Hello
         layout=LAYOUT,
         request_blocks=1,
     )
-
-
 
 
 def test_a_shared_manager_is_never_started(tmp_path: Path) -> None:
@@ -96,7 +75,7 @@ def test_attempts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(4000):
         assert finder.attempt() is None
         clock.advance(0.01)
-    gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
     assert gaps[0] == pytest.approx(RETRY_S_MIN, abs=0.02)
     assert [round(gap, 3) for gap in gaps] == sorted(round(gap, 3) for gap in gaps)
     assert gaps[-1] == pytest.approx(RETRY_S_MAX, abs=0.02)
@@ -107,10 +86,14 @@ def test_a_stopped_manager_with_a_full_backlog_is_not_waited_for(tmp_path: Path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(0)
-    channels = []
-    with pytest.raises(ManagerUnavailable):
+    channels: list[Channel] = []
+
+    def connect_many() -> None:
         for _ in range(8):
             channels.append(Channel.connect(path))
+
+    with pytest.raises(ManagerUnavailable):
+        connect_many()
     for channel in channels:
         channel.close()
     listener.close()

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from kvbm.block import BlockKey, Tier
-from kvbm.channel import Channel
+from kvbm.block import Tier
 from kvbm.clock import ManualClock
-from kvbm.hashing import derive_key, join_keys, split_keys
+from kvbm.hashing import join_keys, split_keys
 from kvbm.leader import leader as leader_module
 from kvbm.leader.leader import Answer, Leader, Scheduled
 from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
-from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
 from kvbm.protocol import (
-    HELD,
     PROTOCOL_VERSION,
-    REFUSED,
-    Commit,
-    FrameBuffer,
     Hello,
-    LoadPlan,
     Lookup,
-    LookupReply,
-    Message,
     Progress,
-    Ready,
     Refused,
     Release,
-    Reserve,
-    ReserveReply,
     Reset,
     ResetReply,
     StepPlan,
     StepReport,
-    StorePlan,
-    decode_to_manager,
     encode,
 )
-
-from unit.leader_bench import *
+from unit.leader_bench import HASHES, LEASE_S, TABLE, Bench, ScriptedManager, keys
 
 
 @pytest.fixture

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import resource
-import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from kvbm.channel import Channel, readable_among
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
-from kvbm.launch import ManagerAddress, ManagerFinder
-from kvbm.layout import BlockLayout
+from kvbm.channel import readable_among
 from kvbm.protocol import (
-    Commit,
     Fence,
     FenceDone,
     LoadPlan,
     LookupReply,
     Message,
-    Ready,
     Release,
     Reserve,
     ReserveReply,
@@ -34,18 +23,12 @@ from kvbm.protocol import (
     ResetReply,
     StepPlan,
     StepReport,
-    StorePlan,
 )
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
-from kvbm.transfer import DeviceCache
+from kvbm.testing.fake_tier import FakeTier
 from kvbm.worker import mover as mover_module
-from kvbm.worker.mapping import Mapping
 from kvbm.worker.mover import PIECE_BLOCKS, FinishedLoad
-from kvbm.worker.worker import Worker
-from unit.manager_bench import DEADLINE_S, KEYS, OTHER, Client, ManagerBench
-
-from unit.mover_bench import *
-
+from unit.manager_bench import KEYS
+from unit.mover_bench import Rank, on_disk
 
 # ---- as it should be
 
@@ -62,8 +45,10 @@ def test_what_was_stored_comes_back_into_other_blocks(rank: Rank) -> None:
     assert rank.worker.report() is None
 
 
-def test_blocks_that_arrive_later_are_loaded_as_they_come(make: Callable[..., Rank], below: FakeTier) -> None:
-    rank = on_disk(make, below, 5)
+def test_blocks_that_arrive_later_are_loaded_as_they_come(
+    make_rank: Callable[..., Rank], below: FakeTier
+) -> None:
+    rank = on_disk(make_rank, below, 5)
     plan = rank.lookup(5)
     assert plan.ready == 0
     rank.worker.load(StepPlan(loads=(plan,)))
@@ -76,9 +61,9 @@ def test_blocks_that_arrive_later_are_loaded_as_they_come(make: Callable[..., Ra
     rank.judge(plan, ())
 
 
-def test_a_run_that_starts_in_its_middle(make: Callable[..., Rank], below: FakeTier) -> None:
+def test_a_run_that_starts_in_its_middle(make_rank: Callable[..., Rank], below: FakeTier) -> None:
     """The device has the first blocks already: `offset` counts from the lookup's first."""
-    rank = on_disk(make, below, 5)
+    rank = on_disk(make_rank, below, 5)
     whole = rank.lookup(5)
     plan = LoadPlan(
         request="r",
@@ -174,9 +159,9 @@ def test_a_copy_that_fails_fails_its_blocks(rank: Rank) -> None:
 
 
 def test_a_block_that_does_not_arrive_fails_with_all_behind_it(
-    make: Callable[..., Rank], below: FakeTier
+    make_rank: Callable[..., Rank], below: FakeTier
 ) -> None:
-    rank = on_disk(make, below, 5)
+    rank = on_disk(make_rank, below, 5)
     disk = rank.bench.space().disk
     assert disk is not None
     below.medium.corrupt(disk.find(KEYS[2]))  # type: ignore[arg-type]
@@ -197,9 +182,9 @@ def test_a_lookup_that_nobody_knows_fails(rank: Rank) -> None:
 
 
 def test_a_load_that_stalls_is_given_up(
-    make: Callable[..., Rank], below: FakeTier, monkeypatch: pytest.MonkeyPatch
+    make_rank: Callable[..., Rank], below: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = on_disk(make, below, 3)
+    rank = on_disk(make_rank, below, 3)
     plan = rank.lookup(3)
     monkeypatch.setattr(mover_module, "LOAD_STALL_S", -1.0)
     load = rank.run_load(plan)

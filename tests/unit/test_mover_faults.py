@@ -1,51 +1,35 @@
-"""A rank's worker when stores come late, copies fail and the manager goes: every job is answered, nothing is overwritten."""
+"""A rank's worker when stores come late, copies fail and the manager goes: every job is answered, no slot spoilt."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
-import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from kvbm.channel import Channel, readable_among
+from kvbm.channel import Channel
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerAddress, ManagerFinder
-from kvbm.layout import BlockLayout
 from kvbm.protocol import (
     Commit,
-    Fence,
-    FenceDone,
     LoadPlan,
-    LookupReply,
-    Message,
     Ready,
-    Release,
-    Reserve,
-    ReserveReply,
-    Reset,
-    ResetReply,
     StepPlan,
     StepReport,
     StorePlan,
 )
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
 from kvbm.worker import mover as mover_module
 from kvbm.worker.mapping import Mapping
-from kvbm.worker.mover import PIECE_BLOCKS, FinishedLoad
 from kvbm.worker.worker import Worker
-from unit.manager_bench import DEADLINE_S, KEYS, OTHER, Client, ManagerBench
-
-from unit.mover_bench import *
-
+from unit.manager_bench import DEADLINE_S, OTHER, ManagerBench
+from unit.mover_bench import DEVICE_BLOCKS, Rank, on_disk
 
 # ---- stores
 
@@ -146,9 +130,9 @@ def test_an_abandoned_store_is_reported_as_failed(rank: Rank, monkeypatch: pytes
     "error", [KvbmError("out of range"), RuntimeError("CUDA error"), KeyError("a defect")]
 )
 def test_a_store_that_raises_is_reported_and_the_thread_lives(
-    make: Callable[..., Rank], error: Exception
+    make_rank: Callable[..., Rank], error: Exception
 ) -> None:
-    rank = make()
+    rank = make_rank()
     copier = rank.mover._mapping.copier  # type: ignore[union-attr]
     store_pairs = copier.store
 
@@ -195,10 +179,10 @@ def test_without_a_manager_jobs_fail_at_once(tmp_path: Path) -> None:
 
 
 def test_a_manager_that_goes_while_blocks_are_on_their_way(
-    make: Callable[..., Rank], below: FakeTier
+    make_rank: Callable[..., Rank], below: FakeTier
 ) -> None:
     """What had arrived is loaded from memory that nobody overwrites any more; the rest fails."""
-    rank = on_disk(make, below, 5)
+    rank = on_disk(make_rank, below, 5)
     plan = rank.lookup(5)
     below.release(2)
     rank.bench.step()
@@ -321,9 +305,9 @@ def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
 
 
 def test_a_defect_fails_what_is_open_and_the_thread_goes_on(
-    make: Callable[..., Rank], below: FakeTier, caplog: pytest.LogCaptureFixture
+    make_rank: Callable[..., Rank], below: FakeTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = on_disk(make, below, 3)
+    rank = on_disk(make_rank, below, 3)
     plan = rank.lookup(3)
     rank.worker.load(StepPlan(loads=(plan,)))
     listen, broken = rank.mover._listen, rank.mover._mapping
@@ -344,8 +328,8 @@ def test_a_defect_fails_what_is_open_and_the_thread_goes_on(
     assert rank.run_load(plan).failed == ()
 
 
-def test_stopping_ends_every_job(make: Callable[..., Rank], below: FakeTier) -> None:
-    rank = on_disk(make, below, 3)
+def test_stopping_ends_every_job(make_rank: Callable[..., Rank], below: FakeTier) -> None:
+    rank = on_disk(make_rank, below, 3)
     plan = rank.lookup(3)
     rank.worker.load(StepPlan(loads=(plan,)))
     rank.worker.close()

@@ -20,13 +20,10 @@ import msgspec
 import pytest
 
 from kvbm.channel import Channel
-from kvbm.clock import ManualClock
 from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.hashing import join_keys
 from kvbm.launch import (
     ERROR_SUFFIX,
-    RETRY_S_MAX,
-    RETRY_S_MIN,
     ManagerAddress,
     ManagerFinder,
     make_runtime_dir,
@@ -168,6 +165,12 @@ def ask(channel: Channel, kind: type[Any]) -> Any:
     raise AssertionError(f"no {kind.__name__} came")
 
 
+def receive_until_the_end(channel: Channel) -> None:
+    """Until the session ends, which raises ManagerUnavailable."""
+    while channel.wait(DEADLINE_S):
+        channel.receive()
+
+
 # ---- private managers
 
 
@@ -197,9 +200,7 @@ def test_after_a_kill_the_next_attempt_starts_another(make: Callable[..., Node])
     os.kill(manager_pid(channel), signal.SIGKILL)
     wait_until_free(node.lock_path)
     with pytest.raises(ManagerUnavailable):
-        while True:
-            assert channel.wait(DEADLINE_S)
-            channel.receive()
+        receive_until_the_end(channel)
     again, second = node.join(finder=other)
     assert second.epoch != welcome.epoch
     third, same = node.join(Hello(version=PROTOCOL_VERSION, role="admin"), finder)
@@ -216,8 +217,7 @@ def test_it_ends_after_its_last_engine_and_leaves_nothing_behind(make: Callable[
     admin, _ = node.join(Hello(version=PROTOCOL_VERSION, role="admin"))
     second.close()
     with pytest.raises(ManagerUnavailable):
-        while admin.wait(DEADLINE_S):
-            admin.receive()
+        receive_until_the_end(admin)
     wait_until_free(node.lock_path)
     assert os.listdir(node.settings.runtime_dir) == []
 
@@ -273,7 +273,7 @@ def test_a_runtime_directory_that_others_can_write_to_is_refused(make: Callable[
     node = make()
     os.mkdir(node.settings.runtime_dir)
     os.chmod(node.settings.runtime_dir, 0o777)
-    with pytest.raises(ManagerRefused, match="DYN_KVBM_RUNTIME_DIR.*only you own"):
+    with pytest.raises(ManagerRefused, match=r"DYN_KVBM_RUNTIME_DIR.*only you own"):
         node.join()
 
 

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from kvbm.block import BlockState
 from kvbm.channel import Channel
 from kvbm.errors import ManagerRefused
-from kvbm.hashing import join_keys
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager import session as session_module
 from kvbm.manager.server import SESSIONS_MAX
 from kvbm.manager.session import Session
-from kvbm.manager.space import LEASE_S, RESERVATION_S
 from kvbm.protocol import (
     HELD,
-    MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
-    REFUSED,
     Commit,
-    Fence,
-    FenceDone,
     Hello,
-    Lookup,
-    LookupReply,
-    Progress,
     Ready,
-    Refused,
-    Release,
-    Reserve,
     Reset,
     ResetReply,
     Status,
     StatusQuery,
-    Watch,
     Welcome,
-    encode,
 )
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.oracle import block_bytes
-from unit.manager_bench import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, store
+from unit.manager_bench import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, refusal, store
 
 MakeBench = Callable[..., ManagerBench]
 
@@ -58,32 +36,32 @@ MakeBench = Callable[..., ManagerBench]
 # ---- who gets in
 
 
-def test_an_engine_is_ready_when_all_its_ranks_are_there(bench: ManagerBench) -> None:
+def test_an_engine_is_ready_when_all_its_ranks_are_there(manager: ManagerBench) -> None:
     layout = BlockLayout(block_tokens=4, shard_bytes=4096, shard_count=2)
-    leader = bench.leader("e")
+    leader = manager.leader("e")
     assert leader.take() == []
-    first = bench.worker("e", rank=1, rank_count=2, shard=1, layout=layout)
+    first = manager.worker("e", rank=1, rank_count=2, shard=1, layout=layout)
     assert not leader.expect(Ready).ready
-    second = bench.worker("e", rank=0, rank_count=2, shard=0, layout=layout)
+    second = manager.worker("e", rank=0, rank_count=2, shard=0, layout=layout)
     ready = leader.expect(Ready)
     assert ready.ready
     assert ready.fingerprint == NAMESPACE.fingerprint
     assert ready.block_bytes == layout.block_bytes
-    assert ready.epoch == first.welcome.epoch == second.welcome.epoch == bench.server.epoch
+    assert ready.epoch == first.welcome.epoch == second.welcome.epoch == manager.server.epoch
     assert ready.tiers == {"host": 16}
     assert (first.welcome.slot_count, first.welcome.slot_bytes) == (16, 4096)
     assert os.fstat(first.channel.fds[0]).st_ino != os.fstat(second.channel.fds[0]).st_ino
     assert os.fstat(first.channel.fds[1]).st_ino == os.fstat(second.channel.fds[1]).st_ino
 
 
-def test_the_leader_may_come_last(bench: ManagerBench) -> None:
-    bench.worker("e")
-    leader = bench.leader("e")
+def test_the_leader_may_come_last(manager: ManagerBench) -> None:
+    manager.worker("e")
+    leader = manager.leader("e")
     assert leader.expect(Ready).ready
 
 
-def test_another_version_is_refused_with_both_named(bench: ManagerBench) -> None:
-    client = bench.client()
+def test_another_version_is_refused_with_both_named(manager: ManagerBench) -> None:
+    client = manager.client()
     client.send(Hello(version=PROTOCOL_VERSION + 1, role="leader"))
     reason = refusal(client)
     assert f"version={PROTOCOL_VERSION + 1}" in reason
@@ -117,30 +95,30 @@ def test_another_version_is_refused_with_both_named(bench: ManagerBench) -> None
     ],
 )
 def test_a_hello_that_cannot_be_used_is_refused(
-    bench: ManagerBench, hello: dict[str, Any], word: str
+    manager: ManagerBench, hello: dict[str, Any], word: str
 ) -> None:
-    client = bench.client()
+    client = manager.client()
     client.send(Hello(version=PROTOCOL_VERSION, engine="e", **hello))
     assert word in refusal(client)
-    assert bench.server.engine_count == 0
+    assert manager.server.engine_count == 0
 
 
 @pytest.mark.parametrize("field", ["block_tokens", "shard_bytes", "shard_count"])
 @pytest.mark.parametrize("value", [0, -1, 2**63])
-def test_a_layout_of_nothing_is_refused(bench: ManagerBench, field: str, value: int) -> None:
-    hello = msgspec.to_builtins(bench.worker_hello())
+def test_a_layout_of_nothing_is_refused(manager: ManagerBench, field: str, value: int) -> None:
+    hello = msgspec.to_builtins(manager.worker_hello())
     hello["layout"][field] = value
     body = msgspec.msgpack.encode(hello)
-    client = bench.client()
+    client = manager.client()
     client.channel._outgoing += len(body).to_bytes(4, "little") + body
     client.channel._flush()
     assert field in refusal(client)
 
 
-def test_a_foreign_namespace_is_refused_with_both_named_and_the_remedy(bench: ManagerBench) -> None:
-    bench.engine("a")
-    client = bench.client()
-    client.send(bench.worker_hello("b", namespace=OTHER))
+def test_a_foreign_namespace_is_refused_with_both_named_and_the_remedy(manager: ManagerBench) -> None:
+    manager.engine("a")
+    client = manager.client()
+    client.send(manager.worker_hello("b", namespace=OTHER))
     reason = refusal(client)
     for part in (
         NAMESPACE.short,
@@ -154,42 +132,42 @@ def test_a_foreign_namespace_is_refused_with_both_named_and_the_remedy(bench: Ma
         assert part in reason
 
 
-def test_the_same_namespace_with_another_layout_is_refused(bench: ManagerBench) -> None:
-    bench.engine("a")
-    client = bench.client()
-    client.send(bench.worker_hello("b", layout=BlockLayout(block_tokens=4, shard_bytes=8192)))
+def test_the_same_namespace_with_another_layout_is_refused(manager: ManagerBench) -> None:
+    manager.engine("a")
+    client = manager.client()
+    client.send(manager.worker_hello("b", layout=BlockLayout(block_tokens=4, shard_bytes=8192)))
     assert "layout" in refusal(client)
 
 
-def test_ranks_of_one_engine_must_agree(make: MakeBench) -> None:
-    bench = make(namespaces=2)
-    bench.worker("e", rank=0, rank_count=2)
+def test_ranks_of_one_engine_must_agree(make_manager: MakeBench) -> None:
+    manager = make_manager(namespaces=2)
+    manager.worker("e", rank=0, rank_count=2)
     for hello, word in (
         ({"rank": 0, "rank_count": 2}, "attached already"),
         ({"rank": 1, "rank_count": 3}, "says 3 ranks, its peers 2"),
         ({"rank": 1, "rank_count": 2, "namespace": OTHER}, "weights is"),
     ):
-        client = bench.client()
-        client.send(bench.worker_hello("e", **hello))
+        client = manager.client()
+        client.send(manager.worker_hello("e", **hello))
         assert word in refusal(client)
-    assert len(list(bench.server.spaces)) == 1, "a refused rank leaves no namespace behind"
+    assert len(list(manager.server.spaces)) == 1, "a refused rank leaves no namespace behind"
 
 
-def test_a_second_leader_is_refused(bench: ManagerBench) -> None:
+def test_a_second_leader_is_refused(manager: ManagerBench) -> None:
     for with_worker in (False, True):
         name = f"e{with_worker}"
         if with_worker:
-            bench.worker(name)
-        bench.leader(name)
-        client = bench.client()
+            manager.worker(name)
+        manager.leader(name)
+        client = manager.client()
         client.send(Hello(version=PROTOCOL_VERSION, role="leader", engine=name))
         assert "has a leader already" in refusal(client)
 
 
-def test_two_namespaces_are_kept_apart(make: MakeBench) -> None:
-    bench = make(namespaces=2)
-    leader_a, worker_a = bench.engine("a")
-    leader_b, worker_b = bench.engine("b", namespace=OTHER)
+def test_two_namespaces_are_kept_apart(make_manager: MakeBench) -> None:
+    manager = make_manager(namespaces=2)
+    leader_a, worker_a = manager.engine("a")
+    leader_b, worker_b = manager.engine("b", namespace=OTHER)
     assert worker_a.welcome.slot_count == worker_b.welcome.slot_count == 8, "each has its share"
     # Even with equal keys (which the fingerprint rules out) nothing would meet.
     slots = store(leader_a, worker_a, 1, KEYS[:2])
@@ -199,14 +177,14 @@ def test_two_namespaces_are_kept_apart(make: MakeBench) -> None:
         worker_b.write(slot, key, nonce=9)
     for slot, key in zip(slots, KEYS, strict=False):
         assert worker_a.read(slot) == block_bytes(key, 0, 4096)
-    third = bench.client()
-    third.send(bench.worker_hello("c", namespace=Namespace(model="third", fields=())))
+    third = manager.client()
+    third.send(manager.worker_hello("c", namespace=Namespace(model="third", fields=())))
     assert "--namespaces 3" in refusal(third)
 
 
-def test_two_engines_of_one_namespace_share(bench: ManagerBench) -> None:
-    leader_a, worker_a = bench.engine("a")
-    leader_b, worker_b = bench.engine("b")
+def test_two_engines_of_one_namespace_share(manager: ManagerBench) -> None:
+    leader_a, worker_a = manager.engine("a")
+    leader_b, worker_b = manager.engine("b")
     store(leader_a, worker_a, 1, KEYS[:3])
     found = leader_b.lookup(1, KEYS[:4])
     assert found.ready == 3
@@ -214,7 +192,7 @@ def test_two_engines_of_one_namespace_share(bench: ManagerBench) -> None:
         assert worker_b.read(slot) == block_bytes(key, 0, 4096)
     leader_a.close()
     worker_a.close()
-    bench.until(lambda: bench.server.engine_count == 1)
+    manager.until(lambda: manager.server.engine_count == 1)
     assert leader_b.lookup(2, KEYS[:3]).ready == 3
 
 
@@ -226,36 +204,36 @@ def test_the_user_at_the_other_end_is_asked_of_the_kernel() -> None:
     theirs.close()
 
 
-def test_another_user_is_refused(bench: ManagerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_refused(manager: ManagerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "peer_uid", lambda self: os.getuid() + 1)
-    client = bench.client()
+    client = manager.client()
     assert f"user {os.getuid() + 1} cannot be served" in refusal(client)
 
 
-def test_sessions_are_bounded(bench: ManagerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_are_bounded(manager: ManagerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SESSIONS_MAX > 100
     monkeypatch.setattr("kvbm.manager.server.SESSIONS_MAX", 2)
-    first, second = bench.leader("a"), bench.leader("b")
-    assert "accepted are 2" in refusal(bench.client())
+    first, second = manager.leader("a"), manager.leader("b")
+    assert "accepted are 2" in refusal(manager.client())
     first.close()
-    bench.step()
-    bench.leader("c")
+    manager.step()
+    manager.leader("c")
     assert second.take() == []
 
 
 # ---- the manager itself
 
 
-def test_status_and_reset(bench: ManagerBench) -> None:
-    leader, worker = bench.engine()
+def test_status_and_reset(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:3])
     leader.lookup(2, KEYS[:1])
-    admin = bench.client()
+    admin = manager.client()
     admin.send(Hello(version=PROTOCOL_VERSION, role="admin"))
     admin.expect(Welcome)
     admin.send(StatusQuery())
     status = admin.expect(Status)
-    assert status.epoch == bench.server.epoch
+    assert status.epoch == manager.server.epoch
     (space,) = status.spaces
     assert space["namespace"] == NAMESPACE.short
     assert space["tiers"] == {
@@ -266,8 +244,8 @@ def test_status_and_reset(bench: ManagerBench) -> None:
     assert leader.lookup(3, KEYS[:3]).ready == 1
 
 
-def test_a_reset_gives_back_stores_under_way(bench: ManagerBench) -> None:
-    leader, worker = bench.engine()
+def test_a_reset_gives_back_stores_under_way(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
     slots = leader.reserve(1, KEYS[:2])
     for slot, key in zip(slots, KEYS, strict=False):
         worker.write(slot, key)
@@ -278,22 +256,22 @@ def test_a_reset_gives_back_stores_under_way(bench: ManagerBench) -> None:
     assert leader.reserve(3, KEYS[:1])[0] != HELD
 
 
-def test_closing_ends_every_session(make: MakeBench) -> None:
-    bench = make()
-    leader, worker = bench.engine()
-    bench.open = False
-    bench.server.close(keep=True)
+def test_closing_ends_every_session(make_manager: MakeBench) -> None:
+    manager = make_manager()
+    leader, worker = manager.engine()
+    manager.open = False
+    manager.server.close(keep=True)
     for client in (leader, worker):
         client._receive()
         assert client.gone
 
 
 def test_a_refusal_that_came_before_the_hello_is_still_heard(
-    bench: ManagerBench, monkeypatch: pytest.MonkeyPatch
+    manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Session, "peer_uid", lambda self: os.getuid() + 1)
-    channel = Channel.connect(bench.path)
-    bench.step()
+    channel = Channel.connect(manager.path)
+    manager.step()
     with pytest.raises(ManagerRefused, match="cannot be served"):
-        channel.introduce(bench.worker_hello("b"), 5.0)
+        channel.introduce(manager.worker_hello("b"), 5.0)
     channel.close()

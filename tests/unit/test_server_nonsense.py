@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,42 +13,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbm.block import BlockState
-from kvbm.channel import Channel
-from kvbm.errors import ManagerRefused
 from kvbm.hashing import join_keys
-from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager import session as session_module
-from kvbm.manager.server import SESSIONS_MAX
-from kvbm.manager.session import Session
-from kvbm.manager.space import LEASE_S, RESERVATION_S
 from kvbm.protocol import (
-    HELD,
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
     REFUSED,
     Commit,
-    Fence,
     FenceDone,
     Hello,
     Lookup,
     LookupReply,
     Progress,
-    Ready,
-    Refused,
     Release,
     Reserve,
     Reset,
-    ResetReply,
-    Status,
     StatusQuery,
     Watch,
     Welcome,
     encode,
 )
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.oracle import block_bytes
-from unit.manager_bench import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, store
+from unit.manager_bench import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, refusal, store
 
 MakeBench = Callable[..., ManagerBench]
 
@@ -58,11 +42,11 @@ MakeBench = Callable[..., ManagerBench]
 # ---- nonsense
 
 
-def raw(bench: ManagerBench, data: bytes) -> Client:
-    client = bench.client()
+def raw(manager: ManagerBench, data: bytes) -> Client:
+    client = manager.client()
     client.channel._outgoing += data
     client.channel._flush()
-    bench.step()
+    manager.step()
     return client
 
 
@@ -84,10 +68,10 @@ DEEP = (
         (struct.pack("<I", len(DEEP)) + DEEP, "malformed"),
     ],
 )
-def test_nonsense_ends_its_session_alone(bench: ManagerBench, data: bytes, word: str) -> None:
-    leader, worker = bench.engine()
+def test_nonsense_ends_its_session_alone(manager: ManagerBench, data: bytes, word: str) -> None:
+    leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:1])
-    assert word in refusal(raw(bench, data))
+    assert word in refusal(raw(manager, data))
     assert leader.lookup(2, KEYS[:1]).ready == 1
     assert worker.take() == []
 
@@ -103,18 +87,18 @@ def test_nonsense_ends_its_session_alone(bench: ManagerBench, data: bytes, word:
     ],
 )
 def test_a_message_that_cannot_be_served_ends_its_session(
-    bench: ManagerBench, message: Any, word: str
+    manager: ManagerBench, message: Any, word: str
 ) -> None:
-    leader, worker = bench.engine()
+    leader, worker = manager.engine()
     store(leader, worker, 7, KEYS[:1])
     assert leader.lookup(9, KEYS[:1]).ready == 1
     leader.send(message)
     assert word in refusal(leader)
-    assert bench.space().host.counts().leased == 0
+    assert manager.space().host.counts().leased == 0
 
 
-def test_numbers_that_mean_nothing_do_nothing(bench: ManagerBench) -> None:
-    leader, worker = bench.engine()
+def test_numbers_that_mean_nothing_do_nothing(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:2])
     for message in (
         Release(lookup=99, first=-5, loaded=2**60, failed=0, seconds=1e300),
@@ -130,13 +114,13 @@ def test_numbers_that_mean_nothing_do_nothing(bench: ManagerBench) -> None:
     found = leader.lookup(2, KEYS[:2])
     leader.send(Release(lookup=2, first=2**62, loaded=2**62, failed=0, seconds=float("nan")))
     assert found.ready == 2
-    assert bench.space().host.counts().leased == 0
+    assert manager.space().host.counts().leased == 0
 
 
-def test_a_worker_or_an_admin_is_no_leader(bench: ManagerBench) -> None:
-    leader, worker = bench.engine()
+def test_a_worker_or_an_admin_is_no_leader(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:2])
-    admin = bench.client()
+    admin = manager.client()
     admin.send(Hello(version=PROTOCOL_VERSION, role="admin", engine="e"))
     admin.expect(Welcome)
     for client in (worker, admin):
@@ -144,23 +128,23 @@ def test_a_worker_or_an_admin_is_no_leader(bench: ManagerBench) -> None:
         assert client.reserve(1, KEYS[2:3]) == (REFUSED,)
         client.send(Commit(store=1))
         client.send(Release(lookup=1))
-    assert bench.space().host.counts().filling == bench.space().host.counts().leased == 0
+    assert manager.space().host.counts().filling == manager.space().host.counts().leased == 0
 
 
-def test_a_leader_without_its_workers_is_told_nothing_is_there(bench: ManagerBench) -> None:
-    leader = bench.leader()
+def test_a_leader_without_its_workers_is_told_nothing_is_there(manager: ManagerBench) -> None:
+    leader = manager.leader()
     assert leader.lookup(1, KEYS[:2]).slots == ()
     assert leader.reserve(1, KEYS[:2]) == (REFUSED, REFUSED)
 
 
-def test_one_recv_may_hold_many_messages_and_half_of_one(bench: ManagerBench) -> None:
-    leader, worker = bench.engine()
+def test_one_recv_may_hold_many_messages_and_half_of_one(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:1])
     frames = b"".join(encode(Lookup(lookup=i, keys=join_keys(KEYS[:1]))) for i in (2, 3, 4))
     for cut in (1, 3, 5, len(frames) - 1):
         leader.channel._outgoing += frames[:cut]
         leader.channel._flush()
-        bench.step()
+        manager.step()
         leader.channel._outgoing += frames[cut:]
         leader.channel._flush()
         for number in (2, 3, 4):
@@ -216,16 +200,16 @@ FRAMES = st.one_of(
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.sampled_from(["", "leader", "worker", "admin"]), frames=st.lists(FRAMES, max_size=6))
 def test_no_bytes_disturb_another_session(
-    make: MakeBench, caplog: pytest.LogCaptureFixture, first: str, frames: list[bytes]
+    make_manager: MakeBench, caplog: pytest.LogCaptureFixture, first: str, frames: list[bytes]
 ) -> None:
     caplog.clear()
-    bench = make(namespaces=2)
-    leader, worker = bench.engine("good")
+    manager = make_manager(namespaces=2)
+    leader, worker = manager.engine("good")
     store(leader, worker, 1, KEYS[:2])
     found = leader.lookup(2, KEYS[:2])
-    stranger = bench.client()
+    stranger = manager.client()
     if first:
-        hello = bench.worker_hello("bad") if first == "worker" else Hello(
+        hello = manager.worker_hello("bad") if first == "worker" else Hello(
             version=PROTOCOL_VERSION, role=first, engine="bad"
         )  # fmt: skip
         stranger.send(hello)
@@ -235,49 +219,49 @@ def test_no_bytes_disturb_another_session(
         stranger.channel._flush()
     except Exception:
         assert stranger.gone or frames
-    bench.step(6)
-    bench.check()
+    manager.step(6)
+    manager.check()
     assert worker.take() == []
     assert leader.lookup(3, KEYS[:2]).slots == found.slots
     assert [worker.read(slot) for slot in found.slots] == [block_bytes(key, 0, 4096) for key in KEYS[:2]]
     stranger.close()
-    bench.step(6)
-    assert bench.space().host.counts().filling == 0
-    assert bench.server.engine_count == 1
+    manager.step(6)
+    assert manager.space().host.counts().filling == 0
+    assert manager.server.engine_count == 1
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
-    bench.close()
+    manager.close()
 
 
-def test_a_worker_that_dies_before_it_is_welcomed_costs_nothing(bench: ManagerBench) -> None:
-    leader, worker = bench.engine()
+def test_a_worker_that_dies_before_it_is_welcomed_costs_nothing(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
     for _ in range(3):
         raw_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        raw_socket.connect(bench.path)
-        bench.step()
-        raw_socket.sendall(encode(bench.worker_hello("short-lived")))
+        raw_socket.connect(manager.path)
+        manager.step()
+        raw_socket.sendall(encode(manager.worker_hello("short-lived")))
         raw_socket.close()
-        bench.step()
-    assert bench.server.engine_count == 1
+        manager.step()
+    assert manager.server.engine_count == 1
     store(leader, worker, 1, KEYS[:1])
     assert leader.lookup(2, KEYS[:1]).ready == 1
 
 
 def test_a_client_that_reads_nothing_is_dropped_and_the_rest_served(
-    bench: ManagerBench, monkeypatch: pytest.MonkeyPatch
+    manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "OUTGOING_BYTES_MAX", 1 << 20)
-    leader, worker = bench.engine("good")
+    leader, worker = manager.engine("good")
     store(leader, worker, 1, KEYS[:4])
-    slow, _ = bench.engine("slow")
+    slow, _ = manager.engine("slow")
     question = encode(Lookup(lookup=1, keys=join_keys(KEYS[:4] * 250)))
-    number, server_sessions = 0, bench.server._sessions
+    number, server_sessions = 0, manager.server._sessions
     before = len(server_sessions)
     while len(server_sessions) == before:
         number += 1
         assert number < 2000, "its buffer grows without a bound"
         slow.channel._outgoing += encode(Reserve(store=number, parent=b"", keys=join_keys(KEYS[:4] * 250)))
         slow.channel._flush()
-        bench.step(1)
+        manager.step(1)
     assert len(question) > 30_000
     assert leader.lookup(9, KEYS[:4]).ready == 4
-    assert bench.space().host.counts().leased == 4
+    assert manager.space().host.counts().leased == 4

@@ -6,20 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvbm.block import BlockKey, BlockState, Outcome, SlotIndex, Tier
-from kvbm.clock import ManualClock
-from kvbm.hashing import chain_keys
-from kvbm.layout import BlockLayout
-from kvbm.manager.leases import Lease
-from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, SpaceOptions
-from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmitAll
+from kvbm.block import BlockState, Outcome, Tier
+from kvbm.manager.space import LEASE_S, RESERVATION_S
 from kvbm.protocol import HELD, REFUSED
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.oracle import block_bytes
-from kvbm.tiers.host import HostArena
-
-from unit.space_bench import *
+from unit.space_bench import KEYS, LAYOUT, ME, OTHER, PEER, Bench
 
 
 @pytest.fixture

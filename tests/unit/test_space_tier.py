@@ -6,20 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvbm.block import BlockKey, BlockState, Outcome, SlotIndex, Tier
-from kvbm.clock import ManualClock
+from kvbm.block import SlotIndex
 from kvbm.hashing import chain_keys
-from kvbm.layout import BlockLayout
-from kvbm.manager.leases import Lease
-from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, SpaceOptions
-from kvbm.observe.metrics import Metrics
+from kvbm.manager.space import HEAL_INTERVAL_S, Space
 from kvbm.policy import AdmitAll
-from kvbm.protocol import HELD, REFUSED
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
-from kvbm.testing.oracle import block_bytes
+from kvbm.protocol import REFUSED
+from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.host import HostArena
-
-from unit.space_bench import *
+from unit.space_bench import KEYS, LAYOUT, ME, OTHER, Bench
 
 
 @pytest.fixture

@@ -71,6 +71,6 @@ def build(data: dict[str, Any] | None) -> KvbmStats:
 
 def _counts(payload: Any) -> dict[str, Any]:
     """The counts in a payload: MultiConnector hands over the object itself or, before 0.32, what it is made of."""
-    data: dict[str, Any] = getattr(payload, "data", None) or payload
+    data: dict[str, Any] = payload.data if isinstance(payload, KVConnectorStats) else payload
     inner = data.get("data")
     return inner if isinstance(inner, dict) else data
