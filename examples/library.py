@@ -22,19 +22,25 @@ def main() -> None:
         for i in range(LAYERS)
     }
     bytes_per_block = LAYERS * HEADS * BLOCK_TOKENS * 2 * HEAD_SIZE * 4
+    # What gives the bytes their meaning; a real runtime puts the digest of its weights here.
+    namespace = kvbm.Namespace(model="example", fields=(("weights", "none: random numbers"),))
     layout = kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=bytes_per_block)
     tokens = list(range(8 * BLOCK_TOKENS))
     computed_in = [3, 1, 4, 15, 9, 2, 6, 5]
     before = {name: layer[computed_in].clone() for name, layer in kv_cache.items()}
 
     with tempfile.TemporaryDirectory() as directory:
-        with kvbm.BlockManager(layout, host="8MB", disk="32MB", disk_dir=directory) as manager:
+        with kvbm.BlockManager(
+            layout, host="8MB", disk="32MB", disk_dir=directory, namespace=namespace
+        ) as manager:
             stored = manager.offload(tokens, kv_cache, computed_in)
             print(f"offloaded {stored} blocks of {bytes_per_block} bytes from {DEVICE}")
             show(manager, tokens, kv_cache, before)
             manager.flush()
         # Another manager, later: host memory is gone, the disk tier is found again.
-        with kvbm.BlockManager(layout, host="8MB", disk="32MB", disk_dir=directory) as manager:
+        with kvbm.BlockManager(
+            layout, host="8MB", disk="32MB", disk_dir=directory, namespace=namespace
+        ) as manager:
             show(manager, tokens, kv_cache, before)
 
 

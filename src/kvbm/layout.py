@@ -55,7 +55,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     `fields` holds name and value of each part in a fixed order: the digest of the weights, KV dtype, block
     size, physical layout (and CPU instruction set packing), parallel shape. Two namespaces are equal when
-    their fingerprints are.
+    their fingerprints are. `model` is a label for people: the same weights may be served under many names.
     """
 
     model: str
@@ -63,9 +63,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes: sha256 over the length-prefixed fields (the model's name is a field too)."""
+        """32 bytes: sha256 over the length-prefixed fields."""
         digest = hashlib.sha256(b"kvbm-namespace-1")
-        for name, value in (("model", self.model), *self.fields):
+        for name, value in self.fields:
             for part in (name.encode(), value.encode()):
                 digest.update(len(part).to_bytes(8, "little"))
                 digest.update(part)
@@ -78,8 +78,6 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     def difference(self, other: Namespace) -> str:
         """One line naming the first field in which `other` differs, for refusals and logs."""
-        if self.model != other.model:
-            return f"model is {other.model!r} here, {self.model!r} there"
         ours, theirs = dict(self.fields), dict(other.fields)
         for name in {**ours, **theirs}:
             if theirs.get(name) != ours.get(name):

@@ -66,7 +66,8 @@ class BlockManager:
 
     `layout` says how large a block is; `host` and `disk` are sizes (`"4GB"`, bytes) or None; `disk_dir` is where
     the disk tier lives, and persists: a manager with the same namespace finds its blocks again. `namespace` must
-    name everything that gives the bytes their meaning (see `layout.Namespace`).
+    name everything that gives the bytes their meaning (see `layout.Namespace`), the weights first of all; it may be
+    left out without a disk tier.
 
     Raises SettingsError when a size or a directory cannot be used.
     """
@@ -81,6 +82,10 @@ class BlockManager:
         disk_filter: bool = False,
         clock: Clock = monotonic,
     ) -> None:
+        if disk is not None and namespace is None:
+            raise SettingsError(
+                "namespace", None, "with a disk tier, which outlives this process: a kvbm.Namespace"
+            )
         assert layout.shard_count == 1, "one process holds whole blocks"
         self.layout = layout
         self.namespace = namespace or Namespace(model="library", fields=(("layout", repr(layout)),))

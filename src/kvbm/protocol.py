@@ -21,6 +21,9 @@ PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 8 << 20
 LENGTH_BYTES = 4
 
+KEYS_PER_MESSAGE_MAX = 131_072
+"""Blocks of a request beyond this many are neither looked up nor stored in one go."""
+
 HELD = -1
 """In `ReserveReply.slots`: the manager holds this block already, or somebody is storing it."""
 REFUSED = -2
@@ -150,8 +153,8 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
 class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     """What a lookup found, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
 
-    The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `disk` counts
-    the blocks that came, or come, from below G2 (always the tail of a run that starts in G2, or single blocks in it).
+    The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `sources` has
+    one byte per block, the tier it was found in.
     """
 
     lookup: int

@@ -14,6 +14,7 @@ import kvbm
 torch = pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
 
 BLOCK_TOKENS = 8
+NAMESPACE = kvbm.Namespace(model="test", fields=(("weights", "1"),))
 LAYERS = 3
 DEVICE_BLOCKS = 32
 BLOCK_SHAPE = (2, BLOCK_TOKENS, 16)
@@ -52,7 +53,9 @@ def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> 
     prompts = [prompt(rng, rng.randint(1, 6)) for _ in range(24)]
     hits = 0
     # Room for a third of the blocks on the host: evictions and disk loads are the rule.
-    with kvbm.BlockManager(layout(), host=28 * 4096, disk="4MB", disk_dir=str(tmp_path)) as manager:
+    with kvbm.BlockManager(
+        layout(), host=28 * 4096, disk="4MB", disk_dir=str(tmp_path), namespace=NAMESPACE
+    ) as manager:
         for _ in range(120):
             tokens = rng.choice(prompts)
             blocks = len(tokens) // BLOCK_TOKENS
@@ -75,11 +78,15 @@ def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> 
 def test_another_manager_finds_what_an_earlier_one_left_on_disk(tmp_path: Path) -> None:
     cache, tokens, blocks = new_cache(2), list(range(5 * BLOCK_TOKENS)), [4, 9, 0, 31, 7]
     before = content(cache, blocks)
-    with kvbm.BlockManager(layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path)) as manager:
+    with kvbm.BlockManager(
+        layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE
+    ) as manager:
         assert manager.offload(tokens, cache, blocks) == 5
     for layer in cache.values():
         layer.zero_()
-    with kvbm.BlockManager(layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path)) as manager:
+    with kvbm.BlockManager(
+        layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE
+    ) as manager:
         with manager.match(tokens) as hit:
             assert (hit.blocks, hit.host, hit.disk) == (5, 0, 5)
             assert hit.onboard(cache, blocks) == 5
@@ -105,6 +112,11 @@ def test_a_cache_of_another_shape_is_refused_in_one_line() -> None:
         # What failed holds nothing.
         manager._space.check()
         assert manager._space.host.counts().filling == 0
+
+
+def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: Path) -> None:
+    with pytest.raises(kvbm.SettingsError, match="namespace=None cannot be used: with a disk tier"):
+        kvbm.BlockManager(layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path))
 
 
 def test_a_host_size_below_one_block_is_refused() -> None:

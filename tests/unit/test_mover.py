@@ -76,8 +76,8 @@ def test_a_run_that_starts_in_its_middle(make_rank: Callable[..., Rank], below: 
         ready=0,
     )
     rank.worker.load(StepPlan(loads=(plan,)))
-    below.release(2)
-    rank.bench.step()
+    below.release(3)
+    rank.bench.until(lambda: rank.shows(30, 30.0))
     assert rank.worker.finished(StepPlan()) == []
     below.release()
     assert rank.finish().failed == ()

@@ -17,6 +17,7 @@ from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.protocol import (
     Commit,
+    Fence,
     LoadPlan,
     Ready,
     StepPlan,
@@ -27,6 +28,7 @@ from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
 from kvbm.worker import mover as mover_module
 from kvbm.worker.mapping import Mapping
+from kvbm.worker.mover import LoadJob, StoreJob
 from kvbm.worker.worker import Worker
 from unit.manager_bench import DEADLINE_S, OTHER, ManagerBench
 from unit.mover_bench import DEVICE_BLOCKS, Rank, on_disk
@@ -66,6 +68,15 @@ def test_a_fence_is_answered_and_its_stores_do_not_begin(rank: Rank) -> None:
     rank.leader = rank.bench.leader()
     rank.leader.expect(Ready)
     assert rank.run_store(plan) == (0, 1)
+
+
+def test_what_a_fence_names_does_not_begin_though_the_slot_is_not_free_yet(rank: Rank) -> None:
+    """Another rank has not answered, so nothing in the shared memory says that it is over."""
+    plan = rank.reserve(0, 1, [0])
+    (engine,) = rank.bench.server._membership
+    engine.workers[0].send(Fence(fence=99, stores=(plan.store,)))
+    rank.bench.until(lambda: plan.store in rank.mover._fenced)
+    assert rank.run_store(plan) == (0,)
 
 
 def test_a_store_that_runs_is_finished_before_a_fence_is_answered(rank: Rank) -> None:
@@ -251,24 +262,13 @@ def test_a_session_that_breaks_leaves_no_job_waiting(rank: Rank, monkeypatch: py
         assert time.monotonic() < end_s
         time.sleep(0.002)
     monkeypatch.setattr(mover_module, "_RECONNECT_POLL_S", 3600.0)
-    gate = threading.Event()
-    turn = rank.mover._take_jobs
-
-    def held() -> None:
-        assert gate.wait(DEADLINE_S)
-        turn()
-
-    monkeypatch.setattr(rank.mover, "_take_jobs", held)
-    rank.worker.load(StepPlan(loads=(LoadPlan(**{**fields, "ready": 1}),)))
-    engine = threading.Thread(target=rank.worker.store, args=(StepPlan(stores=(store,)),))
-    engine.start()
-    while rank.mover._inbox.qsize() < 2:
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
-    gate.set()
-    engine.join(DEADLINE_S)
-    assert not engine.is_alive(), "the engine waits for a store that nobody looks at"
-    assert rank.finish().failed == plan.device_blocks[1:]
+    end = rank.mover.mark()
+    late = LoadPlan(**{**fields, "ready": 1})
+    job = StoreJob((store,), end, threading.Event())
+    rank.mover._inbox.put(LoadJob(late, end, copied=0, ready=1, started_s=0.0, heard_s=0.0))
+    rank.mover.put(job)  # one wake-up for both
+    assert job.done.wait(DEADLINE_S), "the engine waits for a store that nobody looks at"
+    assert rank.mover.loads.get(timeout=DEADLINE_S).failed == plan.device_blocks[1:]
 
 
 def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(

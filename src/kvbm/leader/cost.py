@@ -31,37 +31,48 @@ class CostModel:
 
     def loaded(self, sources: bytes, seconds: float) -> None:
         """A load of blocks that were found in `sources` (one tier each) took `seconds` from plan to device."""
-        if sources and seconds > 0.0:
-            slowest = max(sources)
-            known = self._load_s_per_block.get(slowest)
-            self._load_s_per_block[slowest] = _average(known, seconds / len(sources))
+        if not sources or seconds <= 0.0:
+            return
+        on_host = sources.count(Tier.HOST)
+        if on_host == len(sources):
+            known = self._load_s_per_block.get(Tier.HOST)
+            self._load_s_per_block[Tier.HOST] = _average(known, seconds / on_host)
+            return
+        # What the host's blocks are known to take is not the disk's time.
+        rest_s = max(0.0, seconds - on_host * self._load_s_per_block.get(Tier.HOST, 0.0))
+        known = self._load_s_per_block.get(Tier.DISK)
+        self._load_s_per_block[Tier.DISK] = _average(known, rest_s / (len(sources) - on_host))
 
     def load_s(self, sources: bytes) -> float | None:
         """What loading these blocks will take, or None while it is unknown."""
-        if not sources:
-            return 0.0
-        per_block = self._load_s_per_block.get(max(sources))
-        return None if per_block is None else per_block * len(sources)
+        total_s = 0.0
+        for tier in (Tier.HOST, Tier.DISK):
+            if blocks := sources.count(tier):
+                per_block = self._load_s_per_block.get(tier)
+                if per_block is None:
+                    return None
+                total_s += per_block * blocks
+        return total_s
 
     def prefill_s(self, blocks: int) -> float | None:
         """What computing this many blocks will take, or None while it is unknown."""
         per_token = self._prefill_s_per_token
         return None if per_token is None else per_token * self._block_tokens * blocks
 
-    def worth_loading(self, sources: bytes) -> bool:
-        """False when loading these blocks is known to take longer than computing them."""
-        load_s, prefill_s = self.load_s(sources), self.prefill_s(len(sources))
-        if self._always or load_s is None or prefill_s is None or load_s <= prefill_s:
-            return True
-        self._refusals += 1
-        return self._refusals % _RECHECK_EVERY == 0
+    def worth_loading(self, sources: bytes) -> int:
+        """How many leading blocks to load: all, those before the first that is on disk, or none.
 
-    def describe(self) -> dict[str, float]:
-        """The averages, for `why`: seconds per token computed and per block loaded."""
-        known = {f"load_s_per_block_{Tier(t).name.lower()}": s for t, s in self._load_s_per_block.items()}
-        if self._prefill_s_per_token is not None:
-            known["prefill_s_per_token"] = self._prefill_s_per_token
-        return known
+        None are worth it when computing them is known to be faster.
+        """
+        if self._always:
+            return len(sources)
+        on_host = len(sources) - len(sources.lstrip(bytes((Tier.HOST,))))
+        for blocks in (len(sources), on_host):
+            load_s, prefill_s = self.load_s(sources[:blocks]), self.prefill_s(blocks)
+            if load_s is None or prefill_s is None or load_s <= prefill_s:
+                return blocks
+        self._refusals += 1
+        return len(sources) if self._refusals % _RECHECK_EVERY == 0 else 0
 
 
 def _average(known: float | None, value: float) -> float:

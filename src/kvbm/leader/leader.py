@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
 from kvbm.leader.stores import Stores
 from kvbm.protocol import (
+    KEYS_PER_MESSAGE_MAX,
     Hello,
     LoadPlan,
     LookupReply,
@@ -39,7 +41,10 @@ log = logging.getLogger("kvbm.leader")
 STEP_WAIT_S = 0.002
 """What all waiting for the manager's answers may cost one engine step that has work to do."""
 IDLE_WAIT_S = 0.005
+LAST_STORES_WAIT_S = 0.02
+"""How long an idle step waits for slots for the last blocks of requests that ended."""
 RESET_WAIT_S = 5.0
+_IN_FLIGHT_MAX = 2
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +74,7 @@ class _Tracked:
     stored: int = 0
     computed: int = 0
     asked_from: int | None = None
+    outdated: bool = False
 
 
 class Leader:
@@ -100,7 +106,9 @@ class Leader:
         self._salt = b""
         self._life = 0
         self._wait_left_s = STEP_WAIT_S
-        self._prefill: tuple[int, float] = (0, 0.0)
+        # Steps that were scheduled and not heard of: prompt tokens, and when. An engine may schedule one ahead.
+        self._in_flight: deque[tuple[int, float]] = deque(maxlen=_IN_FLIGHT_MAX)
+        self._updated_s = 0.0
         self._reset_reply: ResetReply | None = None
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_blocks = 0
@@ -144,10 +152,13 @@ class Leader:
             promised = self._lookups.promised(search, computed)
         return Answer(later=True) if promised is None else Answer(blocks=promised)
 
-    def planned_sources(self, request: str) -> bytes:
-        """The tiers that the request's load comes from, one byte per block; empty when it loads nothing."""
-        search = self._lookups.get(request)
-        return search.used if search is not None else b""
+    def promised_sources(self, request: str, blocks: int) -> bytes:
+        """The tiers that `blocks` promised blocks come from, one byte each."""
+        search, tracked = self._lookups.get(request), self._requests.get(request)
+        if search is None or tracked is None:
+            return b""
+        first = tracked.computed - search.skip
+        return search.sources[first : first + blocks]
 
     def allocated(self, request: str, count: int, table: Sequence[int]) -> None:
         """The engine made room: load `count` promised blocks; with none, the request goes on without us.
@@ -175,8 +186,9 @@ class Leader:
             if tracked is not None:
                 tracked.asked_from = None
                 tracked.stored = 0
+                tracked.outdated = False
         if self._gone and self._stores.waiting:
-            self._wait_a_little(STEP_WAIT_S)
+            self._wait_a_little(LAST_STORES_WAIT_S if idle else STEP_WAIT_S)
         stores = self._stores.plan(self._gone)
         self._gone.clear()
         for entry in scheduled:
@@ -184,19 +196,25 @@ class Leader:
         loads, self._new_loads = tuple(self._new_loads), []
         if idle and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
-        self._prefill = (prefill_tokens, self._clock())
+        if not idle:
+            self._in_flight.append((prefill_tokens, self._clock()))
         return StepPlan(stores=stores, loads=loads, idle=idle)
+
+    @property
+    def settling(self) -> bool:
+        """Stores are under way: the engine should step on, for a moment, even with no request left."""
+        return self._stores.settling
 
     def updated(self, report: StepReport | None, arrived: Iterable[str], invalid: set[int]) -> None:
         """What the workers reported: `arrived` requests finished loading on all ranks, `invalid` blocks failed."""
-        tokens, since_s = self._prefill
-        self.cost.prefilled(tokens, self._clock() - since_s)
-        self._prefill = (0, 0.0)
+        self._time_step()
         self._receive()
         if report is not None:
             self._stores.reported(report)
+        if invalid:
+            self._lookups.note_failures(invalid)
         for request in arrived:
-            self._end_load(request, report.loaded.get(request, 0.0) if report else 0.0, invalid)
+            self._end_load(request, report.loaded.get(request, 0.0) if report else 0.0)
 
     def finished(self, request: str) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
@@ -212,8 +230,12 @@ class Leader:
         Keys change as well: what engines compute from now on (perhaps with other weights) never meets older bytes.
         """
         self._salt = os.urandom(16)
-        for tracked in self._requests.values():
+        for request, tracked in self._requests.items():
+            self._lookups.drop(request)
+            tracked.asked_from = None
             tracked.keyed_for = b""
+            # What runs on may stand on KV of before: it is not kept, until the engine computes it afresh.
+            tracked.outdated = True
         self._reset_reply = None
         if not self._link.send(Reset()):
             return True
@@ -272,29 +294,33 @@ class Leader:
         if not self.ready:
             return None
         tracked.asked_from = skip
-        return self._lookups.ask(request, self._keys(tracked, len(tracked.hashes)), skip, attempts)
+        keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
+        return self._lookups.ask(request, keys, skip, attempts)
 
     def _store(self, entry: Scheduled) -> None:
         tracked = self._requests.get(entry.request)
-        if tracked is None or not self.ready or entry.complete_blocks <= tracked.stored:
+        if tracked is None or tracked.outdated or not self.ready:
             return
         start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
         if end <= start:
             return
         table = entry.device_blocks()
-        end = min(end, len(table))
+        end = min(end, len(table), start + KEYS_PER_MESSAGE_MAX)
         keys = self._keys(tracked, end)
         parent = keys[start - 1] if start else None
         if end > start and self._stores.ask(entry.request, parent, keys[start:end], table[start:end]):
             tracked.stored = end
 
-    def _end_load(self, request: str, seconds: float, invalid: set[int]) -> None:
-        search = self._lookups.get(request)
-        if search is None or search.plan is None:
-            return
-        blocks = search.plan.device_blocks
-        first_bad = next((i for i, block in enumerate(blocks) if block in invalid), len(blocks))
-        failed = len(blocks) - first_bad
-        for source in self._lookups.end_load(request, failed, seconds):
+    def _end_load(self, request: str, seconds: float) -> None:
+        arrived, failed = self._lookups.end_load(request, seconds)
+        for source in arrived:
             self.loaded_blocks[Tier(source)] += 1
         self.failed_blocks += failed
+
+    def _time_step(self) -> None:
+        """The oldest step in flight ended. It began when it was scheduled, or when the one ahead of it ended."""
+        now_s = self._clock()
+        if self._in_flight:
+            tokens, scheduled_s = self._in_flight.popleft()
+            self.cost.prefilled(tokens, now_s - max(scheduled_s, self._updated_s))
+        self._updated_s = now_s

@@ -17,6 +17,7 @@ from kvbm.protocol import LoadPlan, Lookup, LookupReply, Progress, Release
 REPLY_DEADLINE_S = 0.25
 ARRIVAL_DEADLINE_S = 10.0
 LEASE_MARGIN_S = 30.0
+ASK_AGAIN_S = 1.0
 ATTEMPTS_MAX = 4
 
 
@@ -33,7 +34,8 @@ class Stage(Enum):
 class Search:
     """The lookup of one request. `skip` blocks were left out of the question; the run begins there.
 
-    `used` holds the tiers of the blocks being loaded.
+    `used` holds the tiers of the blocks being loaded; `arrived` how many of them did so far as some rank has
+    reported a failure, else None.
     """
 
     request: str
@@ -43,6 +45,7 @@ class Search:
     asked_s: float
     stage: Stage = Stage.ASKED
     attempts: int = 1
+    wanted: int = 0
     epoch: int = -1
     slots: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
@@ -51,6 +54,7 @@ class Search:
     final: bool = True
     plan: LoadPlan | None = None
     used: bytes = b""
+    arrived: int | None = None
 
 
 class Lookups:
@@ -75,6 +79,7 @@ class Lookups:
             return None
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
+        search.wanted = len(keys)
         if not self._link.send(Lookup(lookup=search.number, keys=join_keys(keys), skip=skip)):
             return None
         self._by_request[request] = search
@@ -132,9 +137,12 @@ class Lookups:
             search.stage = Stage.OVER
         if search.stage is not Stage.FOUND or computed < search.skip:
             return 0
+        if self._aged(search):
+            search.stage = Stage.OVER  # the manager may have ended the lease
+            return 0
         held = len(search.slots) if self._promise_early and not search.final else search.ready
         offset = computed - search.skip
-        sources = search.sources[offset : search.skip + held]
+        sources = search.sources[offset:held]
         if (
             not self._promise_early
             and not search.final
@@ -142,21 +150,29 @@ class Lookups:
         ):
             return None
         usable = max(0, held - offset)
-        if usable and not self._cost.worth_loading(sources[:usable]):
-            search.stage = Stage.OVER
+        if not usable:
             return 0
-        return usable
+        worth = self._cost.worth_loading(sources[:usable])
+        if not worth:
+            search.stage = Stage.OVER
+        return worth
 
     def stale(self, search: Search, computed: int) -> bool:
-        """The lookup no longer answers the question: the device lost what was skipped, or the lease is about to end."""
+        """The lookup no longer answers the question: its lease is about to end, or more may be found by now."""
+        if search.stage is not Stage.FOUND:
+            return False
+        if self._aged(search):
+            return True
+        dropped = computed < search.skip
+        # Leases of requests in the queue before it may have left no room to bring this one's blocks up.
+        short = search.skip + len(search.slots) < search.wanted
+        waited = self._clock() - search.asked_s > ASK_AGAIN_S
+        return (dropped or (short and waited)) and search.attempts < ATTEMPTS_MAX
+
+    def _aged(self, search: Search) -> bool:
         ready = self._link.ready
         lease_s = ready.lease_s if ready is not None else 0.0
-        aged = self._clock() - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
-        return (
-            search.stage is Stage.FOUND
-            and (computed < search.skip or aged)
-            and search.attempts < ATTEMPTS_MAX
-        )
+        return self._clock() - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
 
     def begin_load(self, request: str, computed: int, count: int, table: Sequence[int]) -> LoadPlan:
         """The engine made room for `count` blocks promised after `computed` ones: their load, for the next plan.
@@ -186,12 +202,26 @@ class Lookups:
         search.stage = Stage.LOADING
         return search.plan
 
-    def end_load(self, request: str, failed: int, seconds: float) -> bytes:
-        """A load ended on all ranks; `failed` of its last blocks did not arrive. The tiers of those that did."""
+    def note_failures(self, invalid: set[int]) -> None:
+        """Some rank reported failed device blocks: the loads that they belong to end before them.
+
+        Ranks report at different times, and a request counts as arrived only when the last one has.
+        """
+        for search in self._by_request.values():
+            if search.stage is Stage.LOADING and search.plan is not None:
+                blocks = search.plan.device_blocks
+                first = next((i for i, block in enumerate(blocks) if block in invalid), None)
+                if first is not None:
+                    search.arrived = first if search.arrived is None else min(first, search.arrived)
+
+    def end_load(self, request: str, seconds: float) -> tuple[bytes, int]:
+        """A load ended on all ranks: the tiers of the blocks that arrived, and how many did not."""
         search = self._by_request.get(request)
         if search is None or search.plan is None:
-            return b""
-        arrived = search.used[: len(search.used) - failed]
+            return b"", 0
+        planned = len(search.plan.device_blocks)
+        failed = 0 if search.arrived is None else planned - search.arrived
+        arrived = search.used[: planned - failed]
         self._cost.loaded(arrived, seconds)
         if search.life == self._link.life:
             first = search.plan.offset
@@ -201,7 +231,7 @@ class Lookups:
                 )
             )
         self._forget(search)
-        return arrived
+        return arrived, failed
 
     def drop(self, request: str) -> None:
         """The request needs its lookup no more. A load that runs keeps its lease until it ends."""

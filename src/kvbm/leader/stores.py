@@ -14,6 +14,7 @@ from kvbm.protocol import Commit, Reserve, ReserveReply, StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
 OPEN_STORES_MAX = 2048
+SETTLE_S_MAX = 1.0
 
 
 @dataclass(slots=True)
@@ -41,11 +42,20 @@ class Stores:
         self._asked: dict[int, _Store] = {}
         self._planned: dict[int, _Store] = {}
         self._failed: dict[int, set[int]] = {}
+        # Reservations without an answer, also of stores that were given up meanwhile.
+        self._unanswered: dict[int, float] = {}
 
     @property
     def waiting(self) -> bool:
         """Reservations are unanswered."""
         return any(store.slots is None for store in self._asked.values())
+
+    @property
+    def settling(self) -> bool:
+        """Answers or reports of young stores are still to come; old ones keep nobody busy."""
+        since_s = self._clock() - SETTLE_S_MAX
+        young = (store.asked_s for store in (*self._asked.values(), *self._planned.values()))
+        return any(asked_s > since_s for asked_s in (*self._unanswered.values(), *young))
 
     def ask(
         self, request: str, parent: BlockKey | None, keys: Sequence[BlockKey], device_blocks: Sequence[int]
@@ -58,6 +68,7 @@ class Stores:
         number = next(self._numbers)
         if not self._link.send(Reserve(store=number, parent=parent or b"", keys=join_keys(keys))):
             return False
+        self._unanswered[number] = self._clock()
         self._asked[number] = _Store(
             number, self._link.life, ready.epoch, request, tuple(device_blocks), self._clock()
         )
@@ -65,6 +76,7 @@ class Stores:
 
     def replied(self, reply: ReserveReply) -> None:
         """Slots for a reservation; one that was given up is given back."""
+        self._unanswered.pop(reply.store, None)
         store = self._asked.get(reply.store)
         if store is None:
             self._give_back(reply.store, sum(slot >= 0 for slot in reply.slots))
@@ -126,6 +138,7 @@ class Stores:
     def lost(self) -> None:
         """The session began anew: nothing that was asked before means anything now."""
         life = self._link.life
+        self._unanswered.clear()
         self._asked = {n: s for n, s in self._asked.items() if s.life == life}
         self._planned = {n: s for n, s in self._planned.items() if s.life == life}
         self._failed = {n: f for n, f in self._failed.items() if n in self._planned}

@@ -1,8 +1,8 @@
 """Which sessions belong to which engine, and the fences that keep slots safe from late writers.
 
 A worker that is slow, stopped or cut off may still be copying into slots that were reserved for it. Such slots
-go back to the pool only when every worker of that engine has answered a *fence*, or is gone: a closed socket
-means a dead process, and a dead process writes no more.
+go back to the pool only when every worker of that engine has answered a *fence*, or is gone: a socket
+that the other end closed means a dead process, and a dead process writes no more.
 """
 
 from __future__ import annotations
@@ -69,24 +69,31 @@ class Fences:
     def joined(self, engine: Engine, worker: Session) -> None:
         """A worker attached: it may be one that was here before, with stores of that time still before it."""
         for number, pending in self._pending.items():
-            if pending.engine is engine:
+            if pending.engine.name == engine.name:
                 self._send(number, pending, worker)
 
     def answered(self, number: int, session: Session) -> None:
         """A worker is past the fence."""
         pending = self._pending.get(number)
-        if pending is not None:
-            pending.waiting_for.discard(session.number)
+        if pending is not None and session.hello is not None and session.hello.engine == pending.engine.name:
+            pending.waiting_for.discard(session.hello.rank)
             self._settle(number, pending)
 
     def gone(self, session: Session) -> None:
-        """A worker's process has ended: it is past every fence."""
+        """A worker's session ended. If its process did, it is past every fence.
+
+        A session that *we* ended says nothing about the process: it comes back and is asked again.
+        """
+        if not session.ended_by_peer or session.hello is None:
+            return
         for number, pending in list(self._pending.items()):
-            pending.waiting_for.discard(session.number)
-            self._settle(number, pending)
+            if pending.engine.name == session.hello.engine:
+                pending.waiting_for.discard(session.hello.rank)
+                self._settle(number, pending)
 
     def _send(self, number: int, pending: _PendingFence, worker: Session) -> None:
-        pending.waiting_for.add(worker.number)
+        assert worker.hello is not None
+        pending.waiting_for.add(worker.hello.rank)
         worker.send(Fence(fence=number, stores=tuple(r.number for r in pending.reservations)))
 
     def _settle(self, number: int, pending: _PendingFence) -> None:

@@ -33,7 +33,7 @@ from kvbm.settings import Settings
 
 log = logging.getLogger("kvbm.manager")
 
-PRIVATE_GRACE_S = 3.0
+PRIVATE_GRACE_S = 0.2
 PRIVATE_FIRST_ENGINE_S = 120.0
 _BACKLOG = 128
 _SWEEP_MAX = 256

@@ -1,7 +1,8 @@
 """The manager's loop: one thread, one selector; sessions in, notifications out.
 
 Everything a manager owns is touched by this thread alone. Disk I/O happens in the tier's own threads and comes back
-through its descriptor; nothing in the loop waits on a medium or on a client.
+through its descriptor. The loop never waits for a client, and for a medium only to void a journal record (128 bytes
+into the page cache) and to open a tier when the first engine of a namespace comes.
 """
 
 from __future__ import annotations

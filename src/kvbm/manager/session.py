@@ -26,6 +26,7 @@ class Session:
         self.number = number
         self.hello: Hello | None = None
         self.closed = False
+        self.ended_by_peer = False
         self._frames = FrameBuffer()
         self._outgoing = bytearray()
 
@@ -50,7 +51,7 @@ class Session:
         except OSError:
             data = b""
         if not data:
-            self.closed = True
+            self.closed = self.ended_by_peer = True
             return []
         return [decode_to_manager(frame) for frame in self._frames.feed(data)]
 

@@ -21,7 +21,10 @@ _ENGINES_MAX = 64
 
 
 class Traffic:
-    """Counts **after** the bytes have moved, never when a transfer is only asked for. Owned by the manager's thread."""
+    """Counts transfers **after** the bytes have moved, and hit rates when a lookup is answered, as the original does.
+
+    Owned by the manager's thread.
+    """
 
     def __init__(self, metrics: Metrics, settings: Settings, clock: Clock) -> None:
         self.metrics = metrics

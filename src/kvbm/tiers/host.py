@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
+from array import array
 from collections.abc import Sequence
 
 from kvbm.errors import SettingsError
@@ -53,6 +54,9 @@ class HostArena:
         *self._regions, self._generation_map = maps
         self._views = [memoryview(region) for region in self._regions]
         self._generations = memoryview(self._generation_map).cast("Q")
+        # Each life begins at another number, so that a promise of one life never fits the slots of another.
+        first = int.from_bytes(os.urandom(6), "little")
+        self._generations[:] = memoryview(array("Q", [first]) * slot_count)
         self._closing = threading.Event()
         self._touchers = [
             threading.Thread(target=self._touch, args=(i, touch_threads), name=f"kvbm-touch-{i}", daemon=True)
@@ -116,11 +120,13 @@ def populate(region: mmap.mmap, start: int, length: int) -> bool:
 
 def open_arena(fds: Sequence[int]) -> tuple[mmap.mmap, mmap.mmap]:
     """A worker's side: map its shard's region and the generation table from received descriptors (closes them)."""
-    region_fd, generation_fd = fds
-    region = mmap.mmap(region_fd, os.fstat(region_fd).st_size)
-    generations = mmap.mmap(generation_fd, os.fstat(generation_fd).st_size, prot=mmap.PROT_READ)
-    for fd in fds:
-        os.close(fd)
+    try:
+        region_fd, generation_fd = fds
+        region = mmap.mmap(region_fd, os.fstat(region_fd).st_size)
+        generations = mmap.mmap(generation_fd, os.fstat(generation_fd).st_size, prot=mmap.PROT_READ)
+    finally:
+        for fd in fds:
+            os.close(fd)
     return region, generations
 
 

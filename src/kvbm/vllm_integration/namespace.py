@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvbm.layout import Namespace
-from kvbm.weights import weights_digest
+from kvbm.weights import weight_files, weights_digest
 
 log = logging.getLogger("kvbm.vllm")
 
@@ -47,11 +47,46 @@ def cpu_packing(model: Any, spec: Any) -> str:
     return str(_get_attn_isa(model.dtype, spec.block_size, head_size))
 
 
-def adapter_digest(lora_path: str, memo_path: Path) -> bytes:
-    """The content of an adapter: vLLM's block hashes cover its name and path, not what lies there."""
-    location = Path(lora_path)
-    digest = weights_digest([location], memo_path) if location.is_dir() else None
-    return (digest or os.urandom(16).hex()).encode()
+class Adapters:
+    """What adapters add to the keys of their requests: their content, which vLLM's hash of name and path leaves out.
+
+    An adapter whose files changed while the engine runs may or may not have been loaded again: from then on every
+    request that uses it gets keys of its own, so that nothing of before or after is ever found.
+    """
+
+    def __init__(self, memo_path: Path) -> None:
+        self._memo_path = memo_path
+        self._seen: dict[str, tuple[tuple[object, ...], bytes]] = {}
+        self._changed: set[str] = set()
+
+    def extras(self, lora_path: str) -> bytes:
+        """The extras of a request that uses the adapter at this path."""
+        try:
+            identity = _identity(Path(lora_path))
+            if lora_path not in self._seen:
+                digest = weights_digest([Path(lora_path)], self._memo_path)
+                if digest is None:
+                    return os.urandom(16)
+                self._seen[lora_path] = identity, digest.encode()
+        except OSError as error:
+            log.warning("adapter %s cannot be read (%s): its blocks are not kept", lora_path, error)
+            return os.urandom(16)
+        first, extras = self._seen[lora_path]
+        if identity == first and lora_path not in self._changed:
+            return extras
+        if lora_path not in self._changed:
+            self._changed.add(lora_path)
+            log.warning("adapter %s changed while the engine runs: its blocks are no longer kept", lora_path)
+        return os.urandom(16)
+
+
+def _identity(location: Path) -> tuple[object, ...]:
+    """What changes when any of an adapter's files does."""
+    return tuple(
+        (path.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for path in weight_files(location)
+        for status in (path.stat(),)
+    )
 
 
 def _weights(vllm_config: Any, memo_path: Path) -> str:
@@ -71,7 +106,7 @@ def _weights(vllm_config: Any, memo_path: Path) -> str:
             "weights of %s are in no local file that could be digested: its blocks are kept for this engine only",
             ", ".join(name for name, _ in models),
         )
-        return f"unknown-{os.urandom(16).hex()}"
+        return f"unknown-{vllm_config.kv_transfer_config.engine_id}"
     return digest
 
 

@@ -17,7 +17,7 @@ from kvbm.settings import Settings
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_tables import BlockTables
-from kvbm.vllm_integration.namespace import adapter_digest
+from kvbm.vllm_integration.namespace import Adapters
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -34,8 +34,7 @@ class SchedulerSide:
         transfer = vllm_config.kv_transfer_config
         self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
-        self._memo_path = Path(settings.runtime_dir) / "weights.json"
-        self._adapters: dict[str, bytes] = {}
+        self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json")
         self._requests: dict[str, Any] = {}
         self._tables = BlockTables()
         self._reported = {"loaded_host_blocks": 0, "loaded_disk_blocks": 0, "failed_blocks": 0}
@@ -79,7 +78,8 @@ class SchedulerSide:
         """The split of a promised hit over the tiers, in tokens."""
         if CacheHitSource is None or num_external_tokens <= 0:
             return {}
-        tokens = self._leader.planned_sources(request.request_id)
+        blocks = -(-num_external_tokens // self._block_tokens)
+        tokens = self._leader.promised_sources(request.request_id, blocks)
         on_host = min(tokens.count(Tier.HOST) * self._block_tokens, num_external_tokens)
         split = {CacheHitSource.HOST: on_host, CacheHitSource.DISK: num_external_tokens - on_host}
         return {source: count for source, count in split.items() if count}
@@ -117,6 +117,11 @@ class SchedulerSide:
         self._tables.drop(request.request_id)
         self._leader.finished(request.request_id)
 
+    @property
+    def settling(self) -> bool:
+        """Stores are under way."""
+        return self._leader.settling
+
     def reset(self) -> bool:
         return self._leader.reset()
 
@@ -139,9 +144,7 @@ class SchedulerSide:
         lora = request.lora_request
         if lora is None:
             return b""
-        if lora.lora_path not in self._adapters:
-            self._adapters[lora.lora_path] = adapter_digest(lora.lora_path, self._memo_path)
-        return self._adapters[lora.lora_path]
+        return self._adapters.extras(lora.lora_path)
 
     def _blocks_on_device(self, request: Any) -> int:
         """How many leading blocks are in the device's prefix cache at this moment; a hint, not a promise."""

@@ -23,7 +23,6 @@ from kvbm.worker import Worker
 log = logging.getLogger("kvbm.vllm")
 
 SHARED_TIMEOUT_S = 5.0
-PRIVATE_TIMEOUT_S_MAX = 60.0
 
 
 class WorkerSide:
@@ -118,6 +117,4 @@ class WorkerSide:
             self._worker.close()
 
     def _timeout_s(self) -> float:
-        if not self._address.private:
-            return SHARED_TIMEOUT_S
-        return min(float(self._settings.init_timeout_s), PRIVATE_TIMEOUT_S_MAX)
+        return float(self._settings.init_timeout_s) if self._address.private else SHARED_TIMEOUT_S

@@ -29,6 +29,7 @@ from kvbm.worker.mapping import Mapping
 log = logging.getLogger("kvbm.worker")
 
 LOAD_STALL_S = 20.0
+ADOPT_RETRY_S = 5.0
 PIECE_BLOCKS = 16
 _RECONNECT_POLL_S = 0.25
 _WELCOME_TIMEOUT_S = 10.0
@@ -111,6 +112,7 @@ class Mover:
         self._fenced: deque[int] = deque(maxlen=_FENCED_MAX)
         self._stopping = self._stopped = False
         self._refused = ""
+        self._retry_at_s = 0.0
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
         self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
@@ -131,6 +133,11 @@ class Mover:
         """Hand the thread a job; never blocks."""
         self._inbox.put(job)
         os.eventfd_write(self._wake, 1)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session; a hint for the engine's thread, which may be outdated at once."""
+        return self._channel is not None
 
     def mark(self) -> Mark | None:
         """The present end of the engine's device work; called by the engine's thread."""
@@ -293,7 +300,8 @@ class Mover:
     def _copy_piece(self, job: LoadJob) -> bool:
         """Copy the next piece of what is ready; False when a slot no longer held what was promised."""
         mapping, plan, after = self._mapping, job.plan, job.after
-        assert mapping is not None and after is not None
+        if mapping is None or after is None or after.mapping is not mapping:
+            return False  # promised out of another life's memory
         start, end = job.copied, min(job.copied + PIECE_BLOCKS, job.ready)
         wanted = end - start
         end = start + mapping.intact(plan.slots[start:end], plan.generations[start:end])
@@ -316,6 +324,8 @@ class Mover:
     # ---- the session
 
     def _reconnect(self) -> None:
+        if self._clock() < self._retry_at_s:
+            return
         channel = self._finder.attempt()
         if channel is None:
             return
@@ -328,11 +338,20 @@ class Mover:
                 log.warning("no KV cache for now: %s", error)
             return
         self._refused = ""
-        self._adopt(channel, welcome)
+        try:
+            self._adopt(channel, welcome)
+        except BaseException:
+            # Mapping or page-locking may be refused every time: do not spin on it.
+            self._retry_at_s = self._clock() + ADOPT_RETRY_S
+            channel.close()
+            self._channel = None
+            raise
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
+        """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
         fds, channel.fds = channel.fds, []
+        self._end_loads()
         self._channel = channel
         if self._mapping is not None:
             self._mapping.close()
@@ -350,6 +369,10 @@ class Mover:
             self._channel = None
             if not self._stopping:
                 log.warning("manager lost: %s; requests are computed until it is back", reason)
+        self._end_loads()
+
+    def _end_loads(self) -> None:
+        """Copy what is ready of every load; the rest failed."""
         while self._loads:
             job = self._loads.popleft()
             try:

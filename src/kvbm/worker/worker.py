@@ -54,6 +54,10 @@ class Worker:
         if not self._stores_here:
             self._stored.update({store.store: (1, (), 0.0) for store in plan.stores})
             return
+        if not self._mover.connected:
+            # Nothing could be committed, and the copying thread may be busy joining a manager.
+            self._stored.update({s.store: (1, tuple(range(len(s.slots))), 0.0) for s in plan.stores})
+            return
         job = StoreJob(plan.stores, self._mover.mark(), threading.Event())
         self._mover.put(job)
         if not job.done.wait(STORE_TIMEOUT_S):

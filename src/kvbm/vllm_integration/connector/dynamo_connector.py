@@ -24,6 +24,7 @@ from kvbm.observe.log import configure
 from kvbm.protocol import StepPlan, StepReport
 from kvbm.settings import available_memory_bytes, load_settings, process_environment
 from kvbm.vllm_integration import stats
+from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.support import unsupported_reason
 from kvbm.vllm_integration.worker_side import WorkerSide
@@ -54,7 +55,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: GuardedScheduler | None = None
         self._worker: WorkerSide | None = None
         environment = process_environment()
         extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
@@ -76,7 +77,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("KVBM is off for this engine: %s", reason)
             return
         if is_scheduler:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, loaded.settings, environment)
+            side = SchedulerSide(vllm_config, kv_cache_config, loaded.settings, environment)
+            self._scheduler = GuardedScheduler(side)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, loaded.settings, environment)
 
@@ -136,7 +138,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.block_pool = gpu_block_pool
+            self._scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
@@ -160,6 +162,10 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return DynamoConnectorMetadata()
         return DynamoConnectorMetadata(self._scheduler.step(scheduler_output))
+
+    def has_pending_push_work(self) -> bool:
+        """The last blocks of a request are stored in steps after its end: vLLM steps on for them, a second at most."""
+        return self._scheduler.settling() if self._scheduler is not None else False
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
