@@ -172,6 +172,8 @@ class Rank:
         self.closed = True
         self.bench.open = False
         self.bench.server.close(keep=True)
+        for client in self.bench.clients:
+            client.close()
         os.unlink(self.bench.path)
 
     def start_manager(self) -> None:

@@ -12,22 +12,25 @@ HOST, DISK = bytes([Tier.HOST]), bytes([Tier.DISK])
 
 def test_what_is_unknown_is_tried() -> None:
     cost = CostModel(16)
-    assert cost.worth_loading(HOST * 5)
+    assert cost.worth_loading(HOST * 5) == 5
     assert cost.load_s(HOST) is None
     assert cost.prefill_s(1) is None
     cost.prefilled(1000, 1.0)
-    assert cost.worth_loading(DISK)
+    assert cost.worth_loading(DISK) == 1
     assert cost.load_s(b"") == 0.0
-    assert cost.worth_loading(b"")
+    assert cost.worth_loading(b"") == 0
 
 
-def test_the_slowest_tier_of_a_run_decides() -> None:
+def test_each_tier_is_priced_by_itself_and_a_prefix_may_be_loaded_alone() -> None:
     cost = CostModel(10)
     cost.prefilled(1000, 1.0)  # 0.01 s a block
     cost.loaded(HOST * 10, 0.01)
-    cost.loaded(HOST * 5 + DISK * 5, 1.0)
-    assert cost.worth_loading(HOST * 20)
-    assert not cost.worth_loading(HOST * 19 + DISK)
+    cost.loaded(HOST * 5 + DISK * 5, 1.005)  # 0.001 s a host block, so 0.2 s a disk block
+    assert cost.load_s(DISK) == pytest.approx(0.2)
+    assert cost.worth_loading(HOST * 20) == 20
+    assert cost.worth_loading(HOST * 19 + DISK) == 19
+    assert cost.worth_loading(HOST * 60 + DISK) == 61
+    assert cost.worth_loading(DISK * 5) == 0
 
 
 def test_a_no_is_checked_again_now_and_then() -> None:
@@ -35,7 +38,8 @@ def test_a_no_is_checked_again_now_and_then() -> None:
     cost.prefilled(1000, 1.0)
     cost.loaded(DISK, 1.0)
     answers = [cost.worth_loading(DISK) for _ in range(64)]
-    assert 0 < answers.count(True) <= 8
+    assert 0 < answers.count(1) <= 8
+    assert set(answers) == {0, 1}
 
 
 def test_the_averages_follow() -> None:

@@ -48,7 +48,7 @@ def test_a_load_names_slots_generations_and_the_right_device_blocks(bench: Bench
         offset=1,
         ready=3,
     )
-    assert bench.leader.planned_sources("r") == bytes([Tier.HOST] * 3)
+    assert bench.leader.promised_sources("r", 3) == bytes([Tier.HOST] * 3)
     assert bench.step().loads == (), "once"
     bench.arrive(plan)
     assert bench.manager.said() == [Release(lookup=lookup.lookup, first=1, loaded=3, seconds=0.5)]
@@ -84,7 +84,7 @@ def test_a_promise_that_was_forgotten_meanwhile_fails_the_right_blocks(bench: Be
     bench.promise(blocks=5, computed=2)
     bench.manager.die()
     bench.step()
-    assert bench.leader.planned_sources("r") == b""
+    assert bench.leader.promised_sources("r", 5) == b""
     bench.leader.allocated("r", 5, TABLE)
     (plan,) = bench.step().loads
     assert plan.epoch not in (7, 8)

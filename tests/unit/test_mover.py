@@ -16,6 +16,7 @@ from kvbm.protocol import (
     LoadPlan,
     LookupReply,
     Message,
+    Progress,
     Release,
     Reserve,
     ReserveReply,
@@ -75,10 +76,18 @@ def test_a_run_that_starts_in_its_middle(make_rank: Callable[..., Rank], below: 
         offset=2,
         ready=0,
     )
+    heard: list[int] = []
+    progress = rank.mover._progress
+
+    def listen(message: Progress) -> None:
+        progress(message)
+        heard.append(message.ready)
+
+    rank.mover._progress = listen  # type: ignore[method-assign]
     rank.worker.load(StepPlan(loads=(plan,)))
-    below.release(3)
-    rank.bench.until(lambda: rank.shows(30, 30.0))
-    assert rank.worker.finished(StepPlan()) == []
+    below.release(2)
+    rank.bench.until(lambda: 2 in heard)
+    assert rank.mover._loads[0].ready == 0, "neither of the two that came is wanted"
     below.release()
     assert rank.finish().failed == ()
     assert [rank.shows(30 + i, 10.0 * (3 + i)) for i in range(3)] == [True] * 3

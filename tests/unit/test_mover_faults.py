@@ -218,10 +218,14 @@ def test_nothing_is_stored_without_a_session(rank: Rank) -> None:
     plan = rank.reserve(0, 1, [0])
     rank.stop_manager()
     end_s = time.monotonic() + DEADLINE_S
-    while rank.mover._channel is not None:
+    while rank.mover.connected:
         assert time.monotonic() < end_s
         time.sleep(0.002)
     assert rank.run_store(plan) == (0,)
+    job = StoreJob((plan,), rank.mover.mark(), threading.Event())
+    rank.mover.put(job)
+    assert job.done.wait(DEADLINE_S)
+    assert rank.mover.stores.get(timeout=DEADLINE_S).failed == (0,), "nor by the thread, should it be asked"
 
 
 def test_it_comes_back_by_itself_and_old_plans_mean_nothing(rank: Rank) -> None:
@@ -276,6 +280,7 @@ def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
 ) -> None:
     rank.put_in(2)
     old = rank.lookup(2)
+    monkeypatch.setattr(mover_module, "ADOPT_RETRY_S", 0.0)
     make_mapping = rank.mover._make_mapping
     refusals: list[int] = []
 

@@ -67,12 +67,16 @@ class CostModel:
         if self._always:
             return len(sources)
         on_host = len(sources) - len(sources.lstrip(bytes((Tier.HOST,))))
-        for blocks in (len(sources), on_host):
-            load_s, prefill_s = self.load_s(sources[:blocks]), self.prefill_s(blocks)
-            if load_s is None or prefill_s is None or load_s <= prefill_s:
-                return blocks
+        if self._beats_computing(sources):
+            return len(sources)
         self._refusals += 1
-        return len(sources) if self._refusals % _RECHECK_EVERY == 0 else 0
+        if self._refusals % _RECHECK_EVERY == 0:
+            return len(sources)
+        return on_host if self._beats_computing(sources[:on_host]) else 0
+
+    def _beats_computing(self, sources: bytes) -> bool:
+        load_s, prefill_s = self.load_s(sources), self.prefill_s(len(sources))
+        return load_s is None or prefill_s is None or load_s <= prefill_s
 
 
 def _average(known: float | None, value: float) -> float:

@@ -165,7 +165,7 @@ class Lookups:
             return True
         dropped = computed < search.skip
         # Leases of requests in the queue before it may have left no room to bring this one's blocks up.
-        short = search.skip + len(search.slots) < search.wanted
+        short = search.final and search.skip + len(search.slots) < search.wanted
         waited = self._clock() - search.asked_s > ASK_AGAIN_S
         return (dropped or (short and waited)) and search.attempts < ATTEMPTS_MAX
 

@@ -28,6 +28,7 @@ class GuardedScheduler:
         self._off = False
         # Device blocks of loads that the scheduler counts on and that no plan has carried yet.
         self._owed: dict[str, tuple[int, ...]] = {}
+        self._computed_tokens: dict[str, int] = {}
 
     def bind_block_pool(self, pool: Any) -> None:
         """vLLM's block pool, for a look at what is on the device."""
@@ -40,6 +41,7 @@ class GuardedScheduler:
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """What can be loaded; nothing when we are off."""
         nothing: tuple[int | None, bool] = (0, False)
+        self._computed_tokens[request.request_id] = computed_tokens
         return self._call(nothing, self._side.matched, request, computed_tokens)
 
     def hit_sources(self, request: Any, tokens: int) -> dict[Any, int]:
@@ -48,8 +50,11 @@ class GuardedScheduler:
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The scheduler made room for a promise: from here on the request waits for its load."""
+        computed = self._computed_tokens.pop(request.request_id, 0)
         if tokens > 0:
-            self._owed[request.request_id] = tuple(blocks.get_block_ids()[0])
+            first = computed // self._side.block_tokens
+            end = first - (-tokens // self._side.block_tokens)
+            self._owed[request.request_id] = tuple(blocks.get_block_ids()[0][first:end])
         self._call(None, self._side.allocated, request, blocks, tokens)
 
     def step(self, output: Any) -> StepPlan:
@@ -69,6 +74,7 @@ class GuardedScheduler:
 
     def finished(self, request: Any) -> None:
         """The request ended or was aborted."""
+        self._computed_tokens.pop(request.request_id, None)
         self._call(None, self._side.finished, request)
 
     def settling(self) -> bool:

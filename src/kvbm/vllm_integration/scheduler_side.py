@@ -32,7 +32,7 @@ class SchedulerSide:
         self, vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str]
     ) -> None:
         transfer = vllm_config.kv_transfer_config
-        self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self.block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
         self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json")
         self._requests: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class SchedulerSide:
         self._leader = Leader(
             finder,
             hello,
-            self._block_tokens,
+            self.block_tokens,
             promise_early=transfer.kv_load_failure_policy == "recompute",
             clock=time.monotonic,
             load_always=settings.onboard == "always",
@@ -60,7 +60,7 @@ class SchedulerSide:
     def added(self, request: Any) -> None:
         """A request arrived: ask the manager now, long before it is scheduled."""
         self._requests[request.request_id] = request
-        hashes = OwnHashes(request, self._block_tokens) if self._own_hashes else EngineHashes(request)
+        hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
         self._leader.request_added(
             request.request_id, hashes, self._extras(request), self._blocks_on_device(request)
         )
@@ -69,24 +69,24 @@ class SchedulerSide:
         """How many tokens beyond the computed ones can be loaded (None: ask again), and that loads are asynchronous."""
         if request.request_id not in self._requests:
             self.added(request)
-        answer = self._leader.matched(request.request_id, num_computed_tokens // self._block_tokens)
+        answer = self._leader.matched(request.request_id, num_computed_tokens // self.block_tokens)
         if answer.later:
             return None, False
-        return answer.blocks * self._block_tokens, answer.blocks > 0
+        return answer.blocks * self.block_tokens, answer.blocks > 0
 
     def hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """The split of a promised hit over the tiers, in tokens."""
         if CacheHitSource is None or num_external_tokens <= 0:
             return {}
-        blocks = -(-num_external_tokens // self._block_tokens)
+        blocks = -(-num_external_tokens // self.block_tokens)
         tokens = self._leader.promised_sources(request.request_id, blocks)
-        on_host = min(tokens.count(Tier.HOST) * self._block_tokens, num_external_tokens)
+        on_host = min(tokens.count(Tier.HOST) * self.block_tokens, num_external_tokens)
         split = {CacheHitSource.HOST: on_host, CacheHitSource.DISK: num_external_tokens - on_host}
         return {source: count for source, count in split.items() if count}
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has device blocks now: plan its load, or let go of what was found."""
-        count = -(-num_external_tokens // self._block_tokens)
+        count = -(-num_external_tokens // self.block_tokens)
         table = blocks.get_block_ids()[0] if count > 0 else ()
         self._leader.allocated(request.request_id, count, table)
 
@@ -99,7 +99,7 @@ class SchedulerSide:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            complete = (request.num_computed_tokens + token_count) // self._block_tokens
+            complete = (request.num_computed_tokens + token_count) // self.block_tokens
             entries.append(Scheduled(request_id, complete, partial(self._tables.get, request_id)))
         preempted = getattr(output, "preempted_req_ids", None) or ()
         prefill = sum(count for count in scheduled_tokens.values() if count > 1)

@@ -1,0 +1,88 @@
+"""A defect of ours in the scheduler's process costs the cache, never the engine or a request."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvbm.protocol import LoadPlan, StepPlan
+from kvbm.vllm_integration.guard import GuardedScheduler
+from kvbm.vllm_integration.namespace import Adapters
+
+
+class BrokenSide:
+    """A scheduler side that works until told to break."""
+
+    def __init__(self) -> None:
+        self.block_tokens = 32
+        self.broken = False
+        self.loads: tuple[LoadPlan, ...] = ()
+
+    def _check(self) -> None:
+        if self.broken:
+            raise RuntimeError("a defect")
+
+    def reset(self) -> bool:
+        return False
+
+    def matched(self, request: Any, tokens: int) -> tuple[int | None, bool]:
+        self._check()
+        return 64, True
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        self._check()
+
+    def step(self, output: Any) -> StepPlan:
+        self._check()
+        return StepPlan(loads=self.loads)
+
+
+REQUEST = SimpleNamespace(request_id="r")
+TABLE = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],))
+
+
+def test_what_was_promised_fails_at_the_ranks_and_nobody_waits_for_ever() -> None:
+    side: Any = BrokenSide()
+    guard = GuardedScheduler(side)
+    assert guard.matched(REQUEST, 32) == (64, True)
+    guard.allocated(REQUEST, TABLE, 64)
+    side.broken = True
+    (load,) = guard.step(None).loads
+    assert (load.request, load.device_blocks, load.ready) == ("r", (8, 9), 0)
+    assert load.epoch == -1, "no rank has that memory"
+    side.broken = False
+    assert guard.matched(REQUEST, 0) == (0, False), "off for good"
+    assert guard.step(None) == StepPlan()
+    assert guard.reset() is True
+
+
+def test_a_defect_in_the_allocation_itself_is_owed_too() -> None:
+    side: Any = BrokenSide()
+    guard = GuardedScheduler(side)
+    side.broken = True
+    guard.allocated(REQUEST, TABLE, 64)
+    assert [load.request for load in guard.step(None).loads] == ["r"]
+    assert guard.step(None).loads == ()
+
+
+def test_an_adapter_that_changes_while_the_engine_runs_is_kept_no_more(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"first")
+    os.utime(weights, ns=(1, 1))
+    adapters = Adapters(tmp_path / "memo.json")
+    first = adapters.extras(str(weights.parent))
+    assert adapters.extras(str(weights.parent)) == first
+    weights.write_bytes(b"other")
+    later = {adapters.extras(str(weights.parent)) for _ in range(3)}
+    assert first not in later
+    assert len(later) == 3, "never found again, whichever weights were loaded"
+    weights.write_bytes(b"first")
+    assert adapters.extras(str(weights.parent)) not in {first, *later}
+
+
+def test_an_adapter_that_cannot_be_read_costs_the_cache_only(tmp_path: Path) -> None:
+    adapters = Adapters(tmp_path / "memo.json")
+    assert adapters.extras(str(tmp_path / "nowhere")) != adapters.extras(str(tmp_path / "nowhere"))
