@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbm.block import BlockKey
+from kvbm.block import BlockKey, BlockState
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
@@ -106,6 +106,7 @@ class ManagerMachine(RuleBasedStateMachine):
             SpaceOptions(staging=self.staging, in_flight_max=4),
         )
         self.last_ready: dict[tuple[int, int], int] = {}
+        self.holders: dict[int, tuple[BlockKey | None, int]] = {}
 
     def _progressed(self, lease: Lease) -> None:
         """What a leader is told: never less than before, never more than there is."""
@@ -339,6 +340,20 @@ class ManagerMachine(RuleBasedStateMachine):
         for slot, key in self.space.host.resident():
             content = b"".join(bytes(view) for view in self.arena.slot_views(slot))
             self.oracle.check(key, content)
+
+    @invariant()
+    def a_slot_that_changes_hands_has_another_generation(self) -> None:
+        """A worker that reads it without a lease has nothing else to notice it by."""
+        if not hasattr(self, "space"):
+            return
+        for slot in range(HOST_SLOTS):
+            key = None
+            if self.space.host.state_of(slot) is not BlockState.FREE:
+                key = self.space.host.key_of(slot)
+            before = self.holders.get(slot)
+            if before is not None and before[0] is not None and before[0] != key:
+                assert self.arena.generation(slot) > before[1]
+            self.holders[slot] = (key, self.arena.generation(slot))
 
     @invariant()
     def leases_are_intact(self) -> None:
