@@ -28,7 +28,7 @@ def _engine(child: Child) -> Engine:
 
 
 def _leader(engine: Engine) -> Any:
-    return engine.leader_half._scheduler._leader
+    return engine.leader_half._scheduler._side._leader
 
 
 def _mover(engine: Engine) -> Any:

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from kvbm.block import BlockState
 from kvbm.manager.space import HEAL_INTERVAL_S
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier
@@ -90,8 +91,8 @@ class FakeTierMachine(ManagerMachine):
             return
         assert self.space.disk is not None
         for slot, entry in self.medium.entries.items():
-            if self.space.disk.state_of(slot).name != "FREE":
-                assert self.space.disk.key_of(slot) == entry.key
+            assert self.space.disk.state_of(slot) is not BlockState.FREE, "a restart would find it again"
+            assert self.space.disk.key_of(slot) == entry.key
 
     def _heal_everything(self) -> None:
         self.fake.throttled = False
@@ -159,6 +160,6 @@ def _case(machine: type[ManagerMachine], examples: int, steps: int) -> type:
 
 
 TestHostOnly = _case(HostOnlyMachine, 40, 40)
-TestFakeTier = _case(FakeTierMachine, 80, 60)
-TestStaging = _case(StagingMachine, 40, 50)
+TestFakeTier = _case(FakeTierMachine, 150, 60)
+TestStaging = _case(StagingMachine, 80, 50)
 TestDisk = _case(DiskMachine, 15, 40)

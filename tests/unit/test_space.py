@@ -128,6 +128,22 @@ def test_a_corrupt_block_ends_the_run_and_is_dropped_everywhere(bench: Bench) ->
     assert not bench.space.host.is_leased(bench.space.host.find(KEYS[3]))  # type: ignore[arg-type]
 
 
+def test_blocks_that_came_before_the_one_that_failed_are_let_go(bench: Bench) -> None:
+    """The run ends before it, and what lay ready behind it is nobody's any more."""
+    bench.only_on_disk(KEYS[:4])
+    assert bench.space.disk is not None
+    bench.medium.corrupt(bench.space.disk.find(KEYS[1]))  # type: ignore[arg-type]
+    lease = bench.space.lookup(ME, 1, KEYS[:4], 0)
+    assert lease is not None
+    for first in (3, 2, 0, 0):
+        bench.tier.release(1, first)
+        bench.space.pump()
+    assert (lease.ready, lease.final, lease.keys) == (1, True, KEYS[:1])
+    assert bench.space.host.counts().leased == 1
+    bench.space.release(ME, 1)
+    assert bench.space.host.counts().leased == 0
+
+
 def test_a_tier_that_refuses_at_once_leaves_no_lease_behind(bench: Bench) -> None:
     """The tier may turn off between the question whether it works and the first load."""
     bench.only_on_disk(KEYS[:2])

@@ -199,3 +199,25 @@ def test_a_broken_tier_does_not_keep_the_staging_area(make: Callable[..., Bench]
     bench.space.pump()
     assert bench.space.host.counts().leased == 0
     assert bench.space.reserve(ME, 51, None, OTHER[:2])[0] >= 0
+
+
+def test_what_waits_to_be_staged_when_the_tier_breaks_is_let_go(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=4, staging=True, pending_limit=1)
+    bench.store(KEYS[:4])
+    assert (bench.tier.pending_count, bench.space.host.counts().leased) == (1, 4)
+    bench.tier.break_down()
+    bench.space.pump()
+    assert bench.space.host.counts().leased == 0
+    assert not bench.space.busy
+
+
+def test_a_store_that_failed_is_not_found_below(bench: Bench) -> None:
+    bench.store(KEYS[:3])
+    bench.tier.release(1)
+    bench.tier.break_down()
+    bench.space.pump()
+    assert bench.space.disk is not None
+    assert [bench.space.disk.holds(key) for key in KEYS[:3]] == [True, False, False]
+    assert bench.space.disk.counts().filling == 0
+    assert bench.space.host.counts().leased == 0
+    assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 2
