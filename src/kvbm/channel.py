@@ -23,6 +23,7 @@ from kvbm.protocol import (
 
 OUTGOING_BYTES_MAX = 32 << 20
 _RECEIVE_BYTES = 1 << 20
+_SEND_BUFFER_BYTES = 1 << 20
 _FDS_MAX = 4
 
 
@@ -55,6 +56,8 @@ class Channel:
     def connect(cls, socket_path: str) -> Channel:
         """Connect at once or raise ManagerUnavailable."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # A lookup of thousands of keys should leave in one go, not wait half-way for its reader.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         # A local connection is made at once or not at all; blocking, it would wait for a manager that is stopped.
         connection.setblocking(False)
         try:

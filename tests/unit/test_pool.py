@@ -187,3 +187,48 @@ def test_clearing_a_long_chain_looks_at_each_block_a_few_times() -> None:
     policy._parent = Counted(policy._parent)  # type: ignore[attr-defined]
     assert pool.clear() == (slots, 0)
     assert looked <= 4 * slots
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_keys_are_found_as_each_is_found_alone(seed: int) -> None:
+    choice = random.Random(seed)
+    pool, _ = make(512)
+    chains = [chain_keys(bytes([seed]) * 32, range(1000 * i, 1000 * i + 2 * 80), 2) for i in range(7)]
+
+    def fill(chain: list[BlockKey]) -> None:
+        for key in chain:
+            slot = pool.reserve(key, None, 0.0)
+            assert slot is not None
+            if choice.random() < 0.97:
+                pool.commit(slot)
+
+    for chain in chains[:6]:
+        fill(chain)
+    for key in choice.sample(
+        chains[3] + chains[5], 50
+    ):  # holes, which the last chain fills: its run has breaks
+        slot = pool.find(key)
+        if slot is not None:
+            pool.evict(slot)
+    fill(chains[6])
+    for chain in chains:
+        asked = chain[choice.randrange(60) :] + chains[0][:10]
+        assert pool.find_all(asked) == [pool.find(key) for key in asked]
+    mixed = [key for chain in chains for key in chain]
+    choice.shuffle(mixed)
+    assert pool.find_all(mixed) == [pool.find(key) for key in mixed]
+
+
+def test_leases_of_many_slots_add_up() -> None:
+    pool, _ = make(4)
+    slots = [put(pool, key) for key in KEYS[:4]]
+    pool.lease_all(slots[:3])
+    pool.lease_all(slots[1:])
+    pool.lease_all([slots[0], slots[0]])
+    pool.unlease_all(slots)
+    assert [pool.is_leased(slot) for slot in slots] == [True, True, True, False]
+    pool.unlease_all([slots[0], slots[0]])
+    pool.unlease_all(slots[1:3])
+    assert not any(pool.is_leased(slot) for slot in slots)
+    with pytest.raises(AssertionError, match="never taken"):
+        pool.unlease_all(slots[:2])

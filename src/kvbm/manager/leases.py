@@ -52,6 +52,13 @@ class Lease:
         self.ready = len(self.places) - len(self.places.lstrip(_PINNED))
         return self.ready > before
 
+    def pinned(self) -> list[int]:
+        """The slots that the lease holds by now."""
+        if self.places.count(Place.PINNED) == len(self.slots):
+            return self.slots
+        pairs = zip(self.slots, self.places, strict=False)
+        return [slot for slot, place in pairs if place == Place.PINNED]
+
     @property
     def final(self) -> bool:
         """No more blocks will become ready."""

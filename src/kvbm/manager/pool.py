@@ -7,13 +7,16 @@ call it after every step.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from kvbm.block import TRANSITIONS, BlockKey, BlockState, SlotIndex, Tier, Transition
 from kvbm.policy import EvictionPolicy
+
+_RUN_STEP = 8
+_SCATTERED_MAX = 16
 
 
 class PoolCounts(msgspec.Struct, frozen=True):
@@ -50,7 +53,7 @@ class SlotPool:
         self._keys: list[BlockKey | None] = [None] * slot_count
         self._state = bytearray(slot_count)
         # Leases by slot; a slot without one is absent.
-        self._leases: Counter[int] = Counter()
+        self._leases: dict[int, int] = {}
         self._free = array("i", range(slot_count - 1, -1, -1))
 
     # ---- questions
@@ -60,9 +63,23 @@ class SlotPool:
         slot = self._resident.get(key)
         return None if slot is None else SlotIndex(slot)
 
-    def find_all(self, keys: Sequence[BlockKey]) -> list[int | None]:
-        """`find` for many keys at once."""
-        return list(map(self._resident.get, keys))
+    def find_all(self, keys: list[BlockKey]) -> list[int | None]:
+        """`find` for many consecutive keys of a chain at once.
+
+        A chain stored in one go mostly lies in consecutive slots. Comparing keys there reads memory in order, which
+        costs a fraction of as many scattered look-ups; what turns out to be scattered is looked up key by key.
+        """
+        found: list[int | None] = []
+        scattered = 0
+        while len(found) < len(keys) and scattered < _SCATTERED_MAX:
+            slot = self._resident.get(keys[len(found)])
+            found.append(slot)
+            run = 0 if slot is None else self._run_length(slot + 1, keys, len(found))
+            if slot is not None and run:
+                found.extend(range(slot + 1, slot + 1 + run))
+            scattered = 0 if run else scattered + 1
+        found.extend(map(self._resident.get, keys[len(found) :]))
+        return found
 
     def find_filling(self, key: BlockKey) -> SlotIndex | None:
         """The slot that is being filled with the block, if any."""
@@ -150,11 +167,16 @@ class SlotPool:
     def lease(self, slot: int) -> None:
         """Pin a resident slot; pins add up."""
         assert self._state[slot] == BlockState.RESIDENT, "only resident slots are leased"
-        self._leases[slot] += 1
+        self._leases[slot] = self._leases.get(slot, 0) + 1
 
     def lease_all(self, slots: Sequence[int]) -> None:
         """`lease` for many slots at once, all of them just found resident."""
-        self._leases.update(slots)
+        leases, first = self._leases, dict.fromkeys(slots, 1)
+        if len(first) == len(slots) and leases.keys().isdisjoint(slots):
+            leases.update(first)  # the common case without a step of Python per slot
+            return
+        for slot in slots:
+            leases[slot] = leases.get(slot, 0) + 1
 
     def unlease(self, slot: int) -> None:
         """Undo one `lease`."""
@@ -162,12 +184,16 @@ class SlotPool:
 
     def unlease_all(self, slots: Sequence[int]) -> None:
         """`unlease` for many slots at once."""
-        leases, ended = self._leases, []
+        leases = self._leases
+        if list(map(leases.get, slots)).count(1) == len(slots):
+            deque(map(leases.__delitem__, slots), maxlen=0)  # as in `lease_all`
+            self._policy.evictable(slots)
+            return
+        ended = []
         for slot in slots:
-            count = leases[slot]
-            assert count > 0, "a lease that was never taken"
-            if count > 1:
-                leases[slot] = count - 1
+            assert slot in leases, "a lease that was never taken"
+            if leases[slot] > 1:
+                leases[slot] -= 1
             else:
                 del leases[slot]
                 ended.append(slot)
@@ -185,6 +211,16 @@ class SlotPool:
                 self.evict(slot)
                 dropped += 1
         return dropped, self.slot_count - len(self._free)
+
+    def _run_length(self, slot: int, keys: list[BlockKey], start: int) -> int:
+        """How many of `keys[start:]` surely lie resident in `slot` and the slots after it; it may be some more."""
+        length, step = 0, _RUN_STEP
+        while chunk := keys[start + length : start + length + step]:
+            first, end = slot + length, slot + length + len(chunk)
+            if self._keys[first:end] != chunk or self._state.count(BlockState.RESIDENT, first, end) < len(chunk):
+                break
+            length, step = length + len(chunk), 2 * step
+        return length
 
     # ---- law
 

@@ -108,14 +108,13 @@ class Space:
         """End a lease; the lease as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
         if lease is not None:
-            pairs = zip(lease.slots, lease.places, strict=False)
-            self.host.unlease_all([slot for slot, place in pairs if place == Place.PINNED])
+            self.host.unlease_all(lease.pinned())
             lease.places = bytearray((Place.DROPPED,)) * len(lease.places)
         return lease
 
     def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
         """Note the run's blocks; pin those in host memory now, so that making room below cannot evict them."""
-        wanted = keys[skip:]
+        wanted = list(keys[skip:])
         on_host = self.host.find_all(wanted)
         run = on_host.index(None) if None in on_host else len(on_host)
         slots: list[int] = [slot for slot in on_host[:run] if slot is not None]
@@ -129,12 +128,12 @@ class Space:
                 sources.append(Tier.DISK if slot is None else Tier.HOST)
                 places.append(Place.WAITING if slot is None else Place.PINNED)
         lease.keys, lease.slots, lease.sources, lease.places = (
-            list(wanted[: len(slots)]),
+            wanted[: len(slots)],
             slots,
             sources,
             places,
         )
-        self.host.lease_all([slot for slot in slots if slot >= 0])
+        self.host.lease_all(lease.pinned())
 
     def _raise_missing(self, lease: Lease, before: BlockKey | None) -> None:
         """Give every block that is only on disk a host slot; the run ends at the first that gets none."""

@@ -77,8 +77,10 @@ class HostArena:
     def generation(self, slot: int) -> int:
         return self._generations[slot]
 
-    def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
+    def generations(self, slots: list[int]) -> tuple[int, ...]:
         """The generation of each slot."""
+        if slots and slots == list(range(slots[0], slots[0] + len(slots))):  # a chain stored in one go
+            return tuple(self._generations[slots[0] : slots[0] + len(slots)])
         return tuple(map(self._generations.__getitem__, slots))
 
     def invalidate(self, slot: int) -> None:
