@@ -35,7 +35,7 @@ def measure(
     Raises RuntimeError when a prompt hit anything.
     """
     blocks = options.tokens // BLOCK_TOKENS
-    chosen = scenario(side, blocks, block_bytes, options.prompts, scratch)
+    chosen = scenario(side, blocks, block_bytes, scratch)
     times: list[float] = []
     with Engine(model, chosen, prompt_tokens=options.tokens, dtype=options.dtype) as engine:
         for number in range(options.prompts + 1):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from kvbm.errors import KvbmError
-from kvbm.transfer.copier import Copier, Fence, Pairs, arena_tensor
+from kvbm.transfer.copier import Copier, DeviceEvent, Pairs, arena_tensor
 from kvbm.transfer.cpu import CpuCopier
 from kvbm.transfer.device_cache import DeviceCache
 
-__all__ = ["Copier", "CpuCopier", "DeviceCache", "Fence", "Pairs", "arena_tensor", "make_copier"]
+__all__ = ["Copier", "CpuCopier", "DeviceCache", "DeviceEvent", "Pairs", "arena_tensor", "make_copier"]
 
 
 def make_copier(cache: DeviceCache, arena: torch.Tensor) -> Copier:

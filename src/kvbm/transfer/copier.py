@@ -15,7 +15,7 @@ Pairs: TypeAlias = Sequence[tuple[int, int]]
 """(device block, slot) of each copy; no block and no slot twice."""
 
 
-class Fence(Protocol):
+class DeviceEvent(Protocol):
     """A point in the engine's device work; opaque to everyone but the copier that made it."""
 
     def synchronize(self) -> None:
@@ -30,17 +30,17 @@ class Copier(Protocol):
     else. On an error any of the targets named may hold anything.
     """
 
-    def mark(self) -> Fence | None:
+    def mark(self) -> DeviceEvent | None:
         """The present end of the engine's work, for `after`. Called by the engine's thread; never blocks."""
 
-    def store(self, pairs: Pairs, after: Fence | None = None) -> None:
+    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """Copy device blocks into slots. On return slots hold the bytes and blocks may be overwritten.
 
         The caller must pass `after`, the mark set behind the work that wrote the blocks, unless that work is
         done or lies on the calling thread's own stream. Raises `KvbmError` for a block or slot out of range.
         """
 
-    def load(self, pairs: Pairs, after: Fence | None = None) -> None:
+    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """Copy slots into device blocks. On return the bytes have arrived and any stream may read them.
 
         The caller must pass `after`, a mark behind all work that still uses the blocks' former content,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from kvbm.transfer.copier import Fence, Pairs, assert_arena, checked, runs
+from kvbm.transfer.copier import DeviceEvent, Pairs, assert_arena, checked, runs
 from kvbm.transfer.device_cache import DeviceCache
 
 _log = logging.getLogger(__name__)
@@ -57,16 +57,16 @@ class CpuCopier:
         for arrival in [self._pool.submit(meeting.wait) for _ in range(threads)]:
             arrival.result()
 
-    def mark(self) -> Fence | None:
+    def mark(self) -> DeviceEvent | None:
         """Nothing to wait for: on a CPU work is done when its call returns."""
         return None
 
-    def store(self, pairs: Pairs, after: Fence | None = None) -> None:
+    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """Device blocks → slots."""
         del after  # there is nothing to wait for
         self._copy(pairs, to_device=False)
 
-    def load(self, pairs: Pairs, after: Fence | None = None) -> None:
+    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """Slots → device blocks."""
         del after  # there is nothing to wait for
         self._copy(pairs, to_device=True)

@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from kvbm.transfer.copier import Fence, Pairs, assert_arena, checked
+from kvbm.transfer.copier import DeviceEvent, Pairs, assert_arena, checked
 from kvbm.transfer.device_cache import DeviceCache
 
 _log = logging.getLogger(__name__)
@@ -47,20 +47,20 @@ class CudaCopier:
                 self._bounce = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._regions = [(region.device, region.slots(self._staging)) for region in cache.regions]
 
-    def mark(self) -> Fence:
+    def mark(self) -> DeviceEvent:
         """An event on the calling thread's current stream."""
         with torch.cuda.device(self._cache.device):
-            fence: Fence = torch.cuda.current_stream().record_event()
-        return fence
+            event: DeviceEvent = torch.cuda.current_stream().record_event()
+        return event
 
-    def store(self, pairs: Pairs, after: Fence | None = None) -> None:
+    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """Device blocks → slots."""
         with self._lock, torch.cuda.device(self._cache.device):
             ordered = self._begin(pairs, after)
             for start in range(0, len(ordered), self._batch):
                 self._store_batch(ordered[start : start + self._batch])
 
-    def load(self, pairs: Pairs, after: Fence | None = None) -> None:
+    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """Slots → device blocks."""
         with self._lock, torch.cuda.device(self._cache.device):
             ordered = self._begin(pairs, after)
@@ -75,11 +75,11 @@ class CudaCopier:
                 torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
                 self._registered = False
 
-    def _begin(self, pairs: Pairs, after: Fence | None) -> list[tuple[int, int]]:
+    def _begin(self, pairs: Pairs, after: DeviceEvent | None) -> list[tuple[int, int]]:
         ordered = checked(pairs, self._cache, self._arena)
-        fence = after if after is not None else self.mark()
-        assert isinstance(fence, torch.cuda.Event), fence
-        self._stream.wait_event(fence)
+        event = after if after is not None else self.mark()
+        assert isinstance(event, torch.cuda.Event), event
+        self._stream.wait_event(event)
         return ordered
 
     def _store_batch(self, batch: Pairs) -> None:

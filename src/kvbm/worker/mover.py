@@ -23,7 +23,7 @@ from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerFinder
 from kvbm.protocol import Fence, FenceDone, Hello, LoadPlan, Progress, StorePlan, Watch, Welcome
-from kvbm.transfer import Fence as DeviceFence
+from kvbm.transfer import DeviceEvent
 from kvbm.worker.mapping import Mapping
 
 log = logging.getLogger("kvbm.worker")
@@ -55,11 +55,11 @@ class FinishedStore(msgspec.Struct, frozen=True, kw_only=True):
 class Mark(NamedTuple):
     """A point in the engine's device work, and the mapping it was set for: a job runs on that mapping or fails.
 
-    Without that, a job put while the mapping is replaced would run with no `fence` at all.
+    Without that, a job put while the mapping is replaced would wait for no `event` at all.
     """
 
     mapping: Mapping
-    fence: DeviceFence | None
+    event: DeviceEvent | None
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Mover:
         self._loads: deque[LoadJob] = deque()
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
-        self._fenced: deque[int] = deque(maxlen=_FENCED_MAX)
+        self._fenced: dict[int, None] = {}
         self._stopping = self._stopped = False
         self._refused = ""
         self._retry_at_s = 0.0
@@ -234,7 +234,7 @@ class Mover:
         if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
             return False
         try:
-            mapping.copier.store(list(zip(plan.device_blocks, plan.slots, strict=True)), after.fence)
+            mapping.copier.store(list(zip(plan.device_blocks, plan.slots, strict=True)), after.event)
         except (KvbmError, RuntimeError) as error:
             log.warning("store of %d blocks failed: %s", len(plan.slots), error)
             return False
@@ -261,8 +261,14 @@ class Mover:
             elif isinstance(message, Fence):
                 # Stores run to their end inside `_store`, in this thread, so none is under way now; and those that
                 # the fence names will not begin.
-                self._fenced.extend(message.stores)
+                self._fence(message.stores)
                 channel.send(FenceDone(fence=message.fence))
+
+    def _fence(self, stores: tuple[int, ...]) -> None:
+        """Never begin these; the oldest are forgotten first, long after their plans have gone."""
+        self._fenced.update(dict.fromkeys(stores))
+        for store in list(self._fenced)[: max(0, len(self._fenced) - _FENCED_MAX)]:
+            del self._fenced[store]
 
     def _progress(self, message: Progress) -> None:
         for job in list(self._loads):
@@ -308,7 +314,7 @@ class Mover:
         slots, expected = plan.slots[start:end], plan.generations[start:end]
         if slots:
             try:
-                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots, strict=True)), after.fence)
+                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots, strict=True)), after.event)
             except (KvbmError, RuntimeError) as error:
                 log.warning("load of %d blocks failed: %s", len(slots), error)
                 return False
