@@ -134,9 +134,8 @@ def _nothing(pairs: Any) -> None:
 
 
 def _wrap_copier(
-    engine: Engine, before: _Hook = _nothing, after: _Hook = _nothing, stored: _Hook = _nothing
+    mover: Any, before: _Hook = _nothing, after: _Hook = _nothing, stored: _Hook = _nothing
 ) -> None:
-    mover = _mover(engine)
     make = mover._make_mapping
 
     def wrapped(*arguments: Any) -> Any:
@@ -166,7 +165,7 @@ def audit_copies(child: Child) -> None:
     def compare(pairs: Any) -> None:
         _audit.extend(digest(block) in seen for block, _ in pairs)
 
-    _wrap_copier(engine, after=compare, stored=note)
+    _wrap_copier(_mover(engine), after=compare, stored=note)
 
 
 def audit_result(child: Child) -> tuple[int, int]:
@@ -176,6 +175,23 @@ def audit_result(child: Child) -> tuple[int, int]:
 
 def fail_loads(child: Child, every: int) -> None:
     """Every n-th copy to the device fails."""
+    _fail_every(_mover(_engine(child)), every)
+
+
+def fail_loads_of_rank(child: Child, rank: int, every: int) -> None:
+    """Every n-th copy to the device fails in one of several ranks, which live in processes of their own."""
+    _engine(child).llm.collective_rpc(_fail_in_rank, args=(rank, every))
+
+
+def _fail_in_rank(worker: Any, rank: int, every: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    mover = get_kv_transfer_group()._worker._worker._mover
+    if mover._hello.rank == rank:
+        _fail_every(mover, every)
+
+
+def _fail_every(mover: Any, every: int) -> None:
     count = 0
 
     def strike(pairs: Any) -> None:
@@ -184,7 +200,7 @@ def fail_loads(child: Child, every: int) -> None:
         if count % every == 0:
             raise RuntimeError("injected: this copy fails")
 
-    _wrap_copier(_engine(child), before=strike)
+    _wrap_copier(mover, before=strike)
 
 
 def scribble_over_slots(child: Child) -> None:
@@ -197,13 +213,13 @@ def scribble_over_slots(child: Child) -> None:
         for _, slot in pairs:
             mapping._region[slot * slot_bytes : (slot + 1) * slot_bytes] = bytes(slot_bytes)
 
-    _wrap_copier(engine, before=scribble)
+    _wrap_copier(_mover(engine), before=scribble)
 
 
 def gate_loads(child: Child) -> None:
     """No load ends until `open_gate`."""
     _gate.clear()
-    _wrap_copier(_engine(child), before=lambda pairs: _gate.wait(60.0) and None)
+    _wrap_copier(_mover(_engine(child)), before=lambda pairs: _gate.wait(60.0) and None)
 
 
 def open_gate(child: Child) -> None:

@@ -26,16 +26,52 @@ def test_wrong_kv_is_noticed(launcher: Launcher, reference: Reference) -> None:
     assert len(differences(reference, engine.run(workload()))) > 10
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_loads_that_fail(launcher: Launcher, reference: Reference, every: int) -> None:
-    engine = launcher.start(host())
+@pytest.mark.parametrize(("tiers", "every"), [("host", 1), ("host", 2), ("host", 3), ("host and disk", 2)])
+def test_loads_that_fail(
+    launcher: Launcher, reference: Reference, tmp_path: Path, tiers: str, every: int
+) -> None:
+    engine = launcher.start(host() if tiers == "host" else disk(tmp_path, SMALL_HOST_BLOCKS))
     engine.call(reach.fail_loads, every, timeout_s=20.0)
     answers = engine.run(workload())
     assert differences(reference, answers) == []
     metrics = launcher.metrics()
     assert metrics['kvbm_failures_total{tier="host",kind="load"}'] > 20
     if every > 1:
-        assert metrics["kvbm_onboard_blocks_h2d"] > 20
+        assert _loaded(metrics) > 20
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    launcher.assert_nothing_held()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_loads_that_fail_in_one_of_two_ranks(
+    launcher: Launcher, reference: Reference, tmp_path: Path, rank: int
+) -> None:
+    """What one rank has and the other has not is computed again by both."""
+    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
+    engine.call(reach.fail_loads_of_rank, rank, 2, timeout_s=20.0)
+    assert differences(reference, engine.run(workload())) == []
+    metrics = launcher.metrics()
+    assert metrics['kvbm_failures_total{tier="host",kind="load"}'] > 20
+    assert _loaded(metrics) > 20
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    launcher.assert_nothing_held()
+
+
+def test_loads_that_fail_under_policy_fail(launcher: Launcher, reference: Reference) -> None:
+    """The policy of the user's choice: such a request ends early. None gets a wrong token, none hangs."""
+    engine = launcher.start(host(), {**KV_CONNECTOR, "kv_load_failure_policy": "fail"})
+    requests = [request for request in workload() if not request.parent]
+    engine.run(requests)
+    engine.call(reach.reset, connector=False, timeout_s=20.0)
+    engine.call(reach.fail_loads, 3, timeout_s=20.0)
+    answers = engine.run(again(requests, "+")).outputs
+    ended = 0
+    for request in requests:
+        if request.abort_after is None:
+            right, given = reference[request.name], answers[request.name + "+"]
+            assert given == right[: len(given)]
+            ended += given != right
+    assert 0 < ended < len(answers)
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
 

@@ -98,6 +98,20 @@ def test_disk_survives_a_restart(
     launcher.assert_nothing_held()
 
 
+def test_loading_only_what_is_faster(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
+    """The default, which the other tests switch off to see every load: what is measured decides."""
+    engine = launcher.start({**disk(tmp_path, SMALL_HOST_BLOCKS), "DYN_KVBM_ONBOARD": "measured"})
+    for turn in ("", "+"):
+        assert differences(reference, engine.run(again(workload(), turn)), turn) == []
+    metrics = launcher.metrics()
+    assert metrics['kvbm_lookups_total{outcome="hit"}'] > 100
+    assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > 0, (
+        "nothing was ever tried"
+    )
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    launcher.assert_nothing_held()
+
+
 def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     """tensor_parallel_size=2: a block is one shard per rank, and only what both have copied is found."""
     engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
