@@ -39,8 +39,8 @@ TITLES = {
     "plain": "vLLM alone",
     "kvbm-host": "KVBM, host memory",
     "kvbm-disk": "KVBM, disk (verified)",
-    "native-host": "vLLM's own offloading, host memory",
-    "native-fs": "vLLM's own offloading, files",
+    "native-host": "vLLM's own, host memory",
+    "native-fs": "vLLM's own, files",
 }
 ALLOWANCE_S = 0.030
 LEAST_HIT_SHARE = 0.9
@@ -154,7 +154,7 @@ def summarise(
 def render(rows: list[dict[str, Any]]) -> Table:
     """The budget table, times in ms. A ratio of at most 1 is within the budget."""
     table = Table(title="Time to first token, ms", title_justify="left")
-    table.add_column("engine")
+    table.add_column("engine", no_wrap=True)
     columns = {
         "cold_s": "cold",
         "device_s": "device hit",

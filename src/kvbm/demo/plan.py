@@ -144,6 +144,9 @@ def server_environment(
     environment["VLLM_NO_USAGE_STATS"] = "1"
     if not cuda:
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_KV_SPACE_GIB))
+        # vLLM sets cores aside, and another number of them with a connector than without: on a small machine its
+        # own run would get half the threads of ours. All runs get the same.
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if local_model:
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return environment | plan.environment
