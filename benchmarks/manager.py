@@ -1,4 +1,4 @@
-"""What the manager costs: a lookup over the socket, the index per block, an idle engine step, an arena at start.
+"""What the manager costs: a lookup over the socket, the index per block, an idle engine step, the engine's start.
 
 python -m benchmarks.manager [--blocks 1000000]
 """
@@ -16,6 +16,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -27,9 +28,20 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.leader import Leader
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import LeafFirstLru
-from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Lookup, LookupReply, Release, Reserve, ReserveReply
+from kvbm.protocol import (
+    PROTOCOL_VERSION,
+    Commit,
+    Hello,
+    Lookup,
+    LookupReply,
+    Release,
+    Reserve,
+    ReserveReply,
+    StepPlan,
+)
 from kvbm.settings import Settings, process_environment
-from kvbm.tiers.host import HostArena
+from kvbm.transfer import DeviceCache
+from kvbm.worker import Worker
 
 RUN_KEYS = 8192
 CHAIN_BLOCKS = 8192
@@ -128,13 +140,44 @@ def idle_leader_step_s(directory: str, rounds: int) -> float:
     return seconds
 
 
-def arena_start_s(size_bytes: int) -> float:
-    """How long the making of a host arena holds up whoever waits for it; its pages are touched afterwards."""
-    layout = BlockLayout(block_tokens=16, shard_bytes=2 << 20)
+def new_worker(directory: str, engine: str, host_blocks: int, shard_bytes: int) -> Worker:
+    """A rank with one layer of KV, not yet attached to its private manager."""
+    kv = {"layer": torch.zeros(4, shard_bytes // 8, dtype=torch.float64)}
+    cache = DeviceCache.from_tensors(kv, 4)
+    settings = Settings(host_blocks=host_blocks, runtime_dir=directory)
+    finder = ManagerFinder(
+        ManagerAddress.of(settings, engine), settings, process_environment(), time.monotonic
+    )
+    layout = BlockLayout(block_tokens=16, shard_bytes=cache.shard_bytes)
+    hello = Hello(version=PROTOCOL_VERSION, role="worker", engine=engine, namespace=NAMESPACE, layout=layout)
+    return Worker(finder, hello, cache, stores_here=True)
+
+
+def idle_worker_step_s(directory: str, rounds: int) -> float:
+    """An engine step with nothing to do, on a rank's side, with a manager attached."""
+    worker = new_worker(directory, "bench-worker", 64, LAYOUT.shard_bytes)
+    worker.attach(60.0)
+    worker.start()
+    plan = StepPlan()
     started = time.perf_counter()
-    arena = HostArena(layout, size_bytes // layout.slot_bytes)
+    for _ in range(rounds):
+        worker.store(plan)
+        worker.load(plan)
+        worker.finished(plan)
+        worker.report()
+    seconds = (time.perf_counter() - started) / rounds
+    worker.close()
+    return seconds
+
+
+def attach_s(directory: str, engine: str, host_bytes: int) -> float:
+    """How long a rank waits for its manager's start and memory; the pages are touched afterwards."""
+    shard_bytes = 2 << 20
+    worker = new_worker(directory, engine, host_bytes // shard_bytes, shard_bytes)
+    started = time.perf_counter()
+    worker.attach(60.0)
     seconds = time.perf_counter() - started
-    arena.close()
+    worker.close()
     return seconds
 
 
@@ -147,6 +190,9 @@ def rows(blocks: int) -> list[dict[str, Any]]:
         leader.close()
         worker.close()
         step_s = idle_leader_step_s(directory, rounds=2000)
+        worker_step_s = idle_worker_step_s(directory, rounds=2000)
+        small_s = min(attach_s(directory, f"bench-small-{i}", 64 << 20) for i in range(3))
+        large_s = min(attach_s(directory, f"bench-large-{i}", 8 << 30) for i in range(3))
     return [
         {
             "what": f"lookup of {RUN_KEYS} keys, {blocks:,} blocks resident, round trip",
@@ -161,11 +207,12 @@ def rows(blocks: int) -> list[dict[str, Any]]:
             "measured": index_bytes_per_block(blocks),
         },
         {"what": "idle engine step, leader", "unit": "us", "budget": 50.0, "measured": step_s * 1e6},
+        {"what": "idle engine step, rank", "unit": "us", "budget": 50.0, "measured": worker_step_s * 1e6},
         {
-            "what": "start of an 8 GiB arena",
+            "what": "engine start, 8 GiB of host memory against 64 MiB",
             "unit": "ms",
             "budget": 200.0,
-            "measured": arena_start_s(8 << 30) * 1e3,
+            "measured": (large_s - small_s) * 1e3,
         },
     ]
 

@@ -47,7 +47,7 @@ TRANSITIONS: dict[Transition, tuple[BlockState, BlockState]] = {
     Transition.ABORT: (BlockState.FILLING, BlockState.FREE),
     Transition.EVICT: (BlockState.RESIDENT, BlockState.FREE),
 }
-"""The one transition table; the diagram in ARCHITECTURE.md is checked against it."""
+"""The one transition table: from and to. The diagram of `BlockState` draws it."""
 
 
 class Tier(enum.IntEnum):

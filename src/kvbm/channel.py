@@ -55,7 +55,10 @@ class Channel:
     @classmethod
     def connect(cls, socket_path: str) -> Channel:
         """Connect at once or raise ManagerUnavailable."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor left
+            raise ManagerUnavailable(f"no connection to {socket_path}: {error.strerror}") from None
         # A lookup of thousands of keys should leave in one go, not wait half-way for its reader.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         # A local connection is made at once or not at all; blocking, it would wait for a manager that is stopped.

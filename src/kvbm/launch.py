@@ -69,8 +69,8 @@ def make_runtime_dir(path: str) -> None:
 class ManagerFinder:
     """Connects to the engine's manager, starting a private one when it is not there.
 
-    `attempt` never waits longer than a connection to a local socket takes; it keeps its own back-off. Not shared
-    between threads.
+    `attempt` never waits longer than a connection to a local socket takes; it keeps its own back-off, which `welcomed`
+    ends. Not shared between threads.
     """
 
     def __init__(
@@ -91,16 +91,19 @@ class ManagerFinder:
         now_s = self._clock()
         if now_s < self._next_try_s:
             return None
+        # Each attempt is later than the one before, also where a manager is there and refuses us every time.
+        self._next_try_s = now_s + self._backoff_s
+        self._backoff_s = min(self._backoff_s * 1.5, RETRY_S_MAX)
         try:
-            channel = Channel.connect(self.address.socket_path)
+            return Channel.connect(self.address.socket_path)
         except ManagerUnavailable:
-            self._next_try_s = now_s + self._backoff_s
-            self._backoff_s = min(self._backoff_s * 1.5, RETRY_S_MAX)
             if self.address.private:
                 self._start_quietly()
             return None
+
+    def welcomed(self) -> None:
+        """The manager took us: when it goes, the first attempt may be at once again."""
         self._backoff_s, self._next_try_s = RETRY_S_MIN, -1.0
-        return channel
 
     def establish(
         self, hello: Hello, timeout_s: float, pause: Callable[[float], object]
@@ -116,7 +119,9 @@ class ManagerFinder:
             channel = self.attempt()
             if channel is not None:
                 try:
-                    return channel, channel.introduce(hello, _HELLO_TIMEOUT_S)
+                    welcome = channel.introduce(hello, _HELLO_TIMEOUT_S)
+                    self.welcomed()
+                    return channel, welcome
                 except ManagerUnavailable:
                     channel.close()  # it was just ending, or could not start: there may be another one in a moment
                 except BaseException:

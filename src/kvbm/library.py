@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock, monotonic
-from kvbm.errors import SettingsError
+from kvbm.errors import KvbmError, SettingsError
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.leases import Lease
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _OWNER = 0
 _ARRIVAL_DEADLINE_S = 30.0
 _POLL_S = 0.0002
+_KV_CACHES_MAX = 4
 
 
 class Hit:
@@ -44,6 +45,7 @@ class Hit:
     def __init__(self, manager: BlockManager, lease: Lease | None) -> None:
         self._manager = manager
         self._lease = lease
+        self._ended = False
         sources = bytes(lease.sources) if lease is not None else b""
         self.blocks = len(sources)
         self.tokens = self.blocks * manager.layout.block_tokens
@@ -54,11 +56,19 @@ class Hit:
         """Copy the hit into `device_blocks` (one per block, from the prompt's first on) of the KV cache.
 
         `kv_cache` maps layer names to tensors `[blocks, …]`. Returns how many leading blocks arrived: blocks that
-        come from disk and fail their check do not, and the caller computes from there on.
+        come from disk and fail their check do not, and the caller computes from there on. Raises KvbmError after
+        the `match` block has ended: the slots may hold anything by then.
         """
+        if self._ended:
+            raise KvbmError(
+                "hit.onboard after its `with manager.match(…)` block: the blocks are no longer held"
+            )
         if self._lease is None:
             return 0
         return self._manager._onboard(self._lease, kv_cache, device_blocks)
+
+    def _end(self) -> None:
+        self._ended = True
 
 
 class BlockManager:
@@ -93,6 +103,7 @@ class BlockManager:
         self._clock = clock
         self._numbers = count(1)
         self._copiers: dict[tuple[object, ...], Copier] = {}
+        self._device_layout = ""
         slots = _bytes("host", host) // layout.block_bytes
         if slots < 1:
             raise SettingsError("host", host, f"at least one block of {layout.block_bytes} bytes")
@@ -127,9 +138,11 @@ class BlockManager:
         number = next(self._numbers)
         self._space.pump()
         lease = self._space.lookup(_OWNER, number, self._keys(tokens, extras), 0)
+        hit = Hit(self, lease)
         try:
-            yield Hit(self, lease)
+            yield hit
         finally:
+            hit._end()
             self._space.release(_OWNER, number)
 
     def offload(
@@ -200,7 +213,11 @@ class BlockManager:
         return arrived
 
     def _copier_for(self, kv_cache: Mapping[str, torch.Tensor]) -> Copier:
-        """The copier between this KV cache and the arena, made once per set of tensors."""
+        """The copier between this KV cache and the arena, made once per set of tensors; the oldest of a few is dropped.
+
+        Blocks are bytes: a cache whose dimensions lie in another order would get them back shuffled, so all caches
+        of one manager must be laid out alike.
+        """
         from kvbm.transfer import DeviceCache, arena_tensor, make_copier
 
         identity = tuple((name, tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in kv_cache.items())
@@ -213,6 +230,11 @@ class BlockManager:
                     self.layout.shard_bytes,
                     f"{cache.shard_bytes}, the bytes of a block over the {len(kv_cache)} layers of this KV cache",
                 )
+            if cache.description != (self._device_layout or cache.description):
+                raise SettingsError("kv_cache", cache.description, self._device_layout)
+            self._device_layout = cache.description
+            if len(self._copiers) >= _KV_CACHES_MAX:
+                self._copiers.pop(next(iter(self._copiers))).close()
             arena = self._space.arena
             tensor = arena_tensor(arena.region(0), arena.slot_count, self.layout.slot_bytes)
             copier = self._copiers[identity] = make_copier(cache, tensor)

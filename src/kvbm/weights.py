@@ -70,6 +70,26 @@ def weight_files(location: Path) -> list[Path]:
     return sorted(p for p in location.iterdir() if p.suffix in suffixes and p.is_file())
 
 
+def changed_since(locations: Iterable[Path], moment_s: float) -> Path | None:
+    """The first weight file that was written, replaced or touched after `moment_s` (seconds of the system's clock)."""
+    for location in locations:
+        for path in weight_files(location):
+            status = path.stat()
+            if max(status.st_ctime, status.st_mtime) >= moment_s:
+                return path
+    return None
+
+
+def process_start_s() -> float:
+    """When this process began, in seconds of the system's clock, up to a second early (proc_pid_stat(5))."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "btime":
+            return int(value) + ticks / os.sysconf("SC_CLK_TCK")
+    raise OSError("/proc/stat has no btime")
+
+
 def weights_digest(locations: Iterable[Path], memo_path: Path) -> str | None:
     """Hex digest over names and contents at the locations; None when one of them holds no weights."""
     memo = WeightsMemo(memo_path)

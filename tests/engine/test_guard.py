@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,3 +87,18 @@ def test_an_adapter_that_changes_while_the_engine_runs_is_kept_no_more(tmp_path:
 def test_an_adapter_that_cannot_be_read_costs_the_cache_only(tmp_path: Path) -> None:
     adapters = Adapters(tmp_path / "memo.json")
     assert adapters.extras(str(tmp_path / "nowhere")) != adapters.extras(str(tmp_path / "nowhere"))
+
+
+def test_an_adapter_younger_than_the_engine_is_kept_for_this_engine_alone(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Nobody can say whether its files are those that were loaded."""
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"first")
+    engines = [Adapters(tmp_path / "memo.json") for _ in range(2)]
+    extras = [engine.extras(str(weights.parent)) for engine in engines for _ in range(2)]
+    assert extras[0] == extras[1] != extras[2] == extras[3]
+    monkeypatch.setattr("kvbm.vllm_integration.namespace.engine_start_s", lambda: time.time() + 10)
+    older = [Adapters(tmp_path / "memo.json").extras(str(weights.parent)) for _ in range(2)]
+    assert older[0] == older[1]

@@ -6,6 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbm.errors import SettingsError, TierError
@@ -199,3 +200,12 @@ def test_removing_respects_owners(tmp_path: Path) -> None:
     owner.release(remove=False)
     assert remove_directory(owner.path)
     assert not remove_directory(owner.path)
+
+
+def test_the_name_of_a_model_is_a_label_and_its_fingerprint_is_not() -> None:
+    layout, geometry = BlockLayout(block_tokens=16, shard_bytes=4096), META.geometry
+    renamed = describe(msgspec.structs.replace(NAMESPACE, model="another name"), layout, geometry)
+    assert META.same_blocks(renamed)
+    assert META.same_blocks(describe(NAMESPACE, layout, msgspec.structs.replace(geometry, slot_count=8)))
+    assert not META.same_blocks(describe(OTHER_NAMESPACE, layout, geometry))
+    assert not META.same_blocks(describe(NAMESPACE, BlockLayout(block_tokens=32, shard_bytes=4096), geometry))

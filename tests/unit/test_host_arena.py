@@ -90,6 +90,14 @@ def test_more_than_the_machine_has_is_refused_in_one_line() -> None:
     assert open_fds() == before
 
 
+def test_more_than_the_container_may_use_is_refused() -> None:
+    size = 4 * LAYOUT.block_bytes
+    HostArena(LAYOUT, 4, limit_bytes=size).close()
+    HostArena(LAYOUT, 4, limit_bytes=1 << 60).close()
+    with pytest.raises(SettingsError, match="this container may use"):
+        HostArena(LAYOUT, 4, limit_bytes=size - 1)
+
+
 def test_descriptors_that_run_out_are_given_back() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = open_fds()

@@ -128,3 +128,33 @@ def test_a_manager_that_ends_while_it_is_joined_is_asked_for_again(tmp_path: Pat
     assert (gone, welcome.epoch) == (2, 3)
     channel.close()
     listener.close()
+
+
+def test_a_manager_that_refuses_is_not_asked_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there and accepts connections, of another version perhaps: attempts back off until one is welcomed."""
+    clock = ManualClock(5.0)
+    finder = ManagerFinder(
+        ManagerAddress(socket_path=str(tmp_path / "m.sock"), private=False), Settings(), {}, clock
+    )
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(Channel, "connect", lambda path: Channel(ours))
+    attempts = 0
+    for _ in range(1000):
+        attempts += finder.attempt() is not None
+        clock.advance(0.01)
+    assert 3 < attempts < 12
+    finder.welcomed()
+    assert finder.attempt() is not None
+    ours.close()
+    theirs.close()
+
+
+def test_without_descriptors_there_is_no_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*arguments: object) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", none_left)
+    with pytest.raises(ManagerUnavailable, match="Too many open files"):
+        Channel.connect(str(tmp_path / "m.sock"))

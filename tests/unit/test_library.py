@@ -128,3 +128,37 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "library.py"
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.count("equal: True") == 2
+
+
+def test_a_hit_that_ended_copies_nothing() -> None:
+    cache, tokens = new_cache(1), list(range(2 * BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host=2 * 4096 * 2) as manager:
+        manager.offload(tokens, cache, [0, 1])
+        with manager.match(tokens) as hit:
+            assert hit.onboard(cache, [4, 5]) == 2
+        before = content(cache, [6, 7])
+        with pytest.raises(kvbm.KvbmError, match="are no longer held"):
+            hit.onboard(cache, [6, 7])
+        assert torch.equal(content(cache, [6, 7]), before)
+
+
+def test_caches_laid_out_differently_do_not_exchange_blocks() -> None:
+    """As many bytes in another order would come back shuffled."""
+    cache, tokens = new_cache(1), list(range(BLOCK_TOKENS))
+    turned = {name: tensor.transpose(2, 3).contiguous() for name, tensor in cache.items()}
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        manager.offload(tokens, cache, [0])
+        with manager.match(tokens) as hit, pytest.raises(kvbm.KvbmError, match="kv_cache"):
+            hit.onboard(turned, [0])
+
+
+def test_only_a_few_caches_are_kept_alive() -> None:
+    tokens = list(range(BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        caches = [new_cache(seed) for seed in range(7)]
+        manager.offload(tokens, caches[0], [0])
+        for cache in (*caches, *caches):
+            with manager.match(tokens) as hit:
+                assert hit.onboard(cache, [3]) == 1
+            assert torch.equal(content(cache, [3]), content(caches[0], [0]))
+        assert len(manager._copiers) <= 4

@@ -97,7 +97,7 @@ def test_traffic_line_names_only_tiers_that_exist():
     metrics.set("kvbm_pool_capacity_blocks", 4, tier="host")
     before = metrics.snapshot()
     metrics.add("kvbm_failures_total", 2, tier="host", kind="load")
-    metrics.add("kvbm_failures_total", tier="host", kind="timeout")
+    metrics.add("kvbm_failures_total", tier="host", kind="io")
     assert traffic_line(before, metrics.snapshot(), 60) == (
         "last 60 s: stored 0 blocks (0 B), loaded 0 (0 B: 0 host), evicted 0 host, failures 3, host 0% full"
     )

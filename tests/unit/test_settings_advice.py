@@ -15,6 +15,7 @@ from kvbm.settings import (
     format_bytes,
     host_slots,
     load_settings,
+    shared_manager_notices,
     size_notices,
     staging_slots,
 )
@@ -120,3 +121,13 @@ def test_available_memory(tmp_path):
     assert available_memory_bytes(meminfo, limit) == 1000
     meminfo.write_text("MemAvailable: many\n")
     assert available_memory_bytes(meminfo, limit) == 1000
+
+
+def test_tiers_asked_for_beside_a_shared_manager_are_named() -> None:
+    environment = {"DYN_KVBM_MANAGER": "/run/m.sock"}
+    asked = load_settings({**environment, "DYN_KVBM_DISK_CACHE_GB": "8"})
+    assert shared_manager_notices(asked.settings, asked.origins) == [
+        "DYN_KVBM_DISK_CACHE_GB has no effect: the tiers are those of the manager at /run/m.sock"
+    ]
+    for loaded in (load_settings(environment), load_settings({"DYN_KVBM_DISK_CACHE_GB": "8"})):
+        assert shared_manager_notices(loaded.settings, loaded.origins) == []

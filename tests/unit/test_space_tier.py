@@ -221,3 +221,27 @@ def test_a_store_that_failed_is_not_found_below(bench: Bench) -> None:
     assert bench.space.disk.counts().filling == 0
     assert bench.space.host.counts().leased == 0
     assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 2
+
+
+def test_a_run_longer_than_the_staging_area_begins_at_its_beginning(make: Callable[..., Bench]) -> None:
+    """Its end was stored last and still lies in host memory: it must not keep its beginning out."""
+    bench = make(host_slots=4, staging=True)
+    bench.store(KEYS[:4])
+    bench.settle()
+    bench.store(KEYS[4:8], KEYS[3])
+    bench.settle()
+    assert [bench.space.host.find(key) is None for key in KEYS[:8]] == [True] * 4 + [False] * 4
+    lease = bench.space.lookup(ME, 90, KEYS[:8], 0)
+    assert lease is not None
+    assert lease.keys == KEYS[:4]
+    bench.settle()
+    assert (lease.ready, lease.final) == (4, True)
+    bench.space.release(ME, 90)
+    assert bench.space.host.counts().leased == 0
+    bench.space.check()
+
+
+def test_a_tier_that_is_off_is_not_among_those_that_are_on(bench: Bench) -> None:
+    assert bench.space.tiers() == {"host": 8, "disk": 16}
+    bench.tier.break_down()
+    assert bench.space.tiers() == {"host": 8}

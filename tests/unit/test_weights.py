@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvbm import weights
-from kvbm.weights import weight_files, weights_digest
+from kvbm.weights import changed_since, process_start_s, weight_files, weights_digest
 
 YEAR_2020 = 1_577_836_800
 
@@ -100,3 +103,24 @@ def test_a_memo_that_cannot_be_written_only_costs_time(
     monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
     (tmp_path / "file").write_text("no directory")
     assert weights_digest([model], tmp_path / "file" / "memo.json") == digest(model)
+
+
+def test_files_younger_than_a_moment_are_found(model: Path) -> None:
+    newest_s = max(path.stat().st_ctime for path in weight_files(model))
+    assert changed_since([model], newest_s + 0.001) is None
+    later_s = newest_s + 3600
+    os.utime(model / "model-2.safetensors", (later_s, later_s))
+    assert changed_since([model], newest_s + 1800) == model / "model-2.safetensors"
+    assert changed_since([model], 0.0) == model / "config.json"
+
+
+def test_a_process_knows_when_it_began() -> None:
+    began_s = process_start_s()
+    assert time.time() - 24 * 3600 < began_s <= time.time()
+    child = subprocess.run(
+        [sys.executable, "-c", "from kvbm.weights import process_start_s; print(process_start_s())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert began_s <= float(child.stdout) <= time.time()

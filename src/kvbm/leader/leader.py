@@ -41,6 +41,7 @@ log = logging.getLogger("kvbm.leader")
 STEP_WAIT_S = 0.002
 """What all waiting for the manager's answers may cost one engine step that has work to do."""
 IDLE_WAIT_S = 0.005
+"""The same where it has none, for a lookup's answer."""
 LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
 RESET_WAIT_S = 5.0
@@ -119,6 +120,11 @@ class Leader:
         """The manager and all ranks are there."""
         return self._link.ready is not None
 
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Blocks of each tier that is on; empty without a manager."""
+        return dict(self._link.ready.tiers) if self._link.ready is not None else {}
+
     # ---- a request comes
 
     def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:
@@ -178,7 +184,7 @@ class Leader:
         self, scheduled: Iterable[Scheduled], preempted: Iterable[str], prefill_tokens: int, idle: bool
     ) -> StepPlan:
         """The plan of an engine step. `prefill_tokens` are computed in it; `idle` means that nothing is."""
-        self._wait_left_s = STEP_WAIT_S
+        left_s, self._wait_left_s = self._wait_left_s, STEP_WAIT_S
         self._receive()
         for request in preempted:
             self._gone.add(request)
@@ -187,14 +193,17 @@ class Leader:
                 tracked.asked_from = None
                 tracked.stored = 0
                 tracked.outdated = False
+        may_wait = idle
         if self._gone and self._stores.waiting:
-            self._wait_a_little(LAST_STORES_WAIT_S if idle else STEP_WAIT_S)
+            may_wait = False
+            self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
+            self._wait_left_s = STEP_WAIT_S
         stores = self._stores.plan(self._gone)
         self._gone.clear()
         for entry in scheduled:
             self._store(entry)
         loads, self._new_loads = tuple(self._new_loads), []
-        if idle and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
+        if may_wait and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
         if not idle:
             self._in_flight.append((prefill_tokens, self._clock()))

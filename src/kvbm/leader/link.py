@@ -85,7 +85,9 @@ class ManagerLink:
             if message.reason != self._refused:
                 log.warning("no KV cache for now: %s", message.reason)
             self._refused = message.reason
-        elif not isinstance(message, Welcome):
+        elif isinstance(message, Welcome):
+            self._finder.welcomed()
+        else:
             return False
         return True
 

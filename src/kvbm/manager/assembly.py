@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
@@ -13,12 +14,15 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
-from kvbm.settings import Settings, disk_slots, host_slots, staging_slots
+from kvbm.settings import Settings, available_memory_bytes, disk_slots, host_slots, staging_slots
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import open_disk_tier
 from kvbm.tiers.host import HostArena
 
 log = logging.getLogger("kvbm.manager")
+
+STAGING_BLOCKS_MIN = 4
+"""With fewer, one slow block would hold up all others on their way to disk and back."""
 
 
 class SpaceTable:
@@ -82,11 +86,23 @@ class SpaceTable:
         settings, share = self.settings, self._namespaces_max
         staging = settings.disk_on and not settings.host_on
         if staging:
-            slots = max(staging_slots(settings, layout.block_bytes) // share, request_blocks, 1)
+            _refuse_small_staging(settings, layout, share)
+            slots = staging_slots(settings, layout.block_bytes) // share
+            if slots < request_blocks:
+                log.warning(
+                    "the staging area holds %d blocks and one request may have %d: no more than that is stored or "
+                    "loaded at a time; DYN_KVBM_DISK_STAGING_GB=%g would hold them all",
+                    slots,
+                    request_blocks,
+                    -(-request_blocks * layout.block_bytes * share // 10**6) / 1e3,
+                )
         else:
             slots = host_slots(settings, layout.block_bytes) // share
             _refuse_small(settings, slots, layout, request_blocks)
-        arena = HostArena(layout, slots, touch_threads=min(8, os.cpu_count() or 1))
+        # The container's limit, not what is free now: workers hold the memory of a manager that died until the next
+        # one welcomes them.
+        limit_bytes = available_memory_bytes(meminfo=Path(os.devnull))
+        arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), limit_bytes)
         try:
             tier = self._open_disk(namespace, layout)
         except BaseException:
@@ -134,7 +150,7 @@ class SpaceTable:
             io_threads=settings.disk_io_threads,
             o_direct=settings.disk_o_direct,
             zerofill_fallback=settings.disk_zerofill_fallback,
-            persist=settings.disk_persist,
+            persist=settings.disk_persist and not namespace.ephemeral,
             clock=self._clock,
         )
 
@@ -149,4 +165,16 @@ def _refuse_small(settings: Settings, slots: int, layout: BlockLayout, request_b
             value,
             f"it gives {slots} blocks and one request may need {needed}: at least "
             f"{needed * layout.block_bytes / 1e9:.3g} GB ({needed} blocks), or a smaller max_model_len",
+        )
+
+
+def _refuse_small_staging(settings: Settings, layout: BlockLayout, share: int) -> None:
+    """A request may be larger than the staging area: its run ends where there is no more room."""
+    needed_bytes = STAGING_BLOCKS_MIN * layout.block_bytes * share
+    if settings.staging_bytes < needed_bytes:
+        each = f" for each of {share} namespaces" if share > 1 else ""
+        raise SettingsError(
+            "DYN_KVBM_DISK_STAGING_GB",
+            f"{settings.staging_bytes / 1e9:g}",
+            f"at least {needed_bytes / 1e9:.9f} GB: {STAGING_BLOCKS_MIN} blocks of {layout.block_bytes} bytes{each}",
         )

@@ -1,8 +1,9 @@
 """Which sessions belong to which engine, and the fences that keep slots safe from late writers.
 
 A worker that is slow, stopped or cut off may still be copying into slots that were reserved for it. Such slots
-go back to the pool only when every worker of that engine has answered a *fence*, or is gone: a socket
-that the other end closed means a dead process, and a dead process writes no more.
+go back to the pool only when every session of a worker of that engine has answered a *fence*, or was closed by the
+other end: a dead process writes no more, and a live one closes its socket between two copies. A session that *we*
+ended says nothing, so it counts until the other end has closed it too (`Engine.leaving`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvbm.manager.leases import Reservation
+from kvbm.manager.leases import Owner, Reservation
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
 from kvbm.protocol import Fence
@@ -18,13 +19,19 @@ from kvbm.protocol import Fence
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine: a leader and `rank_count` workers that share a space."""
+    """One engine: a leader and `rank_count` workers that share a space.
+
+    `leaving` has the workers' sessions, by number, that are served no more and whose other end is still open.
+    `announced` is what its leader was last told of the tiers.
+    """
 
     name: str
     rank_count: int
     space: Space
     leader: Session | None = None
     workers: dict[int, Session] = field(default_factory=dict)
+    leaving: dict[Owner, Session] = field(default_factory=dict)
+    announced: dict[str, int] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -33,14 +40,14 @@ class Engine:
 
     @property
     def empty(self) -> bool:
-        return self.leader is None and not self.workers
+        return self.leader is None and not self.workers and not self.leaving
 
 
 @dataclass(slots=True)
 class _PendingFence:
     engine: Engine
     reservations: list[Reservation]
-    waiting_for: set[int]
+    waiting_for: set[Owner]
 
 
 class Fences:
@@ -60,7 +67,7 @@ class Fences:
         for reservation in reservations:
             engine.space.condemn(reservation)
         number = next(self._numbers)
-        pending = _PendingFence(engine, reservations, set())
+        pending = _PendingFence(engine, reservations, set(engine.leaving))
         self._pending[number] = pending
         for worker in engine.workers.values():
             self._send(number, pending, worker)
@@ -75,25 +82,18 @@ class Fences:
     def answered(self, number: int, session: Session) -> None:
         """A worker is past the fence."""
         pending = self._pending.get(number)
-        if pending is not None and session.hello is not None and session.hello.engine == pending.engine.name:
-            pending.waiting_for.discard(session.hello.rank)
+        if pending is not None:
+            pending.waiting_for.discard(session.number)
             self._settle(number, pending)
 
-    def gone(self, session: Session) -> None:
-        """A worker's session ended. If its process did, it is past every fence.
-
-        A session that *we* ended says nothing about the process: it comes back and is asked again.
-        """
-        if not session.ended_by_peer or session.hello is None:
-            return
+    def ended(self, session: Session) -> None:
+        """The other end of a session has closed it: through it, nobody is before any fence."""
         for number, pending in list(self._pending.items()):
-            if pending.engine.name == session.hello.engine:
-                pending.waiting_for.discard(session.hello.rank)
-                self._settle(number, pending)
+            pending.waiting_for.discard(session.number)
+            self._settle(number, pending)
 
     def _send(self, number: int, pending: _PendingFence, worker: Session) -> None:
-        assert worker.hello is not None
-        pending.waiting_for.add(worker.hello.rank)
+        pending.waiting_for.add(worker.number)
         worker.send(Fence(fence=number, stores=tuple(r.number for r in pending.reservations)))
 
     def _settle(self, number: int, pending: _PendingFence) -> None:

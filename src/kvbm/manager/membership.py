@@ -74,9 +74,9 @@ class Membership:
         return None
 
     def gone(self, session: Session) -> list[Lease]:
-        """A session ended: its leases end with it, its half-filled slots once nobody writes to them any more.
+        """A session is served no more: its leases end with it, its half-filled slots once nobody writes to them.
 
-        Returns the leases that it held.
+        Returns the leases that it held. `ended` follows, for a worker when the other end has closed the session.
         """
         hello, leases = session.hello, list[Lease]()
         if hello is None:
@@ -84,12 +84,11 @@ class Membership:
         if self._early.get(hello.engine) is session:
             del self._early[hello.engine]
         engine = self._engines.get(hello.engine)
-        if hello.role == "worker":
-            self.fences.gone(session)
         if engine is None:
             return leases
         if engine.workers.get(hello.rank) is session:
             del engine.workers[hello.rank]
+            engine.leaving[session.number] = session
             self._tell_ready(engine)
         elif hello.role == "leader":
             # Another leader may have taken its place already; what this one held ends all the same.
@@ -100,10 +99,23 @@ class Membership:
                 engine.space.release(session.number, lease.number)
             mine = engine.space.reservations.of(session.number)
             self.fences.raise_for(engine, [r for r in mine if not r.condemned])
-        if engine.empty:
-            log.info("engine %s has gone", engine.name)
-            del self._engines[engine.name]
         return leases
+
+    def ended(self, session: Session) -> None:
+        """A session that is `gone` will write nothing any more: it is past every fence."""
+        self.fences.ended(session)
+        engine = self.of(session)
+        if engine is not None:
+            engine.leaving.pop(session.number, None)
+            if engine.empty:
+                log.info("engine %s has gone", engine.name)
+                del self._engines[engine.name]
+
+    def announce_tiers(self) -> None:
+        """Tell the leaders whose tiers went off or came back."""
+        for engine in self:
+            if engine.leader is not None and engine.announced != engine.space.tiers():
+                self._tell_ready(engine)
 
     def expire(self) -> None:
         """End what is past its deadline."""
@@ -162,6 +174,7 @@ class Membership:
 
     def _tell_ready(self, engine: Engine) -> None:
         if engine.leader is not None:
+            engine.announced = engine.space.tiers()
             engine.leader.send(
                 Ready(
                     ready=engine.ready,
@@ -169,6 +182,6 @@ class Membership:
                     fingerprint=self._spaces.namespace_of(engine.space).fingerprint,
                     block_bytes=engine.space.layout.block_bytes,
                     lease_s=LEASE_S,
-                    tiers=engine.space.tiers(),
+                    tiers=engine.announced,
                 )
             )

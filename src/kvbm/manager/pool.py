@@ -32,7 +32,8 @@ class SlotPool:
     """Index and states of one tier's slots. Owned by one thread.
 
     `on_emptied(slot, key, was_resident)` is called whenever a slot becomes free, before anyone can reserve it
-    again: the owner invalidates readers and journals there.
+    again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
+    here too, so parents go last; without it each block stands alone.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SlotPool:
         slot_count: int,
         policy: EvictionPolicy,
         on_emptied: Callable[[int, BlockKey, bool], None] = lambda slot, key, was_resident: None,
+        chained: bool = True,
     ) -> None:
         assert slot_count > 0
         self.tier = tier
@@ -48,6 +50,7 @@ class SlotPool:
         self.evicted_count = 0
         self._policy = policy
         self._on_emptied = on_emptied
+        self._chained = chained
         self._resident: dict[BlockKey, int] = {}
         self._filling: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = [None] * slot_count
@@ -217,7 +220,9 @@ class SlotPool:
         length, step = 0, _RUN_STEP
         while chunk := keys[start + length : start + length + step]:
             first, end = slot + length, slot + length + len(chunk)
-            if self._keys[first:end] != chunk or self._state.count(BlockState.RESIDENT, first, end) < len(chunk):
+            if self._keys[first:end] != chunk or self._state.count(BlockState.RESIDENT, first, end) < len(
+                chunk
+            ):
                 break
             length, step = length + len(chunk), 2 * step
         return length
@@ -240,8 +245,8 @@ class SlotPool:
             assert count > 0
 
     def _slot_of(self, key: BlockKey | None) -> int:
-        """The slot of a block that is held in any state, or -1."""
-        if key is None:
+        """The slot of a parent that is held in any state, or -1 when there is none that counts."""
+        if key is None or not self._chained:
             return -1
         return self._resident.get(key, self._filling.get(key, -1))
 

@@ -1,8 +1,13 @@
 """The manager's loop: one thread, one selector; sessions in, notifications out.
 
-Everything a manager owns is touched by this thread alone. Disk I/O happens in the tier's own threads and comes back
-through its descriptor. The loop never waits for a client, and for a medium only to void a journal record (128 bytes
-into the page cache) and to open a tier when the first engine of a namespace comes.
+Everything a manager owns is touched by this thread alone. Blocks are read and written by the tier's own threads, which
+report through its descriptor. The loop never waits for a client. For a medium it waits in these cases:
+
+- a tier is opened when the first engine of a namespace comes, and again when it heals: what others left behind is
+  removed, its files are prepared (when it heals, for about a second at most), its journal is read and indexed;
+- a slot of the disk tier is emptied: its journal record is voided, 128 bytes into the page cache. `Reset` does that
+  once for each block that it drops from disk;
+- every few seconds each tier looks whether its files are still there.
 """
 
 from __future__ import annotations
@@ -74,6 +79,8 @@ class Server:
         self._requests = requests = Requests(self._membership, traffic, self._sessions.get)
         self._numbers = count(1)
         self._watched_tiers: set[int] = set()
+        self._accepting = True
+        self._accept_failed = False
         self._tick_at_s = clock()
         self._handlers: dict[type, Callable[[Session, Message], None]] = {
             Hello: self._hello,
@@ -127,8 +134,12 @@ class Server:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
+        except OSError as error:
+            self._pause_accepting(error)
+            return
+        self._accept_failed = False
         session = Session(connection, next(self._numbers))
         refusal = ""
         if session.peer_uid() not in (os.getuid(), 0):
@@ -142,7 +153,23 @@ class Server:
         self._sessions[session.number] = session
         self._selector.register(connection, selectors.EVENT_READ, session)
 
+    def _pause_accepting(self, error: OSError) -> None:
+        """Descriptors or memory ran out. Who waits to be accepted keeps the listener readable: leave it alone."""
+        self._selector.unregister(self._listener)
+        self._accepting = False
+        if not self._accept_failed:
+            log.warning(
+                "sessions cannot be accepted: %s; %d are open, tried again every %g s",
+                error.strerror,
+                len(self._sessions),
+                TICK_S,
+            )
+        self._accept_failed = True
+
     def _read(self, session: Session) -> None:
+        if session.lingering:
+            session.discard()
+            return
         try:
             for message in session.receive():
                 if session.hello is None and not isinstance(message, Hello):
@@ -159,25 +186,42 @@ class Server:
             session.closed = True
 
     def _settle_sessions(self) -> None:
-        """Forget sessions that closed; ask for writability where bytes wait."""
-        for session in list(self._sessions.values()):
-            if session.closed:
-                self._selector.unregister(session.connection)
-                del self._sessions[session.number]
-                self._requests.dropped(self._membership.gone(session))
-                session.close()
-            else:
+        """End sessions that closed, and those that close by that; ask for writability where bytes wait."""
+        while ended := [
+            s for s in self._sessions.values() if s.ended_by_peer or (s.closed and not s.lingering)
+        ]:
+            for session in ended:
+                self._end(session)
+        for session in self._sessions.values():
+            if not session.lingering:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.wants_to_write else 0)
                 if self._selector.get_key(session.connection).events != events:
                     self._selector.modify(session.connection, events, session)
 
+    def _end(self, session: Session) -> None:
+        """Serve it no more; forget it, unless it may be writing until its other end closes."""
+        if not session.lingering:
+            self._requests.dropped(self._membership.gone(session))
+        if session.writes and not session.ended_by_peer:
+            session.linger()
+            self._selector.modify(session.connection, selectors.EVENT_READ, session)
+            return
+        self._membership.ended(session)
+        self._selector.unregister(session.connection)
+        del self._sessions[session.number]
+        session.close()
+
     def _tick(self) -> None:
+        if not self._accepting:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._accepting = True
         self._membership.expire()
+        self._membership.announce_tiers()
         publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
         if len(self._membership):
             self.last_busy_s = self._clock()
-        roles = [s.hello.role for s in self._sessions.values() if s.hello]
-        self.traffic.tick(roles, len(self._membership))
+        roles = [s.hello.role for s in self._sessions.values() if s.hello and not s.closed]
+        self.traffic.tick(roles, [engine.name for engine in self._membership])
 
     # ---- messages about the manager itself
 

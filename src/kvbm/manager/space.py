@@ -69,7 +69,9 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._touched: deque[list[BlockKey]] = deque(maxlen=_TOUCHED_RUNS_MAX)
-        self.host = SlotPool(Tier.HOST, arena.slot_count, LeafFirstLru(arena.slot_count), self._host_emptied)
+        # A staged block lies on disk before it may go, and there its continuations find it: no need to keep it here.
+        lru = LeafFirstLru(arena.slot_count)
+        self.host = SlotPool(Tier.HOST, arena.slot_count, lru, self._host_emptied, not options.staging)
         self.disk: SlotPool | None = None
         self.onboarder: Onboarder | None = None
         self.offloader: Offloader | None = None
@@ -136,13 +138,15 @@ class Space:
         self.host.lease_all(lease.pinned())
 
     def _raise_missing(self, lease: Lease, before: BlockKey | None) -> None:
-        """Give every block that is only on disk a host slot; the run ends at the first that gets none."""
+        """Give every block that is only on disk a host slot; the run ends at the first that gets none.
+
+        Where the run is longer than host memory, its own end makes room for what comes before.
+        """
         onboarder = self.onboarder
         if onboarder is None:
             return
-        for i, place in enumerate(bytes(lease.places)):
-            if place != Place.WAITING:
-                continue
+        i = -1
+        while (i := lease.places.find(Place.WAITING, i + 1)) >= 0:
             key = lease.keys[i]
             filling = self.host.find_filling(key)
             if filling is not None and not onboarder.raises(filling):
@@ -150,7 +154,11 @@ class Space:
             elif filling is not None:
                 slot = int(filling)
             else:
-                slot = onboarder.start(key, lease.keys[i - 1] if i else before)
+                parent = lease.keys[i - 1] if i else before
+                slot = onboarder.start(key, parent)
+                while slot is None and (last := lease.places.rfind(Place.PINNED, i + 1)) > 0:
+                    onboarder.cut(lease, last)
+                    slot = onboarder.start(key, parent)
             if slot is None:
                 onboarder.cut(lease, i)
                 return
@@ -288,7 +296,7 @@ class Space:
     def tiers(self) -> dict[str, int]:
         """Block counts of the tiers that are on, as engines are told."""
         tiers = {} if self.options.staging else {"host": self.host.slot_count}
-        if self.disk is not None:
+        if self.disk is not None and self.tier is not None and not self.tier.fault:
             tiers["disk"] = self.disk.slot_count
         return tiers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvbm.block import Tier
 from kvbm.clock import Clock
@@ -67,17 +67,19 @@ class Traffic:
         """Blocks that were promised did not reach the device; the engine computes them."""
         self.metrics.add("kvbm_failures_total", blocks, tier="host", kind="load")
 
-    def tick(self, roles: Sequence[str], engine_count: int) -> None:
-        """Gauges, and the lines that are due."""
+    def tick(self, roles: Sequence[str], engines: Collection[str]) -> None:
+        """Gauges, and the lines that are due; `engines` names those that are there."""
         for role, number in {"leader": 0, "worker": 0, "admin": 0, **Counter(roles)}.items():
             self.metrics.set("kvbm_sessions", number, role=role)
-        self.metrics.set("kvbm_engines", engine_count)
+        self.metrics.set("kvbm_engines", len(engines))
         totals = self._window.totals()
         self.metrics.set("kvbm_host_cache_hit_rate", totals.host_rate)
         self.metrics.set("kvbm_disk_cache_hit_rate", totals.disk_rate)
         for hit_log in self._logs.values():
             if line := hit_log.line(totals):
                 log.info(line)
+        # After its last line: an engine that has gone never comes back under its name.
+        self._logs = {name: hit_log for name, hit_log in self._logs.items() if name in engines}
         if self._clock() >= self._summary_at_s:
             self.summarize()
 

@@ -157,24 +157,22 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_failures_total",
         kind=_COUNTER,
-        help="Failed operations by tier: corrupt (a checksum did not match), io, timeout, load (on a rank)",
-        labels=(_TIER, Label("kind", ("corrupt", "io", "timeout", "load"))),
+        help="Failed operations by tier: corrupt (a checksum did not match), io, load (on a rank)",
+        labels=(_TIER, Label("kind", ("corrupt", "io", "load"))),
         at_zero=True,
     ),
     Metric(
         name="kvbm_skipped_offloads_total",
         kind=_COUNTER,
         help="Blocks that were not offloaded, by reason",
-        labels=(
-            Label("reason", ("full", "filter", "queue_full", "evicted", "tier_off", "late", "owner_gone")),
-        ),
+        labels=(Label("reason", ("full", "filter", "queue_full", "evicted", "tier_off")),),
         at_zero=True,
     ),
     Metric(
         name="kvbm_lookups_total",
         kind=_COUNTER,
-        help="Prefix lookups by outcome: hit (at least one block), miss, or put off",
-        labels=(Label("outcome", ("hit", "pending", "retry", "throttled", "miss")),),
+        help="Prefix lookups by outcome: hit (at least one block), miss, or throttled (too many leases)",
+        labels=(Label("outcome", ("hit", "throttled", "miss")),),
         at_zero=True,
     ),
     Metric(

@@ -6,6 +6,7 @@ from kvbm.settings.advice import (
     disk_slots,
     format_bytes,
     host_slots,
+    shared_manager_notices,
     size_notices,
     staging_slots,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "parse_size",
     "parse_socket_path",
     "process_environment",
+    "shared_manager_notices",
     "size_notices",
     "staging_slots",
 ]

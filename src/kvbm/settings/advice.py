@@ -5,10 +5,14 @@ Nothing here changes anything; the functions are pure but for `available_memory_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvbm.settings.parse import GB, reject
 from kvbm.settings.schema import FIELDS, Settings
+
+DEFAULT_ORIGIN = "default"
+"""Where a setting comes from that nobody set."""
 
 DEFAULT_HOST_BYTES_MAX = 4 * GB
 DEFAULT_HOST_MEMORY_SHARE = 4
@@ -83,6 +87,17 @@ def size_notices(host_blocks: int, device_blocks: int) -> list[str]:
         return []
     line = f"the host tier holds {host_blocks} blocks, fewer than the device's {device_blocks}:"
     return [line + " it will mostly hold what the device holds; make it larger (DYN_KVBM_CPU_CACHE_GB)"]
+
+
+def shared_manager_notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
+    """A line for each tier that was asked for beside a shared manager, whose tiers are its own. For engines."""
+    if not settings.manager:
+        return []
+    return [
+        f"{FIELDS[field].variable} has no effect: the tiers are those of the manager at {settings.manager}"
+        for field in ("host_bytes", "host_blocks", "disk_bytes", "disk_blocks")
+        if origins[field] != DEFAULT_ORIGIN and getattr(settings, field)
+    ]
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from kvbm.errors import SettingsError
 from kvbm.settings import parse
-from kvbm.settings.advice import default_host_bytes, format_bytes, notices
+from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, format_bytes, notices
 from kvbm.settings.schema import (
     FIELDS,
     FILE_VARIABLE,
@@ -32,8 +32,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-DEFAULT_ORIGIN = "default"
 
 
 class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,8 +58,14 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     slab_slots: int
 
     def same_blocks(self, other: DirectoryMeta) -> bool:
-        """True when slot i of one holds the same bytes in the same place as slot i of the other: all but the number."""
-        return msgspec.structs.replace(self, slot_count=other.slot_count) == other
+        """True when slot i of one holds the same bytes in the same place as slot i of the other.
+
+        The number of slots may differ, and what people call the model: the fingerprint says what it is.
+        """
+        return (
+            msgspec.structs.replace(self, slot_count=other.slot_count, namespace=other.namespace) == other
+            and self.namespace.fingerprint == other.namespace.fingerprint
+        )
 
     @property
     def geometry(self) -> DiskGeometry:
@@ -174,9 +180,11 @@ def claim_directory(root: Path, namespace: Namespace, syscalls: Syscalls) -> Cla
                 f"a directory that this user can write to ({error.strerror})",
             ) from error
         raise TierError(f"disk tier: cannot make a directory in {root}: {error.strerror}") from error
-    for path in list_directories(root, namespace.short):
-        # Each of them was as large as the setting allowed, so beside ours it would exceed it.
-        if _index(path) > index and remove_directory(path):
+    ours = {path for path in list_directories(root, namespace.short) if _index(path) > index}
+    for path in list_directories(root):
+        # Ours were each as large as the setting allowed, so beside the one in use they would exceed it.
+        useless = path in ours or (path != claimed.path and _is_ephemeral(path))
+        if useless and remove_directory(path):
             log.warning("disk tier: removed %s, left behind by a process that has ended", path)
     return claimed
 
@@ -220,6 +228,12 @@ def remove_directory(path: Path) -> bool:
         return False
     claimed.release(remove=True)
     return not path.exists()
+
+
+def _is_ephemeral(path: Path) -> bool:
+    """Nobody but its owner can ever ask for its blocks again."""
+    meta = read_meta(path / META_NAME)
+    return meta is not None and meta.namespace.ephemeral
 
 
 def _index(path: Path) -> int:

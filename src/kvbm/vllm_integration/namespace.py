@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvbm.layout import Namespace
-from kvbm.weights import weight_files, weights_digest
+from kvbm.weights import changed_since, process_start_s, weight_files, weights_digest
 
 log = logging.getLogger("kvbm.vllm")
 
@@ -23,8 +23,9 @@ def engine_namespace(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    weights = _weights(vllm_config, memo_path)
     fields = (
-        ("weights", _weights(vllm_config, memo_path)),
+        ("weights", weights),
         ("config", _digest(model.hf_config.to_json_string(use_diff=False))),
         ("dtype", str(model.dtype)),
         ("quantization", str(model.quantization)),
@@ -34,7 +35,8 @@ def engine_namespace(
         ("device_layout", _digest(device_layout)),
         ("tensor_parallel", str(parallel.tensor_parallel_size)),
     )
-    return Namespace(model=str(model.served_model_name or model.model), fields=fields)
+    name = str(model.served_model_name or model.model)
+    return Namespace(model=name, fields=fields, ephemeral=weights.startswith("unknown-"))
 
 
 def cpu_packing(model: Any, spec: Any) -> str:
@@ -51,13 +53,16 @@ class Adapters:
     """What adapters add to the keys of their requests: their content, which vLLM's hash of name and path leaves out.
 
     An adapter whose files changed while the engine runs may or may not have been loaded again: from then on every
-    request that uses it gets keys of its own, so that nothing of before or after is ever found.
+    request that uses it gets keys of its own, so that nothing of before or after is ever found. One that is younger
+    than the engine may have changed between its loading and our first look: its keys mean something to this engine
+    alone.
     """
 
     def __init__(self, memo_path: Path) -> None:
         self._memo_path = memo_path
         self._seen: dict[str, tuple[tuple[object, ...], bytes]] = {}
         self._changed: set[str] = set()
+        self._only_here = os.urandom(16)
 
     def extras(self, lora_path: str) -> bytes:
         """The extras of a request that uses the adapter at this path."""
@@ -67,7 +72,8 @@ class Adapters:
                 digest = weights_digest([Path(lora_path)], self._memo_path)
                 if digest is None:
                     return os.urandom(16)
-                self._seen[lora_path] = identity, digest.encode()
+                young = changed_since([Path(lora_path)], engine_start_s()) is not None
+                self._seen[lora_path] = identity, digest.encode() + (self._only_here if young else b"")
         except OSError as error:
             log.warning("adapter %s cannot be read (%s): its blocks are not kept", lora_path, error)
             return os.urandom(16)
@@ -78,6 +84,11 @@ class Adapters:
             self._changed.add(lora_path)
             log.warning("adapter %s changed while the engine runs: its blocks are no longer kept", lora_path)
         return os.urandom(16)
+
+
+def engine_start_s() -> float:
+    """No weights were loaded before this moment, in seconds of the system's clock."""
+    return process_start_s()
 
 
 def _identity(location: Path) -> tuple[object, ...]:
@@ -101,12 +112,17 @@ def _weights(vllm_config: Any, memo_path: Path) -> str:
     locations = [_location(name, revision) for name, revision in models]
     known = [location for location in locations if location is not None]
     digest = weights_digest(known, memo_path) if len(known) == len(locations) else None
-    if digest is None:
+    young = changed_since(known, engine_start_s()) if digest is not None else None
+    if digest is None or young is not None:
         log.warning(
-            "weights of %s are in no local file that could be digested: its blocks are kept for this engine only",
+            "weights of %s %s: its blocks are kept for this engine only",
             ", ".join(name for name, _ in models),
+            f"may have changed while they were loaded ({young})"
+            if young is not None
+            else "are in no local file that could be digested",
         )
-        return f"unknown-{vllm_config.kv_transfer_config.engine_id}"
+        # All ranks of this start have the instance in common; the engine's name may be a fixed one of the user's.
+        return f"unknown-{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
     return digest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +14,7 @@ from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.leader import Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
-from kvbm.settings import Settings
+from kvbm.settings import Settings, size_notices
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_tables import BlockTables
@@ -23,6 +24,8 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # vLLM < 0.32 does not split hits by source
     CacheHitSource = None
+
+log = logging.getLogger("kvbm.vllm")
 
 
 class SchedulerSide:
@@ -39,6 +42,8 @@ class SchedulerSide:
         self._tables = BlockTables()
         self._reported = {"loaded_host_blocks": 0, "loaded_disk_blocks": 0, "failed_blocks": 0}
         self.block_pool: Any = None
+        self._device_blocks = int(kv_cache_config.num_blocks)
+        self._tiers_told = False
         finder = ManagerFinder(
             ManagerAddress.of(settings, transfer.engine_id), settings, environment, time.monotonic
         )
@@ -92,6 +97,10 @@ class SchedulerSide:
 
     def step(self, output: Any) -> StepPlan:
         """The plan that goes to the ranks with this step's scheduler output."""
+        if not self._tiers_told and self._leader.tiers:
+            self._tiers_told = True
+            for line in size_notices(self._leader.tiers.get("host", 0), self._device_blocks):
+                log.warning("%s", line)
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []

@@ -23,6 +23,11 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     if len(groups) != 1:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         return f"the model has {len(groups)} KV cache groups ({kinds or 'none'}); accepted is one"
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        # The engine then zeroes a block anew before we have read what it held.
+        return (
+            "its KV cache mixes precisions, so the engine zeroes blocks before use; accepted is one precision"
+        )
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind == "UniformTypeKVCacheSpecs":

@@ -39,7 +39,7 @@ class WorkerSide:
         self._worker: Worker | None = None
         self._stored_plan: StepPlan | None = None
         self._failed_blocks: set[int] = set()
-        # A private manager starts while the model loads.
+        # A private manager starts now, so that it is there when the KV tensors are.
         channel = self._finder.attempt()
         if channel is not None:
             channel.close()

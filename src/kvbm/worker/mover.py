@@ -344,13 +344,13 @@ class Mover:
                 log.warning("no KV cache for now: %s", error)
             return
         self._refused = ""
+        self._finder.welcomed()
         try:
             self._adopt(channel, welcome)
         except BaseException:
             # Mapping or page-locking may be refused every time: do not spin on it.
             self._retry_at_s = self._clock() + ADOPT_RETRY_S
             channel.close()
-            self._channel = None
             raise
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
@@ -358,11 +358,12 @@ class Mover:
         """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
         fds, channel.fds = channel.fds, []
         self._end_loads()
-        self._channel = channel
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None
         self._mapping = self._make_mapping(welcome, fds)
+        # Last: whoever sees a session may count on the memory behind it, which can take long to map.
+        self._channel = channel
 
     def _lose(self, reason: str) -> None:
         """The manager has gone: what was on its way never comes.

@@ -1,4 +1,4 @@
-"""`DynamoConnector`: vLLM's connector contract (0.28 to 0.33) on one side, `Leader` or `Worker` on the other.
+"""`DynamoConnector`: vLLM's connector contract (0.28 to 0.32) on one side, `Leader` or `Worker` on the other.
 
 vLLM builds the class twice, once in the scheduler's process and once in every rank; each half delegates to its side.
 A configuration that cannot be served gets one line, and the engine runs as if there were no connector.
@@ -22,7 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm.observe.log import configure
 from kvbm.protocol import StepPlan, StepReport
-from kvbm.settings import available_memory_bytes, load_settings, process_environment
+from kvbm.settings import (
+    available_memory_bytes,
+    load_settings,
+    process_environment,
+    shared_manager_notices,
+)
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
@@ -68,8 +73,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         configure(loaded.settings.log_level)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if is_scheduler:
-            # With a shared manager the tiers are its own business: what our settings would choose says nothing.
-            notices = () if loaded.settings.manager else loaded.notices
+            shared = shared_manager_notices(loaded.settings, loaded.origins)
+            notices = shared if loaded.settings.manager else loaded.notices
             for line in (*loaded.warnings, *notices):
                 log.warning("%s", line)
         if reason := unsupported_reason(vllm_config, kv_cache_config):

@@ -1,0 +1,81 @@
+"""What KVBM refuses to serve, each with one line, from the configuration alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvbm.vllm_integration.support import unsupported_reason
+
+
+class FullAttentionSpec:
+    """Named as vLLM's, which is all that is looked at."""
+
+    block_size = 16
+    sliding_window: int | None = None
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    """Another kind."""
+
+
+class Windowed(FullAttentionSpec):
+    sliding_window = 4096
+
+
+Windowed.__name__ = "FullAttentionSpec"
+
+
+class UniformTypeKVCacheSpecs:
+    """Layers of different shapes in one group."""
+
+    block_size = 16
+
+    def __init__(self, *specs: object) -> None:
+        self.kv_cache_specs = dict(enumerate(specs))
+
+
+def configuration(spec: object | None = None, **changes: Any) -> tuple[Any, Any]:
+    parallel = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "nnodes": 1}
+    cache = {"enable_prefix_caching": True}
+    groups = [SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec())]
+    found: dict[str, Any] = {"kv_cache_groups": groups, "needs_kv_cache_zeroing": False}
+    for name, value in changes.items():
+        owner = next((o for o in (parallel, cache, found) if name in o), parallel)
+        owner[name] = value
+    vllm = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), cache_config=SimpleNamespace(**cache))
+    return vllm, SimpleNamespace(**found)
+
+
+def test_full_attention_is_served() -> None:
+    assert unsupported_reason(*configuration()) == ""
+    same = UniformTypeKVCacheSpecs(FullAttentionSpec(), FullAttentionSpec())
+    assert unsupported_reason(*configuration(same)) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "spec", "changes"),
+    [
+        ("enable_prefix_caching", None, {"enable_prefix_caching": False}),
+        ("pipeline_parallel_size=2", None, {"pipeline_parallel_size": 2}),
+        ("decode_context_parallel_size=2", None, {"decode_context_parallel_size": 2}),
+        ("prefill_context_parallel_size=2", None, {"prefill_context_parallel_size": 2}),
+        ("nnodes=2", None, {"nnodes": 2}),
+        ("2 KV cache groups", None, {"kv_cache_groups": [SimpleNamespace(kv_cache_spec=FullAttentionSpec())] * 2}),
+        ("0 KV cache groups (none)", None, {"kv_cache_groups": []}),
+        ("mixes precisions", None, {"needs_kv_cache_zeroing": True}),
+        ("SlidingWindowSpec", SlidingWindowSpec(), {}),
+        ("has a window", Windowed(), {}),
+        ("UniformType", UniformTypeKVCacheSpecs(FullAttentionSpec(), SlidingWindowSpec()), {}),
+        ("hashed every 8", None, {"hash_block_size": 8}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_said_in_one_line(word: str, spec: object, changes: dict[str, Any]) -> None:
+    vllm, cache = configuration(spec, **{k: v for k, v in changes.items() if k != "hash_block_size"})
+    if "hash_block_size" in changes:
+        cache.hash_block_size = changes["hash_block_size"]
+    reason = unsupported_reason(vllm, cache)
+    assert word in reason
+    assert "\n" not in reason
