@@ -12,7 +12,9 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if not vllm_config.cache_config.enable_prefix_caching:
-        return "prefix caching is off (enable_prefix_caching), so blocks have no hashes"
+        # Without it vLLM may name images by request instead of by content: other images would share a name after a
+        # restart.
+        return "prefix caching is off (enable_prefix_caching), so block hashes do not name contents"
     if parallel.pipeline_parallel_size > 1:
         return f"pipeline_parallel_size={parallel.pipeline_parallel_size}; accepted is 1"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

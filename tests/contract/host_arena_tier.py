@@ -1,0 +1,149 @@
+"""The host arena behind the contract of a tier, so that the public kit can be run on it.
+
+The manager writes through `slot_views`, and everything is read as a rank reads it: through a second mapping made from
+descriptors of its own. What was promised about a slot is kept when the slot is given away, as in a load plan that is
+still on its way; only the table of generations says that the promise no longer holds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+
+from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.layout import BlockLayout
+from kvbm.tiers.contract import Completion, RecoveredBlock
+from kvbm.tiers.host import HostArena, open_arena
+
+
+class RankMapping:
+    """One rank's mapping of its shard, without torch: for a whole one see `kvbm.worker.mapping`."""
+
+    def __init__(self, fds: Sequence[int], slot_bytes: int) -> None:
+        """Closes the descriptors."""
+        self.region: mmap.mmap
+        self.region, self._table = open_arena(fds)
+        self._slot_bytes = slot_bytes
+        self._generations = memoryview(self._table).cast("Q")
+
+    @classmethod
+    def of(cls, arena: HostArena, shard: int) -> RankMapping:
+        """A second mapping of an arena in this process."""
+        fds = [os.dup(arena.region_fds[shard]), os.dup(arena.generation_fd)]
+        return cls(fds, arena.layout.slot_bytes)
+
+    def intact(self, slot: int, generation: int) -> bool:
+        """The slot has not changed hands since it had this generation."""
+        return self._generations[slot] == generation
+
+    def read(self, slot: int) -> bytes:
+        return self.region[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+
+    def write(self, slot: int, content: bytes) -> None:
+        start = slot * self._slot_bytes
+        self.region[start : start + len(content)] = content
+
+    def close(self) -> None:
+        self._generations.release()
+        self._table.close()
+        self.region.close()
+
+
+class HostArenaTier:
+    """A `SlotTier` over a `HostArena`. Copies run at once; their completions wait for `poll`."""
+
+    name = "host"
+    fault = ""
+
+    def __init__(self, layout: BlockLayout, slot_count: int, pending_limit: int) -> None:
+        self.slot_count = slot_count
+        self.pending_limit = pending_limit
+        self._arena = HostArena(layout, slot_count, touch_threads=1)
+        self._ranks = [RankMapping.of(self._arena, shard) for shard in range(layout.shard_count)]
+        self._promised: dict[tuple[BlockKey, SlotIndex], int] = {}
+        self._done: list[Completion] = []
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+
+    def recovered(self) -> Iterable[RecoveredBlock]:
+        """Memory outlives nobody."""
+        return []
+
+    def submit_store(
+        self,
+        job_id: int,
+        key: BlockKey,
+        parent: BlockKey | None,
+        slot: SlotIndex,
+        sources: Sequence[memoryview],
+    ) -> Outcome:
+        if (refusal := self._refusal()) is not None:
+            return refusal
+        self._arena.invalidate(slot)
+        for view, source in zip(self._arena.slot_views(slot), sources, strict=True):
+            with view:
+                view[:] = source
+        self._promised[key, slot] = self._arena.generation(slot)
+        return self._complete(job_id, Outcome.HIT)
+
+    def submit_load(
+        self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
+    ) -> Outcome:
+        if (refusal := self._refusal()) is not None:
+            return refusal
+        generation = self._promised.get((key, slot))
+        if generation is None:
+            return Outcome.MISS
+        whole = True
+        for rank, target in zip(self._ranks, targets, strict=True):
+            whole = whole and rank.intact(slot, generation)
+            target[:] = rank.read(slot)
+            whole = whole and rank.intact(slot, generation)
+        return self._complete(job_id, Outcome.HIT if whole else Outcome.MISS)
+
+    def forget(self, slot: SlotIndex) -> None:
+        """The promises stay: whoever has one must find out by himself."""
+        self._arena.invalidate(slot)
+
+    def poll(self) -> list[Completion]:
+        done, self._done = self._done, []
+        if done:
+            os.eventfd_read(self._event)
+        if self._closed and self._event >= 0:
+            os.close(self._event)
+            self._event = -1
+        return done
+
+    def fileno(self) -> int:
+        return self._event
+
+    def heal(self) -> bool:
+        return not self._closed
+
+    def drain(self, deadline_s: float) -> bool:
+        return True
+
+    def close(self, keep: bool) -> None:
+        """Completions that nobody took keep the descriptor of `fileno` until they are polled."""
+        if self._closed:
+            return
+        self._closed = True
+        for rank in self._ranks:
+            rank.close()
+        self._arena.close()
+        if not self._done:
+            os.close(self._event)
+            self._event = -1
+
+    def _refusal(self) -> Outcome | None:
+        if self._closed:
+            return Outcome.RETRY
+        return Outcome.THROTTLED if len(self._done) >= self.pending_limit else None
+
+    def _complete(self, job_id: int, outcome: Outcome) -> Outcome:
+        moved = self._arena.layout.block_bytes if outcome is Outcome.HIT else 0
+        if not self._done:
+            os.eventfd_write(self._event, 1)
+        self._done.append(Completion(job_id=job_id, outcome=outcome, bytes_moved=moved))
+        return Outcome.PENDING
