@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import reach
+from engine.engine_process import EngineFailed
 from engine.launcher import Launcher
 from engine.model_configs import write_config
 from engine.tier_settings import host
@@ -36,7 +37,12 @@ def test_mla_blocks_come_back(launcher: Launcher, tmp_path: Path) -> None:
 def test_mla_without_prefix_caching(launcher: Launcher, tmp_path: Path) -> None:
     """One line, and the engine serves."""
     directory = write_config(tmp_path / "mla", "deepseek_v2")
-    engine = launcher.start(host(), model=str(directory), load_format="dummy", num_gpu_blocks_override=96)
+    try:
+        engine = launcher.start(host(), model=str(directory), load_format="dummy", num_gpu_blocks_override=96)
+    except EngineFailed as error:
+        if "ImportError" in str(error) and "'vllm." in str(error):
+            pytest.skip(f"this vLLM cannot serve MLA on a CPU, with or without KVBM: {error}")
+        raise
     assert engine.log().count("KVBM is off for this engine: prefix caching is off") == 1
     requests = [request for request in workload() if not request.parent][:12]
     assert len(engine.run(requests).outputs) == 12
