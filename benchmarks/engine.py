@@ -119,16 +119,25 @@ class Engine:
             if now != last:
                 last, since = now, time.monotonic()
 
+    def loading_s(self) -> float:
+        """Seconds that KVBM took to load blocks into the device, all requests so far; 0 for another connector."""
+        lines = (line for line in self._kvbm_metrics() if line.startswith("kvbm_transfer_seconds_sum"))
+        return sum(float(line.split()[-1]) for line in lines if 'target="device"' in line)
+
     def _activity(self) -> tuple[str, ...]:
         """Something that changes while bytes move to a lower tier."""
-        port = self._scenario.environment.get("DYN_KVBM_METRICS_PORT")
-        if port is not None:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
-                text = page.read().decode()
-            return tuple(line for line in text.splitlines() if line.startswith("kvbm_transfer_bytes_total"))
+        if metrics := self._kvbm_metrics():
+            return tuple(line for line in metrics if line.startswith("kvbm_transfer_bytes_total"))
         if self._scenario.files is not None:
             return (str(sum(1 for _ in Path(self._scenario.files).rglob("*.bin"))),)
         return ()
+
+    def _kvbm_metrics(self) -> list[str]:
+        port = self._scenario.environment.get("DYN_KVBM_METRICS_PORT")
+        if port is None:
+            return []
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            return str(page.read(), "utf-8").splitlines()
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
