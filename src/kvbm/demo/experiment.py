@@ -61,7 +61,7 @@ def run_experiment(options: Options, reporter: Reporter, plans: Plans = three_ru
     settings: dict[str, str | int] = {
         "model": options.model or _own_model_words(options),
         "dtype": options.dtype,
-        "requests": f"{load.request_count} about {load.document_count} documents of {load.prefix_tokens:,} tokens,"
+        "load": f"{load.request_count} requests about {load.document_count} documents of {load.prefix_tokens:,} tokens,"
         f" {load.max_tokens} tokens each, greedy, one at a time",
         "device cache": f"{load.device_blocks} blocks of {load.block_tokens} tokens: one request at a time",
         "working set": f"{load.working_set_blocks} blocks",

@@ -65,7 +65,7 @@ def _headline(figure: Any, results: Results) -> None:
 def _footer(figure: Any, results: Results) -> None:
     facts = {**results.machine, **results.settings}
     first = f"{facts.get('machine', '')} · {facts.get('device', '')} · {facts.get('software', '')}"
-    second = f"{facts.get('model', '')} · {facts.get('dtype', '')} · {facts.get('requests', '')}"
+    second = f"{facts.get('model', '')} · {facts.get('dtype', '')} · {facts.get('load', '')}"
     figure.text(LEFT, 0.045, first, fontsize=8, color=FAINT)
     figure.text(LEFT, 0.02, second, fontsize=8, color=FAINT)
 
