@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -123,6 +124,9 @@ class Channel:
 
     def close(self) -> None:
         """End the session; descriptors that nobody took are closed too."""
+        with contextlib.suppress(OSError):  # it has gone already
+            # A child that was forked meanwhile holds the socket open too: say to the other end that this is over.
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         for fd in self.fds:
             os.close(fd)

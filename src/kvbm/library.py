@@ -20,7 +20,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
-from kvbm.settings import parse_size
+from kvbm.settings import container_limit_bytes, parse_size
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import open_disk_tier
 from kvbm.tiers.host import HostArena
@@ -114,7 +114,7 @@ class BlockManager:
             )
         self._space = Space(
             layout,
-            HostArena(layout, slots),
+            HostArena(layout, slots, limit_bytes=container_limit_bytes(), field="host"),
             tier,
             DiskFilter(clock()) if disk_filter else AdmitAll(),
             self.metrics,

@@ -182,7 +182,8 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = CHAINS[chain]
         start = min(start, len(keys) - 1)
         wanted = keys[start : start + length + 1]
-        held = [self.space.host.holds(key) for key in wanted]
+        below = self.space.disk if self.space.options.staging and not self.tier.fault else None
+        held = [self.space.host.holds(key) or (below is not None and below.holds(key)) for key in wanted]
         number = self._next()
         answer = self.space.reserve(owner, number, keys[start - 1] if start else None, wanted)
         assert len(answer) == len(wanted)

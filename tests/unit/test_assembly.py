@@ -61,10 +61,22 @@ def test_staging_that_is_too_small_is_refused(make_manager: MakeBench, below: Fa
 def test_a_host_tier_beyond_the_containers_limit_is_refused(
     make_manager: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbm.manager.assembly.available_memory_bytes", lambda **_: 16 * 4096 - 1)
+    monkeypatch.setattr("kvbm.manager.assembly.container_limit_bytes", lambda: 16 * 4096 - 1)
     manager = make_manager(host_blocks=16)
     client = manager.client()
     client.send(manager.worker_hello())
+    reason = refusal(client)
+    assert "this container may use" in reason
+    assert reason.startswith("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=")
+
+
+def test_what_all_namespaces_may_take_together_counts(
+    make_manager: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone would fit; the last to come would end them all."""
+    monkeypatch.setattr("kvbm.manager.assembly.container_limit_bytes", lambda: 16 * 4096 - 1)
+    client = make_manager(4, host_blocks=16).client()
+    client.send(client.bench.worker_hello())
     assert "this container may use" in refusal(client)
 
 
@@ -96,3 +108,36 @@ def test_what_an_ephemeral_namespace_left_behind_in_a_crash_is_removed(
     make_manager(**settings).worker(namespace=NAMESPACE)
     assert not crashed.path.exists()
     assert owned.exists(), "its owner lives"
+
+
+def test_an_ephemeral_namespace_gives_its_place_back_with_its_last_engine(
+    make_manager: MakeBench, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    manager = make_manager(1, disk_blocks=32, disk_dir=str(disk), disk_offload_filter=False)
+    first = manager.engine("first", namespace=EPHEMERAL)
+    second = manager.engine("second", namespace=EPHEMERAL)
+    store(*first, 1, KEYS[:2])
+    client = manager.client()
+    client.send(manager.worker_hello("third"))
+    assert "cannot be served" in refusal(client)
+    for session in first:
+        session.channel.close()
+    manager.step()
+    assert len(second[0].lookup(1, KEYS[:2]).slots) == 2, "the other engine keeps it"
+    for session in second:
+        session.channel.close()
+    manager.step()
+    assert (list(manager.server.spaces), list(disk.iterdir())) == ([], [])
+    store(*manager.engine("third"), 1, KEYS[:2])
+    assert manager.space().host.counts().resident == 2
+
+
+def test_a_namespace_that_lasts_keeps_its_place(make_manager: MakeBench) -> None:
+    manager = make_manager(1)
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:2])
+    for session in (leader, worker):
+        session.channel.close()
+    manager.step()
+    assert manager.space().host.counts().resident == 2

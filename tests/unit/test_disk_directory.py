@@ -209,3 +209,15 @@ def test_the_name_of_a_model_is_a_label_and_its_fingerprint_is_not() -> None:
     assert META.same_blocks(describe(NAMESPACE, layout, msgspec.structs.replace(geometry, slot_count=8)))
     assert not META.same_blocks(describe(OTHER_NAMESPACE, layout, geometry))
     assert not META.same_blocks(describe(NAMESPACE, BlockLayout(block_tokens=32, shard_bytes=4096), geometry))
+
+
+def test_a_pipe_in_place_of_a_file_holds_nobody_up(tmp_path: Path) -> None:
+    """Whoever may write to the root could put one there; opening it to read would wait for a writer."""
+    stranger = tmp_path / f"{DIRECTORY_PREFIX}0123456789ab-0"
+    stranger.mkdir()
+    for name in ("meta.json", "lock"):
+        os.mkfifo(stranger / name)
+    assert read_meta(stranger / "meta.json") is None
+    assert not is_locked(stranger)
+    assert owner_pid(stranger) is None
+    claim_directory(tmp_path, NAMESPACE, Syscalls()).release(remove=True)

@@ -10,7 +10,7 @@ from kvbm.block import SlotIndex
 from kvbm.hashing import chain_keys
 from kvbm.manager.space import HEAL_INTERVAL_S, Space
 from kvbm.policy import AdmitAll
-from kvbm.protocol import REFUSED
+from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.host import HostArena
 from unit.space_bench import KEYS, LAYOUT, ME, OTHER, Bench
@@ -190,6 +190,18 @@ def test_staged_blocks_stay_until_disk_has_them(make: Callable[..., Bench]) -> N
     assert bench.metrics.value("kvbm_offload_blocks_d2h") == 0
     assert bench.space.host.counts().leased == 0
     assert bench.space.reserve(ME, 51, None, OTHER[:1])[0] >= 0
+
+
+def test_what_the_disk_holds_is_not_staged_again(make: Callable[..., Bench]) -> None:
+    """Else a conversation longer than the staging area could never store its newest part."""
+    bench = make(host_slots=2, staging=True)
+    for start in range(0, 6, 2):
+        bench.store(KEYS[start : start + 2], KEYS[start - 1] if start else None)
+        bench.settle()
+    slots = bench.space.reserve(ME, 60, None, KEYS[:8])
+    assert slots[:6] == [HELD] * 6
+    assert min(slots[6:]) >= 0
+    bench.space.check()
 
 
 def test_a_broken_tier_does_not_keep_the_staging_area(make: Callable[..., Bench]) -> None:

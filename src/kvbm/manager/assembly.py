@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
@@ -14,10 +13,10 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
-from kvbm.settings import Settings, available_memory_bytes, disk_slots, host_slots, staging_slots
+from kvbm.settings import Settings, container_limit_bytes, disk_slots, host_slots, staging_slots
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import open_disk_tier
-from kvbm.tiers.host import HostArena
+from kvbm.tiers.host import HostArena, refuse_beyond_memory
 
 log = logging.getLogger("kvbm.manager")
 
@@ -101,8 +100,11 @@ class SpaceTable:
             _refuse_small(settings, slots, layout, request_blocks)
         # The container's limit, not what is free now: workers hold the memory of a manager that died until the next
         # one welcomes them.
-        limit_bytes = available_memory_bytes(meminfo=Path(os.devnull))
-        arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), limit_bytes)
+        limit_bytes = container_limit_bytes()
+        field = "DYN_KVBM_DISK_STAGING_GB" if staging else _host_field(settings)
+        # Of all namespaces together: the last one to come must not be the one that ends them all.
+        refuse_beyond_memory(slots * layout.block_bytes * share, limit_bytes, field)
+        arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), limit_bytes, field)
         try:
             tier = self._open_disk(namespace, layout)
         except BaseException:
@@ -155,10 +157,14 @@ class SpaceTable:
         )
 
 
+def _host_field(settings: Settings) -> str:
+    return "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" if settings.host_blocks else "DYN_KVBM_CPU_CACHE_GB"
+
+
 def _refuse_small(settings: Settings, slots: int, layout: BlockLayout, request_blocks: int) -> None:
     needed = max(1, request_blocks)
     if slots < needed and settings.host_on:
-        field = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" if settings.host_blocks else "DYN_KVBM_CPU_CACHE_GB"
+        field = _host_field(settings)
         value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
         raise SettingsError(
             field,

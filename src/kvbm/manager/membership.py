@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvbm.errors import ProtocolError
 from kvbm.layout import Namespace
@@ -20,12 +20,16 @@ RANKS_MAX = 1024
 
 
 class Membership:
-    """The engines of one manager. Owned by the manager's thread."""
+    """The engines of one manager. Owned by the manager's thread.
 
-    def __init__(self, spaces: SpaceTable, epoch: int) -> None:
+    `on_unused(space)` is called when the last engine of an ephemeral namespace has gone: nobody will ever ask for it.
+    """
+
+    def __init__(self, spaces: SpaceTable, epoch: int, on_unused: Callable[[Space], None]) -> None:
         self.fences = Fences()
         self._spaces = spaces
         self._epoch = epoch
+        self._on_unused = on_unused
         self._engines: dict[str, Engine] = {}
         # Leaders whose workers have not come yet.
         self._early: dict[str, Session] = {}
@@ -110,6 +114,9 @@ class Membership:
             if engine.empty:
                 log.info("engine %s has gone", engine.name)
                 del self._engines[engine.name]
+                used = any(other.space is engine.space for other in self)
+                if not used and self._spaces.namespace_of(engine.space).ephemeral:
+                    self._on_unused(engine.space)
 
     def announce_tiers(self) -> None:
         """Tell the leaders whose tiers went off or came back."""

@@ -7,7 +7,8 @@ report through its descriptor. The loop never waits for a client. For a medium i
   removed, its files are prepared (when it heals, for about a second at most), its journal is read and indexed;
 - a slot of the disk tier is emptied: its journal record is voided, 128 bytes into the page cache. `Reset` does that
   once for each block that it drops from disk;
-- every few seconds each tier looks whether its files are still there.
+- every few seconds each tier looks whether its files are still there;
+- the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Server:
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.spaces = spaces(self._announce)
-        self._membership = Membership(self.spaces, self.epoch)
+        self._membership = Membership(self.spaces, self.epoch, self._drop_unused)
         self.traffic = traffic
         self.last_busy_s = clock()
         self.refused_count = 0
@@ -247,6 +248,13 @@ class Server:
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)
+
+    def _drop_unused(self, space: Space) -> None:
+        """Give an ephemeral namespace's memory, disk and place back."""
+        if space.tier is not None and space.tier.fileno() in self._watched_tiers:
+            self._watched_tiers.remove(space.tier.fileno())
+            self._selector.unregister(space.tier.fileno())
+        self.spaces.drop(space, keep=False)
 
     def _watch_tier(self, space: Space) -> None:
         if space.tier is not None and space.tier.fileno() not in self._watched_tiers:

@@ -183,10 +183,12 @@ class Space:
         if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
             return [REFUSED] * len(keys)
+        # Staging only hands blocks on: what has reached the disk needs no place in it again.
+        staging = self.options.staging and self.tier is not None and not self.tier.fault
         answer: list[int] = []
         mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
         for key in keys:
-            if self.host.holds(key):
+            if self.host.holds(key) or (staging and self._held_anywhere(key)):
                 answer.append(HELD)
             elif parent is not None and not self._held_anywhere(parent):
                 # Without its prefix the block could never be found: do not spend a slot on it.

@@ -2,6 +2,7 @@
 
 from kvbm.settings.advice import (
     available_memory_bytes,
+    container_limit_bytes,
     default_host_bytes,
     disk_slots,
     format_bytes,
@@ -23,6 +24,7 @@ __all__ = [
     "Setting",
     "Settings",
     "available_memory_bytes",
+    "container_limit_bytes",
     "default_host_bytes",
     "disk_slots",
     "format_bytes",

@@ -1,6 +1,6 @@
 """What the settings come to on this machine: default sizes, block counts, and notices about odd choices.
 
-Nothing here changes anything; the functions are pure but for `available_memory_bytes`, which reads `/proc`.
+Nothing here changes anything; the functions are pure but for the two that read how much memory there is.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def available_memory_bytes(
 
     None where neither can be read.
     """
-    found: list[int] = []
+    limit_bytes = container_limit_bytes(cgroup_limit)
+    found = [] if limit_bytes is None else [limit_bytes]
     try:
         for line in meminfo.read_text().splitlines():
             name, _, amount = line.partition(":")
@@ -128,9 +129,12 @@ def available_memory_bytes(
                 found.append(int(amount.split()[0]) * 1024)
     except (OSError, ValueError, IndexError):
         pass
-    try:
-        found.append(int(cgroup_limit.read_text()))
-    except (OSError, ValueError):
-        # No cgroup v2, or "max": no limit.
-        pass
     return min(found, default=None)
+
+
+def container_limit_bytes(cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
+    """Memory that this container may use at all; None without a limit."""
+    try:
+        return int(cgroup_limit.read_text())
+    except (OSError, ValueError):
+        return None  # no cgroup v2, or "max"

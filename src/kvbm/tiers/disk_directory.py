@@ -30,6 +30,7 @@ DIRECTORY_PREFIX = "dynamo-kvbm-disk-cache-"
 FORMAT_VERSION = 1
 INDEX_COUNT_MAX = 256
 META_BYTES_MAX = 1 << 20
+_PID_BYTES_MAX = 32
 META_NAME, LOCK_NAME, JOURNAL_NAME = "meta.json", "lock", "journal"
 _CLAIM_ATTEMPTS = 200
 _LOOKERS_PAUSE_S = 0.001
@@ -103,7 +104,7 @@ def meta_bytes_bound(namespace: Namespace, layout: BlockLayout) -> int:
 def read_meta(path: Path | str, dir_fd: int | None = None) -> DirectoryMeta | None:
     """The meta in that file; None when it is missing, unreadable, too long or not one of ours."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+        fd = _open_to_read(path, dir_fd)
     except OSError:
         return None
     with open(fd, "rb") as file:
@@ -201,7 +202,7 @@ def list_directories(root: Path, short: str = "") -> list[Path]:
 def is_locked(path: Path) -> bool:
     """True while a process owns the directory. Looking never makes a claim fail."""
     try:
-        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _open_to_read(path / LOCK_NAME)
     except OSError:
         return False
     try:
@@ -213,7 +214,8 @@ def is_locked(path: Path) -> bool:
 def owner_pid(path: Path) -> int | None:
     """The process that wrote itself into the lock file last: the owner, while `is_locked`."""
     try:
-        return int((path / LOCK_NAME).read_text().strip())
+        with open(_open_to_read(path / LOCK_NAME), "rb") as file:
+            return int(file.read(_PID_BYTES_MAX))
     except (OSError, ValueError):
         return None
 
@@ -290,6 +292,15 @@ def _make(path: Path, syscalls: Syscalls) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _open_to_read(path: Path | str, dir_fd: int | None = None) -> int:
+    """Open a regular file, and nothing else: in a directory that all may write to, a pipe could hold us for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
 
 
 def _private(dir_fd: int) -> bool:

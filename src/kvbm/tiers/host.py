@@ -26,18 +26,23 @@ class HostArena:
     """The bytes of the host tier: `slot_count` slots of `layout.slot_bytes` in each of `layout.shard_count` regions."""
 
     def __init__(
-        self, layout: BlockLayout, slot_count: int, touch_threads: int = 2, limit_bytes: int | None = None
+        self,
+        layout: BlockLayout,
+        slot_count: int,
+        touch_threads: int = 2,
+        limit_bytes: int | None = None,
+        field: str = "DYN_KVBM_CPU_CACHE_GB",
     ) -> None:
         """Creates the regions; their pages are touched by background threads, so this returns at once.
 
         `limit_bytes` is what this process may use of the machine's memory, when less than all of it. Raises
-        SettingsError when more is asked for than there is.
+        SettingsError, which names `field`, when more is asked for than there is.
         """
         assert slot_count > 0
         self.layout = layout
         self.slot_count = slot_count
         region_bytes = slot_count * layout.slot_bytes
-        _refuse_beyond_memory(region_bytes * layout.shard_count, limit_bytes)
+        refuse_beyond_memory(region_bytes * layout.shard_count, limit_bytes, field)
         sizes = [region_bytes] * layout.shard_count + [slot_count * GENERATION_BYTES]
         fds: list[int] = []
         try:
@@ -49,7 +54,7 @@ class HostArena:
             for fd in fds:
                 os.close(fd)
             raise SettingsError(
-                "DYN_KVBM_CPU_CACHE_GB",
+                field,
                 f"{sum(sizes) / 1e9:.2f}",
                 f"memory for {layout.shard_count} shard(s) of {slot_count} blocks cannot be had ({error})",
             ) from None
@@ -135,11 +140,12 @@ def open_arena(fds: Sequence[int]) -> tuple[mmap.mmap, mmap.mmap]:
     return region, generations
 
 
-def _refuse_beyond_memory(wanted_bytes: int, limit_bytes: int | None) -> None:
+def refuse_beyond_memory(wanted_bytes: int, limit_bytes: int | None, field: str) -> None:
+    """Raise SettingsError for a setting that asks for more than the machine, or this process's limit, has."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     accepted = f"this machine has {total_bytes / 1e9:.2f} GB of memory in all"
     if limit_bytes is not None and limit_bytes < total_bytes:
         accepted = f"this container may use {limit_bytes / 1e9:.2f} GB of memory in all"
         total_bytes = limit_bytes
     if wanted_bytes > total_bytes:
-        raise SettingsError("DYN_KVBM_CPU_CACHE_GB", f"{wanted_bytes / 1e9:.2f}", accepted)
+        raise SettingsError(field, f"{wanted_bytes / 1e9:.2f} GB", accepted)

@@ -52,43 +52,51 @@ def cpu_packing(model: Any, spec: Any) -> str:
 class Adapters:
     """What adapters add to the keys of their requests: their content, which vLLM's hash of name and path leaves out.
 
-    An adapter whose files changed while the engine runs may or may not have been loaded again: from then on every
-    request that uses it gets keys of its own, so that nothing of before or after is ever found. One that is younger
-    than the engine may have changed between its loading and our first look: its keys mean something to this engine
-    alone.
+    An adapter whose files changed while the engine runs may or may not have been loaded again, and one that is in no
+    local file cannot be told from another: requests that use such an adapter neither look up nor store. One that is
+    younger than the engine may have changed between its loading and our first look: its keys mean something to this
+    engine alone.
     """
 
     def __init__(self, memo_path: Path) -> None:
         self._memo_path = memo_path
         self._seen: dict[str, tuple[tuple[object, ...], bytes]] = {}
-        self._changed: set[str] = set()
+        self._unkept: set[str] = set()
         self._only_here = os.urandom(16)
 
-    def extras(self, lora_path: str) -> bytes:
-        """The extras of a request that uses the adapter at this path."""
+    def extras(self, lora_path: str) -> bytes | None:
+        """The extras of a request that uses the adapter at this path; None when its blocks must not be kept."""
+        if lora_path in self._unkept:
+            return None
         try:
             identity = _identity(Path(lora_path))
             if lora_path not in self._seen:
                 digest = weights_digest([Path(lora_path)], self._memo_path)
                 if digest is None:
-                    return os.urandom(16)
+                    self._keep_no_more(lora_path, "is in no local file that could be digested")
+                    return None
                 young = changed_since([Path(lora_path)], engine_start_s()) is not None
                 self._seen[lora_path] = identity, digest.encode() + (self._only_here if young else b"")
         except OSError as error:
-            log.warning("adapter %s cannot be read (%s): its blocks are not kept", lora_path, error)
-            return os.urandom(16)
+            self._keep_no_more(lora_path, f"cannot be read ({error})")
+            return None
         first, extras = self._seen[lora_path]
-        if identity == first and lora_path not in self._changed:
-            return extras
-        if lora_path not in self._changed:
-            self._changed.add(lora_path)
-            log.warning("adapter %s changed while the engine runs: its blocks are no longer kept", lora_path)
-        return os.urandom(16)
+        if identity != first:
+            self._keep_no_more(lora_path, "changed while the engine runs")
+            return None
+        return extras
+
+    def _keep_no_more(self, lora_path: str, why: str) -> None:
+        self._unkept.add(lora_path)
+        log.warning("adapter %s %s: from now on its blocks are not kept", lora_path, why)
 
 
 def engine_start_s() -> float:
-    """No weights were loaded before this moment, in seconds of the system's clock."""
-    return process_start_s()
+    """No weights were loaded before this moment, in seconds of the system's clock; 0 where that is not known."""
+    try:
+        return process_start_s()
+    except OSError:
+        return 0.0
 
 
 def _identity(location: Path) -> tuple[object, ...]:

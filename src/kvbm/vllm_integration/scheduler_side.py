@@ -65,10 +65,11 @@ class SchedulerSide:
     def added(self, request: Any) -> None:
         """A request arrived: ask the manager now, long before it is scheduled."""
         self._requests[request.request_id] = request
+        extras = self._extras(request)
+        if extras is None:
+            return
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
-        self._leader.request_added(
-            request.request_id, hashes, self._extras(request), self._blocks_on_device(request)
-        )
+        self._leader.request_added(request.request_id, hashes, extras, self._blocks_on_device(request))
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones can be loaded (None: ask again), and that loads are asynchronous."""
@@ -148,8 +149,8 @@ class SchedulerSide:
     def close(self) -> None:
         self._leader.close()
 
-    def _extras(self, request: Any) -> bytes:
-        """What vLLM's block hash leaves out: an adapter's content."""
+    def _extras(self, request: Any) -> bytes | None:
+        """What vLLM's block hash leaves out: an adapter's content. None: nothing of this request is kept."""
         lora = request.lora_request
         if lora is None:
             return b""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvbm.errors import ManagerUnavailable
+from kvbm.errors import ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
@@ -56,6 +56,9 @@ class WorkerSide:
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
         replicas = kv_replicas(config, self._kv_cache_config)
+        namespace = engine_namespace(
+            config, self._kv_cache_config, cache.description, Path(settings.runtime_dir) / "weights.json"
+        )
         hello = Hello(
             version=PROTOCOL_VERSION,
             role="worker",
@@ -64,9 +67,7 @@ class WorkerSide:
             rank_count=rank_count,
             shard=rank // replicas,
             request_blocks=-(-int(config.model_config.max_model_len) // spec.block_size),
-            namespace=engine_namespace(
-                config, self._kv_cache_config, cache.description, Path(settings.runtime_dir) / "weights.json"
-            ),
+            namespace=namespace,
             layout=BlockLayout(
                 block_tokens=spec.block_size,
                 shard_bytes=cache.shard_bytes,
@@ -76,8 +77,10 @@ class WorkerSide:
         self._worker = Worker(self._finder, hello, cache, stores_here=rank % replicas == 0)
         try:
             self._worker.attach(self._timeout_s())
-        except ManagerUnavailable as error:
-            if self._address.private:
+        except (ManagerUnavailable, ManagerRefused) as error:
+            # Weights that only this engine can name may find the shared manager full; a setting that is wrong stays so.
+            waits = isinstance(error, ManagerUnavailable) or namespace.ephemeral
+            if self._address.private or not waits:
                 raise
             log.warning("%s; serving without a KV cache until it is there", error)
         self._worker.start()

@@ -122,7 +122,11 @@ class Mover:
     def attach(self, timeout_s: float) -> Welcome:
         """Join the manager now, before the thread runs. Raises ManagerUnavailable or ManagerRefused."""
         channel, welcome = self._finder.establish(self._hello, timeout_s, time.sleep)
-        self._adopt(channel, welcome)
+        try:
+            self._adopt(channel, welcome)
+        except BaseException:
+            channel.close()
+            raise
         return welcome
 
     def start(self) -> None:
