@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,24 @@ def test_shared_manager_of_another_namespace(launcher: Launcher, shared_manager:
     assert "namespace=" in message
     assert "dtype" in message
     assert "--namespaces 2" in message
+
+
+def test_shared_manager_without_a_place_for_weights_that_may_have_changed(
+    launcher: Launcher, model: Path, tmp_path: Path, shared_manager: Any
+) -> None:
+    """Nobody did anything wrong: the engine serves, and says that it does so without a cache."""
+    manager = shared_manager("--host-blocks", str(HOST_BLOCKS))
+    settings = {"DYN_KVBM_MANAGER": manager.socket_path}
+    launcher.start(settings)
+    young = tmp_path / "young"
+    shutil.copytree(model, young)
+    later_s = time.time() + 3600
+    for path in young.iterdir():
+        os.utime(path, (later_s, later_s))
+    engine = launcher.start(settings, model=str(young))
+    assert len(lines_with(engine, "serving without a KV cache until it is there")) == 1
+    requests = [request for request in workload() if not request.parent][:4]
+    assert len(engine.run(requests).outputs) == 4
 
 
 def test_shared_manager_is_missing(

@@ -78,7 +78,7 @@ class Traffic:
         for hit_log in self._logs.values():
             if line := hit_log.line(totals):
                 log.info(line)
-        # After its last line: an engine that has gone never comes back under its name.
+        # After its last line; an engine that comes back under its name starts a log of its own.
         self._logs = {name: hit_log for name, hit_log in self._logs.items() if name in engines}
         if self._clock() >= self._summary_at_s:
             self.summarize()
