@@ -68,13 +68,13 @@ class Launcher:
         """With no request left no block is leased or being filled. The gauges follow twice a second."""
         time.sleep(GAUGES_S)
 
-        def settled() -> bool:
+        def held() -> dict[str, float]:
             metrics = self.metrics()
-            held = [f'kvbm_leased_blocks{{tier="{tier}"}}' for tier in ("host", "disk")]
-            held += [f'kvbm_pool_blocks{{tier="{tier}",state="filling"}}' for tier in ("host", "disk")]
-            return not any(metrics[series] for series in held)
+            series = [f'kvbm_leased_blocks{{tier="{tier}"}}' for tier in ("host", "disk")]
+            series += [f'kvbm_pool_blocks{{tier="{tier}",state="filling"}}' for tier in ("host", "disk")]
+            return {name: metrics[name] for name in series if metrics[name]}
 
-        wait_for(settled, 10.0, "blocks are still held")
+        wait_for(lambda: not held(), 10.0, lambda: f"blocks are still held: {held()}")
 
 
 def differences(reference: Mapping[str, list[int]], answers: Answers, suffix: str = "") -> list[str]:

@@ -40,11 +40,13 @@ def scrape(port: int, timeout_s: float = 20.0) -> Metrics:
     return Metrics((name, float(value)) for name, value in series)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
-    """Wait until `condition` holds."""
+def wait_for(condition: Callable[[], bool], timeout_s: float, otherwise: str | Callable[[], str]) -> None:
+    """Wait until `condition` holds; `otherwise` says what is there instead."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"{otherwise} after {timeout_s:g} s"
+        if time.monotonic() >= deadline_s:
+            said = otherwise if isinstance(otherwise, str) else otherwise()
+            raise AssertionError(f"{said}, after {timeout_s:g} s")
         time.sleep(0.05)
 
 

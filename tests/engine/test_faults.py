@@ -51,8 +51,8 @@ def test_loads_that_fail_in_one_of_two_ranks(
     engine.call(reach.fail_loads_of_rank, rank, 2, timeout_s=20.0)
     assert differences(reference, engine.run(workload())) == []
     metrics = launcher.metrics()
-    assert metrics['kvbm_failures_total{tier="host",kind="load"}'] > 20
-    assert _loaded(metrics) > 20
+    assert metrics['kvbm_failures_total{tier="host",kind="load"}'] > 5
+    assert _loaded(metrics) > 5
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
 

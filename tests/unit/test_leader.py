@@ -223,6 +223,16 @@ def test_an_engine_that_cannot_recompute_is_promised_only_what_is_there() -> Non
     bench.leader.close()
 
 
+def test_a_request_that_ends_before_its_answer_gives_its_lease_back_at_once(bench: Bench) -> None:
+    """With no request left the engine takes no step: what waited for one would stay pinned until the lease ends."""
+    lookup = bench.add()
+    bench.leader.finished("r")
+    assert bench.manager.said() == [Release(lookup=lookup.lookup)]
+    bench.answer(lookup, 5)
+    bench.step()
+    assert bench.manager.said() == []
+
+
 def test_loading_that_is_slower_than_computing_is_left_out(bench: Bench) -> None:
     bench.leader.cost.prefilled(1000, 0.001)
     bench.leader.cost.loaded(bytes([Tier.HOST]), 10.0)
@@ -240,7 +250,7 @@ def test_after_a_reset_no_key_is_what_it_was(bench: Bench, monkeypatch: pytest.M
     monkeypatch.setattr(leader_module, "RESET_WAIT_S", 0.01)
     before = bench.add("a")
     assert not bench.leader.reset(), "nobody answered"
-    assert [type(m) for m in bench.manager.said()] == [Reset]
+    assert [type(m) for m in bench.manager.said()] == [Release, Reset]
     after = bench.add("b")
     assert not set(split_keys(before.keys)) & set(split_keys(after.keys))
     bench.step({"a": 2})

@@ -44,6 +44,7 @@ class Search:
     skip: int
     asked_s: float
     stage: Stage = Stage.ASKED
+    answered: bool = False
     attempts: int = 1
     wanted: int = 0
     epoch: int = -1
@@ -87,12 +88,11 @@ class Lookups:
         return search
 
     def replied(self, reply: LookupReply) -> None:
-        """The manager's answer; one that nobody waits for gives its lease back."""
+        """The manager's answer; one that nobody waits for was given back when it was dropped."""
         search = self._by_number.get(reply.lookup)
         if search is None:
-            if reply.slots:
-                self._link.send(Release(lookup=reply.lookup))
             return
+        search.answered = True
         search.slots, search.generations = reply.slots, reply.generations
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
@@ -234,11 +234,15 @@ class Lookups:
         return arrived, failed
 
     def drop(self, request: str) -> None:
-        """The request needs its lookup no more. A load that runs keeps its lease until it ends."""
+        """The request needs its lookup no more. A load that runs keeps its lease until it ends.
+
+        The lease is given back at once, before its answer has come if need be: with no request left the engine takes
+        no step in which that could be done later.
+        """
         search = self._by_request.get(request)
         if search is None or search.stage is Stage.LOADING:
             return
-        if search.life == self._link.life and search.slots:
+        if search.life == self._link.life and (search.slots or not search.answered):
             self._link.send(Release(lookup=search.number))
         self._forget(search)
 

@@ -42,8 +42,6 @@ class Stores:
         self._asked: dict[int, _Store] = {}
         self._planned: dict[int, _Store] = {}
         self._failed: dict[int, set[int]] = {}
-        # Reservations without an answer, also of stores that were given up meanwhile.
-        self._unanswered: dict[int, float] = {}
 
     @property
     def waiting(self) -> bool:
@@ -54,8 +52,7 @@ class Stores:
     def settling(self) -> bool:
         """Answers or reports of young stores are still to come; old ones keep nobody busy."""
         since_s = self._clock() - SETTLE_S_MAX
-        young = (store.asked_s for store in (*self._asked.values(), *self._planned.values()))
-        return any(asked_s > since_s for asked_s in (*self._unanswered.values(), *young))
+        return any(store.asked_s > since_s for store in (*self._asked.values(), *self._planned.values()))
 
     def ask(
         self, request: str, parent: BlockKey | None, keys: Sequence[BlockKey], device_blocks: Sequence[int]
@@ -68,19 +65,15 @@ class Stores:
         number = next(self._numbers)
         if not self._link.send(Reserve(store=number, parent=parent or b"", keys=join_keys(keys))):
             return False
-        self._unanswered[number] = self._clock()
         self._asked[number] = _Store(
             number, self._link.life, ready.epoch, request, tuple(device_blocks), self._clock()
         )
         return True
 
     def replied(self, reply: ReserveReply) -> None:
-        """Slots for a reservation; one that was given up is given back."""
-        self._unanswered.pop(reply.store, None)
+        """Slots for a reservation; one that was given up was given back then."""
         store = self._asked.get(reply.store)
-        if store is None:
-            self._give_back(reply.store, sum(slot >= 0 for slot in reply.slots))
-        else:
+        if store is not None:
             store.slots, store.generations = reply.slots, reply.generations
 
     def plan(self, gone: set[str]) -> tuple[StorePlan, ...]:
@@ -89,12 +82,12 @@ class Stores:
         now_s = self._clock()
         for store in list(self._asked.values()):
             if store.slots is None:
-                if (
-                    store.request in gone
-                    or now_s - store.asked_s > PLAN_AGE_S_MAX
-                    or store.life != self._link.life
-                ):
+                if store.life != self._link.life:
                     del self._asked[store.number]
+                elif store.request in gone or now_s - store.asked_s > PLAN_AGE_S_MAX:
+                    # Before the answer comes: the engine may take no step afterwards in which to do it.
+                    del self._asked[store.number]
+                    self._give_back(store.number, len(store.device_blocks))
                 continue
             del self._asked[store.number]
             pairs = [
@@ -138,11 +131,9 @@ class Stores:
     def lost(self) -> None:
         """The session began anew: nothing that was asked before means anything now."""
         life = self._link.life
-        self._unanswered.clear()
         self._asked = {n: s for n, s in self._asked.items() if s.life == life}
         self._planned = {n: s for n, s in self._planned.items() if s.life == life}
         self._failed = {n: f for n, f in self._failed.items() if n in self._planned}
 
-    def _give_back(self, number: int, slot_count: int) -> None:
-        if slot_count:
-            self._link.send(Commit(store=number, failed=tuple(range(slot_count))))
+    def _give_back(self, number: int, slot_count_max: int) -> None:
+        self._link.send(Commit(store=number, failed=tuple(range(slot_count_max))))
