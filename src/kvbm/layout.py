@@ -56,7 +56,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     `fields` holds name and value of each part in a fixed order: the digest of the weights, KV dtype, block
     size, physical layout (and CPU instruction set packing), parallel shape. Two namespaces are equal when
     their fingerprints are. `model` is a label for people: the same weights may be served under many names.
-    `ephemeral`: no other process can name it again, so nothing of it outlives the manager.
+    `ephemeral`: only one start of an engine can name it, so nothing of it outlives that.
     """
 
     model: str

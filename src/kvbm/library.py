@@ -107,14 +107,19 @@ class BlockManager:
         slots = _bytes("host", host) // layout.block_bytes
         if slots < 1:
             raise SettingsError("host", host, f"at least one block of {layout.block_bytes} bytes")
+        arena = HostArena(layout, slots, limit_bytes=container_limit_bytes(), field="host")
         tier: SlotTier | None = None
         if disk is not None:
-            tier = open_disk_tier(
-                disk_dir, layout, self.namespace, capacity_bytes=_bytes("disk", disk), clock=clock
-            )
+            try:
+                tier = open_disk_tier(
+                    disk_dir, layout, self.namespace, capacity_bytes=_bytes("disk", disk), clock=clock
+                )
+            except BaseException:
+                arena.close()
+                raise
         self._space = Space(
             layout,
-            HostArena(layout, slots, limit_bytes=container_limit_bytes(), field="host"),
+            arena,
             tier,
             DiskFilter(clock()) if disk_filter else AdmitAll(),
             self.metrics,

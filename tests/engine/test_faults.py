@@ -49,10 +49,16 @@ def test_loads_that_fail_in_one_of_two_ranks(
     """What one rank has and the other has not is computed again by both."""
     engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
     engine.call(reach.fail_loads_of_rank, rank, 2, timeout_s=20.0)
-    assert differences(reference, engine.run(workload())) == []
-    metrics = launcher.metrics()
-    assert metrics['kvbm_failures_total{tier="host",kind="load"}'] > 5
-    assert _loaded(metrics) > 5
+    failed = 0.0
+    # A starved machine answers lookups late, and then less is loaded: it gets more turns to load as much.
+    for turn in ("", "+1", "+2"):
+        assert differences(reference, engine.run(again(workload(), turn)), turn) == []
+        metrics = launcher.metrics()
+        failed = metrics['kvbm_failures_total{tier="host",kind="load"}']
+        if failed > 20 and _loaded(metrics) > 20:
+            break
+    assert failed > 20
+    assert _loaded(metrics) > 20
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
 

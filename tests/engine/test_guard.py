@@ -12,7 +12,8 @@ import pytest
 
 from kvbm.protocol import LoadPlan, StepPlan
 from kvbm.vllm_integration.guard import GuardedScheduler
-from kvbm.vllm_integration.namespace import Adapters
+from kvbm.vllm_integration.namespace import Adapters, engine_start_s
+from kvbm.weights import changed_since
 
 
 class BrokenSide:
@@ -113,3 +114,16 @@ def test_an_adapter_younger_than_the_engine_is_kept_for_this_engine_alone(
     monkeypatch.setattr("kvbm.vllm_integration.namespace.engine_start_s", lambda: time.time() + 10)
     older = [Adapters(tmp_path / "memo.json").extras(str(weights.parent)) for _ in range(2)]
     assert older[0] == older[1]
+
+
+def test_where_the_start_is_unknown_every_file_is_younger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown() -> float:
+        raise OSError("/proc/stat has no btime")
+
+    monkeypatch.setattr("kvbm.vllm_integration.namespace.process_start_s", unknown)
+    old = tmp_path / "model.safetensors"
+    old.write_bytes(b"weights")
+    os.utime(old, (1, 1))
+    assert changed_since([tmp_path], engine_start_s()) == old

@@ -190,9 +190,7 @@ class ManagerMachine(RuleBasedStateMachine):
         slots = [slot for slot in answer if slot >= 0]
         assert len(set(slots)) == len(slots)
         if REFUSED in answer:
-            assert set(answer[answer.index(REFUSED) :]) == {REFUSED}, (
-                "after the first refusal nothing is stored"
-            )
+            assert set(answer[answer.index(REFUSED) :]) == {REFUSED}, "nothing is stored after the first"
         assert all(was_held for was_held, slot in zip(held, answer, strict=True) if slot == HELD)
         reservation = self.space.reservations.get(owner, number)
         assert (reservation is not None) == bool(slots)

@@ -104,7 +104,7 @@ class SpaceTable:
         field = "DYN_KVBM_DISK_STAGING_GB" if staging else _host_field(settings)
         # Of all namespaces together: the last one to come must not be the one that ends them all.
         refuse_beyond_memory(slots * layout.block_bytes * share, limit_bytes, field)
-        arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), limit_bytes, field)
+        arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
         try:
             tier = self._open_disk(namespace, layout)
         except BaseException:

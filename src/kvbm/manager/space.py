@@ -69,8 +69,8 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._touched: deque[list[BlockKey]] = deque(maxlen=_TOUCHED_RUNS_MAX)
-        # A staged block lies on disk before it may go, and there its continuations find it: no need to keep it here.
         lru = LeafFirstLru(arena.slot_count)
+        # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         self.host = SlotPool(Tier.HOST, arena.slot_count, lru, self._host_emptied, not options.staging)
         self.disk: SlotPool | None = None
         self.onboarder: Onboarder | None = None
@@ -121,20 +121,16 @@ class Space:
         run = on_host.index(None) if None in on_host else len(on_host)
         slots: list[int] = [slot for slot in on_host[:run] if slot is not None]
         sources, places = bytearray((Tier.HOST,)) * run, bytearray((Place.PINNED,)) * run
-        if run < len(wanted) and self.disk is not None and self.tier is not None and not self.tier.fault:
+        if run < len(wanted) and (disk := self._disk_if_on()) is not None:
             for i in range(run, len(wanted)):
                 slot = on_host[i]
-                if slot is None and self.disk.find(wanted[i]) is None:
+                if slot is None and disk.find(wanted[i]) is None:
                     break
                 slots.append(-1 if slot is None else slot)
                 sources.append(Tier.DISK if slot is None else Tier.HOST)
                 places.append(Place.WAITING if slot is None else Place.PINNED)
-        lease.keys, lease.slots, lease.sources, lease.places = (
-            wanted[: len(slots)],
-            slots,
-            sources,
-            places,
-        )
+        lease.keys, lease.slots = wanted[: len(slots)], slots
+        lease.sources, lease.places = sources, places
         self.host.lease_all(lease.pinned())
 
     def _raise_missing(self, lease: Lease, before: BlockKey | None) -> None:
@@ -184,11 +180,11 @@ class Space:
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
             return [REFUSED] * len(keys)
         # Staging only hands blocks on: what has reached the disk needs no place in it again.
-        staging = self.options.staging and self.tier is not None and not self.tier.fault
+        below = self._disk_if_on() if self.options.staging else None
         answer: list[int] = []
         mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
         for key in keys:
-            if self.host.holds(key) or (staging and self._held_anywhere(key)):
+            if self.host.holds(key) or (below is not None and below.holds(key)):
                 answer.append(HELD)
             elif parent is not None and not self._held_anywhere(parent):
                 # Without its prefix the block could never be found: do not spend a slot on it.
@@ -251,6 +247,9 @@ class Space:
     def _held_anywhere(self, key: BlockKey) -> bool:
         return self.host.holds(key) or (self.disk is not None and self.disk.holds(key))
 
+    def _disk_if_on(self) -> SlotPool | None:
+        return self.disk if self.tier is not None and not self.tier.fault else None
+
     # ---- time
 
     def pump(self) -> None:
@@ -298,8 +297,8 @@ class Space:
     def tiers(self) -> dict[str, int]:
         """Block counts of the tiers that are on, as engines are told."""
         tiers = {} if self.options.staging else {"host": self.host.slot_count}
-        if self.disk is not None and self.tier is not None and not self.tier.fault:
-            tiers["disk"] = self.disk.slot_count
+        if (disk := self._disk_if_on()) is not None:
+            tiers["disk"] = disk.slot_count
         return tiers
 
     def describe(self) -> dict[str, object]:
