@@ -53,7 +53,7 @@ def _config(spec: str, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
+class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types: its classes are Any
     """Copies blocks between the engine's KV and the host pool on one thread of its own, in order of submission.
 
     Called by the engine's worker thread; nothing here blocks but `wait` and `shutdown`.
@@ -152,7 +152,7 @@ def _all_layers(kv_caches: CanonicalKVCaches) -> torch.Tensor:
     )
 
 
-class CpuHostSpec(CPUOffloadingSpec):  # type: ignore[misc]
+class CpuHostSpec(CPUOffloadingSpec):  # type: ignore[misc]  # vLLM has no types: its classes are Any
     """vLLM's host tier. The pool is private memory of the worker process."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -164,7 +164,7 @@ class CpuHostSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return CpuCopyWorker(device, pool)
 
 
-class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM has no types: its classes are Any
     """vLLM's host tier with secondary tiers. The pool is shared with the scheduler process, whose threads do I/O."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -36,6 +36,7 @@ class _Server(ThreadingHTTPServer):
         # HTTPServer would look up the host's full name here, which can wait on a name server.
         socketserver.TCPServer.server_bind(self)
 
+    # The stubs name socket or (bytes, socket) here; all we do is hand it on, hence the ignores.
     def process_request(self, request: object, client_address: object) -> None:
         if not self._connections.acquire(blocking=False):
             self.shutdown_request(request)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ def _find_fallocate() -> Callable[..., int] | None:
         function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).fallocate64
     except (AttributeError, OSError):
         return None
+    # A ctypes function has this attribute, the Callable that it is typed as has not.
     function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]  # type: ignore[attr-defined]
     return function
 
