@@ -43,16 +43,19 @@ class LruMachine(RuleBasedStateMachine):
         self.now_s += seconds
 
     @precondition(lambda self: len(self.blocks) < SLOTS)
-    @rule(which=pick, root=st.booleans())
-    def insert(self, which: int, root: bool) -> None:
-        self.now_s += 0.25  # one block a moment: no ties
-        slot = next(slot for slot in range(SLOTS) if slot not in self.blocks)
+    @rule(which=pick, root=st.booleans(), length=st.integers(1, 3))
+    def insert(self, which: int, root: bool, length: int) -> None:
+        """A chain of up to three blocks behind any other, or behind none."""
+        self.now_s += 0.25  # one chain a moment: no ties between leaves
+        free = [slot for slot in range(SLOTS) if slot not in self.blocks][:length]
         slots = sorted(self.blocks)
         parent = -1 if root or not slots else slots[which % len(slots)]
-        self.policy.inserted(slot, parent, self.now_s)
-        self.blocks[slot] = Block(which, parent, self.now_s)
-        if parent >= 0:
-            self.blocks[parent].children.add(slot)
+        self.policy.inserted(free, free, parent, self.now_s)
+        for slot in free:
+            self.blocks[slot] = Block(which, parent, self.now_s)
+            if parent >= 0:
+                self.blocks[parent].children.add(slot)
+            parent = slot
 
     def _choose(self, which: int, wanted: set[int]) -> int:
         return sorted(wanted)[which % len(wanted)]
@@ -85,30 +88,32 @@ class LruMachine(RuleBasedStateMachine):
         chain = [slot]
         while self.blocks[chain[-1]].parent >= 0:
             chain.append(self.blocks[chain[-1]].parent)
-        self.policy.accessed(chain[::-1], self.now_s)
+        self.policy.requested(chain[::-1], chain[::-1], self.now_s)
         for used in chain:
             self.blocks[used].used_s = self.now_s
 
-    def _remove(self, slot: int) -> None:
+    def _forget(self, slot: int) -> None:
         block = self.blocks.pop(slot)
         if block.parent >= 0:
             self.blocks[block.parent].children.discard(slot)
         for child in block.children:
             self.blocks[child].parent = -1
-        self.policy.removed(slot)
 
     @precondition(lambda self: any(not b.leases for b in self.blocks.values()))
     @rule(which=pick)
     def remove_any(self, which: int) -> None:
         """A store failed, or a block was corrupt: it goes before its continuations do."""
-        self._remove(self._choose(which, {s for s, b in self.blocks.items() if not b.leases}))
+        slot = self._choose(which, {s for s, b in self.blocks.items() if not b.leases})
+        self._forget(slot)
+        self.policy.removed((slot,))
 
-    @rule()
-    def evict(self) -> None:
-        victim = self.policy.victim(self.leased())
-        assert victim == self._expected()
-        if victim >= 0:
-            self._remove(victim)
+    @rule(needed=st.integers(1, SLOTS))
+    def evict(self, needed: int) -> None:
+        victims = self.policy.victims(needed, (), self.leased(), self.now_s)
+        for victim in victims:
+            assert victim == self._expected()
+            self._forget(victim)
+        assert len(victims) == needed or self._expected() == -1
 
     def _expected(self) -> int:
         leaves = [
@@ -130,9 +135,8 @@ class LruMachine(RuleBasedStateMachine):
         for slot in self.blocks:
             self.blocks[slot].resident = True
         self.policy.evictable(sorted(self.blocks))
-        while self.blocks:
-            self.evict()
-        assert self.policy.victim(()) == -1
+        self.evict(SLOTS)
+        assert not self.blocks
 
 
 TestLru = LruMachine.TestCase

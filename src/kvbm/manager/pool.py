@@ -129,20 +129,32 @@ class SlotPool:
 
         The block must not be held already. Until `commit` nobody finds it.
         """
-        assert not self.holds(key), "block is held already"
+        slots = self.reserve_chain((key,), parent, now_s)
+        return slots[0] if slots else None
+
+    def reserve_chain(
+        self, keys: Sequence[BlockKey], parent: BlockKey | None, now_s: float
+    ) -> list[SlotIndex]:
+        """Slots to fill with the blocks of a chain, as `reserve` gives one; for fewer of them where no room is made.
+
+        Room is made by evicting what the policy finds worth less than the blocks to come.
+        """
+        assert not any(map(self.holds, keys)), "block is held already"
         parent_slot = self._slot_of(parent)
-        if not self._free and not self._make_room(parent_slot):
-            return None
-        slot = self._free.pop()
-        self._fill(slot, key, parent_slot, now_s)
-        return SlotIndex(slot)
+        needed = len(keys) - len(self._free)
+        if needed > 0:
+            self._make_room(needed, keys, parent_slot, now_s)
+            keys = keys[: len(self._free)]
+        slots = [self._free.pop() for _ in keys]
+        self._fill(slots, keys, parent_slot, now_s)
+        return [SlotIndex(slot) for slot in slots]
 
     def recover(self, found: Sequence[tuple[BlockKey, BlockKey | None, int]], now_s: float) -> None:
         """Fill an empty pool with blocks found after a restart: (key, parent, slot), oldest first, keys distinct."""
         assert len(self._free) == self.slot_count, "only an empty pool recovers"
         recency_s = {key: now_s - 1e-6 * (len(found) - i) for i, (key, _, _) in enumerate(found)}
         for key, parent, slot in _parents_first(found):
-            self._fill(slot, key, self._slot_of(parent), recency_s[key])
+            self._fill((slot,), (key,), self._slot_of(parent), recency_s[key])
             self.commit(slot)
         self._free = array("i", (s for s in range(self.slot_count - 1, -1, -1) if not self._state[s]))
 
@@ -157,15 +169,15 @@ class SlotPool:
     def abort(self, slot: int) -> None:
         """The slot's bytes never became complete: it is free again."""
         self._move(slot, Transition.ABORT)
-        del self._filling[self.key_of(slot)]
-        self._empty(slot, was_resident=False)
+        self._policy.removed((slot,))
+        self._empty(slot)
 
     def evict(self, slot: int) -> None:
         """Drop a resident block that nobody leases."""
         assert slot not in self._leases, "a leased slot is never evicted"
         self._move(slot, Transition.EVICT)
-        del self._resident[self.key_of(slot)]
-        self._empty(slot, was_resident=True)
+        self._policy.removed((slot,))
+        self._empty(slot)
 
     def lease(self, slot: int) -> None:
         """Pin a resident slot; pins add up."""
@@ -202,9 +214,10 @@ class SlotPool:
                 ended.append(slot)
         self._policy.evictable(ended)
 
-    def accessed(self, slots: list[int], now_s: float) -> None:
-        """A request used these blocks."""
-        self._policy.accessed(slots, now_s)
+    def requested(self, keys: list[BlockKey], now_s: float) -> None:
+        """A request came for this chain."""
+        slots = [-1 if slot is None else slot for slot in self.find_all(keys)]
+        self._policy.requested(keys, slots, now_s)
 
     def clear(self) -> tuple[int, int]:
         """Evict every block that is not in use; (dropped, in use)."""
@@ -250,24 +263,29 @@ class SlotPool:
             return -1
         return self._resident.get(key, self._filling.get(key, -1))
 
-    def _make_room(self, parent_slot: int) -> bool:
-        # Evicting the parent would orphan the very block that we make room for.
+    def _make_room(self, needed: int, keys: Sequence[BlockKey], parent_slot: int, now_s: float) -> None:
+        # Evicting the parent would orphan the very blocks that we make room for.
         pinned = (
             (parent_slot,) if parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT else ()
         )
         self.lease_all(pinned)
-        victim = self._policy.victim(self._leases)
-        if victim >= 0:
-            self.evict(victim)
+        for victim in self._policy.victims(needed, keys, self._leases, now_s):
+            assert victim not in self._leases, "a leased slot is never evicted"
+            self._move(victim, Transition.EVICT)
+            self._empty(victim)
             self.evicted_count += 1
         self.unlease_all(pinned)
-        return victim >= 0
 
-    def _fill(self, slot: int, key: BlockKey, parent_slot: int, now_s: float) -> None:
-        self._move(slot, Transition.RESERVE)
-        self._keys[slot] = key
-        self._filling[key] = slot
-        self._policy.inserted(slot, parent_slot, now_s)
+    def _fill(self, slots: Sequence[int], keys: Sequence[BlockKey], parent_slot: int, now_s: float) -> None:
+        for slot, key in zip(slots, keys, strict=True):
+            self._move(slot, Transition.RESERVE)
+            self._keys[slot] = key
+            self._filling[key] = slot
+        if self._chained:
+            self._policy.inserted(keys, slots, parent_slot, now_s)
+        else:
+            for slot, key in zip(slots, keys, strict=True):
+                self._policy.inserted((key,), (slot,), -1, now_s)
 
     def _move(self, slot: int, transition: Transition) -> None:
         before, after = TRANSITIONS[transition]
@@ -276,10 +294,12 @@ class SlotPool:
         )
         self._state[slot] = after
 
-    def _empty(self, slot: int, was_resident: bool) -> None:
+    def _empty(self, slot: int) -> None:
+        """Forget a slot that has just become free, and tell its owner."""
         key = self.key_of(slot)
         self._keys[slot] = None
-        self._policy.removed(slot)
+        was_resident = self._resident.get(key) == slot
+        del (self._resident if was_resident else self._filling)[key]
         self._free.append(slot)
         self._on_emptied(slot, key, was_resident)
 

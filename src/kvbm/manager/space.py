@@ -6,7 +6,6 @@ Calls answer at once; what takes time is announced through `on_progress`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -19,6 +18,7 @@ from kvbm.manager.leases import HoldTable, Lease, Owner, Place, Reservation
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
 from kvbm.manager.pool import SlotPool
+from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, LeafFirstLru
 from kvbm.protocol import HELD, REFUSED
@@ -29,7 +29,6 @@ LEASE_S = 120.0
 RESERVATION_S = 120.0
 HEAL_INTERVAL_S = 10.0
 CLOSE_S_MAX = 5.0
-_TOUCHED_RUNS_MAX = 256
 
 
 class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +67,7 @@ class Space:
         self._jobs = count(1)
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
-        self._touched: deque[list[BlockKey]] = deque(maxlen=_TOUCHED_RUNS_MAX)
+        self._usage = Usage()
         lru = LeafFirstLru(arena.slot_count)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         self.host = SlotPool(Tier.HOST, arena.slot_count, lru, self._host_emptied, not options.staging)
@@ -94,7 +93,7 @@ class Space:
         self._gather(lease, keys, skip)
         self._raise_missing(lease, keys[skip - 1] if skip else None)
         self._account(lease, len(keys) - skip)
-        self._touched.append(list(keys[: skip + len(lease.keys)]))
+        self._usage.note(list(keys), skip + len(lease.keys))
         if not lease.slots:
             return None
         self.leases.add(lease)
@@ -183,21 +182,22 @@ class Space:
         below = self._disk_if_on() if self.options.staging else None
         answer: list[int] = []
         mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
-        for key in keys:
-            if self.host.holds(key) or (below is not None and below.holds(key)):
+        while len(answer) < len(keys):
+            run = self._missing_run(keys[len(answer) :], below)
+            if not run:
                 answer.append(HELD)
-            elif parent is not None and not self._held_anywhere(parent):
-                # Without its prefix the block could never be found: do not spend a slot on it.
+                parent = keys[len(answer) - 1]
+                continue
+            if parent is not None and not self._held_anywhere(parent):
+                break  # without its prefix the run could never be found: do not spend slots on it
+            slots = self.host.reserve_chain(run, parent, now_s)
+            answer += slots
+            mine.keys += run[: len(slots)]
+            mine.parents += [parent, *run][: len(slots)]
+            mine.slots += slots
+            if len(slots) < len(run):
                 break
-            else:
-                slot = self.host.reserve(key, parent, now_s)
-                if slot is None:
-                    break
-                answer.append(slot)
-                mine.keys.append(key)
-                mine.parents.append(parent)
-                mine.slots.append(slot)
-            parent = key
+            parent = run[-1]
         refused = len(keys) - len(answer)
         if refused:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
@@ -213,14 +213,12 @@ class Space:
             return 0
         self.reservations.pop(owner, number)
         bad = set(range(len(mine.slots))) if mine.stale else set(failed)
-        now_s = self._clock()
         for i in reversed(range(len(mine.slots))):
             if i in bad:
                 self.host.abort(mine.slots[i])
         good = [i for i in range(len(mine.slots)) if i not in bad]
         for i in good:
             self.host.commit(mine.slots[i])
-        self.host.accessed([mine.slots[i] for i in good], now_s)
         self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
         self._metrics.add(
             "kvbm_transfer_bytes_total",
@@ -244,6 +242,15 @@ class Space:
         for slot in reversed(reservation.slots):
             self.host.abort(slot)
 
+    def _missing_run(self, keys: Sequence[BlockKey], below: SlotPool | None) -> list[BlockKey]:
+        """The first keys up to one that needs no slot; distinct whatever the engine sent."""
+        run: dict[BlockKey, None] = {}
+        for key in keys:
+            if key in run or self.host.holds(key) or (below is not None and below.holds(key)):
+                break
+            run[key] = None
+        return list(run)
+
     def _held_anywhere(self, key: BlockKey) -> bool:
         return self.host.holds(key) or (self.disk is not None and self.disk.holds(key))
 
@@ -259,14 +266,13 @@ class Space:
             for completion in self.tier.poll():
                 if not self.onboarder.completed(completion):
                     self.offloader.completed(completion)
-            if self._touched:
-                self._touch()
+            self._tell_usage()
             self.onboarder.pump()
             self.offloader.pump()
             if self.tier.fault:
                 self._heal(self.tier)
-        elif self._touched:
-            self._touch()
+        else:
+            self._tell_usage()
 
     def overdue(self) -> list[Reservation]:
         """End leases past their deadline; the reservations past theirs, for the owner of sessions to condemn."""
@@ -375,6 +381,10 @@ class Space:
         if tier.heal():
             self._attach_disk(tier)
 
+    def _tell_usage(self) -> None:
+        if self._usage:
+            self._usage.tell((self.host, self.disk), self.offloader, self._clock())
+
     def _next_job(self) -> int:
         return next(self._jobs)
 
@@ -384,17 +394,3 @@ class Space:
     def _disk_emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
         if was_resident and self.tier is not None:
             self.tier.forget(SlotIndex(slot))
-
-    def _touch(self) -> None:
-        """Tell the policies what lookups used: after the answer went out, because it takes longer than the answer."""
-        while self._touched:
-            keys = self._touched.popleft()
-            now_s = self._clock()
-            for pool in (self.host, self.disk):
-                if pool is not None:
-                    pool.accessed([slot for slot in pool.find_all(keys) if slot is not None], now_s)
-            if self.offloader is not None:
-                parent: BlockKey | None = None
-                for key in keys:
-                    self.offloader.offer(key, parent)
-                    parent = key

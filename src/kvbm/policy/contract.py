@@ -1,34 +1,52 @@
 """What a tier asks of a policy.
 
 Called by the one thread that owns the tier; never blocks, does no I/O, reads no clock: time comes as an argument
-(seconds, never going back). Slots are handles below `slot_count`; -1 stands for "no parent here".
+(seconds, never going back). Slots are handles below `slot_count`; -1 stands for "not here". A key is whatever the
+tier names a block by, as long as it says the whole chain up to its block: `BlockKey` in the manager, a number in
+the simulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from kvbm.block import BlockKey
 
 
 class EvictionPolicy(Protocol):
-    """Chooses which resident, unleased block a full tier gives up."""
+    """Chooses which resident, unleased blocks a full tier gives up, and whether newcomers are worth their place.
 
-    def inserted(self, slot: int, parent: int, now_s: float) -> None:
-        """The slot is being filled with a block whose parent is in slot `parent` (or -1); not to be chosen yet."""
+    `testing.policy_contract` is the kit that checks an implementation.
+    """
 
-    def accessed(self, slots: Sequence[int], now_s: float) -> None:
-        """A request used these blocks, a prefix in chain order."""
+    def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """A request came. `keys` is its chain from the first block on, `slots` where each block is (or -1)."""
+
+    def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
+        """The request whose chain ended with `key` when it came is through; it generated that many tokens."""
+
+    def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
+        """These slots are being filled with consecutive blocks of one chain; not to be chosen yet.
+
+        The parent of the first is in slot `parent` (or -1), that of every other in the slot before it.
+        """
 
     def evictable(self, slots: Iterable[int]) -> None:
         """These slots may be chosen: their block became resident, or the last lease on them ended."""
 
-    def removed(self, slot: int) -> None:
-        """The slot was emptied, by eviction or otherwise."""
+    def removed(self, slots: Iterable[int]) -> None:
+        """The slots were emptied in this order, not by the policy's choice: a store failed, a block was corrupt."""
 
-    def victim(self, leased: Container[int]) -> int:
-        """A slot to evict that is not `leased`, or -1 when there is none. The caller evicts it and calls `removed`."""
+    def victims(
+        self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
+    ) -> list[int]:
+        """At most `needed` slots to evict, none of them `leased`, for the blocks `incoming` (a chain).
+
+        Each is a block without continuations in the tier once those before it in the answer are gone. Fewer when
+        there are no more, or when the end of `incoming` is worth less than every block that could go. The policy
+        has forgotten them with its answer, as if each was `removed`: the caller evicts them all.
+        """
 
 
 class AdmissionPolicy(Protocol):
