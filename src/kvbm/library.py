@@ -19,7 +19,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmitAll, DiskFilter
+from kvbm.policy import AdmitAll, DiskFilter, eviction_policies
 from kvbm.settings import container_limit_bytes, parse_size
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import open_disk_tier
@@ -77,9 +77,9 @@ class BlockManager:
     `layout` says how large a block is; `host` and `disk` are sizes (`"4GB"`, bytes) or None; `disk_dir` is where
     the disk tier lives, and persists: a manager with the same namespace finds its blocks again. `namespace` must
     name everything that gives the bytes their meaning (see `layout.Namespace`), the weights first of all; it may be
-    left out without a disk tier.
+    left out without a disk tier. `eviction` names the policy that decides what a full tier gives up.
 
-    Raises SettingsError when a size or a directory cannot be used.
+    Raises SettingsError when a size, a directory or a policy cannot be used.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class BlockManager:
         disk_dir: str = "/tmp/",
         namespace: Namespace | None = None,
         disk_filter: bool = False,
+        eviction: str = "gittins",
         clock: Clock = monotonic,
     ) -> None:
         if disk is not None and namespace is None:
@@ -97,6 +98,8 @@ class BlockManager:
                 "namespace", None, "with a disk tier, which outlives this process: a kvbm.Namespace"
             )
         assert layout.shard_count == 1, "one process holds whole blocks"
+        if eviction not in eviction_policies():
+            raise SettingsError("eviction", eviction, f"one of: {', '.join(eviction_policies())}")
         self.layout = layout
         self.namespace = namespace or Namespace(model="library", fields=(("layout", repr(layout)),))
         self.metrics = Metrics()
@@ -125,7 +128,7 @@ class BlockManager:
             self.metrics,
             clock,
             lambda lease: None,
-            SpaceOptions(),
+            SpaceOptions(eviction=eviction),
         )
 
     def __enter__(self) -> BlockManager:

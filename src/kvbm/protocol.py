@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MESSAGE_BYTES_MAX = 8 << 20
 LENGTH_BYTES = 4
 
@@ -91,6 +91,13 @@ class Commit(Message, frozen=True, kw_only=True, tag="commit"):
     store: int
     failed: tuple[int, ...] = ()
     seconds: float = 0.0
+
+
+class Finished(Message, frozen=True, kw_only=True, tag="finished"):
+    """A request that was looked up has ended: `key` is the last of its chain as it was then. Policies learn from it."""
+
+    key: bytes
+    output_tokens: int = 0
 
 
 class Watch(Message, frozen=True, kw_only=True, tag="watch"):
@@ -265,7 +272,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         return StepReport(stored=stored, loaded=loaded)
 
 
-ToManager: TypeAlias = Hello | Lookup | Release | Reserve | Commit | Watch | FenceDone | Reset | StatusQuery
+ToManager: TypeAlias = (
+    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | StatusQuery
+)
 FromManager: TypeAlias = (
     Welcome | Refused | Ready | LookupReply | Progress | ReserveReply | Fence | ResetReply | Status
 )

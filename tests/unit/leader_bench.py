@@ -13,6 +13,7 @@ from kvbm.hashing import derive_key, split_keys
 from kvbm.leader.leader import Answer, Leader, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
+    Finished,
     FrameBuffer,
     Hello,
     LoadPlan,
@@ -42,6 +43,7 @@ class ScriptedManager:
         self.up = True
         self.attempts = 0
         self.epoch = 7
+        self.ended: list[Finished] = []
         self._connection: socket.socket | None = None
         self._frames = FrameBuffer()
 
@@ -55,13 +57,15 @@ class ScriptedManager:
         return Channel(theirs)
 
     def said(self) -> list[Any]:
-        """What the leader has sent since the last call."""
+        """What the leader has sent since the last call; that requests ended goes to `ended` instead."""
         assert self._connection is not None
         try:
             data = self._connection.recv(1 << 22)
         except BlockingIOError:
             return []
-        return [decode_to_manager(frame) for frame in self._frames.feed(data)]
+        messages = [decode_to_manager(frame) for frame in self._frames.feed(data)]
+        self.ended += [message for message in messages if isinstance(message, Finished)]
+        return [message for message in messages if not isinstance(message, Finished)]
 
     def send(self, *messages: Message) -> None:
         assert self._connection is not None

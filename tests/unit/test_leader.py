@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbm.block import Tier
+from kvbm.block import KEY_BYTES, Tier
 from kvbm.clock import ManualClock
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader import leader as leader_module
@@ -15,6 +15,7 @@ from kvbm.leader.leader import Answer, Leader, Scheduled
 from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
 from kvbm.protocol import (
     PROTOCOL_VERSION,
+    Finished,
     Hello,
     Lookup,
     Progress,
@@ -159,6 +160,20 @@ def test_a_reply_with_nothing_is_not_released(bench: Bench) -> None:
     bench.leader.allocated("r", 0, ())
     bench.leader.finished("r")
     assert bench.manager.said() == []
+
+
+def test_the_manager_hears_how_much_a_request_generated(bench: Bench) -> None:
+    lookup = bench.add(blocks=5)
+    bench.leader.finished("r", output_tokens=321)
+    bench.manager.said()
+    assert bench.manager.ended == [Finished(key=lookup.keys[-KEY_BYTES:], output_tokens=321)]
+
+
+def test_nothing_is_said_of_the_end_of_a_request_that_was_never_looked_up(bench: Bench) -> None:
+    bench.leader.request_added("r", [], b"", 0)
+    bench.leader.finished("r", output_tokens=321)
+    assert bench.manager.said() == []
+    assert bench.manager.ended == []
 
 
 def test_a_lookup_that_left_out_what_the_device_lost_is_asked_again(bench: Bench) -> None:

@@ -21,6 +21,7 @@ from kvbm.protocol import (
     REFUSED,
     Commit,
     FenceDone,
+    Finished,
     Hello,
     Lookup,
     LookupReply,
@@ -105,6 +106,10 @@ def test_numbers_that_mean_nothing_do_nothing(manager: ManagerBench) -> None:
         Commit(store=99, failed=(5, -3, 2**60), seconds=-1.0),
         Release(lookup=99, loaded=-1, failed=-1),
         FenceDone(fence=12345),
+        Finished(key=KEYS[5], output_tokens=2**62),
+        Finished(key=KEYS[0], output_tokens=-(2**62)),
+        Finished(key=KEYS[0] * 3),
+        Finished(key=b""),
         Watch(lookup=4),
     ):
         leader.send(message)
@@ -161,6 +166,7 @@ PLAUSIBLE = st.one_of(
               seconds=st.floats()),
     st.builds(Release, lookup=st.integers(-3, 3), first=st.integers(), loaded=st.integers(),
               failed=st.integers(), seconds=st.floats()),
+    st.builds(Finished, key=st.sampled_from([b"", KEYS[0], KEYS[1] * 2]), output_tokens=st.integers()),
     st.builds(Watch, lookup=st.integers(-3, 3)),
     st.builds(FenceDone, fence=st.integers(-1, 5)),
     st.builds(Reset, tier=st.sampled_from(["", "host", "moon"])),

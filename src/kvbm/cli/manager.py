@@ -62,6 +62,7 @@ def manager(
     disk_o_direct: Annotated[Switch, _option("disk_o_direct")] = None,
     disk_offload_filter: Annotated[Switch, _option("disk_offload_filter")] = None,
     disk_io_threads: Annotated[Text, _option("disk_io_threads")] = None,
+    eviction: Annotated[Text, _option("eviction")] = None,
     staging_bytes: Annotated[Text, _option("staging_bytes")] = None,
     max_concurrent_transfers: Annotated[Text, _option("max_concurrent_transfers")] = None,
     max_transfer_batch_size: Annotated[Text, _option("max_transfer_batch_size")] = None,

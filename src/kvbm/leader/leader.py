@@ -25,6 +25,7 @@ from kvbm.leader.lookups import Lookups, Search
 from kvbm.leader.stores import Stores
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
+    Finished,
     Hello,
     LoadPlan,
     LookupReply,
@@ -75,6 +76,7 @@ class _Tracked:
     stored: int = 0
     computed: int = 0
     asked_from: int | None = None
+    asked_blocks: int = 0
     outdated: bool = False
 
 
@@ -225,11 +227,15 @@ class Leader:
         for request in arrived:
             self._end_load(request, report.loaded.get(request, 0.0) if report else 0.0)
 
-    def finished(self, request: str) -> None:
+    def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
         self._lookups.drop(request)
-        if self._requests.pop(request, None) is not None:
-            self._gone.add(request)
+        tracked = self._requests.pop(request, None)
+        if tracked is None:
+            return
+        self._gone.add(request)
+        if tracked.asked_blocks and self.ready and (keys := self._keys(tracked, tracked.asked_blocks)):
+            self._link.send(Finished(key=keys[-1], output_tokens=output_tokens))
 
     # ---- all of it
 
@@ -304,7 +310,10 @@ class Leader:
             return None
         tracked.asked_from = skip
         keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
-        return self._lookups.ask(request, keys, skip, attempts)
+        search = self._lookups.ask(request, keys, skip, attempts)
+        if search is not None:
+            tracked.asked_blocks = len(keys)
+        return search
 
     def _store(self, entry: Scheduled) -> None:
         tracked = self._requests.get(entry.request)

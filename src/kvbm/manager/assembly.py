@@ -12,7 +12,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmitAll, DiskFilter
+from kvbm.policy import AdmitAll, DiskFilter, eviction_policies
 from kvbm.settings import Settings, container_limit_bytes, disk_slots, host_slots, staging_slots
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import open_disk_tier
@@ -35,7 +35,11 @@ class SpaceTable:
         clock: Clock,
         on_progress: Callable[[Lease], None],
     ) -> None:
+        """Raises SettingsError for an eviction policy that nobody brings."""
         assert namespaces_max > 0
+        if settings.eviction not in eviction_policies():
+            accepted = ", ".join(eviction_policies())
+            raise SettingsError("DYN_KVBM_EVICTION", settings.eviction, f"one of: {accepted}")
         self.settings = settings
         self._namespaces_max = namespaces_max
         self._metrics = metrics
@@ -113,6 +117,7 @@ class SpaceTable:
         admission = DiskFilter(self._clock()) if settings.disk_offload_filter else AdmitAll()
         options = SpaceOptions(
             staging=staging,
+            eviction=settings.eviction,
             in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
         )
         log.info(

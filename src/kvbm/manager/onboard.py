@@ -71,7 +71,8 @@ class Onboarder:
         disk_slot = self._disk.find(key)
         assert disk_slot is not None
         self._disk.lease(disk_slot)
-        host_slot = self._host.reserve(key, parent, self._clock())
+        # What is on disk is loaded through the host tier, whatever its policy thinks of it.
+        host_slot = self._host.reserve(key, parent, self._clock(), insist=True)
         if host_slot is None:
             self._disk.unlease(disk_slot)
             return None

@@ -124,26 +124,26 @@ class SlotPool:
 
     # ---- moves
 
-    def reserve(self, key: BlockKey, parent: BlockKey | None, now_s: float) -> SlotIndex | None:
-        """A slot to fill with `key`, evicting where needed; None when every block is leased or being filled.
+    def reserve(
+        self, key: BlockKey, parent: BlockKey | None, now_s: float, insist: bool = False
+    ) -> SlotIndex | None:
+        """A slot to fill with `key`, evicting where needed; None when every block is leased or being filled, or worth
+        more than this one (unless the caller insists).
 
         The block must not be held already. Until `commit` nobody finds it.
         """
-        slots = self.reserve_chain((key,), parent, now_s)
+        slots = self.reserve_chain((key,), parent, now_s, insist)
         return slots[0] if slots else None
 
     def reserve_chain(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None, now_s: float
+        self, keys: Sequence[BlockKey], parent: BlockKey | None, now_s: float, insist: bool = False
     ) -> list[SlotIndex]:
-        """Slots to fill with the blocks of a chain, as `reserve` gives one; for fewer of them where no room is made.
-
-        Room is made by evicting what the policy finds worth less than the blocks to come.
-        """
+        """Slots to fill with the blocks of a chain, as `reserve` gives one; for fewer of them where no room is made."""
         assert not any(map(self.holds, keys)), "block is held already"
         parent_slot = self._slot_of(parent)
         needed = len(keys) - len(self._free)
         if needed > 0:
-            self._make_room(needed, keys, parent_slot, now_s)
+            self._make_room(needed, () if insist else keys, parent_slot, now_s)
             keys = keys[: len(self._free)]
         slots = [self._free.pop() for _ in keys]
         self._fill(slots, keys, parent_slot, now_s)
@@ -218,6 +218,10 @@ class SlotPool:
         """A request came for this chain."""
         slots = [-1 if slot is None else slot for slot in self.find_all(keys)]
         self._policy.requested(keys, slots, now_s)
+
+    def finished(self, key: BlockKey, output_tokens: int, now_s: float) -> None:
+        """The request whose chain ended with this key when it came has generated that many tokens, and no more."""
+        self._policy.finished(key, output_tokens, now_s)
 
     def clear(self) -> tuple[int, int]:
         """Evict every block that is not in use; (dropped, in use)."""

@@ -15,6 +15,7 @@ from kvbm.protocol import (
     REFUSED,
     Commit,
     FenceDone,
+    Finished,
     Lookup,
     LookupReply,
     Message,
@@ -24,6 +25,8 @@ from kvbm.protocol import (
     ReserveReply,
     Watch,
 )
+
+OUTPUT_TOKENS_MAX = 1 << 31
 
 
 class Requests:
@@ -104,6 +107,14 @@ class Requests:
         if engine is not None and engine.leader is session:
             stored = engine.space.commit(session.number, message.store, message.failed)
             self._traffic.stored(stored, message.seconds)
+
+    def finished(self, session: Session, message: Message) -> None:
+        """A request ended; the policies hear how much it generated."""
+        assert isinstance(message, Finished)
+        keys = _keys(message.key)
+        engine = self._membership.led_by(session)
+        if engine is not None and len(keys) == 1 and 0 <= message.output_tokens < OUTPUT_TOKENS_MAX:
+            engine.space.finished(keys[0], message.output_tokens)
 
     def watch(self, session: Session, message: Message) -> None:
         """A worker wants to hear of a lookup's progress."""

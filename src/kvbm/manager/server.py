@@ -33,6 +33,7 @@ from kvbm.manager.traffic import Traffic
 from kvbm.protocol import (
     Commit,
     FenceDone,
+    Finished,
     Hello,
     Lookup,
     Message,
@@ -91,6 +92,7 @@ class Server:
             Commit: requests.commit,
             Watch: requests.watch,
             FenceDone: requests.fence_done,
+            Finished: requests.finished,
             Reset: self._reset,
             StatusQuery: self._status,
         }

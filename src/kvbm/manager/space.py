@@ -20,7 +20,7 @@ from kvbm.manager.onboard import Onboarder
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmissionPolicy, LeafFirstLru
+from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.protocol import HELD, REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
@@ -32,9 +32,13 @@ CLOSE_S_MAX = 5.0
 
 
 class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a space treats its tiers. `staging`: host memory is only a bounded way to disk."""
+    """How a space treats its tiers. `staging`: host memory is only a bounded way to disk.
+
+    `eviction` names the policy of both tiers; a staging area keeps no order but that of use.
+    """
 
     staging: bool = False
+    eviction: str = "lru"
     in_flight_max: int = 64
 
 
@@ -68,9 +72,10 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._usage = Usage()
-        lru = LeafFirstLru(arena.slot_count)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
-        self.host = SlotPool(Tier.HOST, arena.slot_count, lru, self._host_emptied, not options.staging)
+        eviction = "lru" if options.staging else options.eviction
+        policy = make_policy(eviction, arena.slot_count)
+        self.host = SlotPool(Tier.HOST, arena.slot_count, policy, self._host_emptied, not options.staging)
         self.disk: SlotPool | None = None
         self.onboarder: Onboarder | None = None
         self.offloader: Offloader | None = None
@@ -242,6 +247,10 @@ class Space:
         for slot in reversed(reservation.slots):
             self.host.abort(slot)
 
+    def finished(self, key: BlockKey, output_tokens: int) -> None:
+        """The request whose lookup ended with this key is through."""
+        self._usage.note_end(key, output_tokens)
+
     def _missing_run(self, keys: Sequence[BlockKey], below: SlotPool | None) -> list[BlockKey]:
         """The first keys up to one that needs no slot; distinct whatever the engine sent."""
         run: dict[BlockKey, None] = {}
@@ -338,7 +347,8 @@ class Space:
 
     def _attach_disk(self, tier: SlotTier) -> None:
         """Build the index of the disk tier from what it recovered, and the queues to and from it."""
-        disk = SlotPool(Tier.DISK, tier.slot_count, LeafFirstLru(tier.slot_count), self._disk_emptied)
+        policy = make_policy(self.options.eviction, tier.slot_count)
+        disk = SlotPool(Tier.DISK, tier.slot_count, policy, self._disk_emptied)
         found = sorted(tier.recovered(), key=lambda block: block.sequence)
         disk.recover([(block.key, block.parent, block.slot) for block in found], self._clock())
         self.disk = disk

@@ -16,7 +16,8 @@ class Usage:
     """Requests whose use the policies have not heard of yet; past `_WAITING_MAX` the oldest is forgotten."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[list[BlockKey], int]] = deque(maxlen=_WAITING_MAX)
+        # A chain and how much of it was found, or the last key of a request that ended and its output tokens.
+        self._waiting: deque[tuple[list[BlockKey] | BlockKey, int]] = deque(maxlen=_WAITING_MAX)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -25,15 +26,23 @@ class Usage:
         """A request came for this chain; its first `found` blocks were in a tier or on the device."""
         self._waiting.append((keys, found))
 
+    def note_end(self, key: BlockKey, output_tokens: int) -> None:
+        """The request whose chain ended with this key is through."""
+        self._waiting.append((key, output_tokens))
+
     def tell(self, pools: Iterable[SlotPool | None], offloader: Offloader | None, now_s: float) -> None:
         """Tell the tiers' policies, and offer what was used to the tier below again."""
         while self._waiting:
-            keys, found = self._waiting.popleft()
+            keys, count = self._waiting.popleft()
             for pool in pools:
-                if pool is not None:
+                if pool is None:
+                    continue
+                if isinstance(keys, list):
                     pool.requested(keys, now_s)
-            if offloader is not None:
+                else:
+                    pool.finished(keys, count, now_s)
+            if offloader is not None and isinstance(keys, list):
                 parent: BlockKey | None = None
-                for key in keys[:found]:
+                for key in keys[:count]:
                     offloader.offer(key, parent)
                     parent = key

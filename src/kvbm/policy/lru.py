@@ -20,6 +20,7 @@ class _State(IntEnum):
     RESIDENT = 2
 
 
+_FILLING = int(_State.FILLING)
 _RESIDENT = int(_State.RESIDENT)
 
 
@@ -61,7 +62,7 @@ class LeafFirstLru:
         state, used_s, parents, child = self._state, self._used_s, self._parent, self._child
         for slot in slots:
             assert not state[slot]
-            state[slot] = _State.FILLING
+            state[slot] = _FILLING
             used_s[slot] = now_s
             parents[slot] = parent
             parent = slot
@@ -104,7 +105,7 @@ class LeafFirstLru:
                 # Up the branch, as long as the parent is next in the order anyway: used when its child was.
                 while True:
                     chosen.append(slot)
-                    slot = self._empty(slot)
+                    slot = self._empty_leaf(slot)
                     if slot < 0 or child[slot] >= 0 or self._queued[slot] or state[slot] != _RESIDENT:
                         break
                     if used_s[slot] > queued_s or slot in leased or len(chosen) == needed:
@@ -156,6 +157,17 @@ class LeafFirstLru:
             following = self._next[child]
             self._parent[child] = self._next[child] = self._previous[child] = -1
             child = following
+        return parent
+
+    def _empty_leaf(self, slot: int) -> int:
+        """`_empty` for a block without continuations."""
+        self._state[slot] = 0
+        parent = self._parent[slot]
+        if parent >= 0:
+            if self._next[slot] < 0 and self._previous[slot] < 0:
+                self._child[parent] = self._parent[slot] = -1
+            else:
+                self._unlink(slot, parent)
         return parent
 
     def _unlink(self, slot: int, parent: int) -> None:

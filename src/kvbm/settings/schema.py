@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_o_direct: bool = True
     disk_offload_filter: bool = True
     disk_io_threads: int = 8
+    eviction: str = "gittins"
     onboard: str = "measured"
     staging_bytes: int = 512_000_000
     max_concurrent_transfers: int = 4
@@ -211,6 +212,15 @@ SCHEMA: tuple[Setting, ...] = (
         "threads that read and write the disk tier",
         1,
         256,
+        ours=True,
+    ),
+    Setting(
+        "eviction",
+        "DYN_KVBM_EVICTION",
+        "--eviction",
+        Kind.TEXT,
+        "policy that decides what a full tier gives up: gittins, lru, s3fifo, sieve, arc, tinylfu, gdsf, or one that "
+        "an installed package brings",
         ours=True,
     ),
     Setting(

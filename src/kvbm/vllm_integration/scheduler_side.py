@@ -125,7 +125,7 @@ class SchedulerSide:
         """The request ended or was aborted."""
         self._requests.pop(request.request_id, None)
         self._tables.drop(request.request_id)
-        self._leader.finished(request.request_id)
+        self._leader.finished(request.request_id, request.num_output_tokens)
 
     @property
     def settling(self) -> bool:

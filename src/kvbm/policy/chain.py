@@ -1,0 +1,219 @@
+"""What leaf-first policies share: the tree of a tier's blocks, and queues that leaf-first and leases do not upset.
+
+Published policies choose among objects that have nothing to do with one another. Blocks form chains, and a block is
+of no use without those before it, so only a *leaf* (a block none of whose continuations is in the tier) may go. Here
+is how a policy made for flat objects is kept as it was published and still answers with leaves only: a block whose
+turn came while it was no leaf, was leased or was being filled, *waits* outside its queue, and is the next in turn
+as soon as it can go. In the meantime it is used whenever one of its continuations is, and what the policy does
+about used blocks in turn (a second chance, a better queue) it does then. Nothing is ever scanned past twice: a block
+begins to wait at most once for each time it is put into a queue, which makes every step O(1) amortised.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Hashable, Iterable, Sequence
+
+from kvbm.block import BlockState
+
+_FREE = int(BlockState.FREE)
+_FILLING = int(BlockState.FILLING)
+_RESIDENT = int(BlockState.RESIDENT)
+
+
+class Chains:
+    """Which slots hold the continuations of which others. 16 bytes a slot."""
+
+    def __init__(self, slot_count: int) -> None:
+        assert slot_count > 0
+        # The continuations of a block are a list through the slots: its first child, and each child's siblings.
+        self.parent = array("i", [-1]) * slot_count
+        self.child = array("i", [-1]) * slot_count
+        self._next = array("i", [-1]) * slot_count
+        self._previous = array("i", [-1]) * slot_count
+
+    def append(self, slots: Sequence[int], parent: int) -> None:
+        """Each of the slots continues the one before it, the first the one in `parent` (or -1)."""
+        parents, child = self.parent, self.child
+        first = slots[0]
+        if parent >= 0:
+            sibling = child[parent]
+            if sibling >= 0:
+                self._next[first] = sibling
+                self._previous[sibling] = first
+            child[parent] = first
+        last = parent
+        for slot in slots:
+            parents[slot] = last
+            if last != parent:
+                child[last] = slot
+            last = slot
+
+    def take_out(self, slot: int) -> int:
+        """Forget a slot; its parent when that has just become a leaf, else -1.
+
+        Continuations that are still there become the first blocks of chains of their own.
+        """
+        child = self.child[slot]
+        if child >= 0:
+            self._orphan(slot, child)
+        parent = self.parent[slot]
+        if parent < 0:
+            return -1
+        self.parent[slot] = -1
+        previous, following = self._previous[slot], self._next[slot]
+        if following >= 0:
+            self._previous[following] = previous
+            self._next[slot] = -1
+        if previous >= 0:
+            self._next[previous] = following
+            self._previous[slot] = -1
+            return -1
+        self.child[parent] = following
+        return parent if following < 0 else -1
+
+    def _orphan(self, slot: int, child: int) -> None:
+        self.child[slot] = -1
+        while child >= 0:
+            following = self._next[child]
+            self.parent[child] = self._next[child] = self._previous[child] = -1
+            child = following
+
+
+class QueuedChains:
+    """Base of policies that keep blocks in queues: each block belongs to one queue, and stands in it or waits.
+
+    A queue runs from its oldest block, whose turn is next, to its newest. Everything is O(1), amortised where a
+    policy walks a queue. Memory: 27 bytes a slot (the tree 16, links 8, states 3), and no outdated entries.
+    """
+
+    def __init__(self, slot_count: int, queue_count: int) -> None:
+        assert slot_count > 0, f"a tier has at least one slot, not {slot_count}"
+        self._slot_count = slot_count
+        self._chains = Chains(slot_count)
+        self._state = bytearray(slot_count)
+        self._queue = bytearray(slot_count)
+        self._waits = bytearray(slot_count)
+        # Blocks that belong to each queue, those that wait included.
+        self._sizes = [0] * queue_count
+        # Queue q is a ring through its slots and one more entry, its end, `slot_count + q`: the oldest slot is the one
+        # newer than the end.
+        self._newer = array("i", range(slot_count + queue_count))
+        self._older = array("i", range(slot_count + queue_count))
+
+    def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
+        """Of no interest."""
+
+    def evictable(self, slots: Iterable[int]) -> None:
+        """Those of the slots that wait, and for nothing else, are next in turn."""
+        state, waits, child = self._state, self._waits, self._chains.child
+        for slot in slots:
+            state[slot] = _RESIDENT
+            if waits[slot] and child[slot] < 0:
+                self._end_wait(slot)
+
+    def removed(self, slots: Iterable[int]) -> None:
+        """Empty the slots; their parents may become leaves."""
+        for slot in slots:
+            assert self._state[slot] != _FREE, f"slot {slot} is empty already"
+            self._empty(slot)
+
+    def _fill(self, slots: Sequence[int], parent: int) -> None:
+        """Put slots into the tree. The caller enters each into a queue, the last of the chain first."""
+        state = self._state
+        for slot in slots:
+            assert state[slot] == _FREE, f"slot {slot} is in use"
+            state[slot] = _FILLING
+        self._chains.append(slots, parent)
+
+    def _enter(self, slot: int, queue: int) -> None:
+        """Make a slot that belongs to no queue the newest of one."""
+        self._queue[slot] = queue
+        self._sizes[queue] += 1
+        older, newer = self._older, self._newer
+        end = self._slot_count + queue
+        newest = older[end]
+        older[slot] = newest
+        newer[slot] = end
+        newer[newest] = older[end] = slot
+
+    def _leave(self, slot: int) -> None:
+        """Take a slot out of its queue, waiting or not."""
+        self._sizes[self._queue[slot]] -= 1
+        if self._waits[slot]:
+            self._waits[slot] = 0
+            return
+        older, newer = self._older[slot], self._newer[slot]
+        self._newer[older] = newer
+        self._older[newer] = older
+
+    def _move(self, slot: int, queue: int) -> None:
+        """Make a slot the newest of another queue, or of its own."""
+        self._leave(slot)
+        self._enter(slot, queue)
+
+    def _use(self, slots: Sequence[int], queue_after: bytes) -> None:
+        """Make a request's slots the newest of `queue_after[q]`, where q is the queue each belongs to.
+
+        The earlier a block is in the chain, the newer, so that leaves come first in turn. What was last used together
+        stands together and moves together: a step in a known run is one comparison.
+        """
+        queue, waits, newer, older = self._queue, self._waits, self._newer, self._older
+        number = len(slots)
+        while number:
+            number -= 1
+            last = slots[number]
+            if last < 0:
+                continue
+            own = queue[last]
+            if waits[last] or queue_after[own] != own:
+                self._move(last, queue_after[own])
+                continue
+            first, above = last, newer[last]
+            while number and slots[number - 1] == above:
+                number -= 1
+                first, above = above, newer[above]
+            end = self._slot_count + own
+            if above == end:
+                continue
+            below, newest = older[last], older[end]
+            newer[below], older[above] = above, below
+            newer[first], older[end] = end, first
+            newer[newest], older[last] = last, newest
+
+    def _may_go(self, slot: int, leased: Container[int]) -> bool:
+        return self._state[slot] == _RESIDENT and self._chains.child[slot] < 0 and slot not in leased
+
+    def _candidate(self, queue: int, leased: Container[int]) -> int:
+        """The oldest slot of a queue that may go, or -1; those before it begin to wait."""
+        newer, end = self._newer, self._slot_count + queue
+        while (slot := newer[end]) != end:
+            if self._may_go(slot, leased):
+                return slot
+            self._wait(slot)
+        return -1
+
+    def _wait(self, slot: int) -> None:
+        """Take a slot that may not go now out of its queue until it may."""
+        self._waits[slot] = 1
+        older, newer = self._older[slot], self._newer[slot]
+        self._newer[older] = newer
+        self._older[newer] = older
+
+    def _end_wait(self, slot: int) -> None:
+        """Put a slot that waited back into its queue, next in turn."""
+        self._waits[slot] = 0
+        older, newer = self._older, self._newer
+        end = self._slot_count + self._queue[slot]
+        oldest = newer[end]
+        newer[slot] = oldest
+        older[slot] = end
+        older[oldest] = newer[end] = slot
+
+    def _empty(self, slot: int) -> None:
+        """Take a slot out of its queue and of the tree."""
+        self._leave(slot)
+        self._state[slot] = _FREE
+        parent = self._chains.take_out(slot)
+        if parent >= 0 and self._waits[parent] and self._state[parent] == _RESIDENT:
+            self._end_wait(parent)

@@ -1,0 +1,97 @@
+"""What is known of a run when a request uses it, cut into few values per feature, packed into one number.
+
+Some features are the request's, and the same for all its runs; others are the run's own.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from math import log2
+
+
+class Place(IntEnum):
+    """Where a run lies in the chain of the request that used it last."""
+
+    LAST = 0
+    """The last block of a prompt, seldom asked for again: most requests part from it."""
+    NEW = 1
+    FIRST_NEW = 2
+    """The first blocks behind what was known; they survive when a client drops the rest of a turn."""
+    ROOT = 3
+    OLD = 4
+    OUTPUT = 5
+    """Generated, or stored without having been asked for."""
+
+
+FIRST_NEW_BLOCKS = 2
+OUTPUT_UNKNOWN = 13
+
+# Sizes of the features, in the order of packing. See `request_code` and `run_code` for what each means.
+_GAP_MEAN, _OUTPUT, _NEW, _LENGTH = 13, 14, 11, 7
+_USES, _PLACES, _DROPS, _SUPERSEDED = 12, len(Place), 6, 2
+RUN_CODES = _USES * _PLACES * _DROPS * _SUPERSEDED
+SIZES = (_USES, _PLACES * _DROPS, _GAP_MEAN, _OUTPUT, _NEW, _LENGTH, _SUPERSEDED)
+BY_AGE = (0, 2, 3, 5, 6)
+"""The features whose effect differs by age: all but the place and the number of new blocks."""
+
+
+def request_code(gap_mean: float, output_tokens: int, new_blocks: int, blocks: int) -> int:
+    """The request's part, all as logarithms: the moving mean of the gaps between the turns of its conversation
+    (`log2_seconds`; negative in a first turn), tokens generated (-1: not known yet), blocks that nobody asked for
+    before, blocks.
+    """
+    code = 0 if gap_mean < 0 else 1 + min(_GAP_MEAN - 2, int(gap_mean))
+    output = OUTPUT_UNKNOWN if output_tokens < 0 else _log(output_tokens, OUTPUT_UNKNOWN - 1)
+    code = code * _OUTPUT + output
+    code = code * _NEW + _log(new_blocks + 1, _NEW - 2)
+    return code * _LENGTH + _log(blocks, 2 * (_LENGTH - 2)) // 2
+
+
+def run_code(uses: int, place: int, drops: int) -> int:
+    """The run's part: how often it was used, its place, and how much of each turn its conversation drops."""
+    few = uses if uses < 5 else 3 + min(_USES - 4, uses.bit_length() - 1)
+    return ((few * _PLACES + place) * _DROPS + drops) * _SUPERSEDED
+
+
+def drop_level(share: float) -> int:
+    """`drops` for `run_code` from the second turn on: 1 to 4, by the moving share of turns that lost blocks."""
+    return 1 + int(share * 3.99)
+
+
+def superseded(code: int) -> int:
+    """The same code for a run whose conversation went another way."""
+    return code | 1
+
+
+def plain(code: int) -> int:
+    """The code of a run of which only the place, the uses and the output are known: for when there are too many."""
+    uses, place_drops, _, output, _, _, left_behind = values_of(code)
+    request = (output * _NEW + _NEW - 1) * _LENGTH + _LENGTH - 1
+    run = (uses * _PLACES + place_drops // _DROPS) * _DROPS + _DROPS - 1
+    return (request * _USES * _PLACES * _DROPS + run) * _SUPERSEDED + left_behind
+
+
+def place_of(code: int) -> int:
+    """The `Place` in a code."""
+    return code // (_SUPERSEDED * _DROPS) % _PLACES
+
+
+def values_of(code: int) -> tuple[int, ...]:
+    """The feature values of a code, in the order of `SIZES`."""
+    code, left_behind = divmod(code, _SUPERSEDED)
+    code, drops = divmod(code, _DROPS)
+    code, place = divmod(code, _PLACES)
+    code, uses = divmod(code, _USES)
+    code, length = divmod(code, _LENGTH)
+    code, new = divmod(code, _NEW)
+    gap_mean, output = divmod(code, _OUTPUT)
+    return (uses, place * _DROPS + drops, gap_mean, output, new, length, left_behind)
+
+
+def log2_seconds(gap_s: float) -> float:
+    """A gap as the features count it."""
+    return log2(gap_s + 1)
+
+
+def _log(count: int, most: int) -> int:
+    return min(most, max(count, 1).bit_length() - 1)

@@ -1,0 +1,210 @@
+"""How likely a run is to be used next, by its age and by what is known of it: learned online, from nothing.
+
+Time since the last use is cut into bins, four to the octave from 4 s to 68 min and two beyond. For every *kind* of
+run (a combination of feature values, see `features`) two sums are kept per bin: how much was there at the bin's
+start (exposure), and how much of that was used again within it (events). The hazard of kind k in bin b is modelled as
+
+    base[b] · Π_f factor_f[value of f in k] · Π_f factor_f[value, octave of b] · rest[k, octave of b]
+
+Every factor is (events + κ) / (expected events without it + κ): 1 until there is evidence. The factors are fitted
+in turn (backfitting of a Poisson model with gamma priors), a pass or two each time, starting from the last fit.
+
+The worth of a run is its Gittins index: the best ratio, over all horizons τ, of the probability that it is used
+within τ to the time that it is expected to stay until then (J. C. Gittins, "Bandit processes and dynamic
+allocation indices", 1979). Keeping the blocks with the highest hits most per block and second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+EDGES_S = np.array(
+    [0.0, 1.0, 2.0, *(2 ** (k / 4) for k in range(8, 48)), *(2 ** (k / 2) for k in range(24, 35))]
+)
+"""Where the age bins begin, in seconds; the last has no end."""
+BIN_COUNT = len(EDGES_S)
+_WIDTH_S = np.diff(np.append(EDGES_S, 2 * EDGES_S[-1]))
+_HALF_WIDTH_S = _WIDTH_S / 2
+_OCTAVE = np.unique(np.log2(np.maximum(EDGES_S, 1)).astype(int).clip(max=13), return_inverse=True)[1]
+_OCTAVE_STARTS = np.flatnonzero(np.diff(_OCTAVE, prepend=-1))
+_OCTAVES = int(_OCTAVE[-1]) + 1
+
+PRIOR_HAZARD = 0.01
+_KAPPA_BASE = 3.0
+_KAPPA = 3.0
+_KAPPA_OCTAVE = 50.0
+_KAPPA_REST = 50.0
+_HAZARD_MAX = 0.98
+_PASSES = 2
+
+
+class HazardModel:
+    """Exposure and events by kind and age bin, the fit, and the indices that follow from it.
+
+    `sizes[f]` is the number of values of feature f, `by_age` the features whose factor differs by age too.
+    Kinds are rows, added by `add_kind`. Memory: 430 bytes a kind for the sums and as much again for the indices.
+    """
+
+    def __init__(self, sizes: Sequence[int], by_age: Sequence[int]) -> None:
+        self._by_age = tuple(by_age)
+        self._base = np.full(BIN_COUNT, PRIOR_HAZARD)
+        self._factor = [np.ones(size) for size in sizes]
+        self._factor_by_age = {f: np.ones((sizes[f], _OCTAVES)) for f in by_age}
+        self._values = np.zeros((0, len(sizes)), np.int16)
+        self._events: Floats = np.zeros((0, BIN_COUNT), np.float32)
+        self._left: Floats = np.zeros((0, BIN_COUNT + 1), np.float32)
+        self._index: Floats = np.zeros((0, BIN_COUNT), np.float32)
+        self._product: Floats = np.ones((0, _OCTAVES), np.float32)
+        self.kind_count = 0
+
+    def add_kind(self, values: Sequence[int]) -> int:
+        """A new kind with these feature values; its row."""
+        kind = self.kind_count
+        if kind == len(self._values):
+            room = max(256, kind)
+            self._values = np.vstack([self._values, np.zeros((room, self._values.shape[1]), np.int16)])
+            self._events = np.vstack([self._events, np.zeros((room, BIN_COUNT), np.float32)])
+            self._left = np.vstack([self._left, np.zeros((room, BIN_COUNT + 1), np.float32)])
+            self._index = np.vstack([self._index, np.full((room, BIN_COUNT), np.nan, np.float32)])
+            self._product = np.vstack([self._product, np.ones((room, _OCTAVES), np.float32)])
+        self._values[kind] = values
+        product = np.ones(_OCTAVES)
+        for feature, value in enumerate(values):
+            product *= self._factor[feature][value]
+            if feature in self._factor_by_age:
+                product *= self._factor_by_age[feature][value]
+        self._product[kind] = product
+        self.kind_count = kind + 1
+        return kind
+
+    # ---- observations
+
+    def used(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
+        """Runs of these kinds were used again at these ages."""
+        bins = bins_of(ages_s)
+        np.add.at(self._events, (kinds, bins), weights)
+        np.add.at(self._left, (kinds, bins + 1), weights)
+
+    def left(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
+        """Runs of these kinds were not used up to these ages; nothing is known of what came later."""
+        np.add.at(self._left, (kinds, bins_of(ages_s)), weights)
+
+    def joined(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
+        """Runs became of these kinds at these ages."""
+        np.add.at(self._left, (kinds, bins_of(ages_s)), -weights)
+
+    # ---- fit
+
+    def fit(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
+        """Learn from everything observed; the arguments are the runs that wait to be used now."""
+        count = self.kind_count
+        left = self._left[:count].copy()
+        np.add.at(left, (kinds, bins_of(ages_s)), weights)
+        # What left in bin b was there at the start of every bin before b.
+        exposure = left[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
+        np.maximum(exposure, 0, out=exposure)
+        events = self._events[:count]
+        events_octave = np.add.reduceat(events, _OCTAVE_STARTS, axis=1)
+        values = self._values[:count]
+        product = self._product[:count] = self._factors(values)
+        for _ in range(_PASSES):
+            expected = exposure * product[:, _OCTAVE]
+            total = expected.sum(axis=0)
+            self._base = (events.sum(axis=0) + _KAPPA_BASE) / (total + _KAPPA_BASE / PRIOR_HAZARD)
+            expected *= self._base.astype(np.float32)
+            octaves = np.add.reduceat(expected, _OCTAVE_STARTS, axis=1)
+            self._fit_factors(values, octaves, events_octave)
+            product = self._factors(values)
+        rest = (events_octave + _KAPPA_REST) / (octaves + _KAPPA_REST)
+        self._product[:count] = product * rest
+        self._index[:count] = np.nan
+
+    def _fit_factors(self, values: NDArray[np.int16], expected: Floats, events: Floats) -> None:
+        """One pass over all factors; `expected` and `events` per kind and octave, `expected` is kept up to date."""
+        by_kind = events.sum(axis=1)
+        for feature, factor in enumerate(self._factor):
+            of = values[:, feature]
+            there = np.bincount(of, expected.sum(axis=1), len(factor))
+            new = (np.bincount(of, by_kind, len(factor)) + _KAPPA) / (there / factor + _KAPPA)
+            expected *= (new / factor).astype(np.float32)[of, None]
+            self._factor[feature] = new
+        octaves = np.arange(_OCTAVES)
+        for feature, factor in self._factor_by_age.items():
+            of = values[:, feature]
+            cells = (of[:, None].astype(np.int64) * _OCTAVES + octaves).ravel()
+            there = np.bincount(cells, expected.ravel(), factor.size).reshape(factor.shape)
+            seen = np.bincount(cells, events.ravel(), factor.size).reshape(factor.shape)
+            new = (seen + _KAPPA_OCTAVE) / (there / factor + _KAPPA_OCTAVE)
+            expected *= (new / factor).astype(np.float32)[of]
+            self._factor_by_age[feature] = new
+
+    def _factors(self, values: NDArray[np.int16]) -> Floats:
+        """The product of all factors, per kind and octave."""
+        alone = np.ones(len(values))
+        for feature, factor in enumerate(self._factor):
+            alone *= factor[values[:, feature]]
+        product = np.repeat(alone[:, None], _OCTAVES, axis=1)
+        for feature, factor in self._factor_by_age.items():
+            product *= factor[values[:, feature]]
+        return product.astype(np.float32)
+
+    # ---- worth
+
+    def index(self, kinds: Ints, bins: Ints) -> Floats:
+        """The Gittins index of runs of these kinds in these age bins: uses per second of keeping one block."""
+        found = self._index[kinds, bins]
+        unknown = np.isnan(found)
+        if unknown.any():
+            cells = np.unique(kinds[unknown] * BIN_COUNT + bins[unknown])
+            self._compute(cells // BIN_COUNT, cells % BIN_COUNT)
+            found = self._index[kinds, bins]
+        return found
+
+    def index_of(self, kind: int, age_bin: int) -> float:
+        """`index` of one."""
+        found = self._index.item(kind, age_bin)
+        return found if found == found else self._compute_one(kind, age_bin)
+
+    def _compute_one(self, kind: int, age_bin: int) -> float:
+        """`_compute` without what it costs to be ready for many."""
+        hazard = self._base[age_bin:] * self._product[kind].take(_OCTAVE[age_bin:])
+        np.minimum(hazard, _HAZARD_MAX, out=hazard)
+        width = _HALF_WIDTH_S[age_bin:].copy()
+        hazard[0] = 1 - sqrt(1 - hazard[0])
+        width[0] /= 2
+        stays = np.multiply.accumulate(1 - hazard)
+        width[1:] *= stays[:-1] + stays[1:]
+        width[0] *= 1 + stays[0]
+        worth = float(((1 - stays) / np.add.accumulate(width)).max())
+        self._index[kind, age_bin] = worth
+        return worth
+
+    def _compute(self, kinds: Ints, bins: Ints) -> None:
+        hazard = np.minimum(self._base * self._product[kinds][:, _OCTAVE], _HAZARD_MAX)
+        columns = np.arange(BIN_COUNT)
+        hazard[columns < bins[:, None]] = 0
+        rows = np.arange(len(kinds))
+        # A run is on average in the middle of the bin it is in: half of the hazard and of the width are left.
+        here = hazard[rows, bins]
+        hazard[rows, bins] = 1 - np.sqrt(1 - here)
+        stays = np.cumprod(1 - hazard, axis=1)
+        before = np.hstack([np.ones((len(kinds), 1)), stays[:, :-1]])
+        width = np.where(columns < bins[:, None], 0.0, _WIDTH_S)
+        width[rows, bins] /= 2
+        time_s = np.cumsum(width * (before + stays) / 2, axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.where(time_s > 0, (1 - stays) / time_s, 0.0)
+        self._index[kinds, bins] = ratio.max(axis=1)
+
+
+def bins_of(ages_s: Floats) -> Ints:
+    """The age bin of each age in seconds."""
+    return np.searchsorted(EDGES_S, ages_s, side="right") - 1

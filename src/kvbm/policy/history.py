@@ -1,0 +1,279 @@
+"""What was asked for, as a tree of runs: blocks that always came together, resident or not any more.
+
+A *run* is a stretch of one chain that requests have used as a whole. Where a request parts from a run, the run is
+cut in two. The resident part of a run is always its beginning, because leaves are evicted first. Runs that left
+the tier stay as history until there are too many.
+
+Names are 64-bit numbers, one per block, that say the whole chain up to it. They lie in one log, a stretch per run,
+so that cutting a run copies nothing; the log is packed when half of it is garbage.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from kvbm.block import KEY_BYTES
+
+_PACK_BLOCKS_MIN = 4096
+NOBODY = -1
+
+
+def names_of(keys: Sequence[Hashable]) -> array[int]:
+    """Numbers for keys: a number stands for itself, of a `BlockKey` the first 8 bytes are taken."""
+    if keys and isinstance(keys[0], bytes):
+        assert len(keys[0]) == KEY_BYTES
+        joined = b"".join(keys)  # type: ignore[arg-type]
+        return array("q", memoryview(joined).cast("q")[:: KEY_BYTES // 8].tolist())
+    return array("q", keys)  # type: ignore[arg-type]
+
+
+class RunTree:
+    """Runs, numbered from 0; their fields are parallel arrays, read and written by the policy.
+
+    `parent`, `child`, `next` and `previous` link the tree (-1: none). `length` counts the run's blocks, `resident`
+    those of them that are in the tier, `resident_children` the continuations with any. `branches` counts the
+    requests that went another way behind this run. About 90 bytes a run and 12 a block, and a dictionary entry a run.
+    """
+
+    def __init__(self, slot_count: int) -> None:
+        self.run_of = array("i", [NOBODY]) * slot_count
+        self.start, self.length, self.resident = array("i"), array("i"), array("i")
+        self.parent, self.child = array("i"), array("i")
+        self.next, self.previous = array("i"), array("i")
+        self.resident_children, self.branches = array("i"), array("i")
+        self.used_s = array("d")
+        self.uses, self.turn = array("i"), array("i")
+        self.kind, self.early_kind = array("i"), array("i")
+        self.weight = array("f")
+        self.log_names, self.log_slots = array("q"), array("i")
+        self.first: dict[int, int] = {}
+        self.live_blocks = 0
+        self._free: list[int] = []
+        self._fields = (
+            *(self.start, self.length, self.resident, self.parent, self.child, self.next, self.previous),
+            *(self.resident_children, self.branches, self.uses, self.kind, self.early_kind, self.turn),
+        )
+
+    def __len__(self) -> int:
+        """Runs that are known."""
+        return len(self.start) - len(self._free)
+
+    # ---- finding
+
+    def match(self, names: array[int]) -> tuple[list[int], int]:
+        """The runs of the longest known prefix and its length. A run that the chain leaves midway is cut there."""
+        path: list[int] = []
+        position, end = 0, len(names)
+        first, start, length, log = self.first, self.start, self.length, self.log_names
+        while position < end:
+            run = first.get(names[position], NOBODY)
+            if run < 0:
+                break
+            begin, size = start[run], length[run]
+            if position + size <= end and log[begin + size - 1] == names[position + size - 1]:
+                position += size  # the last name says the whole chain up to it
+            else:
+                same = self.common(run, names, position)
+                self.cut(run, same)
+                path.append(run)
+                return path, position + same
+            path.append(run)
+        return path, position
+
+    def common(self, run: int, names: array[int], position: int) -> int:
+        """How many of the run's first blocks are `names[position:]`; at least the first is known to be."""
+        begin, log = self.start[run], self.log_names
+        low, high = 1, min(self.length[run], len(names) - position)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if log[begin + middle - 1] == names[position + middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def tail_slot(self, run: int) -> int:
+        """The slot of the run's last resident block."""
+        return self.log_slots[self.start[run] + self.resident[run] - 1]
+
+    def slots(self, run: int) -> array[int]:
+        """The slots of its resident blocks, in order."""
+        begin = self.start[run]
+        return self.log_slots[begin : begin + self.resident[run]]
+
+    # ---- growing
+
+    def add(self, parent: int, names: array[int]) -> int:
+        """A new run behind `parent` (whole) with these blocks, none resident."""
+        run = self._new_run()
+        self.start[run], self.length[run] = len(self.log_names), len(names)
+        self.log_names.extend(names)
+        self.log_slots.extend(array("i", [NOBODY]) * len(names))
+        self.live_blocks += len(names)
+        self._link(run, parent)
+        self.first[names[0]] = run
+        return run
+
+    def cut(self, run: int, size: int) -> int:
+        """Cut the run behind its first `size` blocks; the run of the others, or -1 when there are none."""
+        if size >= self.length[run]:
+            return NOBODY
+        assert size > 0
+        rest = self._new_run()
+        begin = self.start[run] + size
+        self.start[rest], self.length[rest] = begin, self.length[run] - size
+        self.length[run] = size
+        copied = (self.branches, self.uses, self.kind, self.early_kind, self.turn, self.resident_children)
+        for field in copied:
+            field[rest] = field[run]
+        self.used_s[rest] = self.used_s[run]
+        self.branches[run] = 0
+        staying = min(size, self.resident[run])
+        self.resident[rest] = self.resident[run] - staying
+        self.resident[run] = staying
+        for slot in self.slots(rest):
+            self.run_of[slot] = rest
+        child = self.child[rest] = self.child[run]
+        while child >= 0:
+            self.parent[child] = rest
+            child = self.next[child]
+        self.child[run] = NOBODY
+        self.resident_children[run] = 0
+        self._link(rest, run)
+        if self.resident[rest]:
+            self.resident_children[run] = 1
+        self.first[self.log_names[begin]] = rest
+        return rest
+
+    def extend(self, run: int, names: array[int]) -> None:
+        """Append blocks to a run without continuations; it moves to the end of the log unless it is there."""
+        assert self.child[run] < 0
+        begin, size = self.start[run], self.length[run]
+        if begin + size != len(self.log_names):
+            self.start[run] = len(self.log_names)
+            self.log_names.extend(self.log_names[begin : begin + size])
+            self.log_slots.extend(self.log_slots[begin : begin + size])
+        self.log_names.extend(names)
+        self.log_slots.extend(array("i", [NOBODY]) * len(names))
+        self.length[run] = size + len(names)
+        self.live_blocks += len(names)
+
+    # ---- residency
+
+    def fill(self, run: int, slots: Sequence[int]) -> None:
+        """The run's next blocks that are not resident are, in these slots."""
+        at = self.start[run] + self.resident[run]
+        self.log_slots[at : at + len(slots)] = array("i", slots)
+        for slot in slots:
+            self.run_of[slot] = run
+        if not self.resident[run] and self.parent[run] >= 0:
+            self.resident_children[self.parent[run]] += 1
+        self.resident[run] += len(slots)
+
+    def trim(self, run: int, count: int) -> array[int]:
+        """The run's last `count` resident blocks leave the tier; their slots, the last block's first."""
+        end = self.start[run] + self.resident[run]
+        gone = self.log_slots[end - count : end]
+        gone.reverse()
+        for slot in gone:
+            self.run_of[slot] = NOBODY
+        self.resident[run] -= count
+        if not self.resident[run] and self.parent[run] >= 0:
+            self.resident_children[self.parent[run]] -= 1
+        return gone
+
+    def remove(self, slot: int) -> None:
+        """One block leaves out of turn. What continues it stays, as a root of its own."""
+        run = self.run_of[slot]
+        self.cut(run, self.slots(run).index(slot) + 1)
+        child = self.child[run]
+        while child >= 0:
+            following = self.next[child]
+            if self.resident[child]:
+                self._unlink(child)
+            child = following
+        self.trim(run, 1)
+
+    def leads_to(self, run: int, descendant: int) -> bool:
+        """The run is the other, or before it: so it is with keys that contradict one another."""
+        while descendant >= 0 and descendant != run:
+            descendant = self.parent[descendant]
+        return descendant == run
+
+    def move(self, run: int, parent: int) -> None:
+        """Put a run without resident blocks behind another, which is whole."""
+        assert not self.resident[run]
+        self._unlink(run)
+        self._link(run, parent)
+
+    # ---- forgetting
+
+    def forget(self, run: int) -> None:
+        """Drop a run without resident blocks and continuations from the history."""
+        assert not self.resident[run]
+        assert self.child[run] < 0
+        self._unlink(run)
+        name = self.log_names[self.start[run]]
+        if self.first.get(name) == run:
+            del self.first[name]
+        self.live_blocks -= self.length[run]
+        self.length[run] = 0
+        self.weight[run] = 0.0
+        self._free.append(run)
+        if len(self.log_names) > max(_PACK_BLOCKS_MIN, 2 * self.live_blocks):
+            self._pack()
+
+    def _pack(self) -> None:
+        """Drop the garbage from the log."""
+        length = np.frombuffer(self.length, np.int32)
+        start = np.frombuffer(self.start, np.int32)
+        before = np.cumsum(length, dtype=np.int64) - length
+        kept = np.repeat(start - before, length) + np.arange(int(length.sum()))
+        names = np.frombuffer(self.log_names, np.int64)[kept]
+        slots = np.frombuffer(self.log_slots, np.int32)[kept]
+        del length, start
+        self.start[:] = array("i", before.astype(np.int32).tobytes())
+        self.log_names, self.log_slots = array("q", names.tobytes()), array("i", slots.tobytes())
+
+    # ---- links
+
+    def _new_run(self) -> int:
+        if self._free:
+            run = self._free.pop()
+        else:
+            run = len(self.start)
+            for field in self._fields:
+                field.append(0)
+            self.used_s.append(0.0)
+            self.weight.append(0.0)
+        for field in self._fields:
+            field[run] = 0
+        self.weight[run] = 0.0
+        self.parent[run] = self.child[run] = self.next[run] = self.previous[run] = NOBODY
+        self.early_kind[run] = NOBODY
+        return run
+
+    def _link(self, run: int, parent: int) -> None:
+        self.parent[run] = parent
+        if parent >= 0:
+            sibling = self.next[run] = self.child[parent]
+            self.previous[run] = NOBODY
+            self.child[parent] = run
+            if sibling >= 0:
+                self.previous[sibling] = run
+
+    def _unlink(self, run: int) -> None:
+        parent, previous, following = self.parent[run], self.previous[run], self.next[run]
+        if parent >= 0:
+            if previous >= 0:
+                self.next[previous] = following
+            else:
+                self.child[parent] = following
+            if following >= 0:
+                self.previous[following] = previous
+            if self.resident[run]:
+                self.resident_children[parent] -= 1
+        self.parent[run] = self.next[run] = self.previous[run] = NOBODY
