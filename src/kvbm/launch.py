@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -31,6 +32,9 @@ RETRY_S_MIN = 0.1
 RETRY_S_MAX = 5.0
 _CONNECT_POLL_S = 0.02
 _HELLO_TIMEOUT_S = 30.0
+
+SOCKET_NAME = "manager.sock"
+"""A shared manager listens here, in the runtime directory, unless it is told otherwise."""
 
 ERROR_SUFFIX = ".error"
 """A private manager that cannot start leaves its one line in a file of this name, beside its socket."""
@@ -64,6 +68,21 @@ def make_runtime_dir(path: str) -> None:
         raise SettingsError(
             "DYN_KVBM_RUNTIME_DIR", path, "a directory that only you own and can write to (0700)"
         )
+
+
+def find_manager(settings: Settings) -> str:
+    """The socket of the shared manager that the settings name, else of the one that runs in the runtime directory.
+
+    Raises SettingsError when there is none, or it is not clear which.
+    """
+    if settings.manager:
+        return settings.manager
+    there = sorted(Path(settings.runtime_dir).glob("*.sock"))
+    shared = [path for path in there if path.name == SOCKET_NAME]
+    if len(shared or there) == 1:
+        return str((shared or there)[0])
+    found = ", ".join(map(str, there)) or f"none in {settings.runtime_dir}"
+    raise SettingsError("--manager", "", f"the socket of a running manager; there: {found}")
 
 
 class ManagerFinder:

@@ -118,6 +118,10 @@ class Reset(Message, frozen=True, kw_only=True, tag="reset"):
     tier: str = ""
 
 
+class Follow(Message, frozen=True, kw_only=True, tag="follow"):
+    """From now on, send `Asked` and `Ended` for every request of every engine."""
+
+
 class StatusQuery(Message, frozen=True, kw_only=True, tag="status?"):
     """Ask for a `Status`."""
 
@@ -192,6 +196,25 @@ class Fence(Message, frozen=True, kw_only=True, tag="fence"):
 
     fence: int
     stores: tuple[int, ...]
+
+
+class Asked(Message, frozen=True, kw_only=True, tag="asked"):
+    """To who follows: at `at_s` on the manager's clock, a request was looked up whose chain is `keys`."""
+
+    fingerprint: bytes
+    model: str
+    block_tokens: int
+    keys: bytes
+    at_s: float
+
+
+class Ended(Message, frozen=True, kw_only=True, tag="ended"):
+    """To who follows: the request whose chain ended with `key` is through."""
+
+    fingerprint: bytes
+    key: bytes
+    output_tokens: int
+    at_s: float
 
 
 class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
@@ -273,10 +296,20 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToManager: TypeAlias = (
-    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | StatusQuery
+    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow | StatusQuery
 )
 FromManager: TypeAlias = (
-    Welcome | Refused | Ready | LookupReply | Progress | ReserveReply | Fence | ResetReply | Status
+    Welcome
+    | Refused
+    | Ready
+    | LookupReply
+    | Progress
+    | ReserveReply
+    | Fence
+    | Asked
+    | Ended
+    | ResetReply
+    | Status
 )
 
 _encoder = msgspec.msgpack.Encoder()

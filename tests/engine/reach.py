@@ -89,6 +89,14 @@ def run_and_kill(
     return engine.run(requests, timeout_s=timeout_s, between=kill), killed
 
 
+def run_one_by_one(child: Child, requests: Sequence[Request]) -> None:
+    """Answer one request after the other; each finds nothing on the device, and all blocks of those before stored."""
+    engine = _engine(child)
+    for request in requests:
+        assert engine.scheduler.reset_prefix_cache()
+        engine.run([request])
+
+
 def run_and_signal(
     child: Child, requests: Sequence[Request], finished: int, path: str, timeout_s: float = 80.0
 ) -> Answers:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvbm.launch import SOCKET_NAME
 from kvbm.observe.log import configure
 from kvbm.settings import (
     FIELDS,
@@ -20,7 +21,6 @@ from kvbm.settings import (
     process_environment,
 )
 
-SOCKET_NAME = "manager.sock"
 _SOCKET = f"socket to listen on; unset, {SOCKET_NAME} in the runtime directory"
 
 app = typer.Typer(rich_markup_mode=None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
+from kvbm.manager.followers import Followers
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
@@ -39,10 +40,12 @@ class Requests:
         self,
         membership: Membership,
         traffic: Traffic,
+        followers: Followers,
         session_by_number: Callable[[int], Session | None],
     ) -> None:
         self._membership = membership
         self._traffic = traffic
+        self._followers = followers
         self._session_by_number = session_by_number
         self._watchers: dict[tuple[int, int], set[int]] = {}
 
@@ -57,6 +60,7 @@ class Requests:
             session.send(LookupReply(lookup=message.lookup))
             return
         lease = engine.space.lookup(session.number, message.lookup, keys, message.skip)
+        self._followers.asked(engine.space, message.keys)
         found = bytes(lease.sources) if lease is not None else b""
         self._traffic.looked_up(engine.name, len(keys) - message.skip, found)
         if lease is None:
@@ -115,6 +119,7 @@ class Requests:
         engine = self._membership.led_by(session)
         if engine is not None and len(keys) == 1 and 0 <= message.output_tokens < OUTPUT_TOKENS_MAX:
             engine.space.finished(keys[0], message.output_tokens)
+            self._followers.ended(engine.space, keys[0], message.output_tokens)
 
     def watch(self, session: Session, message: Message) -> None:
         """A worker wants to hear of a lookup's progress."""

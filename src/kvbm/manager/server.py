@@ -23,6 +23,7 @@ from itertools import count
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
@@ -34,6 +35,7 @@ from kvbm.protocol import (
     Commit,
     FenceDone,
     Finished,
+    Follow,
     Hello,
     Lookup,
     Message,
@@ -78,7 +80,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._sessions: dict[int, Session] = {}
-        self._requests = requests = Requests(self._membership, traffic, self._sessions.get)
+        self._followers = Followers(clock, self._sessions.get, self.spaces.namespace_of)
+        self._requests = requests = Requests(self._membership, traffic, self._followers, self._sessions.get)
         self._numbers = count(1)
         self._watched_tiers: set[int] = set()
         self._accepting = True
@@ -94,6 +97,7 @@ class Server:
             FenceDone: requests.fence_done,
             Finished: requests.finished,
             Reset: self._reset,
+            Follow: self._follow,
             StatusQuery: self._status,
         }
 
@@ -240,6 +244,9 @@ class Server:
         spaces = [engine.space] if engine is not None else [space for _, space in self.spaces]
         results = [space.clear(message.tier) for space in spaces]
         session.send(ResetReply(dropped=sum(r[0] for r in results), in_use=sum(r[1] for r in results)))
+
+    def _follow(self, session: Session, message: Message) -> None:
+        self._followers.add(session)
 
     def _status(self, session: Session, message: Message) -> None:
         described = tuple(

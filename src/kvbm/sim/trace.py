@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain, count
+from operator import itemgetter
+from typing import Any
+
+import numpy
 
 OUTPUT_SECONDS_PER_TOKEN = 0.03
 """Where a trace does not say how long a request took, its output is assumed to have come at this pace."""
@@ -38,6 +44,17 @@ class Trace:
         """Blocks asked for, repetitions included."""
         return sum(len(request.blocks) for request in self.requests)
 
+    @cached_property
+    def flat(self) -> Any:
+        """All requests' blocks one after the other: a numpy array of int64, `accesses` long."""
+        joined = chain.from_iterable(request.blocks for request in self.requests)
+        return numpy.fromiter(joined, numpy.int64, self.accesses)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each request begins in `flat`, and where the last one ends."""
+        return [0, *accumulate(len(request.blocks) for request in self.requests)]
+
     @property
     def seconds(self) -> float:
         """From the first arrival to the last."""
@@ -66,19 +83,23 @@ class TraceBuilder:
         took_s = output_tokens * OUTPUT_SECONDS_PER_TOKEN if seconds is None else seconds
         self._found.append((arrived_s, len(self._found), blocks, prompt_tokens, output_tokens, took_s))
 
-    def build(self) -> Trace:
-        """The trace, sorted by arrival; times count from the first."""
-        self._found.sort(key=lambda entry: entry[:2])
+    def build(self, time_scale: float = 1.0, limit: int | None = None) -> Trace:
+        """The trace, sorted by arrival, of the first `limit` requests.
+
+        Times count from the first arrival; those between arrivals are multiplied by `time_scale`.
+        """
+        self._found.sort(key=itemgetter(0, 1))
         start_s = self._found[0][0] if self._found else 0.0
-        numbers: dict[Hashable, int] = {}
+        # A name that is asked for the first time gets the next number.
+        numbers: defaultdict[Hashable, int] = defaultdict(count().__next__)
         requests = [
             Request(
-                arrived_s - start_s,
-                tuple(numbers.setdefault(block, len(numbers)) for block in blocks),
+                (arrived_s - start_s) * time_scale,
+                tuple(map(numbers.__getitem__, blocks)),
                 prompt_tokens,
                 output_tokens,
                 seconds,
             )
-            for arrived_s, _, blocks, prompt_tokens, output_tokens, seconds in self._found
+            for arrived_s, _, blocks, prompt_tokens, output_tokens, seconds in self._found[:limit]
         ]
         return Trace(self._name, self._block_tokens, requests, len(numbers))

@@ -1,0 +1,96 @@
+"""`kvbm record`: write down what a running manager is asked for, as a trace for `kvbm simulate` and `kvbm plan`."""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Annotated, cast
+
+import typer
+from rich.console import Console
+
+from kvbm.channel import Channel
+from kvbm.errors import ManagerUnavailable, SettingsError
+from kvbm.launch import find_manager
+from kvbm.protocol import PROTOCOL_VERSION, Follow, Hello
+from kvbm.settings import load_settings, process_environment
+from kvbm.sim.recorder import Recorder
+
+_ANSWER_TIMEOUT_S = 10.0
+_LOOK_S = 0.5
+
+app = typer.Typer()
+
+
+def follow(
+    channel: Channel, recorder: Recorder, go_on: Callable[[], bool], on_progress: Callable[[], None]
+) -> str:
+    """Record until `go_on` says no (asked twice a second); why it ended, empty when that was the reason."""
+    channel.introduce(Hello(version=PROTOCOL_VERSION, role="admin"), _ANSWER_TIMEOUT_S)
+    try:
+        channel.send(Follow())
+        while go_on():
+            channel.wait(_LOOK_S)
+            for message in channel.receive():
+                recorder.hear(message)
+            on_progress()
+    except ManagerUnavailable as error:
+        return str(error)
+    return ""
+
+
+@app.command()
+def record(
+    file: Annotated[
+        Path, typer.Argument(help="The trace to write; compressed if it ends in .gz.", metavar="FILE")
+    ],
+    manager: Annotated[
+        str,
+        typer.Option(help="Socket of the manager; the only one that runs when left out.", metavar="SOCKET"),
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.0, help="End after this long; 0 is until Ctrl-C.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=0, help="End after so many requests; 0 is no end.")] = 0,
+    namespace: Annotated[
+        str, typer.Option(help="Record this namespace (its first digits); the first seen when left out.")
+    ] = "",
+) -> None:
+    """Record what a running manager is asked for: hashes, lengths and times, never a token.
+
+    \b
+      kvbm record monday.jsonl.gz --seconds 3600
+      kvbm simulate monday.jsonl.gz --policy gittins,lru --host 1%,5%,20%
+    """
+    socket_path = manager or find_manager(load_settings(process_environment(), {}).settings)
+    console = Console(stderr=True)
+    channel = Channel.connect(socket_path)
+    with _create(file) as opened:
+        recorder = Recorder(opened, namespace)
+        end_s = time.monotonic() + seconds if seconds else float("inf")
+        why = ""
+        try:
+            with console.status(f"recording {socket_path} …") as status:
+                why = follow(
+                    channel,
+                    recorder,
+                    lambda: time.monotonic() < end_s and (not requests or recorder.written < requests),
+                    lambda: status.update(
+                        f"{recorder.written} requests of {recorder.model or '…'}; Ctrl-C ends"
+                    ),
+                )
+        except KeyboardInterrupt:
+            pass
+        finally:
+            channel.close()
+            recorder.close()
+    console.print(f"{recorder.written} requests written to {file}" + (f" ({why})" if why else ""))
+    if recorder.others:
+        console.print(f"{recorder.others} look-ups of other namespaces were left out (--namespace chooses)")
+
+
+def _create(file: Path) -> IO[bytes]:
+    try:
+        return cast(IO[bytes], gzip.open(file, "wb") if file.suffix == ".gz" else file.open("wb"))
+    except OSError as error:
+        raise SettingsError("FILE", file, f"a file that can be written ({error.strerror})") from None
