@@ -25,7 +25,8 @@ _LEAVES_PER_REQUEST = 1000
 class Candidates:
     """The leaves of `tree` by their worth in `model`. `now_s` and `request_number` are kept up to date by the owner.
 
-    Leaves that are not among the candidates were worth more than `_ceiling` when all were rated.
+    Leaves that are not among the candidates were worth more than `_ceiling` when all were rated; below 0 it says that
+    they have to be rated first.
     """
 
     def __init__(self, tree: RunTree, model: HazardModel) -> None:
@@ -34,6 +35,7 @@ class Candidates:
         self._tree = tree
         self._model = model
         self._heap: list[tuple[float, float, int]] = []
+        self._heap_max = 0
         self._ceiling = -1.0
         self._due_request, self._due_s = 0, 0.0
         self._passed_over = False
@@ -50,6 +52,11 @@ class Candidates:
 
     def offer(self, run: int) -> None:
         """The run may go if it is a leaf."""
+        if self._ceiling < 0:
+            return  # all leaves are rated before the next answer anyway
+        if len(self._heap) > self._heap_max:
+            self.expire()
+            return
         tree = self._tree
         if run >= 0 and tree.resident[run] and not tree.resident_children[run]:
             heapq.heappush(self._heap, (self.worth(run), tree.used_s[run], run))
@@ -99,6 +106,7 @@ class Candidates:
         worth = self._model.index(kinds, bins_of(self.now_s - used_s))
         self._due_request = self.request_number + 1 + len(leaves) // _LEAVES_PER_REQUEST
         self._due_s = self.now_s + _RATING_S
+        self._heap_max = 2 * len(leaves) + _COUNT_MIN
         self._ceiling = inf
         wanted = max(wanted, len(leaves) // _SHARE)
         if wanted < len(leaves):

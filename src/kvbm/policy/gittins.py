@@ -28,8 +28,9 @@ _WEIGHT = array("f", (length**0.4 for length in range(4096)))
 class Gittins:
     """The policy over `slot_count` slots. It starts knowing nothing and learns from every request.
 
-    What it remembers beyond the tier is bounded: so many runs (or one per slot) and blocks (or two per slot),
-    whichever is more, the latest `turns_max` requests, and `kinds_max` kinds of runs told apart.
+    What it remembers beyond the tier is bounded: `history_runs_min` runs (or one for 16 slots) and
+    `history_blocks_min` blocks (or one for four slots), whichever is more, the latest `turns_max` requests, and
+    `kinds_max` kinds of runs told apart.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class Gittins:
         self._turns = Turns(turns_max)
         self._running: dict[int, int] = {}
         self._filling: set[int] = set()
-        self._runs_max = max(history_runs_min, slot_count)
-        self._blocks_max = max(history_blocks_min, 2 * slot_count)
+        self._runs_max = max(history_runs_min, slot_count // 16)
+        self._blocks_max = max(history_blocks_min, slot_count // 4)
         self._candidates = Candidates(self._tree, self._learner.model)
         self._fit_at = _FIT_FIRST
 
@@ -62,8 +63,8 @@ class Gittins:
         self._cut_at_residency(path)
         number = self._begin_turn(names, path, known, now_s)
         self._supersede(path, now_s)
-        self._use(path, number, len(names), now_s)
-        self._add_new(path, known, names, number, now_s)
+        last = self._use(path, number, len(names), now_s)
+        self._add_new(last, known, names, number, now_s)
         if self._turns.latest >= self._fit_at:
             self._learn(now_s)
 
@@ -137,11 +138,11 @@ class Gittins:
                 tree.weight[rest] = weight
                 path.insert(i + 1, rest)
 
-    def _use(self, path: list[int], number: int, blocks: int, now_s: float) -> None:
-        """Every run of the path was used: an event for the model, and a new start for the run."""
+    def _use(self, path: list[int], number: int, blocks: int, now_s: float) -> int:
+        """Every run of the path was used: an event for the model, and a new start for the run. The last of them."""
         tree, at, used = self._tree, number % self._turns.capacity, self._learner.used
         code, drops = self._turns.code[at] * RUN_CODES, self._turns.drops[at]
-        position = 0
+        position, before = 0, NOBODY
         for run in path:
             if weight := tree.weight[run]:
                 age_s = now_s - tree.used_s[run]
@@ -160,12 +161,28 @@ class Gittins:
             tree.turn[run] = number
             tree.used_s[run] = now_s
             tree.weight[run] = _WEIGHT[min(length, 4095)]
-            tree.kind[run] = self._learner.kind(code + features.run_code(uses, place, drops))
+            kind = tree.kind[run] = self._learner.kind(code + features.run_code(uses, place, drops))
+            if before >= 0 and tree.kind[before] == kind and self._can_merge(before, run):
+                tree.merge(before, run)
+                tree.uses[before] = uses
+                tree.weight[before] = _WEIGHT[min(tree.length[before], 4095)]
+            else:
+                before = run
+        return before
 
-    def _add_new(self, path: list[int], known: int, names: array[int], number: int, now_s: float) -> None:
+    def _can_merge(self, run: int, rest: int) -> bool:
+        """Nothing tells them apart any more, and no part of the first is missing while the second is there."""
+        tree = self._tree
+        return (
+            tree.child[run] == rest
+            and tree.next[rest] < 0
+            and (tree.resident[run] == tree.length[run] or not tree.resident[rest])
+            and (tree.resident[run] == 0) == (tree.resident[rest] == 0)
+        )
+
+    def _add_new(self, parent: int, known: int, names: array[int], number: int, now_s: float) -> None:
         """Runs for what nobody asked for before: its first blocks, the rest, and its last block."""
         blocks = len(names)
-        parent = path[-1] if path else NOBODY
         at = known
         for end, place in (
             (min(known + FIRST_NEW_BLOCKS, blocks - 1), Place.FIRST_NEW),
@@ -176,7 +193,7 @@ class Gittins:
                 parent = self._new_run(parent, names[at:end], place, number, now_s)
                 at = end
         self._turns.last_run[number % self._turns.capacity] = parent
-        if len(self._tree) > self._runs_max or self._tree.live_blocks > self._blocks_max:
+        if self._surplus(1.0):
             self._forget(now_s)
 
     def _new_run(self, parent: int, names: array[int], place: int, number: int, now_s: float) -> int:
@@ -371,10 +388,16 @@ class Gittins:
         latest = self._turns.latest
         self._fit_at = latest + max(_FIT_FIRST, min(_FIT_REQUESTS_MAX, int(latest * _FIT_GROWTH)))
 
+    def _surplus(self, share: float) -> bool:
+        """More is remembered, beyond what is resident, than this share of what may be."""
+        tree = self._tree
+        gone_runs, gone_blocks = len(tree) - tree.resident_runs, tree.live_blocks - tree.resident_blocks
+        return gone_runs > share * self._runs_max or gone_blocks > share * self._blocks_max
+
     def _forget(self, now_s: float) -> None:
         """Drop the oldest of the history that is not resident, a tenth of what is allowed."""
         tree = self._tree
-        while len(tree) > 0.9 * self._runs_max or tree.live_blocks > 0.9 * self._blocks_max:
+        while self._surplus(0.9):
             gone = np.frombuffer(tree.resident, np.int32) == 0
             gone &= np.frombuffer(tree.child, np.int32) < 0
             gone &= np.frombuffer(tree.length, np.int32) > 0

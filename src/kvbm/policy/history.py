@@ -50,7 +50,7 @@ class RunTree:
         self.weight = array("f")
         self.log_names, self.log_slots = array("q"), array("i")
         self.first: dict[int, int] = {}
-        self.live_blocks = 0
+        self.live_blocks = self.resident_blocks = self.resident_runs = 0
         self._free: list[int] = []
         self._fields = (
             *(self.start, self.length, self.resident, self.parent, self.child, self.next, self.previous),
@@ -145,21 +145,44 @@ class RunTree:
         self._link(rest, run)
         if self.resident[rest]:
             self.resident_children[run] = 1
+            self.resident_runs += 1
         self.first[self.log_names[begin]] = rest
         return rest
 
     def extend(self, run: int, names: array[int]) -> None:
         """Append blocks to a run without continuations; it moves to the end of the log unless it is there."""
         assert self.child[run] < 0
-        begin, size = self.start[run], self.length[run]
-        if begin + size != len(self.log_names):
-            self.start[run] = len(self.log_names)
-            self.log_names.extend(self.log_names[begin : begin + size])
-            self.log_slots.extend(self.log_slots[begin : begin + size])
+        self._to_end_of_log(run)
         self.log_names.extend(names)
         self.log_slots.extend(array("i", [NOBODY]) * len(names))
-        self.length[run] = size + len(names)
+        self.length[run] += len(names)
         self.live_blocks += len(names)
+        self._pack_if_due()
+
+    def merge(self, run: int, rest: int) -> None:
+        """Undo a `cut`: make a run and its only continuation one."""
+        assert self.child[run] == rest
+        assert self.next[rest] < 0
+        assert not self.resident[rest] or self.resident[run] == self.length[run]
+        if self.start[run] + self.length[run] != self.start[rest]:
+            self._to_end_of_log(run)
+            begin, size = self.start[rest], self.length[rest]
+            self.log_names.extend(self.log_names[begin : begin + size])
+            self.log_slots.extend(self.log_slots[begin : begin + size])
+        for slot in self.slots(rest):
+            self.run_of[slot] = run
+        self.resident_runs -= self.resident[rest] > 0 and self.resident[run] > 0
+        name = self.log_names[self.start[rest]]
+        self.length[run] += self.length[rest]
+        self.resident[run] += self.resident[rest]
+        self.branches[run] = self.branches[rest]
+        self.resident_children[run] = self.resident_children[rest]
+        child = self.child[run] = self.child[rest]
+        while child >= 0:
+            self.parent[child] = run
+            child = self.next[child]
+        self._free_run(rest, name)
+        self._pack_if_due()
 
     # ---- residency
 
@@ -169,9 +192,12 @@ class RunTree:
         self.log_slots[at : at + len(slots)] = array("i", slots)
         for slot in slots:
             self.run_of[slot] = run
-        if not self.resident[run] and self.parent[run] >= 0:
-            self.resident_children[self.parent[run]] += 1
+        if not self.resident[run]:
+            self.resident_runs += 1
+            if self.parent[run] >= 0:
+                self.resident_children[self.parent[run]] += 1
         self.resident[run] += len(slots)
+        self.resident_blocks += len(slots)
 
     def trim(self, run: int, count: int) -> array[int]:
         """The run's last `count` resident blocks leave the tier; their slots, the last block's first."""
@@ -181,8 +207,11 @@ class RunTree:
         for slot in gone:
             self.run_of[slot] = NOBODY
         self.resident[run] -= count
-        if not self.resident[run] and self.parent[run] >= 0:
-            self.resident_children[self.parent[run]] -= 1
+        self.resident_blocks -= count
+        if not self.resident[run]:
+            self.resident_runs -= 1
+            if self.parent[run] >= 0:
+                self.resident_children[self.parent[run]] -= 1
         return gone
 
     def remove(self, slot: int) -> None:
@@ -216,13 +245,26 @@ class RunTree:
         assert not self.resident[run]
         assert self.child[run] < 0
         self._unlink(run)
-        name = self.log_names[self.start[run]]
+        self.live_blocks -= self.length[run]
+        self._free_run(run, self.log_names[self.start[run]])
+        self._pack_if_due()
+
+    def _free_run(self, run: int, name: int) -> None:
         if self.first.get(name) == run:
             del self.first[name]
-        self.live_blocks -= self.length[run]
-        self.length[run] = 0
+        self.length[run] = self.resident[run] = self.turn[run] = 0
+        self.parent[run] = self.child[run] = NOBODY
         self.weight[run] = 0.0
         self._free.append(run)
+
+    def _to_end_of_log(self, run: int) -> None:
+        begin, size = self.start[run], self.length[run]
+        if begin + size != len(self.log_names):
+            self.start[run] = len(self.log_names)
+            self.log_names.extend(self.log_names[begin : begin + size])
+            self.log_slots.extend(self.log_slots[begin : begin + size])
+
+    def _pack_if_due(self) -> None:
         if len(self.log_names) > max(_PACK_BLOCKS_MIN, 2 * self.live_blocks):
             self._pack()
 
