@@ -1,4 +1,4 @@
-"""All measurements, one after the other: `python -m benchmarks [--only copy,disk,manager,ttft,overhead]`."""
+"""All measurements, one after the other: `python -m benchmarks [--only copy,disk,manager,ttft,overhead,policies,simulator]`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ PARTS = {
     "manager": "benchmarks.manager",
     "ttft": "benchmarks.ttft",
     "overhead": "benchmarks.overhead",
+    "policies": "benchmarks.policies",
+    "simulator": "benchmarks.simulator",
 }
 
 

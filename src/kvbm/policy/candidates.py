@@ -39,15 +39,23 @@ class Candidates:
         self._ceiling = -1.0
         self._due_request, self._due_s = 0, 0.0
         self._passed_over = False
+        self._last_use = False
 
     @property
     def passed_over(self) -> bool:
         """Leaves that could not go were dropped from the candidates: they have to be offered again."""
         return self._passed_over
 
+    def by_last_use(self, wanted: bool) -> None:
+        """From now on a leaf is worth what LRU would say, or what the model says."""
+        self._last_use = wanted
+        self.expire()
+
     def worth(self, run: int) -> float:
-        """The run's index now."""
+        """The run's index now; where last use counts, the number of the request that used it."""
         tree = self._tree
+        if self._last_use:
+            return float(tree.turn[run])
         return self._model.index_of(tree.kind[run], bisect_right(_EDGES, self.now_s - tree.used_s[run]) - 1)
 
     def offer(self, run: int) -> None:
@@ -102,8 +110,11 @@ class Candidates:
         resident = np.frombuffer(tree.resident, np.int32)
         leaves = np.flatnonzero((resident > 0) & (np.frombuffer(tree.resident_children, np.int32) == 0))
         used_s = np.frombuffer(tree.used_s)[leaves]
-        kinds = np.frombuffer(tree.kind, np.int32)[leaves].astype(np.int64)
-        worth = self._model.index(kinds, bins_of(self.now_s - used_s))
+        if self._last_use:
+            worth = np.frombuffer(tree.turn, np.int32)[leaves].astype(np.float64)
+        else:
+            kinds = np.frombuffer(tree.kind, np.int32)[leaves].astype(np.int64)
+            worth = self._model.index(kinds, bins_of(self.now_s - used_s))
         self._due_request = self.request_number + 1 + len(leaves) // _LEAVES_PER_REQUEST
         self._due_s = self.now_s + _RATING_S
         self._heap_max = 2 * len(leaves) + _COUNT_MIN

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvbm.policy import features
 from kvbm.policy.candidates import Candidates
+from kvbm.policy.duel import Duel
 from kvbm.policy.features import FIRST_NEW_BLOCKS, RUN_CODES, Place
 from kvbm.policy.history import NOBODY, RunTree, names_of
 from kvbm.policy.learning import KINDS_MAX, Learner
@@ -49,6 +50,7 @@ class Gittins:
         self._runs_max = max(history_runs_min, slot_count // 16)
         self._blocks_max = max(history_blocks_min, slot_count // 4)
         self._candidates = Candidates(self._tree, self._learner.model)
+        self._duel = Duel(slot_count, turns_max)
         self._fit_at = _FIT_FIRST
 
     # ---- requests
@@ -63,8 +65,14 @@ class Gittins:
         self._cut_at_residency(path)
         number = self._begin_turn(names, path, known, now_s)
         self._supersede(path, now_s)
+        self._duel.begin(number)
+        tree = self._tree
+        lru_hits = self._duel.lru_hits((tree.turn[run], tree.length[run]) for run in path)
         last = self._use(path, number, len(names), now_s)
         self._add_new(last, known, names, number, now_s)
+        hits = slots.index(NOBODY) if NOBODY in slots else len(slots)
+        if self._duel.end(lru_hits, hits, len(names)):
+            self._candidates.by_last_use(self._duel.lru_decides)
         if self._turns.latest >= self._fit_at:
             self._learn(now_s)
 
@@ -77,7 +85,7 @@ class Gittins:
         if at < 0:
             return
         self._candidates.now_s = now_s
-        turns.code[at] = self._request_code(at, output_tokens)
+        turns.finish(at, output_tokens)
         run = turns.last_run[at]
         while run >= 0 and tree.turn[run] == number:
             # What is known now was true from the start. But the model has to know runs as they are known at first
@@ -93,39 +101,16 @@ class Gittins:
     def _begin_turn(self, names: array[int], path: list[int], known: int, now_s: float) -> int:
         """Note the request; it is the next turn of the one that used the last known run, unless many continue that."""
         turns, tree = self._turns, self._tree
-        turns.latest += 1
-        self._candidates.request_number = turns.latest
-        number, blocks = turns.latest, len(names)
-        at = number % self._turns.capacity
-        before = NOBODY
+        before = 0
         if path and tree.branches[path[-1]] < _BRANCHES_MAX:
-            before = turns.find(tree.turn[path[-1]])
-        if path and known < blocks:
+            before = tree.turn[path[-1]]
+        if path and known < len(names):
             tree.branches[path[-1]] += 1
-        gap_mean = -1.0
-        dropping, drops = 0.0, 0
-        if before >= 0:
-            gap = features.log2_seconds(now_s - turns.arrived_s[before])
-            earlier = turns.gap_mean[before]
-            gap_mean = gap if earlier < 0 else 0.6 * earlier + 0.4 * gap
-            lost = turns.blocks[before] - known > 1
-            dropping = 0.5 * turns.dropping[before] + (0.5 if lost else 0.0)
-            drops = features.drop_level(dropping)
-        turns.number[at], turns.arrived_s[at] = number, now_s
-        turns.blocks[at], turns.new_blocks[at] = blocks, blocks - known
-        turns.gap_mean[at] = gap_mean
-        turns.dropping[at], turns.drops[at] = dropping, drops
-        turns.code[at] = self._request_code(at, -1)
+        number = self._candidates.request_number = turns.begin(before, now_s, len(names), known)
         self._running[names[-1]] = number
         if len(self._running) > turns.capacity:
             del self._running[next(iter(self._running))]
         return number
-
-    def _request_code(self, at: int, output_tokens: int) -> int:
-        turns = self._turns
-        return features.request_code(
-            turns.gap_mean[at], output_tokens, turns.new_blocks[at], turns.blocks[at]
-        )
 
     def _cut_at_residency(self, path: list[int]) -> None:
         """Cut runs that are there in part, so that a run either comes into the tier as a whole or not at all."""
@@ -142,7 +127,7 @@ class Gittins:
         """Every run of the path was used: an event for the model, and a new start for the run. The last of them."""
         tree, at, used = self._tree, number % self._turns.capacity, self._learner.used
         code, drops = self._turns.code[at] * RUN_CODES, self._turns.drops[at]
-        position, before = 0, NOBODY
+        position, before, moved = 0, NOBODY, self._duel.moved
         for run in path:
             if weight := tree.weight[run]:
                 age_s = now_s - tree.used_s[run]
@@ -151,6 +136,7 @@ class Gittins:
                     used.add(tree.early_kind[run], self._age_s(run, now_s), weight)
                     tree.early_kind[run] = NOBODY
             length = tree.length[run]
+            moved(tree.turn[run], number, length)
             uses = tree.uses[run] = tree.uses[run] + 1
             place = Place.OLD
             if position == 0:
@@ -199,6 +185,7 @@ class Gittins:
     def _new_run(self, parent: int, names: array[int], place: int, number: int, now_s: float) -> int:
         tree, at = self._tree, number % self._turns.capacity
         run = tree.add(parent, names)
+        self._duel.moved(0, number, len(names))
         tree.turn[run], tree.used_s[run], tree.uses[run] = number, now_s, 1
         tree.weight[run] = _WEIGHT[min(len(names), 4095)]
         code = self._turns.code[at] * RUN_CODES if number else 0
@@ -287,6 +274,7 @@ class Gittins:
         if behind >= 0 and tree.child[behind] < 0:
             code = self._learner.codes[tree.kind[behind]]
             if features.place_of(code) == Place.OUTPUT:
+                self._duel.moved(0, tree.turn[behind], len(names) - done)
                 tree.extend(behind, names[done:])  # what is generated grows block by block
                 return behind
         number = tree.turn[behind] if behind >= 0 else 0
@@ -412,4 +400,5 @@ class Gittins:
                     for kind in (tree.kind[run], tree.early_kind[run]):
                         if kind >= 0:
                             self._learner.left.add(kind, now_s - tree.used_s[run], weight)
+                self._duel.forgotten(tree.turn[run], tree.length[run])
                 tree.forget(run)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+from kvbm.policy import features
+
 TURNS_MAX = 1 << 16
 NOBODY = -1
 
@@ -34,3 +36,31 @@ class Turns:
         """The place of a request in the ring, or -1 when it was overwritten."""
         at = number % self.capacity
         return at if number > 0 and self.number[at] == number else NOBODY
+
+    def begin(self, before: int, now_s: float, blocks: int, known: int) -> int:
+        """A request of so many blocks, the first `known` of which were asked for before; its number.
+
+        `before` is the number of the turn that it goes on from, 0 when there is none.
+        """
+        self.latest += 1
+        number, at = self.latest, self.latest % self.capacity
+        gap_mean, dropping, drops = -1.0, 0.0, 0
+        last = self.find(before)
+        if last >= 0:
+            gap = features.log2_seconds(now_s - self.arrived_s[last])
+            earlier = self.gap_mean[last]
+            gap_mean = gap if earlier < 0 else 0.6 * earlier + 0.4 * gap
+            lost = self.blocks[last] - known > 1
+            dropping = 0.5 * self.dropping[last] + (0.5 if lost else 0.0)
+            drops = features.drop_level(dropping)
+        self.number[at], self.arrived_s[at] = number, now_s
+        self.blocks[at], self.new_blocks[at] = blocks, blocks - known
+        self.gap_mean[at], self.dropping[at], self.drops[at] = gap_mean, dropping, drops
+        self.finish(at, -1)
+        return number
+
+    def finish(self, at: int, output_tokens: int) -> None:
+        """Note how much the request at this place generated (-1: not known yet)."""
+        self.code[at] = features.request_code(
+            self.gap_mean[at], output_tokens, self.new_blocks[at], self.blocks[at]
+        )

@@ -13,13 +13,15 @@ NOBODY = -1
 class SimulatedTier:
     """`capacity` slots over blocks numbered below `unique_blocks`, driven as `manager.pool` drives the real ones.
 
-    Filling takes no time, so a block is evictable once it is inserted, unless it is leased.
+    Filling takes no time, so a block is evictable once it is inserted, unless it is leased. With `insist` newcomers
+    get a place whatever the policy thinks of them: a tier above another is the way into it.
     """
 
     def __init__(self, capacity: int, unique_blocks: int, policy: EvictionPolicy) -> None:
         assert capacity > 0
         self.capacity = capacity
         self.policy = policy
+        self.insist = False
         self.inserted_blocks = 0
         self.evicted_blocks = 0
         self._slot_of = [-1] * unique_blocks
@@ -108,7 +110,7 @@ class SimulatedTier:
         pins = parent_slot >= 0 and parent_slot not in self._leases
         if pins:
             self._leases[parent_slot] = 1
-        victims = self.policy.victims(needed, run, self._leases, now_s)
+        victims = self.policy.victims(needed, () if self.insist else run, self._leases, now_s)
         for block in map(self._block_in.__getitem__, victims):
             self._slot_of[block] = -1
         if pins:

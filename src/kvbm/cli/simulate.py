@@ -1,0 +1,258 @@
+"""`kvbm simulate`: what policies and sizes are worth on a trace, before any memory is bought."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbm.errors import KvbmError, SettingsError
+
+if TYPE_CHECKING:
+    from kvbm.sim.machine import Machine
+    from kvbm.sim.plan import Plan
+    from kvbm.sim.report import Document
+
+app = typer.Typer(rich_markup_mode=None)
+
+DEFAULT_SIZES = "1%,2%,5%,10%,20%"
+DEFAULT_POLICIES = "lru,s3fifo,gittins,belady"
+DEFAULT_TIMED_POLICIES = "lru,gittins"
+PIPE_WIDTH = 140
+
+_EXAMPLES = """\b
+Examples:
+  kvbm simulate synthetic
+  kvbm simulate conversation_trace.jsonl --policy all --host 1%,5%,20% --plot hits.png
+  kvbm simulate sessions/ --chunk-tokens 512 --seed 0,1,2
+  kvbm simulate trace.jsonl.gz --model ./Llama-3.1-8B --host 100GB,200GB --disk 2TB
+"""
+
+Traces = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TRACE...",
+        help="Files, directories of agentic sessions, or `synthetic`: conversations that are made up here.",
+        show_default=False,
+    ),
+]
+Policies = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAMES",
+        help="Comma-separated. `belady` is the offline optimum; `all` is every one.",
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZES", help="Sizes of host memory: shares of all blocks (5%), 20000blocks, or 100GB."
+    ),
+]
+Disk = Annotated[
+    str | None,
+    typer.Option(metavar="SIZES", help="Sizes of a disk below it, written likewise. Implies --times."),
+]
+BytesPerToken = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="KV of one token on all ranks: 128KiB for Llama 3.1 8B.")
+]
+Model = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Take that from the config.json of a model instead.")
+]
+Chunk = Annotated[
+    int | None, typer.Option("--chunk-tokens", metavar="N", min=1, help="Regroup blocks into larger ones.")
+]
+Seeds = Annotated[
+    str,
+    typer.Option(
+        "--seed", metavar="N,…", help="When sessions start. With several: means, and how far apart they are."
+    ),
+]
+Hours = Annotated[
+    float, typer.Option("--session-hours", metavar="H", help="All sessions start within about so many hours.")
+]
+Scale = Annotated[
+    float,
+    typer.Option(
+        "--time-scale", metavar="X", help="Multiply the times between arrivals: 0.5 is twice the load."
+    ),
+]
+Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N requests.")]
+WithCurve = Annotated[bool, typer.Option("--curve", help="Also print LRU at all sizes; exact, in one pass.")]
+SampleRate = Annotated[
+    float | None,
+    typer.Option(
+        "--sample", metavar="R", help="Replay only this share of the conversations, for speed: 0.3."
+    ),
+]
+WithTimes = Annotated[
+    bool, typer.Option("--times", help="Times to first token: one engine, its tiers and links.")
+]
+OpenLoop = Annotated[
+    bool, typer.Option("--open-loop", help="Users do not wait for answers, but come as recorded.")
+]
+Admission = Annotated[
+    str, typer.Option(metavar="NAME", help="What enters the disk: `filter` (what is used again) or `all`.")
+]
+PrefillRate = Annotated[
+    float, typer.Option("--prefill-tokens-per-s", metavar="N", help="How fast the engine computes prompts.")
+]
+Attention = Annotated[
+    float,
+    typer.Option("--attention-tokens", metavar="N", help="Tokens before it that double the cost of one."),
+]
+HostRate = Annotated[str, typer.Option("--host-bandwidth", metavar="SIZE", help="Host → device, a second.")]
+ReadRate = Annotated[str, typer.Option("--disk-read", metavar="SIZE", help="Disk → host, a second.")]
+WriteRate = Annotated[str, typer.Option("--disk-write", metavar="SIZE", help="Host → disk, a second.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates into a PNG.")]
+
+
+@app.command(epilog=_EXAMPLES)
+def simulate(
+    traces: Traces,
+    policy: Policies = DEFAULT_POLICIES,
+    host: Host = DEFAULT_SIZES,
+    disk: Disk = None,
+    bytes_per_token: BytesPerToken = None,
+    model: Model = None,
+    chunk_tokens: Chunk = None,
+    seed: Seeds = "0",
+    session_hours: Hours = 4.0,
+    time_scale: Scale = 1.0,
+    limit: Limit = None,
+    curve: WithCurve = False,
+    sample: SampleRate = None,
+    times: WithTimes = False,
+    open_loop: OpenLoop = False,
+    admission: Admission = "filter",
+    prefill_tokens_per_s: PrefillRate = 30_000.0,
+    attention_tokens: Attention = 30_000.0,
+    host_bandwidth: HostRate = "50GB",
+    disk_read: ReadRate = "6GB",
+    disk_write: WriteRate = "3GB",
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Replay traces through the policies that the manager would use.
+
+    Prints hit rates by policy and size, and how much of the way from LRU to the offline optimum each policy goes.
+    With --times or --disk: one engine, its tiers and links, and times to the first token against no cache.
+
+    Reads recordings of kvbm, Mooncake and Qwen-Bailian JSON Lines, and sessions of coding agents; plain or gzip.
+    """
+    from kvbm.sim.formats import ReadOptions
+    from kvbm.sim.plan import Plan, parse_policies
+    from kvbm.sim.sizes import parse_sizes
+
+    timed = times or disk is not None
+    if timed and policy == DEFAULT_POLICIES:
+        policy = DEFAULT_TIMED_POLICIES
+    links = (host_bandwidth, disk_read, disk_write)
+    plan = Plan(
+        traces=traces,
+        policies=parse_policies(policy, timed),
+        host=parse_sizes("--host", host),
+        disk=parse_sizes("--disk", disk) if disk is not None else [],
+        seeds=_seeds(seed),
+        reading=ReadOptions(chunk_tokens, 0, session_hours, time_scale, limit),
+        bytes_per_token=_bytes_per_token(bytes_per_token, model),
+        sample=sample,
+        curve=curve or plot is not None,
+        machine=_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
+        admission=admission,
+        closed_loop=not open_loop,
+    )
+    plan.check()
+    _writable(json_file, plot)
+    _conclude(_run(plan), curve, json_file, plot)
+
+
+def _seeds(text: str) -> list[int]:
+    from kvbm.settings.parse import parse_count
+
+    return [parse_count("--seed", word, 0, 2**31 - 1) for word in text.split(",")]
+
+
+def _bytes_per_token(size: str | None, model: Path | None) -> int | None:
+    from kvbm.settings.parse import parse_size
+    from kvbm.sim.model import kv_bytes_per_token
+
+    if size is not None and model is not None:
+        raise SettingsError("--model", str(model), "either this or --bytes-per-token, not both")
+    if model is not None:
+        return kv_bytes_per_token(model)
+    if size is None:
+        return None
+    count = parse_size("--bytes-per-token", size)
+    if count < 1:
+        raise SettingsError("--bytes-per-token", size, "at least one byte")
+    return count
+
+
+def _machine(prefill_tokens_per_s: float, attention_tokens: float, links: tuple[str, str, str]) -> Machine:
+    from kvbm.settings.parse import parse_size
+    from kvbm.sim.machine import Machine
+
+    numbers = {"--prefill-tokens-per-s": prefill_tokens_per_s, "--attention-tokens": attention_tokens}
+    for option, number in numbers.items():
+        if not number > 0.0:
+            raise SettingsError(option, number, "a number above 0")
+    rates = []
+    for option, text in zip(("--host-bandwidth", "--disk-read", "--disk-write"), links, strict=True):
+        rates.append(float(parse_size(option, text)))
+        if not rates[-1]:
+            raise SettingsError(option, text, "bytes in a second, such as 6GB")
+    # A block's bytes depend on the trace.
+    return Machine(0, prefill_tokens_per_s, attention_tokens, *rates)
+
+
+def _writable(*files: Path | None) -> None:
+    """Before minutes of work, not after."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise SettingsError(
+                "--json" if file == files[0] else "--plot", str(file), "a file in an existing folder"
+            )
+
+
+def _run(plan: Plan) -> Document:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvbm.sim.plan import run
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def watch(what: str, total: int) -> Callable[[int], None]:
+            bar.reset(task, description=what, total=total or None)
+            return lambda done: bar.update(task, completed=done)
+
+        return run(plan, watch)
+
+
+def _conclude(document: Document, curve: bool, json_file: Path | None, plot: Path | None) -> None:
+    """Print, write, draw."""
+    from rich.console import Console
+
+    from kvbm.sim import picture, report
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(report.render(document, curve))
+    try:
+        if json_file is not None:
+            report.save(document, json_file)
+            console.print(f"written: {json_file}", markup=False)
+        if plot is not None and picture.draw(document, plot):
+            console.print(f"written: {plot}", markup=False)
+        elif plot is not None:
+            console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
+    except OSError as error:
+        raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,29 @@
+"""What happens when, in simulated time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from typing import TypeVar
+
+_Subject = TypeVar("_Subject")
+
+
+class Events:
+    """A queue of calls by time; those of the same time are made in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = count()
+
+    def at(self, when_s: float, what: Callable[[float, _Subject], None], subject: _Subject) -> None:
+        """Call `what(when_s, subject)` once the time has come."""
+        entry = (when_s, next(self._numbers), lambda now_s: what(now_s, subject))
+        heapq.heappush(self._waiting, entry)
+
+    def pass_until(self, now_s: float) -> None:
+        """Make all calls that are due by then, those that they ask for included."""
+        while self._waiting and self._waiting[0][0] <= now_s:
+            when_s, _, call = heapq.heappop(self._waiting)
+            call(when_s)

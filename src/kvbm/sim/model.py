@@ -1,0 +1,50 @@
+"""Bytes of KV for each token, from a model's `config.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbm.errors import SettingsError
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_FIELD = "--model"
+
+
+def kv_bytes_per_token(directory: Path) -> int:
+    """Keys and values of all layers for one token, in the model's own dtype, on all ranks together.
+
+    2 × layers × KV heads × head size × bytes of the dtype; with multi-head latent attention layers × (latent + rotary
+    size) × bytes. Hybrid models, whose layers differ, are refused: give their bytes yourself.
+    """
+    path = directory / "config.json" if directory.is_dir() else directory
+    try:
+        config: Any = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(
+            _FIELD, str(directory), f"a model's directory or its config.json; {reason}"
+        ) from None
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    try:
+        return _bytes(config)
+    except (KeyError, TypeError, ValueError) as error:
+        accepted = f"a config.json with the usual fields ({error}); or give --bytes-per-token"
+        raise SettingsError(_FIELD, str(directory), accepted) from None
+
+
+def _bytes(config: dict[str, Any]) -> int:
+    kinds = set(config.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise ValueError(f"layers of several kinds: {', '.join(sorted(kinds))}")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype}")
+    layers, size = int(config["num_hidden_layers"]), _DTYPE_BYTES[dtype]
+    if config.get("kv_lora_rank"):
+        return layers * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])) * size
+    heads = int(config["num_attention_heads"])
+    head_size = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    return 2 * layers * int(config.get("num_key_value_heads") or heads) * head_size * size
