@@ -1,4 +1,4 @@
-"""All measurements, one after the other: `python -m benchmarks [--only copy,disk,manager,ttft,overhead,policies,simulator]`."""
+"""All measurements, one after the other: `python -m benchmarks [--only copy,disk,…]`."""
 
 from __future__ import annotations
 

@@ -92,7 +92,6 @@ def test_hit_rates_of_an_engine_and_of_the_simulator_agree(
     path.write_bytes(file.getvalue())
     trace: Trace = read_trace(path)
     simulated = replay(trace, blocks, make_policy(policy, blocks))
-    print(f"{policy}, {blocks} blocks: engine {real:.4f}, simulator {simulated.hit_rate:.4f}")
     assert len(trace.requests) == len(requests)
     assert trace.accesses == queried
     assert 0.1 < real < 0.9, "a rate that says something"

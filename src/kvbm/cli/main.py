@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
     "config": "Show the settings and where each comes from.",
     "disk": "Look into a disk tier: list, verify, clear.",
+    "record": "Write down what a running manager is asked for, as a trace.",
     "simulate": "Replay traces through policies and sizes, before any memory is bought.",
     "bench": "Measure this machine: copies, disk, look-ups.",
     "demo": "Watch prefix reuse on real engines.",

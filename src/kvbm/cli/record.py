@@ -50,10 +50,17 @@ def record(
         str,
         typer.Option(help="Socket of the manager; the only one that runs when left out.", metavar="SOCKET"),
     ] = "",
-    seconds: Annotated[float, typer.Option(min=0.0, help="End after this long; 0 is until Ctrl-C.")] = 0.0,
-    requests: Annotated[int, typer.Option(min=0, help="End after so many requests; 0 is no end.")] = 0,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, metavar="S", help="End after this long; 0 is until Ctrl-C.")
+    ] = 0.0,
+    requests: Annotated[
+        int, typer.Option(min=0, metavar="N", help="End after so many requests; 0 is no end.")
+    ] = 0,
     namespace: Annotated[
-        str, typer.Option(help="Record this namespace (its first digits); the first seen when left out.")
+        str,
+        typer.Option(
+            metavar="DIGITS", help="Record this namespace (its first digits); the first seen when left out."
+        ),
     ] = "",
 ) -> None:
     """Record what a running manager is asked for: hashes, lengths and times, never a token.
