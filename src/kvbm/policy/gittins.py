@@ -21,7 +21,7 @@ from kvbm.policy.turns import TURNS_MAX, Turns
 
 HISTORY_RUNS_MIN = 65_536
 HISTORY_BLOCKS_MIN = 1 << 19
-_FIT_FIRST, _FIT_GROWTH, _FIT_REQUESTS_MAX = 25, 0.1, 300
+_FIT_FIRST, _FIT_GROWTH, _FIT_REQUESTS_MAX = 25, 0.15, 400
 _BRANCHES_MAX = 4
 _WEIGHT = array("f", (length**0.4 for length in range(4096)))
 

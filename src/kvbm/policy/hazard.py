@@ -43,7 +43,7 @@ _KAPPA = 3.0
 _KAPPA_OCTAVE = 50.0
 _KAPPA_REST = 50.0
 _HAZARD_MAX = 0.98
-_PASSES = 2
+_PASSES = 1
 
 
 class HazardModel:
