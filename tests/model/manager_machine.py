@@ -62,7 +62,7 @@ class Writer:
 class ManagerMachine(RuleBasedStateMachine):
     """One space over real host memory; subclasses say what is below."""
 
-    staging = False
+    options = SpaceOptions(in_flight_max=4)
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.metrics,
             self.clock,
             self._progressed,
-            SpaceOptions(staging=self.staging, in_flight_max=4),
+            self.options,
         )
         self.last_ready: dict[tuple[int, int], int] = {}
         self.holders: dict[int, tuple[BlockKey | None, int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from hypothesis import settings
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvbm.block import BlockState
-from kvbm.manager.space import HEAL_INTERVAL_S
+from kvbm.manager.space import HEAL_INTERVAL_S, SpaceOptions
+from kvbm.policy import LeafFirstLru
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier
 from kvbm.tiers.disk import DiskTier, open_disk_tier
 from model.manager_machine import (
     DISK_SLOTS,
+    HOST_SLOTS,
     LAYOUT,
     NAMESPACE,
     ManagerMachine,
@@ -109,7 +112,62 @@ class FakeTierMachine(ManagerMachine):
 class StagingMachine(FakeTierMachine):
     """Disk without host: host memory is only the way there."""
 
-    staging = True
+    options = SpaceOptions(staging=True, in_flight_max=4)
+
+
+class StrictLru(LeafFirstLru):
+    """Fails when it is told of a block that it does not know, or of one that it does know as if it were new."""
+
+    def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        assert all(self._state[slot] for slot in slots if slot >= 0)
+        super().requested(keys, slots, now_s)
+
+    def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
+        assert parent < 0 or self._state[parent]
+        super().inserted(keys, slots, parent, now_s)
+
+    def evictable(self, slots: Iterable[int]) -> None:
+        slots = list(slots)
+        assert all(self._state[slot] for slot in slots)
+        super().evictable(slots)
+
+
+class DepartingMachine(FakeTierMachine):
+    """Disk is written when host memory gives blocks up, a sixth of it ahead of need, or half."""
+
+    options = SpaceOptions(write_on_eviction=True, in_flight_max=4)
+    ahead = 1
+
+    def _open(self) -> None:
+        super()._open()
+        departures = self.space.departures
+        assert departures is not None
+        departures._inner = StrictLru(HOST_SLOTS)
+        departures._ahead = self.ahead
+
+    @invariant()
+    def what_was_set_aside_is_on_its_way(self) -> None:
+        if not hasattr(self, "space"):
+            return
+        departures, offloader = self.space.departures, self.space.offloader
+        assert departures is not None
+        assert offloader is not None
+        assert not departures._writing.keys() & departures._settled.keys()
+        host, moving = self.space.host, {fall.host_slot for fall in offloader._jobs.values()}
+        for slot in (*departures._writing, *departures._settled):
+            assert host.state_of(slot) is BlockState.RESIDENT
+            assert not departures._inner._state[slot], "the policy inside has given it up"  # type: ignore[attr-defined]
+        for slot in departures._writing:
+            assert slot in moving or host.key_of(slot) in offloader._queued, "it would wait for ever"
+        resident = {slot for slot, _ in host.resident()}
+        inside = resident - departures._writing.keys() - departures._settled.keys()
+        assert all(departures._inner._state[slot] for slot in inside)  # type: ignore[attr-defined]
+
+
+class FarAheadMachine(DepartingMachine):
+    """The same, with half of host memory prepared."""
+
+    ahead = HOST_SLOTS // 2
 
 
 class DrainedTier:
@@ -162,4 +220,6 @@ def _case(machine: type[ManagerMachine], examples: int, steps: int) -> type:
 TestHostOnly = _case(HostOnlyMachine, 40, 40)
 TestFakeTier = _case(FakeTierMachine, 150, 60)
 TestStaging = _case(StagingMachine, 80, 50)
+TestDeparting = _case(DepartingMachine, 80, 60)
+TestFarAhead = _case(FarAheadMachine, 80, 60)
 TestDisk = _case(DiskMachine, 15, 40)

@@ -9,7 +9,7 @@ from kvbm.layout import BlockLayout
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmitAll
+from kvbm.policy import AdmissionPolicy, AdmitAll
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena
@@ -24,7 +24,13 @@ class Bench:
     """A space over a tier that completes by hand, and what it announced."""
 
     def __init__(
-        self, host_slots: int = 8, disk_slots: int = 16, staging: bool = False, pending_limit: int = 8
+        self,
+        host_slots: int = 8,
+        disk_slots: int = 16,
+        staging: bool = False,
+        pending_limit: int = 8,
+        on_eviction: bool = False,
+        admission: AdmissionPolicy | None = None,
     ):
         self.clock = ManualClock(100.0)
         self.medium = FakeMedium(LAYOUT, disk_slots)
@@ -36,11 +42,11 @@ class Bench:
             LAYOUT,
             self.arena,
             self.tier,
-            AdmitAll(),
+            AdmitAll() if admission is None else admission,
             self.metrics,
             self.clock,
             self._progressed,
-            SpaceOptions(staging=staging, in_flight_max=4),
+            SpaceOptions(staging=staging, write_on_eviction=on_eviction, in_flight_max=4),
         )
         self.numbers = iter(range(1, 1000))
         self.open = True

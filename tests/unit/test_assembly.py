@@ -9,7 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvbm.errors import SettingsError
 from kvbm.manager.assembly import STAGING_BLOCKS_MIN
+from kvbm.policy.admission import AdmitAll
+from kvbm.policy.admission_ghost import GhostAdmission
+from kvbm.policy.write_budget import WriteBudget
 from kvbm.protocol import Commit
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.disk_directory import claim_directory
@@ -17,6 +21,7 @@ from kvbm.tiers.disk_syscalls import Syscalls
 from unit.manager_bench import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, refusal, store
 
 MakeBench = Callable[..., ManagerBench]
+SIZE = LAYOUT.block_bytes
 SMALLEST = STAGING_BLOCKS_MIN * LAYOUT.block_bytes
 EPHEMERAL = msgspec.structs.replace(OTHER, ephemeral=True)
 
@@ -78,6 +83,72 @@ def test_what_all_namespaces_may_take_together_counts(
     client = make_manager(4, host_blocks=16).client()
     client.send(client.bench.worker_hello())
     assert "this container may use" in refusal(client)
+
+
+# ---- what may enter disk
+
+
+def test_the_admission_policy_and_the_write_budget_are_those_that_are_set(make_manager: MakeBench) -> None:
+    manager = make_manager(2, disk_blocks=32, disk_admission="ghost", disk_write_budget_bytes=96 * SIZE)
+    manager.engine()
+    budget = manager.space()._admission
+    assert isinstance(budget, WriteBudget)
+    assert isinstance(budget._inner, GhostAdmission)
+    assert budget._inner._ghosts_max == 2 * 16, "of the namespace's own share of the slots"
+    assert [budget.spend(50.0) for _ in range(3)] == [True, True, False], "a 24th of half the budget"
+
+
+def test_a_staging_area_lets_everything_enter_but_for_the_budget(make_manager: MakeBench) -> None:
+    options = {"host_blocks": None, "disk_blocks": 40, "staging_bytes": SMALLEST, "disk_admission": "ghost"}
+    plain, bounded = make_manager(**options), make_manager(**options, disk_write_budget_bytes=2 * SIZE)
+    for manager in (plain, bounded):
+        manager.engine()
+    assert isinstance(plain.space()._admission, AdmitAll)
+    assert isinstance(bounded.space()._admission, WriteBudget)
+
+
+def test_an_admission_policy_that_nobody_brings_is_refused(make_manager: MakeBench) -> None:
+    with pytest.raises(SettingsError, match=r"DYN_KVBM_DISK_ADMISSION='clock' .* filter, all, ghost"):
+        make_manager(disk_admission="clock")
+
+
+def test_a_write_budget_of_less_than_two_blocks_is_refused(make_manager: MakeBench) -> None:
+    manager = make_manager(3, disk_blocks=32, disk_write_budget_bytes=6 * SIZE - 1)
+    client = manager.client()
+    client.send(manager.worker_hello())
+    reason = refusal(client)
+    assert f"DYN_KVBM_DISK_WRITE_BUDGET={6 * SIZE - 1}" in reason
+    assert f"0, or at least {6 * SIZE} bytes: 2 blocks of {SIZE} bytes for each of 3 namespaces" in reason
+
+
+def test_what_was_written_is_set_against_what_was_hit(make_manager: MakeBench, below: FakeTier) -> None:
+    manager = make_manager(disk_blocks=32, disk_offload_filter=False)
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:6])
+    below.release()
+    manager.clock.advance(10.0)
+    manager.step()
+    name = "kvbm_disk_write_bytes_per_hit_byte"
+    assert (name,) not in manager.metrics.snapshot(), "nothing was hit"
+    manager.space().clear("host")
+    assert len(leader.lookup(2, KEYS[:3]).slots) == 3
+    manager.clock.advance(10.0)
+    manager.step()
+    assert manager.metrics.value(name) == 2.0
+
+
+def test_disk_is_written_on_eviction_where_that_is_set(make_manager: MakeBench, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    settings = {"disk_blocks": 32, "disk_dir": str(disk), "disk_write": "eviction", "disk_admission": "all"}
+    manager = make_manager(**settings)
+    store(*manager.engine(), 1, KEYS[:6])
+    manager.step()
+    assert manager.space().disk.counts().resident == 0
+    manager.open = False
+    manager.server.close(keep=True)
+    again = make_manager(**settings)
+    again.engine()
+    assert again.space().disk.counts().resident == 6
 
 
 # ---- namespaces that nobody can name again

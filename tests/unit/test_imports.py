@@ -147,10 +147,7 @@ def test_every_import_is_declared() -> None:
     wrong = [
         f"{path}: {name}"
         for path, source in SOURCES.items()
-        for name in third_party(source)
-        - BASE
-        - NOT_DECLARED
-        - (EXTRAS if path.startswith(DRAWS) else set())
+        for name in third_party(source) - BASE - NOT_DECLARED - (EXTRAS if path.startswith(DRAWS) else set())
         if not (path.startswith("kvbm/testing/") and name in EXTRAS)
     ]
     tidy.assert_none(wrong)

@@ -258,6 +258,32 @@ def test_loading_that_is_slower_than_computing_is_left_out(bench: Bench) -> None
     assert bench.manager.said() == [Release(lookup=lookup.lookup)]
 
 
+def test_of_a_run_the_part_that_pays_is_loaded(bench: Bench) -> None:
+    """8 ms to compute a block here, 1 to load one from host memory, 20 from disk."""
+    bench.leader.cost.prefilled(1000, 2.0)
+    bench.leader.cost.loaded(bytes([Tier.HOST]), 0.001)
+    bench.leader.cost.loaded(bytes([Tier.DISK]), 0.02)
+    lookup = bench.add(on_device=1)
+    bench.answer(lookup, 6, disk=2)
+    assert bench.leader.matched("r", 1) == Answer(blocks=4)
+    bench.leader.allocated("r", 4, TABLE)
+    (plan,) = bench.step().loads
+    assert plan.device_blocks == tuple(TABLE[1:5])
+    bench.arrive(plan)
+    assert bench.manager.said() == [Release(lookup=lookup.lookup, loaded=4, seconds=0.5)]
+
+
+def test_how_deep_a_step_computed_counts(bench: Bench) -> None:
+    bench.leader.updated(None, (), set())  # the bench's own first step
+    for tokens, position, seconds in ((1000, 500.0, 1.0), (1000, 10_500.0, 2.0)):
+        bench.leader.step((), (), tokens, False, position)
+        bench.clock.advance(seconds)
+        bench.leader.updated(None, (), set())
+    shallow, deep = bench.leader.cost.prefill_s(1), bench.leader.cost.prefill_s(1, 2625)
+    assert shallow == pytest.approx(4 * 0.95e-3, rel=1e-3)
+    assert deep == pytest.approx(4 * 2e-3, rel=1e-3)
+
+
 # ---- reset
 
 

@@ -104,7 +104,7 @@ def test_failures_and_skips_start_at_zero_in_all_their_labels():
         for kind in ("corrupt", "io", "load"):
             assert found["kvbm_failures_total", (("kind", kind), ("tier", tier))] == 0
     reasons = {dict(labels)["reason"] for name, labels in found if name == "kvbm_skipped_offloads_total"}
-    assert reasons == {"full", "filter", "queue_full", "evicted", "tier_off"}
+    assert reasons == {"full", "filter", "budget", "queue_full", "evicted", "tier_off"}
 
 
 def test_gauges_of_tiers_that_do_not_exist_are_absent():

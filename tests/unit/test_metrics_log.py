@@ -92,6 +92,20 @@ def test_traffic_line():
     )
 
 
+def test_traffic_line_says_what_disk_wrote_for_what_was_hit_there():
+    metrics = Metrics()
+    metrics.add("kvbm_hit_bytes_total", 1000, tier="disk")
+    before = metrics.snapshot()
+    metrics.add("kvbm_onboard_blocks_d2d", 1)
+    metrics.add("kvbm_transfer_bytes_total", 4200, source="host", target="disk")
+    metrics.add("kvbm_hit_bytes_total", 1000, tier="host")
+    assert "disk wrote" not in traffic_line(before, metrics.snapshot(), 60)
+    metrics.add("kvbm_hit_bytes_total", 2000, tier="disk")
+    assert ", disk wrote 2.1 bytes per byte of hit, failures 0" in traffic_line(
+        before, metrics.snapshot(), 60
+    )
+
+
 def test_traffic_line_names_only_tiers_that_exist():
     metrics = Metrics()
     metrics.set("kvbm_pool_capacity_blocks", 4, tier="host")

@@ -103,6 +103,9 @@ def test_notices():
     assert line.startswith("the disk tier (1 GB) is smaller than the host tier (4 GB)")
     assert notices(Settings(host_bytes=10**9, disk_bytes=10**9)) == []
     assert "staging area of 512 MB" in notices(Settings(disk_bytes=10**9))[0]
+    unread = notices(Settings(disk_bytes=10**9, disk_admission="ghost", disk_write="eviction"))[1:]
+    assert [line.split()[0] for line in unread] == ["DYN_KVBM_DISK_ADMISSION", "DYN_KVBM_DISK_WRITE"]
+    assert len(notices(Settings(disk_bytes=10**9, disk_admission="all"))) == 1
 
 
 def test_a_host_tier_below_the_devices():

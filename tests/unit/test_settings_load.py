@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from kvbm.errors import SettingsError
-from kvbm.settings import FIELDS, GB, SCHEMA, Kind, Settings, load_settings
-from kvbm.settings.schema import INEFFECTIVE, default_runtime_dir, runtime_dir_under
+from kvbm.settings import FIELDS, GB, SCHEMA, Kind, Settings, admission_name, load_settings
+from kvbm.settings.ineffective import INEFFECTIVE
+from kvbm.settings.schema import default_runtime_dir, runtime_dir_under
 
 HOST = {"DYN_KVBM_CPU_CACHE_GB": "4"}
 
@@ -353,3 +354,46 @@ def test_file_types_and_faults(tmp_path):
 def test_settings_cross_a_process_boundary():
     settings = load_settings(ORIGINAL).settings
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(settings), type=Settings) == settings
+
+
+# ---- what may enter disk
+
+SWITCH_LOSES = "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER is overruled by DYN_KVBM_DISK_ADMISSION"
+FILTER_OFF = {"DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides", "name", "warned"),
+    [
+        ({}, {}, "filter", []),
+        (FILTER_OFF, {}, "all", []),
+        ({"DYN_KVBM_DISK_ADMISSION": "ghost"}, {}, "ghost", []),
+        ({**FILTER_OFF, "DYN_KVBM_DISK_ADMISSION": "filter"}, {}, "filter", [SWITCH_LOSES]),
+        ({**FILTER_OFF, "DYN_KVBM_DISK_ADMISSION": "all"}, {}, "all", []),
+        (
+            {"DYN_KVBM_DISK_ADMISSION": "ghost"},
+            {"disk_offload_filter": False},
+            "all",
+            ["DYN_KVBM_DISK_ADMISSION is overruled by --disk-offload-filter"],
+        ),
+        (
+            FILTER_OFF,
+            {"disk_admission": "ghost"},
+            "ghost",
+            ["DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER is overruled by --disk-admission"],
+        ),
+    ],
+)
+def test_the_name_of_an_admission_policy_wins_unless_the_switch_has_precedence(
+    environ, overrides, name, warned
+):
+    loaded = load_settings({**HOST, "DYN_KVBM_DISK_CACHE_GB": "1", **environ}, overrides)
+    assert admission_name(loaded.settings) == name
+    assert loaded.warnings == warned
+
+
+def test_a_size_that_is_not_named_after_gb_takes_a_unit():
+    loaded = load_settings({**HOST, "DYN_KVBM_DISK_WRITE_BUDGET": "500GB"})
+    assert loaded.settings.disk_write_budget_bytes == 500 * GB
+    assert load_settings(HOST).settings.disk_write_budget_bytes == 0
+    assert "DYN_KVBM_DISK_WRITE_BUDGET='much'" in refusal({**HOST, "DYN_KVBM_DISK_WRITE_BUDGET": "much"})

@@ -11,8 +11,8 @@ import pytest
 
 import kvbm
 from kvbm.settings import SCHEMA
+from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.reference import page
-from kvbm.settings.schema import INEFFECTIVE
 
 
 @pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)

@@ -21,6 +21,8 @@ COMMANDS: dict[str, str] = {
     "disk": "Look into a disk tier: list, verify, clear.",
     "record": "Write down what a running manager is asked for, as a trace.",
     "simulate": "Replay traces through policies and sizes, before any memory is bought.",
+    "plan": "Which sizes of the tiers meet a target on a trace, cheapest.",
+    "scale": "Simulate many nodes behind a router: where one stops being enough.",
     "bench": "Measure this machine: copies, disk, look-ups.",
     "demo": "Watch prefix reuse on real engines.",
 }

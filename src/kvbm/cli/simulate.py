@@ -160,15 +160,15 @@ def simulate(
         disk=parse_sizes("--disk", disk) if disk is not None else [],
         seeds=_seeds(seed),
         reading=ReadOptions(chunk_tokens, 0, session_hours, time_scale, limit),
-        bytes_per_token=_bytes_per_token(bytes_per_token, model),
+        bytes_per_token=read_bytes_per_token(bytes_per_token, model),
         sample=sample,
         curve=curve or plot is not None,
-        machine=_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
+        machine=read_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
         admission=admission,
         closed_loop=not open_loop,
     )
     plan.check()
-    _writable(json_file, plot)
+    require_writable(json_file, plot)
     _conclude(_run(plan), curve, json_file, plot)
 
 
@@ -178,7 +178,8 @@ def _seeds(text: str) -> list[int]:
     return [parse_count("--seed", word, 0, 2**31 - 1) for word in text.split(",")]
 
 
-def _bytes_per_token(size: str | None, model: Path | None) -> int | None:
+def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
+    """Bytes of KV per token, from --bytes-per-token or --model; None without either. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
     from kvbm.sim.model import kv_bytes_per_token
 
@@ -194,7 +195,10 @@ def _bytes_per_token(size: str | None, model: Path | None) -> int | None:
     return count
 
 
-def _machine(prefill_tokens_per_s: float, attention_tokens: float, links: tuple[str, str, str]) -> Machine:
+def read_machine(
+    prefill_tokens_per_s: float, attention_tokens: float, links: tuple[str, str, str]
+) -> Machine:
+    """The machine of the options; `links` are host → device, disk → host, host → disk. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
     from kvbm.sim.machine import Machine
 
@@ -211,7 +215,7 @@ def _machine(prefill_tokens_per_s: float, attention_tokens: float, links: tuple[
     return Machine(0, prefill_tokens_per_s, attention_tokens, *rates)
 
 
-def _writable(*files: Path | None) -> None:
+def require_writable(*files: Path | None) -> None:
     """Before minutes of work, not after."""
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():

@@ -1,82 +1,137 @@
-"""Is loading faster than recomputing? Answered from what was measured in this engine, never from a table.
+"""Is loading faster than recomputing, and down to which block? Answered from what was measured in this engine, never
+from a table.
 
-Both sides are moving averages: seconds of prefill per token, and seconds of loading per block and tier. While one
-of them is unknown the answer is yes, which is how it becomes known; a no is checked again now and then.
+Computing a token takes longer the more tokens lie before it: seconds = a · tokens + b · tokens · position is fitted to
+the engine's steps. Loading takes what it took: seconds per block and tier. Of a run that was found the first blocks are
+loaded and the rest is computed, with the cut where both together take least. While one side is unknown everything is
+loaded, which is how it becomes known; a no is checked again now and then.
 """
 
 from __future__ import annotations
 
-from kvbm.block import Tier
+from collections.abc import Iterator
 
 _WEIGHT = 0.2
 _PREFILL_TOKENS_MIN = 64
+_POSITION_SPREAD_MIN = 64.0
 _RECHECK_EVERY = 16
 
 
+class PrefillFit:
+    """Seconds of prefill by position: a token at position p takes a + b · p. Neither is ever below zero.
+
+    Least squares over the latest steps, each worth its tokens: a step takes some time whatever is in it, and what
+    follows a hit is short and deep, so that small steps would pass that time off as one of depth. A step counts for a
+    fifth less with each after it. While all lie equally deep they say nothing about b, and what was known of it holds.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._position = 0.0
+        self._variance = 0.0
+        self._covariance = 0.0
+        self._slope = 0.0
+
+    def add(self, tokens: int, seconds: float, position: float) -> None:
+        """One step: so many tokens, which lay at this position in the mean."""
+        self._tokens = (1.0 - _WEIGHT) * self._tokens + tokens
+        weight = tokens / self._tokens
+        further, slower = position - self._position, seconds / tokens - self._seconds
+        self._position += weight * further
+        self._seconds += weight * slower
+        self._variance = (1.0 - weight) * (self._variance + weight * further * further)
+        self._covariance = (1.0 - weight) * (self._covariance + weight * further * slower)
+        if self._variance >= _POSITION_SPREAD_MIN**2:
+            self._slope = max(0.0, self._covariance / self._variance)
+
+    def span_s(self, start: int, end: int) -> float | None:
+        """What computing the tokens from position `start` up to `end` will take; None before the first step."""
+        if not self._tokens:
+            return None
+        a, b = self._seconds - self._slope * self._position, self._slope
+        if a < 0.0:  # the steps of an engine that was busy with other things tilt the line; no token is free
+            a, b = 0.0, self._seconds / self._position
+        return (end - start) * (a + b * (start + end) / 2.0)
+
+
 class CostModel:
-    """Moving averages of one engine. `block_tokens` is the number of tokens per block; with `always`, loading is
-    always worth it (tests and measurements want to see every load)."""
+    """What one engine measured. `block_tokens` is the number of tokens per block; with `always`, loading is always
+    worth it (tests and measurements want to see every load)."""
 
     def __init__(self, block_tokens: int, always: bool = False) -> None:
         self._block_tokens = block_tokens
         self._always = always
-        self._prefill_s_per_token: float | None = None
+        self._prefill = PrefillFit()
         self._load_s_per_block: dict[int, float] = {}
         self._refusals = 0
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` prompt tokens in `seconds`; steps too small to say anything are left out."""
-        if tokens >= _PREFILL_TOKENS_MIN and seconds > 0.0:
-            self._prefill_s_per_token = _average(self._prefill_s_per_token, seconds / tokens)
+    def prefilled(self, tokens: int, seconds: float, position: float = 0.0) -> None:
+        """A step computed `tokens` prompt tokens in `seconds`, at this `position` in the mean: how many tokens lay
+        before one of them. Steps too small to say anything are left out."""
+        if tokens >= _PREFILL_TOKENS_MIN and seconds > 0.0 and position >= 0.0:
+            self._prefill.add(tokens, seconds, position)
 
     def loaded(self, sources: bytes, seconds: float) -> None:
         """A load of blocks that were found in `sources` (one tier each) took `seconds` from plan to device."""
         if not sources or seconds <= 0.0:
             return
-        on_host = sources.count(Tier.HOST)
-        if on_host == len(sources):
-            known = self._load_s_per_block.get(Tier.HOST)
-            self._load_s_per_block[Tier.HOST] = _average(known, seconds / on_host)
-            return
-        # What the host's blocks are known to take is not the disk's time.
-        rest_s = max(0.0, seconds - on_host * self._load_s_per_block.get(Tier.HOST, 0.0))
-        known = self._load_s_per_block.get(Tier.DISK)
-        self._load_s_per_block[Tier.DISK] = _average(known, rest_s / (len(sources) - on_host))
+        # All but the deepest tier's blocks take what they are known to take; the rest of the time is that tier's.
+        deepest = max(sources)
+        others = sources.replace(bytes((deepest,)), b"")
+        rest_s = max(0.0, seconds - sum(self._load_s_per_block.get(tier, 0.0) for tier in others))
+        known = self._load_s_per_block.get(deepest)
+        self._load_s_per_block[deepest] = _average(known, rest_s / (len(sources) - len(others)))
 
     def load_s(self, sources: bytes) -> float | None:
         """What loading these blocks will take, or None while it is unknown."""
         total_s = 0.0
-        for tier in (Tier.HOST, Tier.DISK):
-            if blocks := sources.count(tier):
-                per_block = self._load_s_per_block.get(tier)
-                if per_block is None:
-                    return None
-                total_s += per_block * blocks
+        for tier in set(sources):
+            per_block = self._load_s_per_block.get(tier)
+            if per_block is None:
+                return None
+            total_s += per_block * sources.count(tier)
         return total_s
 
-    def prefill_s(self, blocks: int) -> float | None:
-        """What computing this many blocks will take, or None while it is unknown."""
-        per_token = self._prefill_s_per_token
-        return None if per_token is None else per_token * self._block_tokens * blocks
+    def prefill_s(self, blocks: int, first: int = 0) -> float | None:
+        """What computing this many blocks will take, after the prompt's `first` ones; None while it is unknown."""
+        tokens = self._block_tokens
+        return self._prefill.span_s(first * tokens, (first + blocks) * tokens)
 
-    def worth_loading(self, sources: bytes) -> int:
-        """How many leading blocks to load: all, those before the first that is on disk, or none.
+    def worth_loading(self, sources: bytes, first: int = 0) -> int:
+        """How many leading blocks of a run to load, which begins after the prompt's `first` ones; the rest is better
+        computed. Of cuts that take equally long the deepest: it leaves the engine to others."""
+        if self._always or self.load_s(sources) is None or self.prefill_s(1) is None:
+            return len(sources)
+        # Inside a run of one tier each further block takes equally long to load and ever longer to compute, so that
+        # the best cut is at one of the run's ends.
+        found, depth, load_s = len(sources), 0, 0.0
+        best, best_s = 0, self._compute_s(first, first + found)
+        for tier, blocks in _runs(sources):
+            depth += blocks
+            load_s += self._load_s_per_block[tier] * blocks
+            seconds = load_s + self._compute_s(first + depth, first + found)
+            if seconds <= best_s:
+                best, best_s = depth, seconds
+        if best < found:
+            self._refusals += 1
+            if self._refusals % _RECHECK_EVERY == 0:
+                return found
+        return best
 
-        None are worth it when computing them is known to be faster.
-        """
-        if self._always:
-            return len(sources)
-        on_host = len(sources) - len(sources.lstrip(bytes((Tier.HOST,))))
-        if self._beats_computing(sources):
-            return len(sources)
-        self._refusals += 1
-        if self._refusals % _RECHECK_EVERY == 0:
-            return len(sources)
-        return on_host if self._beats_computing(sources[:on_host]) else 0
+    def _compute_s(self, start: int, end: int) -> float:
+        """What computing the prompt's blocks `start` to `end` will take, where that is known."""
+        seconds = self.prefill_s(end - start, start)
+        assert seconds is not None
+        return seconds
 
-    def _beats_computing(self, sources: bytes) -> bool:
-        load_s, prefill_s = self.load_s(sources), self.prefill_s(len(sources))
-        return load_s is None or prefill_s is None or load_s <= prefill_s
+
+def _runs(sources: bytes) -> Iterator[tuple[int, int]]:
+    """The tiers in order, each with how many blocks in a row are from it."""
+    while sources:
+        rest = sources.lstrip(sources[:1])
+        yield sources[0], len(sources) - len(rest)
+        sources = rest
 
 
 def _average(known: float | None, value: float) -> float:

@@ -109,8 +109,9 @@ class Leader:
         self._salt = b""
         self._life = 0
         self._wait_left_s = STEP_WAIT_S
-        # Steps that were scheduled and not heard of: prompt tokens, and when. An engine may schedule one ahead.
-        self._in_flight: deque[tuple[int, float]] = deque(maxlen=_IN_FLIGHT_MAX)
+        # Steps that were scheduled and not heard of: prompt tokens, how deep they lie in the mean, and when. An engine
+        # may schedule one ahead.
+        self._in_flight: deque[tuple[int, float, float]] = deque(maxlen=_IN_FLIGHT_MAX)
         self._updated_s = 0.0
         self._reset_reply: ResetReply | None = None
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
@@ -183,9 +184,15 @@ class Leader:
     # ---- a step
 
     def step(
-        self, scheduled: Iterable[Scheduled], preempted: Iterable[str], prefill_tokens: int, idle: bool
+        self,
+        scheduled: Iterable[Scheduled],
+        preempted: Iterable[str],
+        prefill_tokens: int,
+        idle: bool,
+        prefill_position: float = 0.0,
     ) -> StepPlan:
-        """The plan of an engine step. `prefill_tokens` are computed in it; `idle` means that nothing is."""
+        """The plan of an engine step. `prefill_tokens` are computed in it, with `prefill_position` tokens before one
+        of them in the mean; `idle` means that nothing is."""
         left_s, self._wait_left_s = self._wait_left_s, STEP_WAIT_S
         self._receive()
         for request in preempted:
@@ -208,7 +215,7 @@ class Leader:
         if may_wait and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
         if not idle:
-            self._in_flight.append((prefill_tokens, self._clock()))
+            self._in_flight.append((prefill_tokens, prefill_position, self._clock()))
         return StepPlan(stores=stores, loads=loads, idle=idle)
 
     @property
@@ -339,6 +346,6 @@ class Leader:
         """The oldest step in flight ended. It began when it was scheduled, or when the one ahead of it ended."""
         now_s = self._clock()
         if self._in_flight:
-            tokens, scheduled_s = self._in_flight.popleft()
-            self.cost.prefilled(tokens, now_s - max(scheduled_s, self._updated_s))
+            tokens, position, scheduled_s = self._in_flight.popleft()
+            self.cost.prefilled(tokens, now_s - max(scheduled_s, self._updated_s), position)
         self._updated_s = now_s

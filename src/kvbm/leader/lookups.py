@@ -152,7 +152,7 @@ class Lookups:
         usable = max(0, held - offset)
         if not usable:
             return 0
-        worth = self._cost.worth_loading(sources[:usable])
+        worth = self._cost.worth_loading(sources[:usable], computed)
         if not worth:
             search.stage = Stage.OVER
         return worth
@@ -253,5 +253,5 @@ class Lookups:
 
     def _patience_s(self, search: Search, offset: int) -> float:
         """How long waiting for what is on its way can still beat computing it."""
-        prefill_s = self._cost.prefill_s(len(search.slots) - offset)
+        prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
         return ARRIVAL_DEADLINE_S if prefill_s is None else min(prefill_s, ARRIVAL_DEADLINE_S)

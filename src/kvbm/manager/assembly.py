@@ -12,8 +12,17 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmitAll, DiskFilter, eviction_policies
-from kvbm.settings import Settings, container_limit_bytes, disk_slots, host_slots, staging_slots
+from kvbm.policy import AdmissionPolicy, eviction_policies
+from kvbm.policy.admission_registry import admission_policies, make_admission
+from kvbm.policy.write_budget import BLOCKS_PER_DAY_MIN, WriteBudget
+from kvbm.settings import (
+    Settings,
+    admission_name,
+    container_limit_bytes,
+    disk_slots,
+    host_slots,
+    staging_slots,
+)
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
@@ -35,11 +44,14 @@ class SpaceTable:
         clock: Clock,
         on_progress: Callable[[Lease], None],
     ) -> None:
-        """Raises SettingsError for an eviction policy that nobody brings."""
+        """Raises SettingsError for an eviction or admission policy that nobody brings."""
         assert namespaces_max > 0
         if settings.eviction not in eviction_policies():
             accepted = ", ".join(eviction_policies())
             raise SettingsError("DYN_KVBM_EVICTION", settings.eviction, f"one of: {accepted}")
+        if (admission := admission_name(settings)) not in admission_policies():
+            accepted = ", ".join(admission_policies())
+            raise SettingsError("DYN_KVBM_DISK_ADMISSION", admission, f"one of: {accepted}")
         self.settings = settings
         self._namespaces_max = namespaces_max
         self._metrics = metrics
@@ -102,6 +114,7 @@ class SpaceTable:
         else:
             slots = host_slots(settings, layout.block_bytes) // share
             _refuse_small(settings, slots, layout, request_blocks)
+        admission = self._make_admission(layout)
         # The container's limit, not what is free now: workers hold the memory of a manager that died until the next
         # one welcomes them.
         limit_bytes = container_limit_bytes()
@@ -114,10 +127,10 @@ class SpaceTable:
         except BaseException:
             arena.close()
             raise
-        admission = DiskFilter(self._clock()) if settings.disk_offload_filter else AdmitAll()
         options = SpaceOptions(
             staging=staging,
             eviction=settings.eviction,
+            write_on_eviction=settings.disk_write == "eviction",
             in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
         )
         log.info(
@@ -135,6 +148,27 @@ class SpaceTable:
             else "off",
         )
         return Space(layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options)
+
+    def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
+        """What may enter one namespace's disk tier, within its share of the write budget."""
+        settings, share, size = self.settings, self._namespaces_max, layout.block_bytes
+        slots, now_s = disk_slots(settings, size) // share, self._clock()
+        try:
+            admission = make_admission(admission_name(settings), max(slots, 1), now_s)
+        except ValueError as error:
+            accepted = f"a policy that can be made ({error})"
+            raise SettingsError("DYN_KVBM_DISK_ADMISSION", settings.disk_admission, accepted) from error
+        if not settings.disk_on or not settings.disk_write_budget_bytes:
+            return admission
+        smallest = BLOCKS_PER_DAY_MIN * size * share
+        if settings.disk_write_budget_bytes < smallest:
+            each = f" for each of {share} namespaces" if share > 1 else ""
+            raise SettingsError(
+                "DYN_KVBM_DISK_WRITE_BUDGET",
+                settings.disk_write_budget_bytes,
+                f"0, or at least {smallest} bytes: {BLOCKS_PER_DAY_MIN} blocks of {size} bytes{each}",
+            )
+        return WriteBudget(admission, settings.disk_write_budget_bytes // share, size, now_s)
 
     def _open_disk(self, namespace: Namespace, layout: BlockLayout) -> SlotTier | None:
         settings, share = self.settings, self._namespaces_max

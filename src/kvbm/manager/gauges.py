@@ -42,3 +42,6 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
             )
     for queue, waiting in queues.items():
         metrics.set("kvbm_queue_blocks", waiting, queue=queue)
+    if hit_bytes := metrics.value("kvbm_hit_bytes_total", tier="disk"):
+        written_bytes = metrics.value("kvbm_transfer_bytes_total", source="host", target="disk")
+        metrics.set("kvbm_disk_write_bytes_per_hit_byte", written_bytes / hit_bytes)

@@ -58,15 +58,33 @@ class Onboarder:
     def queued_count(self) -> int:
         return len(self._rises)
 
-    def raises(self, host_slot: int) -> bool:
-        """True when this filling host slot is one of ours."""
-        return host_slot in self._rises
+    def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
+        """Give every block of the lease that is only on disk a host slot; the run ends at the first that gets none.
 
-    def join(self, host_slot: int, lease: Lease, index: int) -> None:
-        """The lease wants a block that is already on its way."""
-        self._rises[host_slot].waiting.append((lease, index))
+        `before` is the block before the run. Where the run is longer than host memory, its own end makes room for
+        what comes before.
+        """
+        i = -1
+        while (i := lease.places.find(Place.WAITING, i + 1)) >= 0:
+            key = lease.keys[i]
+            filling = self._host.find_filling(key)
+            if filling is not None and filling not in self._rises:
+                slot = None  # an engine is storing the same block right now
+            elif filling is not None:
+                slot = int(filling)
+            else:
+                parent = lease.keys[i - 1] if i else before
+                slot = self._start(key, parent)
+                while slot is None and (last := lease.places.rfind(Place.PINNED, i + 1)) > 0:
+                    self._cut(lease, last)
+                    slot = self._start(key, parent)
+            if slot is None:
+                self._cut(lease, i)
+                return
+            lease.slots[i] = slot
+            self._rises[slot].waiting.append((lease, i))
 
-    def start(self, key: BlockKey, parent: BlockKey | None) -> int | None:
+    def _start(self, key: BlockKey, parent: BlockKey | None) -> int | None:
         """Begin to bring up a block that is resident on disk; its host slot, or None when the host has no room."""
         disk_slot = self._disk.find(key)
         assert disk_slot is not None
@@ -138,11 +156,11 @@ class Onboarder:
                 if lease.advance():
                     self._on_progress(lease)
             else:
-                self.cut(lease, index)
+                self._cut(lease, index)
                 lease.advance()
                 self._on_progress(lease)
 
-    def cut(self, lease: Lease, index: int) -> None:
+    def _cut(self, lease: Lease, index: int) -> None:
         """The run ends before `index`: give back what the lease holds from there on."""
         for i in range(index, len(lease.slots)):
             if lease.places[i] == Place.PINNED:

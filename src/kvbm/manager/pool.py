@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import msgspec
 
@@ -33,7 +33,7 @@ class SlotPool:
 
     `on_emptied(slot, key, was_resident)` is called whenever a slot becomes free, before anyone can reserve it
     again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
-    here too, so parents go last; without it each block stands alone.
+    here too, so parents go last; without it each block stands alone. `keeps_parents`: `parent_of` is asked.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class SlotPool:
         policy: EvictionPolicy,
         on_emptied: Callable[[int, BlockKey, bool], None] = lambda slot, key, was_resident: None,
         chained: bool = True,
+        keeps_parents: bool = False,
     ) -> None:
         assert slot_count > 0
         self.tier = tier
@@ -54,6 +55,7 @@ class SlotPool:
         self._resident: dict[BlockKey, int] = {}
         self._filling: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = [None] * slot_count
+        self._parents: list[BlockKey | None] | None = [None] * slot_count if keeps_parents else None
         self._state = bytearray(slot_count)
         # Leases by slot; a slot without one is absent.
         self._leases: dict[int, int] = {}
@@ -99,6 +101,11 @@ class SlotPool:
         assert key is not None, f"slot {slot} is free"
         return key
 
+    def parent_of(self, slot: int) -> BlockKey | None:
+        """The key of the block before that of a slot that is not free, wherever it is; None for a chain's first."""
+        assert self._parents is not None, "this pool keeps no parents"
+        return self._parents[slot]
+
     def state_of(self, slot: int) -> BlockState:
         """The slot's state."""
         return BlockState(self._state[slot])
@@ -106,6 +113,11 @@ class SlotPool:
     def is_leased(self, slot: int) -> bool:
         """Somebody holds the slot."""
         return slot in self._leases
+
+    @property
+    def leased(self) -> Container[int]:
+        """The slots that somebody holds, as a policy is handed them."""
+        return self._leases
 
     def counts(self) -> PoolCounts:
         """How many slots are in each state."""
@@ -146,6 +158,9 @@ class SlotPool:
             self._make_room(needed, () if insist else keys, parent_slot, now_s)
             keys = keys[: len(self._free)]
         slots = [self._free.pop() for _ in keys]
+        if self._parents is not None:
+            for slot, before in zip(slots, (parent, *keys), strict=False):
+                self._parents[slot] = before
         self._fill(slots, keys, parent_slot, now_s)
         return [SlotIndex(slot) for slot in slots]
 

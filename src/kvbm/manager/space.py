@@ -14,6 +14,7 @@ import msgspec
 from kvbm.block import BlockKey, SlotIndex, Tier
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
+from kvbm.manager.departures import Departures
 from kvbm.manager.leases import HoldTable, Lease, Owner, Place, Reservation
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
@@ -34,11 +35,13 @@ CLOSE_S_MAX = 5.0
 class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a space treats its tiers. `staging`: host memory is only a bounded way to disk.
 
-    `eviction` names the policy of both tiers; a staging area keeps no order but that of use.
+    `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
+    block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
     """
 
     staging: bool = False
     eviction: str = "lru"
+    write_on_eviction: bool = False
     in_flight_max: int = 64
 
 
@@ -75,7 +78,13 @@ class Space:
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         eviction = "lru" if options.staging else options.eviction
         policy = make_policy(eviction, arena.slot_count)
-        self.host = SlotPool(Tier.HOST, arena.slot_count, policy, self._host_emptied, not options.staging)
+        self.departures: Departures | None = None
+        if options.write_on_eviction and tier is not None and not options.staging:
+            policy = self.departures = Departures(policy, arena.slot_count)
+        chained, keeps_parents = not options.staging, self.departures is not None
+        self.host = SlotPool(
+            Tier.HOST, arena.slot_count, policy, self._host_emptied, chained, keeps_parents=keeps_parents
+        )
         self.disk: SlotPool | None = None
         self.onboarder: Onboarder | None = None
         self.offloader: Offloader | None = None
@@ -96,7 +105,8 @@ class Space:
             return None
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
         self._gather(lease, keys, skip)
-        self._raise_missing(lease, keys[skip - 1] if skip else None)
+        if self.onboarder is not None:
+            self.onboarder.bring_up(lease, keys[skip - 1] if skip else None)
         self._account(lease, len(keys) - skip)
         self._usage.note(list(keys), skip + len(lease.keys))
         if not lease.slots:
@@ -137,34 +147,6 @@ class Space:
         lease.sources, lease.places = sources, places
         self.host.lease_all(lease.pinned())
 
-    def _raise_missing(self, lease: Lease, before: BlockKey | None) -> None:
-        """Give every block that is only on disk a host slot; the run ends at the first that gets none.
-
-        Where the run is longer than host memory, its own end makes room for what comes before.
-        """
-        onboarder = self.onboarder
-        if onboarder is None:
-            return
-        i = -1
-        while (i := lease.places.find(Place.WAITING, i + 1)) >= 0:
-            key = lease.keys[i]
-            filling = self.host.find_filling(key)
-            if filling is not None and not onboarder.raises(filling):
-                slot = None  # an engine is storing the same block right now
-            elif filling is not None:
-                slot = int(filling)
-            else:
-                parent = lease.keys[i - 1] if i else before
-                slot = onboarder.start(key, parent)
-                while slot is None and (last := lease.places.rfind(Place.PINNED, i + 1)) > 0:
-                    onboarder.cut(lease, last)
-                    slot = onboarder.start(key, parent)
-            if slot is None:
-                onboarder.cut(lease, i)
-                return
-            lease.slots[i] = slot
-            onboarder.join(slot, lease, i)
-
     def _account(self, lease: Lease, queried: int) -> None:
         hits = len(lease.slots)
         self._metrics.add("kvbm_queried_blocks_total", queried)
@@ -172,6 +154,9 @@ class Space:
         on_host = lease.sources.count(Tier.HOST)
         self._metrics.add("kvbm_hit_blocks_total", on_host, tier="host")
         self._metrics.add("kvbm_hit_blocks_total", hits - on_host, tier="disk")
+        size = self.layout.block_bytes
+        self._metrics.add("kvbm_hit_bytes_total", on_host * size, tier="host")
+        self._metrics.add("kvbm_hit_bytes_total", (hits - on_host) * size, tier="disk")
 
     # ---- stores
 
@@ -195,7 +180,8 @@ class Space:
                 continue
             if parent is not None and not self._held_anywhere(parent):
                 break  # without its prefix the run could never be found: do not spend slots on it
-            slots = self.host.reserve_chain(run, parent, now_s)
+            # Above a disk, host memory is the way into it: which blocks stay is decided when others need the room.
+            slots = self.host.reserve_chain(run, parent, now_s, insist=self._disk_if_on() is not None)
             answer += slots
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]
@@ -233,7 +219,7 @@ class Space:
         )
         if self.offloader is not None:
             for i in good:
-                self.offloader.offer(mine.keys[i], mine.parents[i])
+                self.offloader.committed(mine.keys[i], mine.parents[i])
             self.offloader.pump()
         return len(good)
 
@@ -277,6 +263,8 @@ class Space:
                     self.offloader.completed(completion)
             self._tell_usage()
             self.onboarder.pump()
+            if self.departures is not None:
+                self.departures.advance(self._clock())
             self.offloader.pump()
             if self.tier.fault:
                 self._heal(self.tier)
@@ -339,6 +327,8 @@ class Space:
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         if self.tier is not None:
+            if self.departures is not None and keep:
+                self.departures.advance_all(self._clock())
             self._write_out(self.tier)
             self.tier.close(keep)
         self.arena.close()
@@ -366,7 +356,10 @@ class Space:
             self._next_job,
             self.options.in_flight_max,
             self.options.staging,
+            self.departures.settled if self.departures is not None else None,
         )
+        if self.departures is not None:
+            self.departures.attach(self.host, self.offloader)
 
     def _write_out(self, tier: SlotTier) -> None:
         """Let what is queued for the tier reach it, while it gets there and at most for a few seconds."""

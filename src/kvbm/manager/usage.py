@@ -44,5 +44,5 @@ class Usage:
             if offloader is not None and isinstance(keys, list):
                 parent: BlockKey | None = None
                 for key in keys[:count]:
-                    offloader.offer(key, parent)
+                    offloader.used(key, parent)
                     parent = key

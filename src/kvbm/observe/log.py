@@ -131,6 +131,9 @@ def traffic_line(before: Snapshot, after: Snapshot, seconds: float) -> str:
     ]
     if tiers:
         parts.append("evicted " + " ".join(f"{evicted[tier]} {tier}" for tier in tiers))
+    if hit_bytes := rise("kvbm_hit_bytes_total", "disk"):
+        written_bytes = rise("kvbm_transfer_bytes_total", "host", "disk")
+        parts.append(f"disk wrote {written_bytes / hit_bytes:.2g} bytes per byte of hit")
     parts.append(f"failures {failures}")
     parts.extend(f"{tier} {_fullness(after, tier):.0%} full" for tier in tiers)
     return f"last {seconds:.0f} s: " + ", ".join(parts)

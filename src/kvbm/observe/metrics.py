@@ -164,8 +164,9 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_skipped_offloads_total",
         kind=_COUNTER,
-        help="Blocks that were not offloaded, by reason",
-        labels=(Label("reason", ("full", "filter", "queue_full", "evicted", "tier_off")),),
+        help="Blocks that were not offloaded, by reason: no room, refused by the admission policy (filter), beyond "
+        "the day's write budget, queue full, evicted before their turn, tier off",
+        labels=(Label("reason", ("full", "filter", "budget", "queue_full", "evicted", "tier_off")),),
         at_zero=True,
     ),
     Metric(
@@ -187,6 +188,18 @@ TABLE: tuple[Metric, ...] = (
         help="Blocks that finished lookups found, by the tier that held them",
         labels=(_TIER,),
         at_zero=True,
+    ),
+    Metric(
+        name="kvbm_hit_bytes_total",
+        kind=_COUNTER,
+        help="Bytes of the blocks that finished lookups found, by the tier that held them",
+        labels=(_TIER,),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_disk_write_bytes_per_hit_byte",
+        kind=_GAUGE,
+        help="Bytes written to disk for each byte that was found there, since the start; absent before the first hit",
     ),
     Metric(
         name="kvbm_sessions",

@@ -1,17 +1,23 @@
-"""Pure decisions: eviction and admission. No I/O; the same objects run in the manager and in a simulator."""
+"""Pure decisions: eviction and admission. No I/O; the same objects run in the manager and in a simulator.
+
+`make_policy` makes an eviction policy by name; `gittins`, which needs numpy, is imported there and not here.
+"""
 
 from kvbm.policy.admission import AdmitAll, DiskFilter
+from kvbm.policy.admission_ghost import GhostAdmission
+from kvbm.policy.admission_registry import AdmissionFactory, admission_policies, make_admission
 from kvbm.policy.arc import Arc
 from kvbm.policy.contract import AdmissionPolicy, EvictionPolicy
 from kvbm.policy.gdsf import BlockCost, Gdsf
-from kvbm.policy.gittins import Gittins
 from kvbm.policy.lru import LeafFirstLru
 from kvbm.policy.registry import PolicyFactory, eviction_policies, make_policy
 from kvbm.policy.s3fifo import S3Fifo
 from kvbm.policy.sieve import Sieve
 from kvbm.policy.tinylfu import WTinyLfu
+from kvbm.policy.write_budget import WriteBudget
 
 __all__ = [
+    "AdmissionFactory",
     "AdmissionPolicy",
     "AdmitAll",
     "Arc",
@@ -19,12 +25,15 @@ __all__ = [
     "DiskFilter",
     "EvictionPolicy",
     "Gdsf",
-    "Gittins",
+    "GhostAdmission",
     "LeafFirstLru",
     "PolicyFactory",
     "S3Fifo",
     "Sieve",
     "WTinyLfu",
+    "WriteBudget",
+    "admission_policies",
     "eviction_policies",
+    "make_admission",
     "make_policy",
 ]

@@ -45,15 +45,19 @@ class Arc(QueuedChains):
         if not slots:
             return
         self._fill(slots, parent)
-        kept, returning = self._keys, self._returning
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+        kept, returning, (once, again) = self._keys, self._returning, self._ghosts
+        for key, slot in zip(keys, slots, strict=True):
             kept[slot] = key
-            known = key in returning or self._recall(key) != _UNKNOWN
-            self._enter(slot, _AGAIN if known else _ONCE)
-        returning.clear()
+        if not returning and once.keys().isdisjoint(keys) and again.keys().isdisjoint(keys):
+            self._enter_all(slots, _ONCE)
+        else:
+            for slot in reversed(slots):
+                known = kept[slot] in returning or self._recall(kept[slot]) != _UNKNOWN
+                self._enter(slot, _AGAIN if known else _ONCE)
+            returning.clear()
         # The paper drops a ghost before it makes a new one; here it is done afterwards, which leaves the same ones, so
         # that a whole run finds its ghosts before its victims drive them out.
-        sizes, (once, again) = self._sizes, self._ghosts
+        sizes = self._sizes
         while once and sizes[_ONCE] + len(once) > self._slot_count:
             once.popitem(last=False)
         while again and sizes[_ONCE] + sizes[_AGAIN] + len(once) + len(again) > 2 * self._slot_count:

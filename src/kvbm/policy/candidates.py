@@ -19,7 +19,7 @@ from kvbm.policy.history import NOBODY, RunTree
 _EDGES = EDGES_S.tolist()
 _COUNT_MIN, _SHARE = 64, 50
 _RATING_S = 1.0
-_LEAVES_PER_REQUEST = 1000
+_LEAVES_PER_REQUEST = 300
 
 
 class Candidates:

@@ -2,11 +2,15 @@
 
 Published policies choose among objects that have nothing to do with one another. Blocks form chains, and a block is
 of no use without those before it, so only a *leaf* (a block none of whose continuations is in the tier) may go. Here
-is how a policy made for flat objects is kept as it was published and still answers with leaves only: a block whose
-turn came while it was no leaf, was leased or was being filled, *waits* outside its queue, and is the next in turn
-as soon as it can go. In the meantime it is used whenever one of its continuations is, and what the policy does
-about used blocks in turn (a second chance, a better queue) it does then. Nothing is ever scanned past twice: a block
-begins to wait at most once for each time it is put into a queue, which makes every step O(1) amortised.
+is how a policy made for flat objects is kept as it was published, and still answers with leaves only:
+
+- When a block's turn to go comes, the leaves among what continues it go first, whatever they have earned before:
+  a use of theirs would have been a use of the block too, and it was not used since its last turn.
+- A block that is leased or being filled when its turn comes, or whose leaf is, *waits* outside its queue. It is next in
+  turn as soon as its lease ends, it is filled, or its last continuation goes.
+
+The search for leaves goes on where it ended, so a branch that goes is walked once down and once up: O(1) amortised.
+Only where it meets a leaf that is leased or being filled does a turn cost as much as the way down to that.
 """
 
 from __future__ import annotations
@@ -83,8 +87,8 @@ class Chains:
 class QueuedChains:
     """Base of policies that keep blocks in queues: each block belongs to one queue, and stands in it or waits.
 
-    A queue runs from its oldest block, whose turn is next, to its newest. Everything is O(1), amortised where a
-    policy walks a queue. Memory: 27 bytes a slot (the tree 16, links 8, states 3), and no outdated entries.
+    A queue runs from its oldest block, whose turn is next, to its newest. Memory: 27 bytes a slot (the tree 16, links
+    8, states 3); there are no outdated entries.
     """
 
     def __init__(self, slot_count: int, queue_count: int) -> None:
@@ -96,6 +100,9 @@ class QueuedChains:
         self._waits = bytearray(slot_count)
         # Blocks that belong to each queue, those that wait included.
         self._sizes = [0] * queue_count
+        # Per queue, the slot whose turn it is, and where the search for the leaves of what continues it goes on.
+        self._due = [-1] * queue_count
+        self._due_leaf = [-1] * queue_count
         # Queue q is a ring through its slots and one more entry, its end, `slot_count + q`: the oldest slot is the one
         # newer than the end.
         self._newer = array("i", range(slot_count + queue_count))
@@ -105,11 +112,11 @@ class QueuedChains:
         """Of no interest."""
 
     def evictable(self, slots: Iterable[int]) -> None:
-        """Those of the slots that wait, and for nothing else, are next in turn."""
-        state, waits, child = self._state, self._waits, self._chains.child
+        """Those of the slots that wait are next in turn."""
+        state, waits = self._state, self._waits
         for slot in slots:
             state[slot] = _RESIDENT
-            if waits[slot] and child[slot] < 0:
+            if waits[slot]:
                 self._end_wait(slot)
 
     def removed(self, slots: Iterable[int]) -> None:
@@ -117,9 +124,10 @@ class QueuedChains:
         for slot in slots:
             assert self._state[slot] != _FREE, f"slot {slot} is empty already"
             self._empty(slot)
+        self._due = [-1] * len(self._due)
 
     def _fill(self, slots: Sequence[int], parent: int) -> None:
-        """Put slots into the tree. The caller enters each into a queue, the last of the chain first."""
+        """Put the slots of a chain into the tree. The caller enters each into a queue, the last block first."""
         state = self._state
         for slot in slots:
             assert state[slot] == _FREE, f"slot {slot} is in use"
@@ -136,6 +144,20 @@ class QueuedChains:
         older[slot] = newest
         newer[slot] = end
         newer[newest] = older[end] = slot
+
+    def _enter_all(self, slots: Sequence[int], queue: int) -> None:
+        """Make the slots of a chain the newest of a queue, its first block the very newest."""
+        self._sizes[queue] += len(slots)
+        queues, older, newer = self._queue, self._older, self._newer
+        above = self._slot_count + queue
+        newest = older[above]
+        for slot in slots:
+            queues[slot] = queue
+            newer[slot] = above
+            older[above] = slot
+            above = slot
+        older[above] = newest
+        newer[newest] = above
 
     def _leave(self, slot: int) -> None:
         """Take a slot out of its queue, waiting or not."""
@@ -184,13 +206,28 @@ class QueuedChains:
     def _may_go(self, slot: int, leased: Container[int]) -> bool:
         return self._state[slot] == _RESIDENT and self._chains.child[slot] < 0 and slot not in leased
 
+    def _leaf_of(self, slot: int, leased: Container[int]) -> int:
+        """Who goes when it is the slot's turn: itself, or a leaf among what continues it; -1 when it has to wait."""
+        child = self._chains.child
+        leaf = slot
+        if child[slot] >= 0:
+            queue = self._queue[slot]
+            if self._due[queue] == slot and self._due_leaf[queue] >= 0:
+                leaf = self._due_leaf[queue]
+            while (below := child[leaf]) >= 0:
+                leaf = below
+            self._due[queue], self._due_leaf[queue] = slot, leaf
+        if self._may_go(leaf, leased):
+            return leaf
+        self._wait(slot)
+        return -1
+
     def _candidate(self, queue: int, leased: Container[int]) -> int:
-        """The oldest slot of a queue that may go, or -1; those before it begin to wait."""
+        """Who goes when it is the queue's turn, or -1; whatever has to wait begins to."""
         newer, end = self._newer, self._slot_count + queue
         while (slot := newer[end]) != end:
-            if self._may_go(slot, leased):
-                return slot
-            self._wait(slot)
+            if (leaf := self._leaf_of(slot, leased)) >= 0:
+                return leaf
         return -1
 
     def _wait(self, slot: int) -> None:
@@ -213,7 +250,16 @@ class QueuedChains:
     def _empty(self, slot: int) -> None:
         """Take a slot out of its queue and of the tree."""
         self._leave(slot)
+        if slot in self._due_leaf:
+            self._step_up(slot)
         self._state[slot] = _FREE
         parent = self._chains.take_out(slot)
         if parent >= 0 and self._waits[parent] and self._state[parent] == _RESIDENT:
             self._end_wait(parent)
+
+    def _step_up(self, slot: int) -> None:
+        """The search for leaves goes on with the parent of the one that goes."""
+        parent = self._chains.parent[slot]
+        for queue, leaf in enumerate(self._due_leaf):
+            if leaf == slot:
+                self._due_leaf[queue] = -1 if self._due[queue] == slot else parent

@@ -9,9 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-LOSS_MAX = 0.0015
-"""The share of all blocks asked for that LRU may be ahead before it decides."""
-_LOSS_FORGIVEN = 0.8
+LOSS_MAX, LOSS_BLOCKS, LOSS_SHARE = 0.001, 100, 0.05
+"""LRU may be ahead by this share of all blocks asked for, and by so many blocks or this share of the tier."""
+_LOSS_FORGIVEN = 0.6
 """It decides no longer once it is ahead by this share of that: others get another chance, having learnt meanwhile."""
 
 
@@ -72,9 +72,10 @@ class Duel:
             self._drop(self._cutoff + 1)
         self.accesses += blocks
         self.deficit += lru_hits - hits
-        limit = LOSS_MAX * self.accesses
+        limit = LOSS_MAX * self.accesses + min(LOSS_BLOCKS, LOSS_SHARE * self._slot_count)
         before = self.lru_decides
-        self.lru_decides = self.deficit > (_LOSS_FORGIVEN * limit if before else limit)
+        allowed = _LOSS_FORGIVEN * limit if before else limit
+        self.lru_decides = self.deficit > allowed
         return before != self.lru_decides
 
     def _drop(self, cutoff: int) -> None:

@@ -49,8 +49,8 @@ class Gittins:
         self._filling: set[int] = set()
         self._runs_max = max(history_runs_min, slot_count // 16)
         self._blocks_max = max(history_blocks_min, slot_count // 4)
-        self._candidates = Candidates(self._tree, self._learner.model)
         self._duel = Duel(slot_count, turns_max)
+        self._candidates = Candidates(self._tree, self._learner.model)
         self._fit_at = _FIT_FIRST
 
     # ---- requests

@@ -22,9 +22,9 @@ class S3Fifo(QueuedChains):
     """S3-FIFO over `slot_count` slots; see `chain` for how leaves come first.
 
     New blocks enter a small first-in-first-out queue meant for `small_share` of the slots. The oldest there goes, and
-    its key is remembered as a *ghost*, unless it was used `uses_to_move` times, which moves it to the main queue. A
-    newcomer whose ghost is still known enters the main queue at once. The main queue gives its oldest block another
-    round for each use, up to three.
+    its key is remembered as a *ghost*, unless it was used `uses_to_move` times or continued, which moves it to the
+    main queue. A newcomer whose ghost is still known enters the main queue at once. The main queue gives its oldest
+    block another round for each use, up to three.
 
     A use is one write to an array. Memory: 36 bytes a slot, and at most `ghost_share` × `slot_count` ghosts, about
     160 bytes each where nobody else keeps the key.
@@ -59,14 +59,15 @@ class S3Fifo(QueuedChains):
             return
         self._fill(slots, parent)
         ghosts, uses, kept = self._ghosts, self._uses, self._keys
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+        for key, slot in zip(keys, slots, strict=True):
             kept[slot] = key
             uses[slot] = 0
-            if key in ghosts:
-                del ghosts[key]
-                self._enter(slot, _MAIN)
-            else:
-                self._enter(slot, _SMALL)
+        if ghosts.keys().isdisjoint(keys):
+            self._enter_all(slots, _SMALL)
+        else:
+            for slot in reversed(slots):
+                self._enter(slot, _MAIN if kept[slot] in ghosts else _SMALL)
+                ghosts.pop(kept[slot], None)
         # Only now, so that the victims who made room do not drive out the ghosts of those they made room for.
         while len(ghosts) > self._ghosts_max:
             ghosts.popitem(last=False)
@@ -77,27 +78,23 @@ class S3Fifo(QueuedChains):
         """The next in turn that may go; every newcomer is worth its place."""
         chosen: list[int] = []
         while len(chosen) < needed and (slot := self._next_in_turn()) >= 0:
-            if self._goes_on(slot):
+            if self._goes_on(slot) or (leaf := self._leaf_of(slot, leased)) < 0:
                 continue
-            if not self._may_go(slot, leased):
-                self._wait(slot)
-                continue
-            if self._queue[slot] == _SMALL:
-                self._ghosts[self._keys[slot]] = None
-            self._keys[slot] = None
-            self._empty(slot)
-            chosen.append(slot)
+            if self._queue[leaf] == _SMALL:
+                self._ghosts[self._keys[leaf]] = None
+            self._keys[leaf] = None
+            self._empty(leaf)
+            chosen.append(leaf)
         return chosen
 
     def _next_in_turn(self) -> int:
         """The oldest of the queue that has to give one up, or of the other where nobody stands in that; or -1."""
         count, newer = self._slot_count, self._newer
         small, main = newer[count + _SMALL], newer[count + _MAIN]
-        if self._sizes[_MAIN] > self._main_max or small >= count:
-            small, main = main, small
-        if small < count:
-            return small
-        return main if main < count else -1
+        first, second = (main, small) if self._sizes[_MAIN] > self._main_max else (small, main)
+        if first < count:
+            return first
+        return second if second < count else -1
 
     def _goes_on(self, slot: int) -> bool:
         """Move the slot to the main queue's newest end when its uses have earned that."""
@@ -107,7 +104,7 @@ class S3Fifo(QueuedChains):
                 return False
             self._uses[slot] = uses - 1
         else:
-            if uses < self._uses_to_move:
+            if uses < self._uses_to_move and self._chains.child[slot] < 0:
                 return False
             self._uses[slot] = 0
         self._move(slot, _MAIN)

@@ -15,7 +15,8 @@ class Sieve(QueuedChains):
     """SIEVE over `slot_count` slots; see `chain` for how leaves come first.
 
     Blocks stand in the order in which they came. The hand goes from the oldest to the newest and round again; a block
-    used since it passed last is spared once, any other goes. A block that had to wait comes back where the hand is.
+    used since it passed last is spared once, any other goes, and with it what continues it. A block that had to wait
+    comes back where the hand is.
 
     A use is one write to an array. Memory: 28 bytes a slot.
     """
@@ -38,9 +39,9 @@ class Sieve(QueuedChains):
         if not slots:
             return
         self._fill(slots, parent)
-        for slot in reversed(slots):
+        for slot in slots:
             self._used[slot] = 0
-            self._enter(slot, 0)
+        self._enter_all(slots, 0)
 
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
@@ -52,20 +53,25 @@ class Sieve(QueuedChains):
             slot = newer[end] if self._hand == end else self._hand
             if slot == end:
                 break
-            self._hand = newer[slot]
             if used[slot]:
                 used[slot] = 0
-            elif self._may_go(slot, leased):
-                self._empty(slot)
-                chosen.append(slot)
-            else:
-                self._wait(slot)
+                self._hand = newer[slot]
+                continue
+            leaf = self._leaf_of(slot, leased)
+            if leaf >= 0:
+                self._empty(leaf)
+                chosen.append(leaf)
         return chosen
 
     def _leave(self, slot: int) -> None:
         if slot == self._hand:
             self._hand = self._newer[slot]
         super()._leave(slot)
+
+    def _wait(self, slot: int) -> None:
+        if slot == self._hand:
+            self._hand = self._newer[slot]
+        super()._wait(slot)
 
     def _end_wait(self, slot: int) -> None:
         """Put a slot that waited back where the hand is, which looks at it next."""

@@ -24,7 +24,7 @@ _COUNTERS_PER_SLOT = 8
 _BITS_MIN, _BITS_MAX = 4, 32
 _HALVES = bytes(count >> 1 for count in range(256))
 _MASK_64 = (1 << 64) - 1
-_ODD = 0x9E3779B97F4A7C15
+_ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 class CountSketch:
@@ -46,13 +46,12 @@ class CountSketch:
     def number(key: Hashable) -> int:
         """The same 64 bits for equal keys, in every process."""
         if isinstance(key, bytes):
-            number = int.from_bytes(key[:8], "little")
-        elif isinstance(key, int):
-            number = key & _MASK_64
-        else:
-            number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-        number = (number * _ODD) & _MASK_64
-        return number ^ (number >> 32)
+            return int.from_bytes(key[:8], "little")  # the manager's keys are digests
+        if not isinstance(key, int):
+            return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+        number = (key + 1) * _ODD & _MASK_64
+        number = (number ^ number >> 32) * _ODD & _MASK_64
+        return number ^ number >> 32
 
     def counts(self, numbers: Sequence[int]) -> list[int]:
         """The count of each."""
@@ -83,7 +82,8 @@ class WTinyLfu(QueuedChains):
     New blocks enter a window meant for `window_share` of the slots, in order of use. Whoever has to leave it meets the
     next victim of the main part, and the one asked for less often goes; a tie spares the main part. The main part
     keeps blocks that were used in it apart, in order of use, up to `protected_share` of its slots. All counts are
-    halved after `sample_per_slot` × `slot_count` requests for blocks, and end at 15.
+    halved after `sample_per_slot` × `slot_count` requests for blocks, and end at 15. The paper's window is meant for
+    popular objects; conversations that grow are better served by one of half the tier.
 
     Other than in the paper, the counts of blocks in the tier are kept by slot, exactly, and enter the sketch when
     their block goes: a use costs no hashing, and those in the tier do not blur the others. A parent that has to leave
@@ -110,6 +110,7 @@ class WTinyLfu(QueuedChains):
         self._sketch = CountSketch(slot_count)
         self._sample_max = sample_per_slot * slot_count
         self._sampled = 0
+        self._made_room = False
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
         """Count a use of each block that is here, and make it the newest of where it belongs."""
@@ -134,11 +135,12 @@ class WTinyLfu(QueuedChains):
         for slot, number, count in zip(slots, numbers, self._sketch.counts(numbers), strict=True):
             self._numbers[slot] = number
             self._counts[slot] = count + 1 if count < COUNT_MAX else COUNT_MAX
-        for slot in reversed(slots):
-            self._enter(slot, _WINDOW)
-        if sum(self._sizes) < self._slot_count:  # nobody has to go for anyone yet
+        self._enter_all(slots, _WINDOW)
+        if not self._made_room:
+            # Nobody had to go for these: the main part fills without meetings.
             main_free = self._main_max - self._sizes[_PROBATION] - self._sizes[_PROTECTED]
             self._shrink(_WINDOW, max(self._window_max, self._sizes[_WINDOW] - main_free))
+        self._made_room = False
 
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
@@ -146,6 +148,7 @@ class WTinyLfu(QueuedChains):
         """The losers of the window's meetings with the main part; every newcomer is worth its place, in the window."""
         chosen: list[int] = []
         counts, sizes = self._counts, self._sizes
+        self._made_room = True
         incumbent = self._incumbent(leased)
         while len(chosen) < needed:
             guest = self._guest(len(incoming), leased)

@@ -1,6 +1,7 @@
 """Settings: the schema, loading with precedence, and advice. The only package that reads the environment."""
 
 from kvbm.settings.advice import (
+    admission_name,
     available_memory_bytes,
     container_limit_bytes,
     default_host_bytes,
@@ -23,6 +24,7 @@ __all__ = [
     "LoadedSettings",
     "Setting",
     "Settings",
+    "admission_name",
     "available_memory_bytes",
     "container_limit_bytes",
     "default_host_bytes",

@@ -46,6 +46,16 @@ def staging_slots(settings: Settings, block_bytes: int) -> int:
     return _slots("staging_bytes", settings.staging_bytes, None, block_bytes)
 
 
+def admission_name(settings: Settings) -> str:
+    """The name of the admission policy of the disk tier.
+
+    Without a host tier every block enters, but for the write budget: there is nowhere else to keep it.
+    """
+    if settings.disk_on and not settings.host_on:
+        return "all"
+    return settings.disk_admission or ("filter" if settings.disk_offload_filter else "all")
+
+
 def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: int) -> int:
     assert block_bytes > 0
     if blocks:
@@ -78,6 +88,15 @@ def notices(settings: Settings) -> list[str]:
             "a disk tier without a host tier: blocks pass through a staging area of"
             f" {format_bytes(settings.staging_bytes)} of host memory"
         )
+        unread = {
+            "disk_admission": settings.disk_admission not in (None, "all"),
+            "disk_write": settings.disk_write != "through",
+        }
+        lines += [
+            f"{FIELDS[field].variable} has no effect: without a host tier every block is written at once"
+            for field, asked in unread.items()
+            if asked
+        ]
     return lines
 
 

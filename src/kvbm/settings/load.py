@@ -14,14 +14,12 @@ import msgspec
 from kvbm.errors import SettingsError
 from kvbm.settings import parse
 from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, format_bytes, notices
+from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective
 from kvbm.settings.schema import (
     FIELDS,
     FILE_VARIABLE,
-    INEFFECTIVE,
-    OTHER_VARIABLES,
     PREFIX,
     SCHEMA,
-    Ineffective,
     Kind,
     Setting,
     Settings,
@@ -88,6 +86,7 @@ def load_settings(
     ):
         found.update({name: msgspec.structs.replace(item, rank=rank) for name, item in source.items()})
     _drop_outranked_counts(found, warnings)
+    _settle_admission(found, warnings)
     settings = _assemble(found, environ)
     warnings.extend(_remarks_on_values(found))
     origins = {name: found[name].origin if name in found else DEFAULT_ORIGIN for name in FIELDS}
@@ -105,7 +104,7 @@ def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> dict[s
             # Empty is unset: `export X=` is how a shell takes a variable back.
             continue
         try:
-            value = _parse(setting, setting.variable, text, in_gb=True)
+            value = _parse(setting, setting.variable, text, in_gb=setting.variable.endswith("_GB"))
         except SettingsError as error:
             if setting.kind is not Kind.LOG:
                 raise
@@ -176,7 +175,7 @@ def _parse_value(setting: Setting, label: str, value: object) -> object:
 
 
 def _parse(setting: Setting, label: str, text: str, *, in_gb: bool) -> object:
-    """The value of a setting from its text. `in_gb`: sizes are a number of GB, as in the environment."""
+    """The value of a setting from its text. `in_gb`: sizes are a number of GB, as in the `…_GB` variables."""
     kind = setting.kind
     if kind is Kind.SIZE:
         size_bytes = parse.parse_gb(label, text) if in_gb else parse.parse_size(label, text)
@@ -208,6 +207,21 @@ def _drop_outranked_counts(found: dict[str, _Found], warnings: list[str]) -> Non
             if found[count].value:
                 warnings.append(f"{found[count].label} is overruled by {found[size].label}")
             del found[count]
+
+
+def _settle_admission(found: dict[str, _Found], warnings: list[str]) -> None:
+    """The name of an admission policy wins over the switch of the original, but not over one of higher precedence.
+
+    Nothing is said where both ask for the same.
+    """
+    name, switch = found.get("disk_admission"), found.get("disk_offload_filter")
+    if name is None or switch is None:
+        return
+    winner, loser = (switch, name) if switch.rank > name.rank else (name, switch)
+    if name.value != ("filter" if switch.value else "all"):
+        warnings.append(f"{loser.label} is overruled by {winner.label}")
+    if winner is switch:
+        del found["disk_admission"]
 
 
 def _assemble(found: Mapping[str, _Found], environ: Mapping[str, str]) -> Settings:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 
 from kvbm.settings.advice import format_bytes
+from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
-from kvbm.settings.schema import COUNT_MAX, INEFFECTIVE, SCHEMA, Kind, Setting, Settings
+from kvbm.settings.schema import COUNT_MAX, SCHEMA, Kind, Setting, Settings
 
 _HEAD = f"""\
 # Settings
@@ -20,8 +21,8 @@ Each setting has a variable and a key of the settings file; those that `kvbm man
 The command line wins over the environment, the environment over the file, the file over the default.
 `kvbm config show` prints every value with its origin.
 
-- **Sizes**: the `…_GB` variables are a number of GB (1 GB is 1,000,000,000 bytes), such as `4` or `0.5`. Flags
-  and the file take a unit: `4GB`, `512MB`, `1.5GiB`, or plain bytes, `4096`. 0 switches a tier off.
+- **Sizes**: the `…_GB` variables are a number of GB (1 GB is 1,000,000,000 bytes), such as `4` or `0.5`. All
+  others, flags and the file take a unit: `4GB`, `512MB`, `1.5GiB`, or plain bytes, `4096`. 0 switches a tier off.
 - **Switches**: `{" ".join(TRUE_WORDS)}` or `{" ".join(FALSE_WORDS)}`, in any case, blanks around them ignored.
 - An empty variable counts as unset. A value that cannot be used ends the start with one line, which names the
   variable, the value and what is accepted. A `DYN_KVBM_…` name that is not listed here draws a warning.
@@ -56,6 +57,8 @@ Variables of NVIDIA Dynamo's KVBM that set nothing here. They are accepted, with
 """
 
 _DEFAULTS: dict[str, str] = {
+    "disk_admission": "`filter`",
+    "disk_write_budget_bytes": "no bound",
     "host_bytes": "see above",
     "runtime_dir": "`$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`",
 }

@@ -44,6 +44,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_zerofill_fallback: bool = False
     disk_o_direct: bool = True
     disk_offload_filter: bool = True
+    disk_admission: str | None = None
+    disk_write_budget_bytes: int = 0
+    disk_write: str = "through"
     disk_io_threads: int = 8
     eviction: str = "gittins"
     onboard: str = "measured"
@@ -111,17 +114,6 @@ class Setting(msgspec.Struct, frozen=True):
     inverted: bool = False
     ours: bool = False
     no_effect: str = ""
-
-
-class Ineffective(msgspec.Struct, frozen=True):
-    """A variable of the original that is accepted and does nothing here; `reason` says why.
-
-    A name that ends in `*` stands for every name that begins so. A `switch` that is off draws no warning.
-    """
-
-    variable: str
-    reason: str
-    switch: bool = False
 
 
 _NO_CONSOLIDATOR = "this build has no event consolidator"
@@ -201,8 +193,37 @@ SCHEMA: tuple[Setting, ...] = (
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
         "--disk-offload-filter",
         Kind.SWITCH,
-        "write a block to disk only when it is offloaded a second time (saves the SSD)",
+        "write a block to disk only when it is offloaded a second time: admission `filter`, else `all`",
         inverted=True,
+    ),
+    Setting(
+        "disk_admission",
+        "DYN_KVBM_DISK_ADMISSION",
+        "--disk-admission",
+        Kind.TEXT,
+        "policy that decides what may enter disk: filter, all, ghost (when offered again within twice the tier's "
+        "slots), or an installed package's; wins over the switch above, unless that has the higher precedence",
+        ours=True,
+    ),
+    Setting(
+        "disk_write_budget_bytes",
+        "DYN_KVBM_DISK_WRITE_BUDGET",
+        "--disk-write-budget",
+        Kind.SIZE,
+        "most bytes that are written to disk in 24 hours, over all namespaces, a 24th of them at once; 0 is no bound",
+        0,
+        BYTES_MAX,
+        ours=True,
+    ),
+    Setting(
+        "disk_write",
+        "DYN_KVBM_DISK_WRITE",
+        "--disk-write",
+        Kind.CHOICE,
+        "when a block is offered to disk: once host memory has it and on each hit, or only when host memory is about "
+        "to give it up (fewer writes; a manager that is killed loses what it had not written)",
+        choices=("through", "eviction"),
+        ours=True,
     ),
     Setting(
         "disk_io_threads",
@@ -372,28 +393,6 @@ SCHEMA: tuple[Setting, ...] = (
 
 FILE_VARIABLE = "DYN_KVBM_CONFIG"
 """The variable that names the settings file (ours)."""
-
-_UNIX_SOCKET = "engine and manager talk over a Unix socket"
-
-INEFFECTIVE: tuple[Ineffective, ...] = (
-    Ineffective("DYN_KVBM_LEADER_ZMQ_HOST", _UNIX_SOCKET),
-    Ineffective("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _UNIX_SOCKET),
-    Ineffective("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined", switch=True),
-    Ineffective("DYN_KVBM_ENABLE_NUMA", "the kernel places host memory", switch=True),
-    Ineffective("DYN_MEMORY_DISABLE_NUMA", "the kernel places host memory", switch=True),
-    Ineffective("DYN_KVBM_NCCL_MLA_MODE", "KV that all ranks hold alike is kept once", switch=True),
-    Ineffective("DYN_KVBM_NCCL_MAX_CTAS", "no NCCL broadcast is used"),
-    Ineffective("DYN_KVBM_ENABLE_RECORD", "leader actions are not recorded", switch=True),
-    Ineffective("DYN_RUNTIME_ENABLED_KVBM", "no distributed runtime is needed", switch=True),
-    Ineffective("DYN_FATBIN_PATH", "no CUDA kernels of our own are loaded"),
-    Ineffective("DYN_KVBM_TRANSFER_BATCH_SIZE", "set DYN_KVBM_MAX_TRANSFER_BATCH_SIZE instead"),
-    Ineffective("DYN_KVBM_NIXL_BACKEND_*", "NIXL backends are not chosen here"),
-    Ineffective("DYN_KVBM_OBJECT_*", "object storage is not set up by these variables"),
-)
-"""Variables of the original that are accepted, with a warning, and do nothing."""
-
-OTHER_VARIABLES = ("DYN_SDK_DISABLE_ANSI_LOGGING",)
-"""Variables of the original that ask for what we always do (plain log text): accepted without a word."""
 
 FIELDS: dict[str, Setting] = {setting.field: setting for setting in SCHEMA}
 """The schema by field name."""

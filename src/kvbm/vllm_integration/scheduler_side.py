@@ -105,15 +105,25 @@ class SchedulerSide:
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []
+        prefill, positions = 0, 0.0
         for request_id, token_count in scheduled_tokens.items():
             request = self._requests.get(request_id)
+            if token_count > 1:
+                prefill += token_count
+                computed = request.num_computed_tokens if request is not None else 0
+                positions += token_count * (computed + token_count / 2)
             if request is None:
                 continue
             complete = (request.num_computed_tokens + token_count) // self.block_tokens
             entries.append(Scheduled(request_id, complete, partial(self._tables.get, request_id)))
         preempted = getattr(output, "preempted_req_ids", None) or ()
-        prefill = sum(count for count in scheduled_tokens.values() if count > 1)
-        return self._leader.step(entries, preempted, prefill, idle=not output.total_num_scheduled_tokens)
+        return self._leader.step(
+            entries,
+            preempted,
+            prefill,
+            idle=not output.total_num_scheduled_tokens,
+            prefill_position=positions / prefill if prefill else 0.0,
+        )
 
     def updated(self, connector_output: Any, report: StepReport | None) -> None:
         """What the ranks reported after a step."""

@@ -1,0 +1,189 @@
+"""`kvbm scale`: what many nodes hit and how long their users wait, by router and remote tier, out of one trace."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbm.errors import KvbmError, SettingsError
+
+if TYPE_CHECKING:
+    from kvbm.sim.cluster_study import ScalePlan, ScaleRow
+
+app = typer.Typer(rich_markup_mode=None)
+
+PIPE_WIDTH = 150
+
+_EXAMPLES = """\b
+Examples:
+  kvbm scale synthetic --nodes 1,4,16
+  kvbm scale trace.jsonl.gz --router random,kv --remote private,shared --nodes 1,8,64
+  kvbm scale trace.jsonl.gz --nodes 1 --load 0.2,0.4,0.6,0.8,1.0
+  kvbm scale trace.jsonl.gz --nodes 2,4,8 --total-load 3
+"""
+
+TraceFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE", help="A file, a directory of agentic sessions, or `synthetic`.", show_default=False
+    ),
+]
+Nodes = Annotated[str, typer.Option(metavar="N,…", help="How many nodes.")]
+Routers = Annotated[
+    str, typer.Option("--router", metavar="NAMES", help="random, round-robin, session, least-loaded, kv.")
+]
+Remotes = Annotated[
+    str, typer.Option("--remote", metavar="KINDS", help="none, private (one each), shared (one for all).")
+]
+Load = Annotated[
+    str, typer.Option(metavar="X,…", help="Prefill for each node without a cache: 0.8 is busy 80 % of it.")
+]
+TotalLoad = Annotated[
+    float | None, typer.Option(metavar="X", help="Instead: for all nodes together, however many they are.")
+]
+Host = Annotated[str, typer.Option(metavar="SIZE", help="Host memory of a node: 200GB, or 3000blocks.")]
+RemoteSize = Annotated[
+    str, typer.Option(metavar="SIZE", help="Remote tier for each node; a shared one is all of them.")
+]
+BytesPerToken = Annotated[str, typer.Option(metavar="SIZE", help="KV of one token on all ranks.")]
+Chunk = Annotated[
+    int | None, typer.Option("--chunk-tokens", metavar="N", min=1, help="Regroup blocks into larger ones.")
+]
+Minutes = Annotated[float, typer.Option(metavar="M", help="How long to measure.")]
+WarmUp = Annotated[float, typer.Option("--warm-up", metavar="M", help="Minutes before, to fill the tiers.")]
+Seeds = Annotated[
+    str, typer.Option("--seed", metavar="N,…", help="Several: the mean; from 64 nodes on only the first.")
+]
+Policy = Annotated[str, typer.Option(metavar="NAME", help="Eviction policy of all tiers.")]
+Weight = Annotated[float, typer.Option(metavar="W", help="`kv`: weight of prefill against active blocks.")]
+Temperature = Annotated[float, typer.Option(metavar="T", help="`kv`: above 0 nodes are drawn (softmax).")]
+OpenLoop = Annotated[bool, typer.Option("--open-loop", help="Users do not wait for answers: as recorded.")]
+PrefillRate = Annotated[
+    float, typer.Option("--prefill-tokens-per-s", metavar="N", help="Prompt tokens an engine computes.")
+]
+Network = Annotated[str, typer.Option(metavar="SIZE", help="Remote tier → one node, a second.")]
+Store = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Shared tier → all nodes, a second; no limit if not given.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw them into a PNG.")]
+
+
+@app.command(epilog=_EXAMPLES)
+def scale(
+    trace: TraceFile,
+    nodes: Nodes = "1,2,4,8,16",
+    router: Routers = "random,kv",
+    remote: Remotes = "private,shared",
+    load: Load = "0.8",
+    total_load: TotalLoad = None,
+    host: Host = "200GB",
+    remote_size: RemoteSize = "500GB",
+    bytes_per_token: BytesPerToken = "128KiB",
+    chunk_tokens: Chunk = None,
+    minutes: Minutes = 5.0,
+    warm_up: WarmUp = 10.0,
+    seed: Seeds = "0",
+    policy: Policy = "lru",
+    weight: Weight = 1.0,
+    temperature: Temperature = 0.0,
+    open_loop: OpenLoop = False,
+    prefill_tokens_per_s: PrefillRate = 30_000.0,
+    network: Network = "25GB",
+    store: Store = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Simulate many nodes behind a router, and say what they should hit on paper.
+
+    The trace is played several times at once, shifted in time, until it is the traffic wanted; `--load` keeps that of
+    one node the same however many there are, `--total-load` that of all. See docs/operating/scale.md.
+    """
+    from kvbm.settings.parse import parse_count, parse_size
+    from kvbm.sim.cluster_study import ScalePlan
+
+    plan = ScalePlan(
+        trace=trace,
+        nodes=[parse_count("--nodes", word, 1, 4096) for word in nodes.split(",")],
+        routers=router.split(","),
+        remotes=remote.split(","),
+        loads=[_positive("--load", word) for word in load.split(",")],
+        total_load=None if total_load is None else _positive("--total-load", str(total_load)),
+        host=host,
+        remote_size=remote_size,
+        bytes_per_token=parse_size("--bytes-per-token", bytes_per_token),
+        chunk_tokens=chunk_tokens,
+        minutes=_positive("--minutes", str(minutes)),
+        warm_up_minutes=warm_up,
+        seeds=[parse_count("--seed", word, 0, 2**31 - 1) for word in seed.split(",")],
+        policy=policy,
+        weight=weight,
+        temperature=temperature,
+        closed_loop=not open_loop,
+        prefill_tokens_per_s=_positive("--prefill-tokens-per-s", str(prefill_tokens_per_s)),
+        network_bytes_per_s=_positive("--network", str(parse_size("--network", network))),
+        store_bytes_per_s=None if store is None else _positive("--store", str(parse_size("--store", store))),
+    )
+    plan.check()
+    for option, file in (("--json", json_file), ("--plot", plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise SettingsError(option, str(file), "a file in an existing folder")
+    _conclude(plan, _run(plan), json_file, plot)
+
+
+def _positive(option: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise SettingsError(option, text, "a number above 0")
+    return number
+
+
+def _run(plan: ScalePlan) -> list[ScaleRow]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvbm.sim.cluster_study import run
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def watch(what: str, total: int) -> Callable[[int], None]:
+            bar.reset(task, description=what, total=total or None)
+            return lambda done: bar.update(task, completed=done)
+
+        # Millions of live objects and no cycles among them: looking for some takes half of the time.
+        gc.disable()
+        try:
+            return run(plan, watch)
+        finally:
+            gc.enable()
+
+
+def _conclude(plan: ScalePlan, rows: list[ScaleRow], json_file: Path | None, plot: Path | None) -> None:
+    """Print, write, draw."""
+    from rich.console import Console
+
+    from kvbm.sim import cluster_picture, cluster_report
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(cluster_report.render(plan, rows))
+    try:
+        if json_file is not None:
+            cluster_report.save(plan, rows, json_file)
+            console.print(f"written: {json_file}", markup=False)
+        if plot is not None and cluster_picture.draw(rows, plot):
+            console.print(f"written: {plot}", markup=False)
+        elif plot is not None:
+            console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
+    except OSError as error:
+        raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,39 @@
+"""Variables of the original that are accepted and set nothing here, so that its deployments start unchanged."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Ineffective(msgspec.Struct, frozen=True):
+    """A variable of the original that is accepted and does nothing here; `reason` says why.
+
+    A name that ends in `*` stands for every name that begins so. A `switch` that is off draws no warning.
+    """
+
+    variable: str
+    reason: str
+    switch: bool = False
+
+
+_UNIX_SOCKET = "engine and manager talk over a Unix socket"
+
+INEFFECTIVE: tuple[Ineffective, ...] = (
+    Ineffective("DYN_KVBM_LEADER_ZMQ_HOST", _UNIX_SOCKET),
+    Ineffective("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _UNIX_SOCKET),
+    Ineffective("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined", switch=True),
+    Ineffective("DYN_KVBM_ENABLE_NUMA", "the kernel places host memory", switch=True),
+    Ineffective("DYN_MEMORY_DISABLE_NUMA", "the kernel places host memory", switch=True),
+    Ineffective("DYN_KVBM_NCCL_MLA_MODE", "KV that all ranks hold alike is kept once", switch=True),
+    Ineffective("DYN_KVBM_NCCL_MAX_CTAS", "no NCCL broadcast is used"),
+    Ineffective("DYN_KVBM_ENABLE_RECORD", "leader actions are not recorded", switch=True),
+    Ineffective("DYN_RUNTIME_ENABLED_KVBM", "no distributed runtime is needed", switch=True),
+    Ineffective("DYN_FATBIN_PATH", "no CUDA kernels of our own are loaded"),
+    Ineffective("DYN_KVBM_TRANSFER_BATCH_SIZE", "set DYN_KVBM_MAX_TRANSFER_BATCH_SIZE instead"),
+    Ineffective("DYN_KVBM_NIXL_BACKEND_*", "NIXL backends are not chosen here"),
+    Ineffective("DYN_KVBM_OBJECT_*", "object storage is not set up by these variables"),
+)
+"""Variables of the original that are accepted, with a warning, and do nothing."""
+
+OTHER_VARIABLES = ("DYN_SDK_DISABLE_ANSI_LOGGING",)
+"""Variables of the original that ask for what we always do (plain log text): accepted without a word."""

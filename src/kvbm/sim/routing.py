@@ -1,0 +1,253 @@
+"""Which node gets a request: by chance, in turn, by conversation, by load, or by what each node holds.
+
+The routers decide; `cluster` tells them what the nodes did. Every one of them gives the same answers for the same seed.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any, Protocol
+
+import numpy
+
+RING_POINTS = 128
+"""Places of each node on the ring of `SessionAffine`: the busiest node's share is within some 30 % of the mean."""
+
+_WORD = (1 << 64) - 1
+
+
+class Loads:
+    """What routers may know of the nodes' work, in blocks; numpy arrays by node.
+
+    `active`: prompts of all requests that are there and not through. `waiting`: what of them is still to be computed,
+    as far as the router could tell when it sent them.
+    """
+
+    def __init__(self, node_count: int) -> None:
+        self.active: Any = numpy.zeros(node_count)
+        self.waiting: Any = numpy.zeros(node_count)
+
+
+class Router(Protocol):
+    """Chooses nodes. `stored` and `removed` are its news of what nodes hold, as from the nodes' own events.
+
+    With `listens` False it need not be told.
+    """
+
+    listens: bool
+
+    def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """The node for a request, and how many of its first blocks the router believes to be there."""
+
+    def stored(self, node: int, blocks: Iterable[int]) -> None:
+        """The node holds these blocks from now on; it held none of them."""
+
+    def removed(self, node: int, blocks: Iterable[int]) -> None:
+        """The node holds these blocks no more."""
+
+
+class _Blind:
+    """A router that does not ask what nodes hold."""
+
+    listens = False
+
+    def stored(self, node: int, blocks: Iterable[int]) -> None:
+        pass
+
+    def removed(self, node: int, blocks: Iterable[int]) -> None:
+        pass
+
+
+class RandomRouter(_Blind):
+    """Any node, all with the same chance."""
+
+    def __init__(self, node_count: int, seed: int) -> None:
+        self._node_count = node_count
+        self._chance = random.Random(seed)
+
+    def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """A node drawn by chance."""
+        return int(self._chance.random() * self._node_count), 0
+
+
+class RoundRobin(_Blind):
+    """One after the other."""
+
+    def __init__(self, node_count: int) -> None:
+        self._node_count = node_count
+        self._next = 0
+
+    def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """The node after the last one chosen."""
+        node, self._next = self._next, (self._next + 1) % self._node_count
+        return node, 0
+
+
+class SessionAffine(_Blind):
+    """A conversation stays on one node: consistent hashing (Karger et al., STOC 1997) over `RING_POINTS` a node."""
+
+    def __init__(self, node_count: int, seed: int) -> None:
+        self._seed = seed
+        ring = sorted(
+            (_mixed(seed, node * RING_POINTS + point), node)
+            for node in range(node_count)
+            for point in range(RING_POINTS)
+        )
+        self._places = [place for place, _ in ring]
+        self._nodes = [node for _, node in ring]
+
+    def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """The next node on the ring."""
+        found = bisect_right(self._places, _mixed(~self._seed, conversation))
+        return self._nodes[found % len(self._nodes)], 0
+
+
+class LeastLoaded(_Blind):
+    """The node with the least work: the load half of `KvAware`, without the other one."""
+
+    def __init__(self, loads: Loads, seed: int) -> None:
+        self._loads = loads
+        self._chance = random.Random(seed)
+
+    def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """The least of waiting + active blocks; among equals by chance."""
+        return _least(self._loads.waiting + self._loads.active, self._chance), 0
+
+
+class PrefixIndex:
+    """Which nodes hold a block, for all blocks at once: a bit for each node.
+
+    A request is answered by one walk down its chain, whatever the number of nodes.
+    """
+
+    def __init__(self, node_count: int) -> None:
+        self._everyone = (1 << node_count) - 1
+        # Blocks that only one node holds, which is most, share that node's number.
+        self._bits = [1 << node for node in range(node_count)]
+        self._holders: dict[int, int] = {}
+
+    def stored(self, node: int, blocks: Iterable[int]) -> None:
+        """The node holds the blocks."""
+        bit, holders = self._bits[node], self._holders
+        for block in blocks:
+            known = holders.get(block)
+            holders[block] = bit if known is None else known | bit
+
+    def removed(self, node: int, blocks: Iterable[int]) -> None:
+        """The node does not hold the blocks any more; it held every one."""
+        bit, holders = self._bits[node], self._holders
+        for block in blocks:
+            left = holders[block] ^ bit
+            assert not left & bit, "the node held the block"
+            if left:
+                holders[block] = left
+            else:
+                del holders[block]
+
+    def stretches(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """The chain in stretches that the same nodes hold from its first block on: (bits of the nodes, blocks).
+
+        How many of the first blocks a node holds is the sum over the stretches that have its bit.
+        """
+        found = []
+        nodes, length = self._everyone, 0
+        for held in map(self._holders.get, blocks, repeat(0)):
+            still = held & nodes
+            if still != nodes:
+                if length:
+                    found.append((nodes, length))
+                if not still:
+                    return found
+                nodes, length = still, 0
+            length += 1
+        if length:
+            found.append((nodes, length))
+        return found
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+
+class KvAware:
+    """The node on which a request costs least: NVIDIA Dynamo's cost function, with exact knowledge of the nodes.
+
+    cost = weight × (blocks waiting to be computed + own blocks to compute there) + active blocks, own ones included
+    ("Router Design" in Dynamo's documentation). With `temperature` 0 the least cost wins, equal ones by chance; above
+    it nodes are drawn with chances exp(-cost / temperature), costs scaled to 0 … 1.
+    """
+
+    listens = True
+
+    def __init__(
+        self, node_count: int, loads: Loads, seed: int, weight: float = 1.0, temperature: float = 0.0
+    ) -> None:
+        assert weight >= 0.0 and temperature >= 0.0
+        self._node_count = node_count
+        self._loads = loads
+        self._chance = random.Random(seed)
+        self._weight = weight
+        self._temperature = temperature
+        self._everyone = (1 << node_count) - 1
+        self.index = PrefixIndex(node_count)
+        self.stored = self.index.stored
+        self.removed = self.index.removed
+
+    def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """The cheapest node."""
+        loads, weight = self._loads, self._weight
+        costs = weight * loads.waiting + loads.active
+        stretches = self.index.stretches(blocks)
+        for nodes, length in stretches:
+            # What everyone holds, or nobody, makes no difference.
+            if nodes == self._everyone:
+                continue
+            if not nodes & (nodes - 1):
+                costs[nodes.bit_length() - 1] -= weight * length
+            else:
+                costs -= weight * length * self._as_array(nodes)
+        node = self._draw(costs) if self._temperature else _least(costs, self._chance)
+        return node, sum(length for nodes, length in stretches if nodes >> node & 1)
+
+    def _as_array(self, nodes: int) -> Any:
+        """A 1 for every bit."""
+        packed = numpy.frombuffer(nodes.to_bytes((self._node_count + 7) // 8, "little"), numpy.uint8)
+        return numpy.unpackbits(packed, count=self._node_count, bitorder="little")
+
+    def _draw(self, costs: Any) -> int:
+        costs = costs - costs.min()
+        largest = costs.max()
+        chances = numpy.exp(-costs / (largest * self._temperature)) if largest > 0.0 else costs + 1.0
+        reached = numpy.cumsum(chances)
+        drawn = int(numpy.searchsorted(reached, self._chance.random() * reached[-1], side="right"))
+        return min(drawn, self._node_count - 1)
+
+
+ROUTERS: dict[str, Callable[[int, Loads, int, float, float], Router]] = {
+    "random": lambda nodes, loads, seed, weight, temperature: RandomRouter(nodes, seed),
+    "round-robin": lambda nodes, loads, seed, weight, temperature: RoundRobin(nodes),
+    "session": lambda nodes, loads, seed, weight, temperature: SessionAffine(nodes, seed),
+    "least-loaded": lambda nodes, loads, seed, weight, temperature: LeastLoaded(loads, seed),
+    "kv": KvAware,
+}
+"""By name: nodes, their loads, a seed, the weight of prefill and the temperature (for `kv` alone)."""
+
+
+def _least(costs: Any, chance: random.Random) -> int:
+    """A place of the smallest number: any of them, so that equal nodes share what comes."""
+    least = int(costs.argmin())
+    equal = numpy.flatnonzero(costs == costs[least])
+    return least if len(equal) == 1 else int(equal[int(chance.random() * len(equal))])
+
+
+def _mixed(seed: int, number: int) -> int:
+    """64 well-mixed bits, the same in every process: splitmix64 (Steele, Lea, Flood, OOPSLA 2014), twice."""
+    word = seed & _WORD
+    for part in (number, 0):
+        word = (word + part + 0x9E3779B97F4A7C15) & _WORD
+        word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+        word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _WORD
+        word ^= word >> 31
+    return word
