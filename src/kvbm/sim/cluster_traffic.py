@@ -123,7 +123,7 @@ class Traffic:
         )
 
     def below_trunk(self) -> tuple[Any, Any, Any]:
-        """All accesses but those of the trunk, as arrays: block and time; and how much of the trunk each request has."""
+        """All accesses but those of the trunk, as arrays: block, time; and how much of the trunk each request has."""
         trace, starts = self.trace, self.trace.starts
         flat, depths = trace.flat, numpy.array(self._depths)
         firsts = numpy.array(starts[:-1])[self._numbers] + depths[self._numbers]
