@@ -1,0 +1,349 @@
+"""The learning policy, part by part: its tree, its model, its duel with LRU, and what it is for."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbm.policy import LeafFirstLru, features
+from kvbm.policy.features import Place
+from kvbm.policy.gittins import Gittins
+from kvbm.policy.hazard import _WIDTH_S, BIN_COUNT, EDGES_S, HazardModel, bins_of
+from kvbm.policy.history import NOBODY, RunTree, names_of
+from kvbm.sim.replay import replay
+from kvbm.sim.synthetic import ChatShape, chats
+from kvbm.sim.trace import Trace, TraceBuilder
+
+# ---- the tree of runs
+
+
+def check(tree: RunTree) -> None:
+    """What must hold of a tree at any time."""
+    alive = [run for run in range(len(tree.start)) if tree.length[run]]
+    assert len(alive) == len(tree)
+    assert tree.live_blocks == sum(tree.length[run] for run in alive)
+    assert tree.resident_blocks == sum(tree.resident[run] for run in alive)
+    assert tree.resident_runs == sum(tree.resident[run] > 0 for run in alive)
+    for run in alive:
+        assert 0 <= tree.resident[run] <= tree.length[run]
+        assert all(tree.run_of[slot] == run for slot in tree.slots(run))
+        children = list(children_of(tree, run))
+        assert all(tree.parent[child] == run for child in children)
+        assert tree.resident_children[run] == sum(tree.resident[child] > 0 for child in children)
+
+
+def children_of(tree: RunTree, run: int) -> Iterator[int]:
+    child = tree.child[run]
+    while child >= 0:
+        yield child
+        child = tree.next[child]
+
+
+def names_in(tree: RunTree, run: int) -> list[int]:
+    return list(tree.log_names[tree.start[run] : tree.start[run] + tree.length[run]])
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_the_tree_says_what_was_put_in(seed: int) -> None:
+    """Chains of a made-up tree of blocks are matched, added, filled, trimmed, merged and forgotten."""
+    choice = random.Random(seed)
+    tree, known, free = RunTree(64), set[int](), list(range(64))
+    parent_of = {block: choice.choice([0, *range(max(1, block - 6), block)]) for block in range(1, 60)}
+
+    def chain(block: int) -> array[int]:
+        path = []
+        while block:
+            path.append(block)
+            block = parent_of[block]
+        return array("q", reversed(path))
+
+    for _ in range(60):
+        names = chain(choice.randint(1, 59))
+        path, length = tree.match(names)
+        assert length == next((i for i, name in enumerate(names) if name not in known), len(names))
+        assert [name for run in path for name in names_in(tree, run)] == list(names[:length])
+        if length < len(names):
+            path.append(tree.add(path[-1] if path else NOBODY, names[length:]))
+            known.update(names)
+        for run in path:  # what is missing comes in, from the front
+            if tree.parent[run] >= 0 and tree.resident[tree.parent[run]] < tree.length[tree.parent[run]]:
+                break
+            wanted = min(tree.length[run] - tree.resident[run], len(free))
+            if wanted:
+                tree.fill(run, [free.pop() for _ in range(wanted)])
+        check(tree)
+        act(tree, choice, known, free)
+        check(tree)
+
+
+def act(tree: RunTree, choice: random.Random, known: set[int], free: list[int]) -> None:
+    """One of the things that happen to runs between two requests."""
+    alive = [run for run in range(len(tree.start)) if tree.length[run]]
+    run = choice.choice(alive)
+    leaf = tree.resident[run] and not tree.resident_children[run]
+    child = tree.child[run]
+    match choice.randrange(3):
+        case 0 if leaf:
+            free.extend(tree.trim(run, choice.randint(1, tree.resident[run])))
+        case 1 if child >= 0 and tree.next[child] < 0 and tree.resident[run] in (0, tree.length[run]):
+            if bool(tree.resident[run]) == bool(tree.resident[child]):
+                tree.merge(run, child)
+        case 2 if not tree.resident[run] and child < 0:
+            known.difference_update(names_in(tree, run))
+            tree.forget(run)
+
+
+def test_what_continues_a_block_that_was_removed_stays_and_can_go() -> None:
+    tree = RunTree(8)
+    run = tree.add(NOBODY, array("q", [1, 2, 3, 4]))
+    tree.fill(run, [0, 1, 2, 3])
+    end = tree.add(run, array("q", [5]))
+    tree.fill(end, [4])
+    tree.remove(1)
+    check(tree)
+    assert [list(tree.slots(tree.run_of[slot])) for slot in (0, 2, 4)] == [[0], [2, 3], [4]]
+    rest = tree.run_of[2]
+    assert (tree.parent[rest], tree.parent[end]) == (NOBODY, rest)
+    assert tree.match(array("q", [1, 2, 3, 4, 5]))[1] == 5, "its name is still known"
+    assert list(tree.trim(end, 1)) == [4]
+    assert list(tree.trim(rest, 2)) == [3, 2]
+    check(tree)
+
+
+def test_keys_and_numbers_have_names() -> None:
+    keys = [bytes([i]) * 32 for i in range(5)]
+    assert list(names_of(keys)) == [int.from_bytes(key[:8], "little", signed=True) for key in keys]
+    assert list(names_of((3, 1, 2))) == [3, 1, 2]
+    assert not names_of(())
+
+
+# ---- features
+
+
+def test_a_code_says_all_that_was_put_in() -> None:
+    request = features.request_code(gap_mean=5.3, output_tokens=300, new_blocks=7, blocks=40)
+    code = request * features.RUN_CODES + features.run_code(
+        uses=9, place=Place.OLD, drops=features.drop_level(0.5)
+    )
+    uses, place_drops, gap_mean, output, new, length, left_behind = features.values_of(code)
+    assert (uses, gap_mean, output, new, length, left_behind) == (6, 6, 8, 3, 2, 0)
+    assert features.place_of(code) == Place.OLD
+    assert features.values_of(features.superseded(code)) == (
+        uses,
+        place_drops,
+        gap_mean,
+        output,
+        new,
+        length,
+        1,
+    )
+    rough = features.values_of(features.plain(code))
+    assert (rough[0], rough[3]) == (uses, output)
+    assert features.place_of(features.plain(code)) == Place.OLD
+    assert all(value < size for value, size in zip(features.values_of(code), features.SIZES, strict=True))
+
+
+# ---- the model
+
+
+def observed(
+    model: HazardModel, kind: int, ages_s: list[float], unused_until_s: float = 0.0, unused: int = 0
+) -> None:
+    """Runs of a kind that were used again at these ages, and some that were not."""
+    count = len(ages_s)
+    model.used(np.full(count, kind), np.array(ages_s), np.ones(count, np.float32))
+    model.left(np.full(unused, kind), np.full(unused, unused_until_s), np.ones(unused, np.float32))
+    model.fit(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.float32))
+
+
+def test_the_index_is_the_best_ratio_of_all_horizons() -> None:
+    model = HazardModel((2,), (0,))
+    kind = model.add_kind((1,))
+    choice = random.Random(5)
+    observed(model, kind, [choice.lognormvariate(3.5, 1.0) for _ in range(400)], 2000.0, 200)
+    hazard = np.minimum(model._base * model._product[kind][_octave()], 0.98)
+    for age_bin in range(BIN_COUNT):
+        stays, time_s, best = 1.0, 0.0, 0.0
+        for later in range(age_bin, BIN_COUNT):
+            chance, width = hazard[later], _WIDTH_S[later]
+            if later == age_bin:
+                chance, width = 1 - (1 - chance) ** 0.5, width / 2
+            time_s += stays * width * (1 - chance / 2)
+            stays *= 1 - chance
+            best = max(best, (1 - stays) / time_s)
+        assert model.index_of(kind, age_bin) == pytest.approx(best, rel=1e-5)
+    one_by_one = [model.index_of(kind, age_bin) for age_bin in range(BIN_COUNT)]
+    model._index[:] = np.nan
+    together = model.index(np.full(BIN_COUNT, kind), np.arange(BIN_COUNT))
+    assert together == pytest.approx(one_by_one, rel=1e-5)
+
+
+def _octave() -> np.ndarray:
+    from kvbm.policy import hazard
+
+    return hazard._OCTAVE
+
+
+def test_what_comes_back_sooner_is_worth_more_and_what_never_does_less() -> None:
+    model = HazardModel((3,), (0,))
+    soon, late, never = (model.add_kind((value,)) for value in range(3))
+    choice = random.Random(7)
+    observed(model, soon, [choice.expovariate(1 / 20) for _ in range(300)])
+    observed(model, late, [choice.expovariate(1 / 600) for _ in range(300)])
+    observed(model, never, [], 3000.0, 300)
+    at_birth = [model.index_of(kind, 0) for kind in (soon, late, never)]
+    assert at_birth[0] > 3 * at_birth[1] > 9 * at_birth[2]
+    assert model.index_of(soon, int(bins_of(np.array([900.0]))[0])) < at_birth[0], "long overdue"
+
+
+def test_without_evidence_what_is_younger_is_worth_more() -> None:
+    model = HazardModel((2,), ())
+    kind = model.add_kind((0,))
+    worth = [
+        model.index_of(kind, int(age_bin))
+        for age_bin in bins_of(np.array([8.0, 60.0, 300.0, 1800.0, 86400.0]))
+    ]
+    assert worth == sorted(worth, reverse=True)
+    assert worth[0] > 100 * worth[-1] > 0.0
+
+
+def test_ages_fall_into_bins() -> None:
+    assert list(bins_of(np.array([0.0, 0.5, 1.0, 3.9, 4.0, 1e9]))) == [0, 0, 1, 2, 3, BIN_COUNT - 1]
+    assert all(np.diff(EDGES_S) > 0)
+
+
+# ---- the policy
+
+
+def rates(trace: Trace, share: float) -> tuple[float, float]:
+    """Hit rates of LRU and of the policy."""
+    capacity = max(4, int(trace.unique_blocks * share))
+    return (
+        replay(trace, capacity, LeafFirstLru(capacity)).hit_rate,
+        replay(trace, capacity, Gittins(capacity)).hit_rate,
+    )
+
+
+def made_up(
+    next_chain: Callable[[random.Random, Callable[[int], list[int]]], list[int]], count: int
+) -> Trace:
+    """A trace of `count` requests, two a second."""
+    choice, last, now_s = random.Random(1), 0, 0.0
+
+    def new(blocks: int) -> list[int]:
+        nonlocal last
+        last += blocks
+        return list(range(last - blocks, last))
+
+    builder = TraceBuilder("made up", 512)
+    for _ in range(count):
+        now_s += choice.expovariate(2.0)
+        chain = next_chain(choice, new)
+        builder.add(now_s, chain, 512 * len(chain), 200)
+    return builder.build()
+
+
+def test_documents_that_come_back_are_kept_from_those_that_never_do() -> None:
+    popular = [list(range(1_000_000 + 40 * i, 1_000_000 + 40 * i + 30)) for i in range(20)]
+
+    def chain(choice: random.Random, new: Callable[[int], list[int]]) -> list[int]:
+        return choice.choice(popular) + new(1) if choice.random() < 0.4 else new(30)
+
+    trace = made_up(chain, 2500)
+    lru, gittins = rates(trace, 0.012)
+    assert gittins > lru + 0.1
+    assert gittins > 0.8 * 0.4, "nearly all there is to hit, learning included"
+
+
+def test_where_lru_is_right_it_stays_near_it() -> None:
+    alive: list[list[int]] = []
+
+    def chain(choice: random.Random, new: Callable[[int], list[int]]) -> list[int]:
+        if alive and choice.random() < 0.7:
+            rank = min(len(alive), int(choice.paretovariate(0.6)))
+            mine = alive.pop(-rank) + new(choice.randint(1, 8))
+        else:
+            mine = new(choice.randint(3, 30))
+        alive.append(mine)
+        return mine
+
+    trace = made_up(chain, 2500)
+    for share in (0.02, 0.1):
+        lru, gittins = rates(trace, share)
+        assert gittins > lru - 0.003
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1])
+def test_the_shadow_of_lru_hits_what_lru_hits(share: float) -> None:
+    trace = chats(ChatShape(conversations=150), seed=3)
+    capacity = int(trace.unique_blocks * share)
+    policy = Gittins(capacity)
+    hits = replay(trace, capacity, policy).hits
+    shadow = hits + policy._duel.deficit
+    assert shadow == pytest.approx(replay(trace, capacity, LeafFirstLru(capacity)).hits, rel=0.01)
+    assert policy._duel.accesses == trace.accesses
+
+
+def test_replays_are_deterministic() -> None:
+    trace = chats(ChatShape(conversations=80), seed=4)
+    capacity = trace.unique_blocks // 20
+    first, second = (replay(trace, capacity, Gittins(capacity)).hits_by_request for _ in range(2))
+    assert first == second
+
+
+def test_its_memory_is_bounded_by_what_it_is_told() -> None:
+    trace = chats(ChatShape(conversations=200), seed=5)
+    policy = Gittins(40, history_runs_min=60, history_blocks_min=500, turns_max=64, kinds_max=50)
+    replay(trace, 40, policy)
+    tree = policy._tree
+    assert len(tree) - tree.resident_runs <= 60
+    assert tree.live_blocks - tree.resident_blocks <= 500
+    assert len(policy._running) <= 64
+    assert policy._learner.model.kind_count <= 50 + 12 * 6 * 14 * 2, "and the rough ones"
+    check(tree)
+    assert len(tree.log_names) <= max(4096, 2 * tree.live_blocks) + 500
+
+
+def test_generated_blocks_are_one_run_however_they_come() -> None:
+    policy = Gittins(64)
+    policy.requested([1, 2, 3], [-1, -1, -1], 0.0)
+    policy.inserted([1, 2, 3], [0, 1, 2], -1, 0.1)
+    policy.evictable([0, 1, 2])
+    for block in range(4, 14):
+        policy.inserted([block], [block - 1], block - 2, 1.0)
+        policy.evictable([block - 1])
+    tree = policy._tree
+    check(tree)
+    assert len({tree.run_of[slot] for slot in range(3, 13)}) == 1
+    assert policy.victims(3, (), (), 2.0) == [12, 11, 10], "from the end"
+
+
+def test_keys_that_contradict_one_another_do_no_harm() -> None:
+    """A chain says what comes before a block. An engine that says now this, now that must not stop the manager."""
+    policy = Gittins(8)
+    now_s = 0.0
+    choice = random.Random(2)
+    free, there = list(range(8)), dict[int, int]()
+    for _ in range(300):
+        now_s += 1.0
+        names = [choice.randint(1, 5) for _ in range(choice.randint(1, 4))]
+        policy.requested(names, [there.get(name, -1) for name in names], now_s)
+        missing = [name for name in dict.fromkeys(names) if name not in there]
+        for slot in policy.victims(max(0, len(missing) - len(free)), missing, (), now_s):
+            del there[next(name for name, at in there.items() if at == slot)]
+            free.append(slot)
+        for name in missing[: len(free)]:
+            slot = there[name] = free.pop()
+            policy.inserted(
+                [name], [slot], choice.choice([-1, *(s for s in there.values() if s != slot)]), now_s
+            )
+            policy.evictable([slot])
+        policy.finished(names[-1], 5, now_s + 0.5)
+    assert sorted([*there.values(), *free]) == list(range(8))
