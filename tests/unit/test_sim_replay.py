@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.policy import LeafFirstLru
+from kvbm.sim.halves import halves
 from kvbm.sim.replay import replay
 from kvbm.sim.tier import NOBODY, SimulatedTier
 from kvbm.sim.trace import Trace, TraceBuilder
@@ -150,3 +151,26 @@ def test_what_was_left_behind_is_found_again() -> None:
 def test_only_resident_blocks_are_leased() -> None:
     with pytest.raises(AssertionError):
         full_tier(1).lease([9])
+
+
+def test_halves_are_of_sessions_where_there_are_sessions() -> None:
+    builder = TraceBuilder("t", 16)
+    for number in range(120):
+        session = number % 30
+        builder.add(float(number), [(session, i) for i in range(number // 30 + 1)], 16, 1)
+    first, second = halves(builder.build())
+    assert (first.name, second.name) == ("t, odd sessions", "t, even sessions")
+    assert (len(first.requests), len(second.requests)) == (60, 60)
+    assert (first.unique_blocks, second.unique_blocks) == (60, 60)
+    assert second.requests[0].arrived_s == 0.0
+    assert [len(request.blocks) for request in first.requests] == [1] * 15 + [2] * 15 + [3] * 15 + [4] * 15
+
+
+def test_halves_are_of_time_where_all_begin_alike() -> None:
+    builder = TraceBuilder("t", 16)
+    for number in range(100):
+        builder.add(number**2 / 100, ["system", number], 32, 1)
+    first, second = halves(builder.build())
+    assert (first.name, second.name) == ("t, first half", "t, second half")
+    assert (len(first.requests), len(second.requests)) == (71, 29)
+    assert second.unique_blocks == 30

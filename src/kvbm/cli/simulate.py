@@ -89,6 +89,12 @@ SampleRate = Annotated[
         "--sample", metavar="R", help="Replay only this share of the conversations, for speed: 0.3."
     ),
 ]
+Halves = Annotated[
+    bool,
+    typer.Option(
+        "--halves", help="Each trace in two: every other session, or the halves of its time. For hold-outs."
+    ),
+]
 WithTimes = Annotated[
     bool, typer.Option("--times", help="Times to first token: one engine, its tiers and links.")
 ]
@@ -127,6 +133,7 @@ def simulate(
     limit: Limit = None,
     curve: WithCurve = False,
     sample: SampleRate = None,
+    halves: Halves = False,
     times: WithTimes = False,
     open_loop: OpenLoop = False,
     admission: Admission = "filter",
@@ -162,6 +169,7 @@ def simulate(
         reading=ReadOptions(chunk_tokens, 0, session_hours, time_scale, limit),
         bytes_per_token=read_bytes_per_token(bytes_per_token, model),
         sample=sample,
+        halves=halves,
         curve=curve or plot is not None,
         machine=read_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
         admission=admission,

@@ -11,6 +11,7 @@ from kvbm.policy import eviction_policies
 from kvbm.sim import optimum
 from kvbm.sim.curves import LruCurve, lru_curve
 from kvbm.sim.formats import ReadOptions, read_trace
+from kvbm.sim.halves import halves
 from kvbm.sim.machine import Machine
 from kvbm.sim.report import Curve, Document, facts
 from kvbm.sim.sampling import Sample
@@ -28,7 +29,10 @@ Watch = Callable[[str, int], Progress]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Traces × seeds × policies × sizes. With a machine (its `block_bytes` set per trace) times, else hit rates."""
+    """Traces × seeds × policies × sizes. With a machine (its `block_bytes` set per trace) times, else hit rates.
+
+    With `halves` each trace is two: see `kvbm.sim.halves`.
+    """
 
     traces: list[str]
     policies: list[str]
@@ -38,6 +42,7 @@ class Plan:
     reading: ReadOptions = field(default_factory=ReadOptions)
     bytes_per_token: int | None = None
     sample: float | None = None
+    halves: bool = False
     curve: bool = False
     machine: Machine | None = None
     admission: str = "filter"
@@ -86,22 +91,28 @@ def run(plan: Plan, watch: Watch) -> Document:
     for word in dict.fromkeys(plan.traces):
         for seed in dict.fromkeys(plan.seeds):
             watch(f"reading {Path(word).name}", 0)
-            trace = open_trace(word, replace(plan.reading, seed=seed))
-            if any(known.name == trace.name and known.path != word for known in document.traces):
-                trace = replace(trace, name=f"{trace.name} ({word})")
-            sizes = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.host]
-            below = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.disk]
-            document.traces.append(facts(trace, word, seed, plan.bytes_per_token))
-            exact = lru_curve(trace) if plan.curve or plan.sample is not None else None
-            if plan.curve and exact is not None:
-                points = exact.points(CURVE_POINTS)
-                document.lru_curves.append(Curve(trace=trace.name, seed=seed, points=points))
-            if plan.machine is None:
-                _hit_rates(plan, document, trace, seed, sizes, exact, watch)
-            else:
-                _times(plan, plan.machine, document, trace, seed, sizes, below, watch)
+            whole = open_trace(word, replace(plan.reading, seed=seed))
+            for trace in halves(whole) if plan.halves else (whole,):
+                _replay(plan, document, trace, word, seed, watch)
     document.hit_rates = with_gaps(document.hit_rates)
     return document
+
+
+def _replay(plan: Plan, document: Document, trace: Trace, word: str, seed: int, watch: Watch) -> None:
+    """One trace with one seed, at all sizes."""
+    if any(known.name == trace.name and known.path != word for known in document.traces):
+        trace = replace(trace, name=f"{trace.name} ({word})")
+    sizes = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.host]
+    below = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.disk]
+    document.traces.append(facts(trace, word, seed, plan.bytes_per_token))
+    exact = lru_curve(trace) if plan.curve or plan.sample is not None else None
+    if plan.curve and exact is not None:
+        points = exact.points(CURVE_POINTS)
+        document.lru_curves.append(Curve(trace=trace.name, seed=seed, points=points))
+    if plan.machine is None:
+        _hit_rates(plan, document, trace, seed, sizes, exact, watch)
+    else:
+        _times(plan, plan.machine, document, trace, seed, sizes, below, watch)
 
 
 def open_trace(word: str, options: ReadOptions) -> Trace:
@@ -169,6 +180,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "seeds": plan.seeds,
         "bytes_per_token": plan.bytes_per_token,
         "sample": plan.sample,
+        "halves": plan.halves,
         "reading": plan.reading,
         "machine": plan.machine,
         "admission": plan.admission,
