@@ -9,10 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-LOSS_MAX, LOSS_BLOCKS, LOSS_SHARE = 0.001, 100, 0.05
-"""LRU may be ahead by this share of all blocks asked for, and by so many blocks or this share of the tier."""
-_LOSS_FORGIVEN = 0.6
-"""It decides no longer once it is ahead by this share of that: others get another chance, having learnt meanwhile."""
+LOSS_MAX = 0.0004
+"""What one try may lose to LRU: this share of all blocks asked for, or of those of an hour if that is more."""
+HORIZON_S, _ELAPSED_S_MIN = 3600.0, 60.0
+PAUSE_S, PAUSE_S_MAX = 300.0, 86_400.0
+"""So long LRU decides after the first try that lost as much; twice as long after every further one, up to a day."""
 
 
 class Duel:
@@ -23,6 +24,10 @@ class Duel:
 
     def __init__(self, slot_count: int, requests_max: int) -> None:
         self.lru_decides = False
+        self._began_s = -1.0
+        self._pause_s = PAUSE_S
+        self._resumes_s = 0.0
+        self._lost_before = 0
         self.accesses = 0
         self.deficit = 0
         self._slot_count = slot_count
@@ -66,17 +71,27 @@ class Duel:
             self._drop(request - self._requests_max)
         self._blocks[request % self._requests_max] = 0
 
-    def end(self, lru_hits: int, hits: int, blocks: int) -> bool:
+    def end(self, lru_hits: int, hits: int, blocks: int, now_s: float) -> bool:
         """The request used its blocks; True when who decides has changed."""
         while self._kept > self._slot_count:
             self._drop(self._cutoff + 1)
         self.accesses += blocks
         self.deficit += lru_hits - hits
-        limit = LOSS_MAX * self.accesses + min(LOSS_BLOCKS, LOSS_SHARE * self._slot_count)
-        before = self.lru_decides
-        allowed = _LOSS_FORGIVEN * limit if before else limit
-        self.lru_decides = self.deficit > allowed
-        return before != self.lru_decides
+        if self._began_s < 0:
+            self._began_s = now_s
+        elapsed_s = max(now_s - self._began_s, _ELAPSED_S_MIN)
+        if self.lru_decides:
+            if now_s < self._resumes_s:
+                return False
+            self._lost_before = max(0, self.deficit)
+        else:
+            allowed = LOSS_MAX * self.accesses * max(1.0, HORIZON_S / elapsed_s)
+            if self.deficit <= self._lost_before + allowed:
+                return False
+            self._resumes_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        self.lru_decides = not self.lru_decides
+        return True
 
     def _drop(self, cutoff: int) -> None:
         while self._cutoff < cutoff:

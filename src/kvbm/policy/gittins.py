@@ -71,7 +71,7 @@ class Gittins:
         last = self._use(path, number, len(names), now_s)
         self._add_new(last, known, names, number, now_s)
         hits = slots.index(NOBODY) if NOBODY in slots else len(slots)
-        if self._duel.end(lru_hits, hits, len(names)):
+        if self._duel.end(lru_hits, hits, len(names), now_s):
             self._candidates.by_last_use(self._duel.lru_decides)
         if self._turns.latest >= self._fit_at:
             self._learn(now_s)
