@@ -76,7 +76,7 @@ def run(name: str, leaves: int, requests: int) -> dict[str, float | str]:
     """Fill a tier until it is full, then go on for `requests`; what the policy took in both parts."""
     slots = leaves * 3 * TURN_BLOCKS
     policy = Timed(make_policy(name, slots))
-    tier = SimulatedTier(slots, 4 * slots + requests * 2 * TURN_BLOCKS, policy)  # type: ignore[arg-type]
+    tier = SimulatedTier(slots, 4 * slots + requests * 2 * TURN_BLOCKS, policy)  # type: ignore[arg-type]  # it passes every call on
     source, now_s, accesses, measured = chats(1), 0.0, 0, 0
     while measured < requests:
         full = tier.evicted_blocks > 0

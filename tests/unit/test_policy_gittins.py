@@ -347,3 +347,71 @@ def test_keys_that_contradict_one_another_do_no_harm() -> None:
             policy.evictable([slot])
         policy.finished(names[-1], 5, now_s + 0.5)
     assert sorted([*there.values(), *free]) == list(range(8))
+
+
+def test_a_long_chain_is_cleared_from_its_front_without_cutting_it_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An operator's reset empties slot after slot; a pool of a million must not stop the manager for minutes."""
+    policy, count = Gittins(2000), 2000
+    blocks = list(range(1, count + 1))
+    policy.requested(blocks, [-1] * count, 0.0)
+    policy.inserted(blocks, list(range(count)), -1, 0.0)
+    policy.evictable(range(count))
+    cuts = 0
+    cut = policy._tree.cut
+
+    def counted(run: int, size: int) -> int:
+        nonlocal cuts
+        cuts += 1
+        return cut(run, size)
+
+    monkeypatch.setattr(policy._tree, "cut", counted)
+    for slot in range(count):
+        policy.removed((slot,))
+        if slot % 100 == 0:
+            check(policy._tree)
+    assert cuts < 10
+    assert policy._tree.resident_blocks == 0
+
+
+def test_many_chains_that_grow_by_turns_are_not_copied_each_time() -> None:
+    """As after a restart, when the blocks of a disk are told in the order in which they were written."""
+    chains, length = 20, 400
+    policy = Gittins(chains * length)
+    for depth in range(length):
+        for chain in range(chains):
+            slot = depth * chains + chain
+            policy.inserted([slot + 1], [slot], slot - chains if depth else -1, 0.0)
+    tree = policy._tree
+    check(tree)
+    assert max(tree.length) <= 256
+    policy.evictable(range(chains * length))
+    assert len(policy.victims(chains * length, (), (), 1.0)) == chains * length
+
+
+def test_blocks_that_came_without_a_request_do_not_disturb_the_duel() -> None:
+    """What a disk held before a restart: LRU's shadow knows nothing of it, and goes on counting right."""
+    policy = Gittins(30, turns_max=64)
+    policy.inserted(list(range(1000, 1030)), list(range(30)), -1, 0.0)
+    policy.evictable(range(30))
+    slots: dict[int, int] = {1000 + i: i for i in range(30)}
+    choice, duel = random.Random(3), policy._duel
+    for number in range(400):
+        now_s = float(number)
+        chat = choice.randrange(1, 6) * 100
+        blocks = list(range(chat, chat + choice.randint(1, 8)))
+        policy.requested(blocks, [slots.get(block, -1) for block in blocks], now_s)
+        missing = [block for block in blocks if block not in slots]
+        gone = policy.victims(max(0, len(missing) + len(slots) - 30), (), (), now_s)
+        slots = {block: slot for block, slot in slots.items() if slot not in gone}
+        free = iter(sorted(set(range(30)) - set(slots.values())))
+        taken = [next(free) for _ in missing]
+        behind = slots.get(missing[0] - 1, -1) if missing else -1
+        policy.inserted(missing, taken, behind, now_s)
+        policy.evictable(taken)
+        slots.update(zip(missing, taken, strict=True))
+        recent = range(duel._cutoff + 1, duel._latest + 1)
+        assert duel._kept == sum(duel._blocks[request % 64] for request in recent) <= 30
+        assert duel._cutoff <= duel._latest
+    assert duel.deficit < 400

@@ -35,7 +35,7 @@ class Duel:
         # Blocks by the request that used them last; those after `_cutoff` are in LRU's tier, `_kept` altogether,
         # and as many of those at the cutoff as there is room for.
         self._blocks = array("i", bytes(4 * requests_max))
-        self._cutoff = 0
+        self._cutoff = self._latest = 0
         self._kept = 0
 
     def lru_hits(self, runs: Iterable[tuple[int, int]]) -> int:
@@ -52,12 +52,14 @@ class Duel:
         return hits
 
     def moved(self, last_request: int, request: int, blocks: int) -> None:
-        """Blocks that an earlier request used last (0: none did) are used by this one."""
-        if last_request > self._cutoff:
-            self._blocks[last_request % self._requests_max] -= blocks
-            self._kept -= blocks
-        self._blocks[request % self._requests_max] += blocks
-        self._kept += blocks
+        """Blocks that an earlier request used last (0: none did) are used by this one.
+
+        What came without a request (0), or with one that is behind the cutoff by now, LRU does not have.
+        """
+        self.forgotten(last_request, blocks)
+        if request > self._cutoff:
+            self._blocks[request % self._requests_max] += blocks
+            self._kept += blocks
 
     def forgotten(self, last_request: int, blocks: int) -> None:
         """Blocks left the history."""
@@ -69,11 +71,12 @@ class Duel:
         """A request comes; what is too far back to be told apart is gone."""
         if request - self._requests_max > self._cutoff:
             self._drop(request - self._requests_max)
+        self._latest = request
         self._blocks[request % self._requests_max] = 0
 
     def end(self, lru_hits: int, hits: int, blocks: int, now_s: float) -> bool:
         """The request used its blocks; True when who decides has changed."""
-        while self._kept > self._slot_count:
+        while self._kept > self._slot_count and self._cutoff < self._latest:
             self._drop(self._cutoff + 1)
         self.accesses += blocks
         self.deficit += lru_hits - hits

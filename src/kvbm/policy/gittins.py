@@ -273,7 +273,7 @@ class Gittins:
             return run
         if behind >= 0 and tree.child[behind] < 0:
             code = self._learner.codes[tree.kind[behind]]
-            if features.place_of(code) == Place.OUTPUT:
+            if features.place_of(code) == Place.OUTPUT and tree.can_extend(behind):
                 self._duel.moved(0, tree.turn[behind], len(names) - done)
                 tree.extend(behind, names[done:])  # what is generated grows block by block
                 return behind
@@ -296,8 +296,10 @@ class Gittins:
         tree = self._tree
         for slot in slots:
             run = tree.run_of[slot]
+            turn, known = tree.turn[run], tree.live_blocks
             self._filling.discard(slot)
             tree.remove(slot)
+            self._duel.forgotten(turn, known - tree.live_blocks)
             self._candidates.offer(run if tree.resident[run] else tree.parent[run])
 
     # ---- eviction

@@ -18,6 +18,7 @@ import numpy as np
 from kvbm.block import KEY_BYTES
 
 _PACK_BLOCKS_MIN = 4096
+_MOVED_BLOCKS_MAX = 256
 NOBODY = -1
 
 
@@ -25,9 +26,9 @@ def names_of(keys: Sequence[Hashable]) -> array[int]:
     """Numbers for keys: a number stands for itself, of a `BlockKey` the first 8 bytes are taken."""
     if keys and isinstance(keys[0], bytes):
         assert len(keys[0]) == KEY_BYTES
-        joined = b"".join(keys)  # type: ignore[arg-type]
+        joined = b"".join(keys)  # type: ignore[arg-type]  # where one key is bytes, all are
         return array("q", memoryview(joined).cast("q")[:: KEY_BYTES // 8].tolist())
-    return array("q", keys)  # type: ignore[arg-type]
+    return array("q", keys)  # type: ignore[arg-type]  # and else all are numbers
 
 
 class RunTree:
@@ -152,12 +153,19 @@ class RunTree:
     def extend(self, run: int, names: array[int]) -> None:
         """Append blocks to a run without continuations; it moves to the end of the log unless it is there."""
         assert self.child[run] < 0
+        assert self.can_extend(run)
         self._to_end_of_log(run)
         self.log_names.extend(names)
         self.log_slots.extend(array("i", [NOBODY]) * len(names))
         self.length[run] += len(names)
         self.live_blocks += len(names)
         self._pack_if_due()
+
+    def can_extend(self, run: int) -> bool:
+        """It is cheap to extend: short, or at the end of the log already. Many long ones that grow by turns are not."""
+        return self.length[run] < _MOVED_BLOCKS_MAX or self.start[run] + self.length[run] == len(
+            self.log_names
+        )
 
     def merge(self, run: int, rest: int) -> None:
         """Undo a `cut`: make a run and its only continuation one."""
@@ -217,7 +225,11 @@ class RunTree:
     def remove(self, slot: int) -> None:
         """One block leaves out of turn. What continues it stays, as a root of its own."""
         run = self.run_of[slot]
-        self.cut(run, self.slots(run).index(slot) + 1)
+        offset = self.slots(run).index(slot)
+        if offset == 0 and self.length[run] > 1:
+            self._drop_first(run)
+            return
+        self.cut(run, offset + 1)
         child = self.child[run]
         while child >= 0:
             following = self.next[child]
@@ -225,6 +237,21 @@ class RunTree:
                 self._unlink(child)
             child = following
         self.trim(run, 1)
+
+    def _drop_first(self, run: int) -> None:
+        """Forget a run's first block. Whoever clears a chain from its front must not cut what is left every time."""
+        self._unlink(run)
+        begin = self.start[run]
+        if self.first.get(self.log_names[begin]) == run:
+            del self.first[self.log_names[begin]]
+        self.first[self.log_names[begin + 1]] = run
+        self.run_of[self.log_slots[begin]] = NOBODY
+        self.start[run] = begin + 1
+        self.length[run] -= 1
+        self.resident[run] -= 1
+        self.live_blocks -= 1
+        self.resident_blocks -= 1
+        self.resident_runs -= not self.resident[run]
 
     def leads_to(self, run: int, descendant: int) -> bool:
         """The run is the other, or before it: so it is with keys that contradict one another."""
