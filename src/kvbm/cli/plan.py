@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvbm.cli import simulate
+from kvbm.cli.replaying import conclude, require_writable, with_bar
 from kvbm.errors import KvbmError, SettingsError
 
 if TYPE_CHECKING:
     from kvbm.sim.cheapest import Bounds, Prices, Target
-    from kvbm.sim.planning import Answers, Question
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -132,8 +131,9 @@ def plan(
     Speeds are the options below, by default an H100 with an 8-billion-parameter model; TTFT is as good as they are.
     Tomorrow's requests are not in the trace: leave room.
     """
+    from kvbm.sim import plan_picture
     from kvbm.sim.formats import ReadOptions
-    from kvbm.sim.planning import Question
+    from kvbm.sim.planning import Question, answer
 
     target = _target(target_hit_rate, target_ttft)
     bounds, prices = _bounds_and_prices(machine, disk_dir, (max_host, max_disk), (price_host, price_disk))
@@ -156,8 +156,10 @@ def plan(
         closed_loop=not open_loop,
     )
     question.check()
-    simulate.require_writable(json_file, plot)
-    _conclude(_run(question), everything, json_file, plot)
+    require_writable(json_file, plot)
+    answers = with_bar(lambda watch: answer(question, watch))
+    table = plan_picture.render(answers, everything)
+    conclude(table, partial(plan_picture.save, answers), partial(plan_picture.draw, answers), json_file, plot)
 
 
 def _target(hit_rate: str | None, ttft: str | None) -> Target:
@@ -229,41 +231,3 @@ def _this_machine(disk_dir: Path | None) -> Bounds:
             "--machine: the memory of this machine cannot be read; give --max-host and --max-disk"
         )
     return found
-
-
-def _run(question: Question) -> Answers:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from kvbm.sim.planning import answer
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("")
-
-        def watch(what: str, total: int) -> Callable[[int], None]:
-            bar.update(task, description=what, total=total or None, completed=0)
-            return lambda done: bar.update(task, completed=done)
-
-        return answer(question, watch)
-
-
-def _conclude(answers: Answers, everything: bool, json_file: Path | None, plot: Path | None) -> None:
-    """Print, write, draw."""
-    from rich.console import Console
-
-    from kvbm.sim import plan_picture
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else simulate.PIPE_WIDTH)
-    console.print(plan_picture.render(answers, everything))
-    try:
-        if json_file is not None:
-            plan_picture.save(answers, json_file)
-            console.print(f"written: {json_file}", markup=False)
-        if plot is not None and plan_picture.draw(answers, plot):
-            console.print(f"written: {plot}", markup=False)
-        elif plot is not None:
-            console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
-    except OSError as error:
-        raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvbm.errors import KvbmError, SettingsError
-
-if TYPE_CHECKING:
-    from kvbm.sim.cluster_study import ScalePlan, ScaleRow
+from kvbm.cli.replaying import conclude, require_writable, with_bar
+from kvbm.errors import SettingsError
 
 app = typer.Typer(rich_markup_mode=None)
-
-PIPE_WIDTH = 150
 
 _EXAMPLES = """\b
 Examples:
@@ -105,7 +100,8 @@ def scale(
     one node the same however many there are, `--total-load` that of all. See docs/operating/scale.md.
     """
     from kvbm.settings.parse import parse_count, parse_size
-    from kvbm.sim.cluster_study import ScalePlan
+    from kvbm.sim import cluster_picture, cluster_report
+    from kvbm.sim.cluster_study import ScalePlan, run
 
     plan = ScalePlan(
         trace=trace,
@@ -130,10 +126,16 @@ def scale(
         store_bytes_per_s=None if store is None else _positive("--store", str(parse_size("--store", store))),
     )
     plan.check()
-    for option, file in (("--json", json_file), ("--plot", plot)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise SettingsError(option, str(file), "a file in an existing folder")
-    _conclude(plan, _run(plan), json_file, plot)
+    require_writable(json_file, plot)
+    # Millions of live objects and no cycles among them: looking for some takes half of the time.
+    gc.disable()
+    try:
+        rows = with_bar(lambda watch: run(plan, watch))
+    finally:
+        gc.enable()
+    table = cluster_report.render(plan, rows)
+    save, draw = partial(cluster_report.save, plan, rows), partial(cluster_picture.draw, rows)
+    conclude(table, save, draw, json_file, plot)
 
 
 def _positive(option: str, text: str) -> float:
@@ -144,46 +146,3 @@ def _positive(option: str, text: str) -> float:
     if not 0.0 < number < float("inf"):
         raise SettingsError(option, text, "a number above 0")
     return number
-
-
-def _run(plan: ScalePlan) -> list[ScaleRow]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from kvbm.sim.cluster_study import run
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("")
-
-        def watch(what: str, total: int) -> Callable[[int], None]:
-            bar.reset(task, description=what, total=total or None)
-            return lambda done: bar.update(task, completed=done)
-
-        # Millions of live objects and no cycles among them: looking for some takes half of the time.
-        gc.disable()
-        try:
-            return run(plan, watch)
-        finally:
-            gc.enable()
-
-
-def _conclude(plan: ScalePlan, rows: list[ScaleRow], json_file: Path | None, plot: Path | None) -> None:
-    """Print, write, draw."""
-    from rich.console import Console
-
-    from kvbm.sim import cluster_picture, cluster_report
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(cluster_report.render(plan, rows))
-    try:
-        if json_file is not None:
-            cluster_report.save(plan, rows, json_file)
-            console.print(f"written: {json_file}", markup=False)
-        if plot is not None and cluster_picture.draw(rows, plot):
-            console.print(f"written: {plot}", markup=False)
-        elif plot is not None:
-            console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
-    except OSError as error:
-        raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error

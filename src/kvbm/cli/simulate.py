@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbm.errors import KvbmError, SettingsError
+from kvbm.cli.replaying import conclude, require_writable, with_bar
+from kvbm.errors import SettingsError
 
 if TYPE_CHECKING:
     from kvbm.sim.machine import Machine
-    from kvbm.sim.plan import Plan
-    from kvbm.sim.report import Document
 
 app = typer.Typer(rich_markup_mode=None)
 
 DEFAULT_SIZES = "1%,2%,5%,10%,20%"
 DEFAULT_POLICIES = "lru,s3fifo,gittins,belady"
 DEFAULT_TIMED_POLICIES = "lru,gittins"
-PIPE_WIDTH = 140
 
 _EXAMPLES = """\b
 Examples:
@@ -152,8 +149,9 @@ def simulate(
 
     Reads recordings of kvbm, Mooncake and Qwen-Bailian JSON Lines, and sessions of coding agents; plain or gzip.
     """
+    from kvbm.sim import picture, report
     from kvbm.sim.formats import ReadOptions
-    from kvbm.sim.plan import Plan, parse_policies
+    from kvbm.sim.plan import Plan, parse_policies, run
     from kvbm.sim.sizes import parse_sizes
 
     timed = times or disk is not None
@@ -177,7 +175,9 @@ def simulate(
     )
     plan.check()
     require_writable(json_file, plot)
-    _conclude(_run(plan), curve, json_file, plot)
+    document = with_bar(lambda watch: run(plan, watch))
+    table = report.render(document, curve)
+    conclude(table, partial(report.save, document), partial(picture.draw, document), json_file, plot)
 
 
 def _seeds(text: str) -> list[int]:
@@ -221,50 +221,3 @@ def read_machine(
             raise SettingsError(option, text, "bytes in a second, such as 6GB")
     # A block's bytes depend on the trace.
     return Machine(0, prefill_tokens_per_s, attention_tokens, *rates)
-
-
-def require_writable(*files: Path | None) -> None:
-    """Before minutes of work, not after."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise SettingsError(
-                "--json" if file == files[0] else "--plot", str(file), "a file in an existing folder"
-            )
-
-
-def _run(plan: Plan) -> Document:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from kvbm.sim.plan import run
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("")
-
-        def watch(what: str, total: int) -> Callable[[int], None]:
-            bar.reset(task, description=what, total=total or None)
-            return lambda done: bar.update(task, completed=done)
-
-        return run(plan, watch)
-
-
-def _conclude(document: Document, curve: bool, json_file: Path | None, plot: Path | None) -> None:
-    """Print, write, draw."""
-    from rich.console import Console
-
-    from kvbm.sim import picture, report
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(report.render(document, curve))
-    try:
-        if json_file is not None:
-            report.save(document, json_file)
-            console.print(f"written: {json_file}", markup=False)
-        if plot is not None and picture.draw(document, plot):
-            console.print(f"written: {plot}", markup=False)
-        elif plot is not None:
-            console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
-    except OSError as error:
-        raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error

@@ -8,39 +8,20 @@ from typing import Any
 
 from kvbm.demo.counters import TIERS
 from kvbm.demo.report import Results, Run, percentile, prompt_tokens, speedup, ttfts_s
+from kvbm.sim.drawing import FAINT, GRID, INK, STYLE, find_pyplot
 
 RUN_COLOURS = ("#8a8f98", "#2f6fde", "#0f9d76")
 TIER_COLOURS = {"computed": "#d5d8dd", "device": "#f2b134", "host": "#2f6fde", "disk": "#0f9d76"}
-INK = "#22262e"
-FAINT = "#6b7280"
-GRID = "#e7e9ed"
 WIDTH_IN, HEIGHT_IN, DPI = 13.0, 7.2, 150
 LEFT, RIGHT = 0.055, 0.975
 
 
 def draw(results: Results, path: Path) -> bool:
     """Write a PNG. False, and no file, when matplotlib is not installed (it comes with the `demo` extra)."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = find_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    style = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": FAINT,
-        "axes.edgecolor": GRID,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.titlepad": 10,
-    }
-    with pyplot.rc_context(style):
+    with pyplot.rc_context({**STYLE, "axes.titlesize": 11, "axes.titlepad": 10}):
         figure = pyplot.figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, facecolor="white")
         _headline(figure, results)
         _draw_requests(figure.add_axes((LEFT, 0.515, RIGHT - LEFT, 0.315)), results)

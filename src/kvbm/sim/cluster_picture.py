@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.sim.cluster_study import ScaleRow
+from kvbm.sim.drawing import FAINT, GRID, STYLE, find_pyplot
 
 COLOURS = {
     ("random", "private"): "#c2255c",
@@ -16,31 +17,16 @@ COLOURS = {
     ("kv", "shared"): "#0f9d76",
 }
 OTHER_COLOURS = ("#8a8f98", "#9c36b5", "#0b7285", "#5c940d", "#d9480f", "#22262e")
-INK, FAINT, GRID = "#22262e", "#6b7280", "#e7e9ed"
 
 
 def draw(rows: Sequence[ScaleRow], path: Path) -> bool:
     """Write a PNG: hits and times by nodes. False, and no file, when matplotlib is not installed (extra `demo`)."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = find_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
 
-    style = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": FAINT,
-        "axes.edgecolor": GRID,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "axes.titlesize": 12,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-    }
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(STYLE):
         figure, (hits, times, network) = pyplot.subplots(
             1, 3, figsize=(16, 4.8), dpi=150, facecolor="white", layout="constrained"
         )

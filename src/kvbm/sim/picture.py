@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.sim import optimum
+from kvbm.sim.drawing import FAINT, GRID, STYLE, find_pyplot
 from kvbm.sim.report import Curve, Document, TraceFacts
 from kvbm.sim.study import BASELINE, HitRow, averaged
 
@@ -23,34 +24,17 @@ COLOURS = {
 }
 """A policy has its colour in every picture; `OTHER_COLOURS` are for those that packages bring."""
 OTHER_COLOURS = ("#c2255c", "#5c940d", "#1098ad", "#862e9c")
-INK, FAINT, GRID = "#22262e", "#6b7280", "#e7e9ed"
 PANEL_IN, HEIGHT_IN, DPI = 7.4, 5.4, 150
 
 
 def draw(document: Document, path: Path) -> bool:
     """Write a PNG, a panel for each trace. False, and no file, when matplotlib is not installed (extra `demo`)."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = find_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    style = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": FAINT,
-        "axes.edgecolor": GRID,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "axes.titlesize": 12,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-    }
     names = list(dict.fromkeys(trace.name for trace in document.traces))
     panel = _times_panel if document.times else _hits_panel
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(STYLE):
         figure, panels = pyplot.subplots(
             1,
             len(names),

@@ -17,7 +17,8 @@ from rich.text import Text
 from kvbm.settings.advice import format_bytes
 from kvbm.settings.parse import GB
 from kvbm.sim.cheapest import DOLLARS, Candidate, Prices, frontier
-from kvbm.sim.picture import DPI, FAINT, GRID, HEIGHT_IN, INK, PANEL_IN
+from kvbm.sim.drawing import FAINT, GRID, INK, STYLE, find_pyplot
+from kvbm.sim.picture import DPI, HEIGHT_IN, PANEL_IN
 from kvbm.sim.planning import Answer, Answers, words_of
 
 SECONDS_PER_HOUR = 3600.0
@@ -157,27 +158,11 @@ def _notes(answer: Answer) -> list[Text]:
 
 def draw(answers: Answers, path: Path) -> bool:
     """Write a PNG: cost and what it buys, a panel a trace. False, and no file, without matplotlib (extra `demo`)."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = find_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    style = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": FAINT,
-        "axes.edgecolor": GRID,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "axes.titlesize": 12,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-    }
     panels = len(answers.plans)
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(STYLE):
         size_in = (PANEL_IN * panels, HEIGHT_IN)
         figure, grid = pyplot.subplots(
             1, panels, figsize=size_in, dpi=DPI, squeeze=False, layout="constrained"

@@ -1,0 +1,65 @@
+"""What the commands that replay traces have in common: a bar while they do, and a table, JSON and picture after."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from kvbm.errors import KvbmError, SettingsError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PIPE_WIDTH = 150
+"""Columns where there is no terminal to ask: no table is wider."""
+Result = TypeVar("Result")
+
+
+def require_writable(json_file: Path | None, plot: Path | None) -> None:
+    """Before minutes of work, not after. Raises SettingsError."""
+    for option, file in (("--json", json_file), ("--plot", plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise SettingsError(option, str(file), "a file in an existing folder")
+
+
+def with_bar(work: Callable[[Callable[[str, int], Callable[[int], None]]], Result]) -> Result:
+    """Do the work, which says what it begins and how much of that there is, and then how much is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def watch(what: str, total: int) -> Callable[[int], None]:
+            bar.reset(task, description=what, total=total or None)
+            return lambda done: bar.update(task, completed=done)
+
+        return work(watch)
+
+
+def conclude(
+    table: RenderableType,
+    save: Callable[[Path], None],
+    draw: Callable[[Path], bool],
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Print, write, draw. Raises KvbmError for a file that cannot be written."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(table)
+    try:
+        if json_file is not None:
+            save(json_file)
+            console.print(f"written: {json_file}", markup=False)
+        if plot is not None and draw(plot):
+            console.print(f"written: {plot}", markup=False)
+        elif plot is not None:
+            console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
+    except OSError as error:
+        raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error
