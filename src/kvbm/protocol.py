@@ -235,7 +235,7 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
 
 
 class StorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Copy device blocks into reserved slots, before anything of this step overwrites them.
+    """Copy device blocks into reserved slots. Nothing overwrites the blocks before a step releases the store.
 
     `generations[i]` is what slot i's generation must be when the copy begins: else the reservation has ended.
     """
@@ -251,7 +251,8 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Copy leased slots into device blocks. The first `ready` slots hold their bytes; the worker watches the others.
 
     `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
-    the first pair in the lookup's run (what lies before it was on the device already).
+    the first pair in the lookup's run (what lies before it was on the device already). `layerwise`: every slot is
+    ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived.
     """
 
     request: str
@@ -262,14 +263,20 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: tuple[int, ...]
     offset: int
     ready: int
+    layerwise: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step asks of every worker. `idle`: the step computes nothing, so waiting costs nobody."""
+    """What one engine step asks of every worker. `idle`: the step computes nothing, so waiting costs nobody.
+
+    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this
+    step on: their copies come first.
+    """
 
     stores: tuple[StorePlan, ...] = ()
     loads: tuple[LoadPlan, ...] = ()
     idle: bool = False
+    released: tuple[int, ...] = ()
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,16 +125,17 @@ class _Copier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def store(self, pairs: Any, after: Any) -> Any:
-        result = self._inner.store(pairs, after)
+    def begin_store(self, pairs: Any, after: Any) -> Any:
+        copying = self._inner.begin_store(pairs, after)
         self._stored(pairs)
-        return result
+        return copying
 
-    def load(self, pairs: Any, after: Any) -> Any:
+    def begin_load(self, pairs: Any, after: Any, layer: Any = None) -> Any:
         self._before(pairs)
-        result = self._inner.load(pairs, after)
+        copying = self._inner.begin_load(pairs, after, layer)
+        copying.wait()
         self._after(pairs)
-        return result
+        return copying
 
 
 def _nothing(pairs: Any) -> None:
@@ -280,3 +281,51 @@ def engine_metrics(child: Child) -> dict[str, float]:
         name = f"{metric.name}/{source}" if source else metric.name
         values[name] = values.get(name, 0.0) + value
     return values
+
+
+# ---- modes of copying
+
+_counts = {"whole": 0, "layer": 0, "held": 0}
+
+
+def count_layers(child: Child) -> None:
+    """Count loads of all layers at once, and of single ones."""
+    _counts.update(whole=0, layer=0)
+    copier = _mover(_engine(child))._mapping.copier
+    begin_load = copier.begin_load
+
+    def counted(pairs: Any, after: Any = None, layer: Any = None) -> Any:
+        _counts["whole" if layer is None else "layer"] += 1
+        return begin_load(pairs, after, layer)
+
+    copier.begin_load = counted
+
+
+def layers_counted(child: Child) -> tuple[int, int]:
+    """(loads of all layers, loads of one layer)."""
+    return _counts["whole"], _counts["layer"]
+
+
+def store_beside(child: Child, seconds: float) -> None:
+    """The engine does not wait for its stores but where the plan says so, and each store takes so long at least."""
+    worker = _engine(child).worker_half._worker._worker
+    worker._copies_beside = True
+    copier = worker._mover._mapping.copier
+    begin_store, hold = copier.begin_store, copier.hold
+    _counts["held"] = 0
+
+    def slow(pairs: Any, after: Any = None) -> Any:
+        # Wide enough for whatever would overwrite the blocks too early.
+        time.sleep(seconds)
+        return begin_store(pairs, after)
+
+    def noted(copying: Any) -> None:
+        _counts["held"] += 1
+        hold(copying)
+
+    copier.begin_store, copier.hold = slow, noted
+
+
+def stores_waited_for(child: Child) -> int:
+    """How many stores the engine waited for."""
+    return _counts["held"]

@@ -21,7 +21,7 @@ ROOT = tidy.ROOT
 SOURCES = {path.relative_to(ROOT / "src").as_posix(): path.read_text() for path in tidy.python_files("src")}
 """File, relative to `src`, to its text."""
 ENGINES = {"vllm": "vllm_integration", "tensorrt_llm": "trtllm_integration", "sglang": "sglang_integration"}
-NOT_DECLARED = {"torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", *ENGINES}
+NOT_DECLARED = {"torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", *ENGINES}
 """Comes with an engine; never a dependency of ours."""
 ENTRY_POINTS = {"kvbm", "kvbm.cli.main", "kvbm.vllm_integration.plugin"}
 """Modules that the outside names: the package, the console script, the engine's plug-in."""

@@ -27,7 +27,7 @@ from kvbm.protocol import (
 )
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.worker import mover as mover_module
-from kvbm.worker.mover import PIECE_BLOCKS, FinishedLoad
+from kvbm.worker.jobs import PIECE_BLOCKS, FinishedLoad
 from unit.manager_bench import KEYS
 from unit.mover_bench import Rank, on_disk
 
@@ -125,13 +125,14 @@ def test_a_slot_that_changes_hands_under_the_copy_fails(rank: Rank) -> None:
     rank.put_in(6)
     plan = rank.lookup(6)
     copier = rank.mover._mapping.copier  # type: ignore[union-attr]
-    load_pairs = copier.load
+    load_pairs = copier.begin_load
 
-    def overtaken(pairs: Any, after: Any = None) -> None:
-        load_pairs(pairs, after)
+    def overtaken(pairs: Any, after: Any = None) -> Any:
+        copying = load_pairs(pairs, after)
         rank.bench.space().arena.invalidate(plan.slots[3])
+        return copying
 
-    copier.load = overtaken  # type: ignore[method-assign]
+    copier.begin_load = overtaken  # type: ignore[method-assign]
     load = rank.run_load(plan)
     assert load.failed == plan.device_blocks[3:]
     rank.judge(plan, load.failed)
@@ -153,15 +154,15 @@ def test_a_copy_that_fails_fails_its_blocks(rank: Rank) -> None:
     rank.put_in(PIECE_BLOCKS + 2)
     plan = rank.lookup(PIECE_BLOCKS + 2)
     copier = rank.mover._mapping.copier  # type: ignore[union-attr]
-    load_pairs, calls = copier.load, []
+    load_pairs, calls = copier.begin_load, []
 
-    def fails_second(pairs: Any, after: Any = None) -> None:
+    def fails_second(pairs: Any, after: Any = None) -> Any:
         calls.append(len(pairs))
         if len(calls) == 2:
             raise RuntimeError("device-side error")
-        load_pairs(pairs, after)
+        return load_pairs(pairs, after)
 
-    copier.load = fails_second  # type: ignore[method-assign]
+    copier.begin_load = fails_second  # type: ignore[method-assign]
     load = rank.run_load(plan)
     assert load.failed == plan.device_blocks[PIECE_BLOCKS:]
     rank.judge(plan, load.failed)

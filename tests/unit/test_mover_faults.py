@@ -27,8 +27,8 @@ from kvbm.protocol import (
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
 from kvbm.worker import mover as mover_module
+from kvbm.worker.jobs import LoadJob, StoreJob
 from kvbm.worker.mapping import Mapping
-from kvbm.worker.mover import LoadJob, StoreJob
 from kvbm.worker.worker import Worker
 from unit.manager_bench import DEADLINE_S, OTHER, ManagerBench
 from unit.mover_bench import DEVICE_BLOCKS, Rank, on_disk
@@ -82,14 +82,14 @@ def test_what_a_fence_names_does_not_begin_though_the_slot_is_not_free_yet(rank:
 def test_a_store_that_runs_is_finished_before_a_fence_is_answered(rank: Rank) -> None:
     plan = rank.reserve(0, 1, [0])
     copier = rank.mover._mapping.copier  # type: ignore[union-attr]
-    begun, go_on, store_pairs = threading.Event(), threading.Event(), copier.store
+    begun, go_on, store_pairs = threading.Event(), threading.Event(), copier.begin_store
 
-    def slow(pairs: Any, after: Any = None) -> None:
+    def slow(pairs: Any, after: Any = None) -> Any:
         begun.set()
         assert go_on.wait(DEADLINE_S)
-        store_pairs(pairs, after)
+        return store_pairs(pairs, after)
 
-    copier.store = slow  # type: ignore[method-assign]
+    copier.begin_store = slow  # type: ignore[method-assign]
     engine = threading.Thread(target=rank.worker.store, args=(StepPlan(stores=(plan,)),))
     engine.start()
     assert begun.wait(DEADLINE_S)
@@ -121,13 +121,13 @@ def test_a_fenced_store_that_is_not_begun_leaves_the_slot_alone(rank: Rank) -> N
 def test_an_abandoned_store_is_reported_as_failed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = rank.reserve(0, 1, [0])
     copier = rank.mover._mapping.copier  # type: ignore[union-attr]
-    go_on, store_pairs = threading.Event(), copier.store
+    go_on, store_pairs = threading.Event(), copier.begin_store
 
-    def slow(pairs: Any, after: Any = None) -> None:
+    def slow(pairs: Any, after: Any = None) -> Any:
         assert go_on.wait(DEADLINE_S)
-        store_pairs(pairs, after)
+        return store_pairs(pairs, after)
 
-    copier.store = slow  # type: ignore[method-assign]
+    copier.begin_store = slow  # type: ignore[method-assign]
     monkeypatch.setattr("kvbm.worker.worker.STORE_TIMEOUT_S", 0.01)
     rank.worker.store(StepPlan(stores=(plan,)))
     assert rank.worker.report() is None, "the slots are not let go of yet"
@@ -145,13 +145,13 @@ def test_a_store_that_raises_is_reported_and_the_thread_lives(
 ) -> None:
     rank = make_rank()
     copier = rank.mover._mapping.copier  # type: ignore[union-attr]
-    store_pairs = copier.store
+    store_pairs = copier.begin_store
 
-    def fails(pairs: Any, after: Any = None) -> None:
-        copier.store = store_pairs  # type: ignore[method-assign]
+    def fails(pairs: Any, after: Any = None) -> Any:
+        copier.begin_store = store_pairs  # type: ignore[method-assign]
         raise error
 
-    copier.store = fails  # type: ignore[method-assign]
+    copier.begin_store = fails  # type: ignore[method-assign]
     first, second = rank.reserve(0, 2, [0, 1]), rank.reserve(2, 1, [2])
     rank.worker.store(StepPlan(stores=(first, second)))
     report = rank.worker.report()
@@ -222,9 +222,9 @@ def test_nothing_is_stored_without_a_session(rank: Rank) -> None:
         assert time.monotonic() < end_s
         time.sleep(0.002)
     assert rank.run_store(plan) == (0,)
-    job = StoreJob((plan,), rank.mover.mark(), threading.Event())
+    job = StoreJob((plan,), rank.mover.mark())
     rank.mover.put(job)
-    assert job.done.wait(DEADLINE_S)
+    assert job.begun.wait(DEADLINE_S)
     assert rank.mover.stores.get(timeout=DEADLINE_S).failed == (0,), "nor by the thread, should it be asked"
 
 
@@ -268,10 +268,10 @@ def test_a_session_that_breaks_leaves_no_job_waiting(rank: Rank, monkeypatch: py
     monkeypatch.setattr(mover_module, "_RECONNECT_POLL_S", 3600.0)
     end = rank.mover.mark()
     late = LoadPlan(**{**fields, "ready": 1})
-    job = StoreJob((store,), end, threading.Event())
+    job = StoreJob((store,), end)
     rank.mover._inbox.put(LoadJob(late, end, copied=0, ready=1, started_s=0.0, heard_s=0.0))
     rank.mover.put(job)  # one wake-up for both
-    assert job.done.wait(DEADLINE_S), "the engine waits for a store that nobody looks at"
+    assert job.begun.wait(DEADLINE_S), "the engine waits for a store that nobody looks at"
     assert rank.mover.loads.get(timeout=DEADLINE_S).failed == plan.device_blocks[1:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,21 @@ import pytest
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
 from kvbm.protocol import PROTOCOL_VERSION, Hello, LoadPlan, StepPlan, StorePlan, Welcome
-from kvbm.worker.mover import PIECE_BLOCKS, LoadJob, Mark, Mover
+from kvbm.worker.jobs import PIECE_BLOCKS, LoadJob, Mark
+from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker
 
 BLOCKS = 3 * PIECE_BLOCKS
+
+
+class Over:
+    """A copy that has ended."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 class RecordingMapping:
@@ -21,6 +33,7 @@ class RecordingMapping:
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
+        self.layers = ("layer",)
         self.copier = self
         self.loaded: list[tuple[int, int]] = []
         self.closed = False
@@ -28,9 +41,10 @@ class RecordingMapping:
     def intact(self, slots: tuple[int, ...], generations: tuple[int, ...]) -> int:
         return len(slots)
 
-    def load(self, pairs: list[tuple[int, int]], after: object) -> None:
+    def begin_load(self, pairs: list[tuple[int, int]], after: object) -> Over:
         assert not self.closed
         self.loaded += pairs
+        return Over()
 
     def close(self) -> None:
         self.closed = True
@@ -104,7 +118,8 @@ def test_a_piece_of_another_life_is_not_copied() -> None:
 
 
 def test_without_a_session_a_store_fails_at_once_and_the_engine_does_not_wait() -> None:
-    worker: Any = Worker(NoManager(), HELLO, cache=None)  # type: ignore[arg-type]
+    cache: Any = SimpleNamespace(layers={}, device=SimpleNamespace(type="cpu"))
+    worker: Any = Worker(NoManager(), HELLO, cache)  # type: ignore[arg-type]
     plan = StorePlan(store=5, epoch=1, slots=(0, 1), generations=(0, 0), device_blocks=(3, 4))
     done = threading.Event()
     thread = threading.Thread(

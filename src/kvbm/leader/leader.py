@@ -20,6 +20,7 @@ from kvbm.clock import Clock
 from kvbm.hashing import derive_key
 from kvbm.launch import ManagerFinder
 from kvbm.leader.cost import CostModel
+from kvbm.leader.lazy import DeviceBlocks, Unsaved
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
 from kvbm.leader.stores import Stores
@@ -46,14 +47,20 @@ IDLE_WAIT_S = 0.005
 LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
 RESET_WAIT_S = 5.0
+LEAVING_BLOCKS = 512
+"""Lazy offload looks that far ahead, and stores about so many blocks a step at most."""
 _IN_FLIGHT_MAX = 2
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """How many blocks after the computed ones can be loaded. With `later`, the engine should ask again."""
+    """How many blocks after the computed ones can be loaded. With `later`, the engine should ask again.
+
+    With `layerwise` the request may be computed in the very step that loads them.
+    """
 
     blocks: int = 0
     later: bool = False
+    layerwise: bool = False
 
 
 class Scheduled(NamedTuple):
@@ -75,6 +82,7 @@ class _Tracked:
     keyed_for: bytes = b""
     stored: int = 0
     computed: int = 0
+    layerwise: bool = False
     asked_from: int | None = None
     asked_blocks: int = 0
     outdated: bool = False
@@ -84,7 +92,8 @@ class Leader:
     """Decides what one engine loads and stores.
 
     `hashes` of a request is the engine's own list of block hashes; it may grow as tokens come in. `promise_early`
-    is True for an engine that recomputes what does not arrive.
+    is True for an engine that recomputes what does not arrive. `layerwise`: loads may run beside the forward pass
+    that reads them. With `device` blocks are stored when the engine is about to hand them out, not when they are full.
     """
 
     def __init__(
@@ -95,6 +104,8 @@ class Leader:
         promise_early: bool,
         clock: Clock,
         load_always: bool = False,
+        layerwise: bool = False,
+        device: DeviceBlocks | None = None,
     ) -> None:
         self._clock = clock
         self._link = ManagerLink(finder, hello, clock)
@@ -103,6 +114,9 @@ class Leader:
         first = int.from_bytes(os.urandom(6), "little") << 8
         self._lookups = Lookups(self._link, self.cost, clock, promise_early, first)
         self._stores = Stores(self._link, clock, hello.rank_count, first)
+        self._layerwise = layerwise
+        self._device = device
+        self._unsaved = Unsaved(device) if device is not None else None
         self._requests: dict[str, _Tracked] = {}
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
@@ -137,8 +151,11 @@ class Leader:
         self._requests[request] = tracked
         self._ask(request, tracked, on_device)
 
-    def matched(self, request: str, computed: int) -> Answer:
-        """What can be loaded after the first `computed` blocks. May be asked many times; promises nothing for good."""
+    def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
+        """What can be loaded after the first `computed` blocks. May be asked many times; promises nothing for good.
+
+        After the first `before_tail` blocks something is left of the request that must be computed in any case.
+        """
         tracked = self._requests.get(request)
         self._receive()
         if tracked is None or not self.ready:
@@ -159,7 +176,14 @@ class Leader:
         if promised is None and self._wait_left_s > 0.0:
             self._wait_a_little(self._wait_left_s)
             promised = self._lookups.promised(search, computed)
-        return Answer(later=True) if promised is None else Answer(blocks=promised)
+        if promised is None:
+            return Answer(later=True)
+        tracked.layerwise = (
+            self._layerwise
+            and 0 < promised <= before_tail - computed
+            and self._lookups.all_ready(search, computed, promised)
+        )
+        return Answer(blocks=promised, layerwise=tracked.layerwise)
 
     def promised_sources(self, request: str, blocks: int) -> bytes:
         """The tiers that `blocks` promised blocks come from, one byte each."""
@@ -178,8 +202,8 @@ class Leader:
             self._lookups.drop(request)
             return
         tracked = self._requests.get(request)
-        computed = tracked.computed if tracked is not None else 0
-        self._new_loads.append(self._lookups.begin_load(request, computed, count, table))
+        computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
+        self._new_loads.append(self._lookups.begin_load(request, computed, count, table, layerwise))
 
     # ---- a step
 
@@ -207,16 +231,18 @@ class Leader:
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
             self._wait_left_s = STEP_WAIT_S
-        stores = self._stores.plan(self._gone)
+        stores = self._stores.plan(self._gone, self._device.tag if self._device is not None else None)
+        released = self._stores.released(self._gone)
         self._gone.clear()
         for entry in scheduled:
             self._store(entry)
+        self._store_leaving()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
         if not idle:
             self._in_flight.append((prefill_tokens, prefill_position, self._clock()))
-        return StepPlan(stores=stores, loads=loads, idle=idle)
+        return StepPlan(stores=stores, loads=loads, idle=idle, released=released)
 
     @property
     def settling(self) -> bool:
@@ -229,10 +255,14 @@ class Leader:
         self._receive()
         if report is not None:
             self._stores.reported(report)
-        if invalid:
-            self._lookups.note_failures(invalid)
-        for request in arrived:
-            self._end_load(request, report.loaded.get(request, 0.0) if report else 0.0)
+        if invalid and self._lookups.note_failures(invalid):
+            self._stores.doubt()
+            self._forget_stored()
+        loaded = report.loaded if report is not None else {}
+        # Those that no engine call tells of: every rank ends them before its step does.
+        by_layer = [request for request in loaded if self._lookups.loads_by_layer(request)]
+        for request in (*arrived, *by_layer):
+            self._end_load(request, loaded.get(request, 0.0))
 
     def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
@@ -252,6 +282,8 @@ class Leader:
         Keys change as well: what engines compute from now on (perhaps with other weights) never meets older bytes.
         """
         self._salt = os.urandom(16)
+        if self._unsaved is not None:
+            self._unsaved.clear()
         for request, tracked in self._requests.items():
             self._lookups.drop(request)
             tracked.asked_from = None
@@ -282,8 +314,12 @@ class Leader:
         if self._life != self._link.life:
             self._life = self._link.life
             self._stores.lost()
-            for tracked in self._requests.values():
-                tracked.stored = 0
+            self._forget_stored()
+
+    def _forget_stored(self) -> None:
+        """What requests on the device have filled is offered anew; the manager says what it holds already."""
+        for tracked in self._requests.values():
+            tracked.stored = 0
 
     def _await_reset(self) -> ResetReply | None:
         """An operator asked and waits: so do we, up to a bound."""
@@ -333,8 +369,23 @@ class Leader:
         end = min(end, len(table), start + KEYS_PER_MESSAGE_MAX)
         keys = self._keys(tracked, end)
         parent = keys[start - 1] if start else None
-        if end > start and self._stores.ask(entry.request, parent, keys[start:end], table[start:end]):
+        if end <= start:
+            return
+        if self._unsaved is not None:
+            self._unsaved.note(parent, keys[start:end], table[start:end])
             tracked.stored = end
+        elif self._stores.ask(entry.request, parent, keys[start:end], table[start:end]):
+            tracked.stored = end
+
+    def _store_leaving(self) -> None:
+        """Lazy offload: ask for slots for what the engine is about to hand out."""
+        if self._unsaved is None or not self.ready:
+            return
+        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS):
+            for start in range(0, len(chain.keys), KEYS_PER_MESSAGE_MAX):
+                part = slice(start, start + KEYS_PER_MESSAGE_MAX)
+                parent = chain.keys[start - 1] if start else chain.parent
+                self._stores.ask("", parent, chain.keys[part], chain.device_blocks[part], chain.tags[part])
 
     def _end_load(self, request: str, seconds: float) -> None:
         arrived, failed = self._lookups.end_load(request, seconds)

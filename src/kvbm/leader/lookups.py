@@ -174,7 +174,13 @@ class Lookups:
         lease_s = ready.lease_s if ready is not None else 0.0
         return self._clock() - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
 
-    def begin_load(self, request: str, computed: int, count: int, table: Sequence[int]) -> LoadPlan:
+    def all_ready(self, search: Search, computed: int, count: int) -> bool:
+        """Whether `count` blocks after the computed ones lie in G2 by now."""
+        return search.ready >= computed - search.skip + count
+
+    def begin_load(
+        self, request: str, computed: int, count: int, table: Sequence[int], layerwise: bool = False
+    ) -> LoadPlan:
         """The engine made room for `count` blocks promised after `computed` ones: their load, for the next plan.
 
         The manager may have gone since the promise. The plan names the epoch of the promise: workers that still map
@@ -197,22 +203,32 @@ class Lookups:
             device_blocks=tuple(table[computed : computed + count]),
             offset=offset,
             ready=max(0, min(search.ready - offset, count)),
+            layerwise=layerwise,
         )
         search.used = search.sources[offset:end]
         search.stage = Stage.LOADING
         return search.plan
 
-    def note_failures(self, invalid: set[int]) -> None:
+    def loads_by_layer(self, request: str) -> bool:
+        """Whether the request's load runs beside the forward pass that reads it."""
+        search = self._by_request.get(request)
+        return search is not None and search.plan is not None and search.plan.layerwise
+
+    def note_failures(self, invalid: set[int]) -> bool:
         """Some rank reported failed device blocks: the loads that they belong to end before them.
 
-        Ranks report at different times, and a request counts as arrived only when the last one has.
+        Ranks report at different times, and a request counts as arrived only when the last one has. True when a
+        forward pass has read such blocks.
         """
+        read = False
         for search in self._by_request.values():
             if search.stage is Stage.LOADING and search.plan is not None:
                 blocks = search.plan.device_blocks
                 first = next((i for i, block in enumerate(blocks) if block in invalid), None)
                 if first is not None:
                     search.arrived = first if search.arrived is None else min(first, search.arrived)
+                    read = read or search.plan.layerwise
+        return read
 
     def end_load(self, request: str, seconds: float) -> tuple[bytes, int]:
         """A load ended on all ranks: the tiers of the blocks that arrived, and how many did not."""

@@ -1,8 +1,13 @@
-"""From computed blocks to slots: reserve what the manager lacks, plan the copy, commit when all ranks did it."""
+"""From computed blocks to slots: reserve what the manager lacks, plan the copy, commit when all ranks did it.
+
+A block belongs to a request until that ends or is preempted, and is not overwritten before. So copies may run beside
+later steps, until the step that *releases* their store. A store without a request (lazy offload) is of free blocks:
+it is planned only while they hold what they held, and released with the next step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -25,6 +30,8 @@ class _Store:
     request: str
     device_blocks: tuple[int, ...]
     asked_s: float
+    tags: tuple[Hashable, ...] = ()
+    steps_planned: int = 0
     slots: tuple[int, ...] | None = None
     generations: tuple[int, ...] = ()
     planned_slots: int = 0
@@ -55,10 +62,19 @@ class Stores:
         return any(store.asked_s > since_s for store in (*self._asked.values(), *self._planned.values()))
 
     def ask(
-        self, request: str, parent: BlockKey | None, keys: Sequence[BlockKey], device_blocks: Sequence[int]
+        self,
+        request: str,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        device_blocks: Sequence[int],
+        tags: Sequence[Hashable] = (),
     ) -> bool:
-        """Reserve slots for blocks that this step computes; False when nothing can be stored now."""
+        """Reserve slots for blocks that this step computes; False when nothing can be stored now.
+
+        With `tags` the blocks are free ones, of no request: `tags[i]` is what the engine says that block i holds.
+        """
         assert len(keys) == len(device_blocks) > 0
+        assert len(tags) in (0, len(keys))
         ready = self._link.ready
         if ready is None or len(self._asked) + len(self._planned) >= OPEN_STORES_MAX:
             return False
@@ -66,7 +82,7 @@ class Stores:
         if not self._link.send(Reserve(store=number, parent=parent or b"", keys=join_keys(keys))):
             return False
         self._asked[number] = _Store(
-            number, self._link.life, ready.epoch, request, tuple(device_blocks), self._clock()
+            number, self._link.life, ready.epoch, request, tuple(device_blocks), self._clock(), tuple(tags)
         )
         return True
 
@@ -76,8 +92,13 @@ class Stores:
         if store is not None:
             store.slots, store.generations = reply.slots, reply.generations
 
-    def plan(self, gone: set[str]) -> tuple[StorePlan, ...]:
-        """The copies for this step. Requests in `gone` lost their device blocks with this step: now or never."""
+    def plan(
+        self, gone: set[str], tag: Callable[[int], Hashable | None] | None = None
+    ) -> tuple[StorePlan, ...]:
+        """The copies for this step. Requests in `gone` lost their device blocks with this step: now or never.
+
+        `tag` says what a free block holds now; whoever asks with tags must give it.
+        """
         plans: list[StorePlan] = []
         now_s = self._clock()
         for store in list(self._asked.values()):
@@ -90,16 +111,22 @@ class Stores:
                     self._give_back(store.number, len(store.device_blocks))
                 continue
             del self._asked[store.number]
-            pairs = [
-                (slot, block)
-                for slot, block in zip(store.slots, store.device_blocks, strict=True)
-                if slot >= 0
-            ]
+            pairs = [(slot, i) for i, slot in enumerate(store.slots) if slot >= 0]
             if not pairs or store.life != self._link.life:
                 continue
             if now_s - store.asked_s > PLAN_AGE_S_MAX:
                 self._give_back(store.number, len(pairs))
                 continue
+            if store.tags:
+                assert tag is not None
+                stale = {
+                    at for at, (_, i) in enumerate(pairs) if tag(store.device_blocks[i]) != store.tags[i]
+                }
+                if len(stale) == len(pairs):
+                    self._give_back(store.number, len(pairs))
+                    continue
+                # Handed out meanwhile: the copy is made with the others', and is not committed.
+                self._failed[store.number] = stale
             store.planned_slots = len(pairs)
             self._planned[store.number] = store
             plans.append(
@@ -108,10 +135,27 @@ class Stores:
                     epoch=store.epoch,
                     slots=tuple(slot for slot, _ in pairs),
                     generations=store.generations,
-                    device_blocks=tuple(block for _, block in pairs),
+                    device_blocks=tuple(store.device_blocks[i] for _, i in pairs),
                 )
             )
         return tuple(plans)
+
+    def released(self, gone: set[str]) -> tuple[int, ...]:
+        """Planned stores whose device blocks may be overwritten from this step on. Once a step, after `plan`."""
+        released = []
+        for store in self._planned.values():
+            if store.request in gone or (store.tags and store.steps_planned):
+                released.append(store.number)
+            store.steps_planned += 1
+        return tuple(released)
+
+    def doubt(self) -> None:
+        """KV was computed on top of a load that failed: nothing that was asked up to now is committed."""
+        for store in self._asked.values():
+            self._give_back(store.number, len(store.device_blocks))
+        self._asked.clear()
+        for store in self._planned.values():
+            self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
 
     def reported(self, report: StepReport) -> None:
         """Ranks finished stores; what all ranks finished is committed."""

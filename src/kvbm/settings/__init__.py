@@ -14,7 +14,8 @@ from kvbm.settings.advice import (
 )
 from kvbm.settings.load import LoadedSettings, load_settings, process_environment
 from kvbm.settings.parse import GB, parse_bool, parse_count, parse_gb, parse_size, parse_socket_path
-from kvbm.settings.schema import FIELDS, SCHEMA, Kind, Setting, Settings
+from kvbm.settings.schema import FIELDS, SCHEMA, Settings
+from kvbm.settings.setting import Kind, Setting
 
 __all__ = [
     "FIELDS",

@@ -28,7 +28,7 @@ INEFFECTIVE: tuple[Ineffective, ...] = (
     Ineffective("DYN_KVBM_NCCL_MAX_CTAS", "no NCCL broadcast is used"),
     Ineffective("DYN_KVBM_ENABLE_RECORD", "leader actions are not recorded", switch=True),
     Ineffective("DYN_RUNTIME_ENABLED_KVBM", "no distributed runtime is needed", switch=True),
-    Ineffective("DYN_FATBIN_PATH", "no CUDA kernels of our own are loaded"),
+    Ineffective("DYN_FATBIN_PATH", "the copy kernel is compiled where it runs"),
     Ineffective("DYN_KVBM_TRANSFER_BATCH_SIZE", "set DYN_KVBM_MAX_TRANSFER_BATCH_SIZE instead"),
     Ineffective("DYN_KVBM_NIXL_BACKEND_*", "NIXL backends are not chosen here"),
     Ineffective("DYN_KVBM_OBJECT_*", "object storage is not set up by these variables"),

@@ -20,11 +20,10 @@ from kvbm.settings.schema import (
     FILE_VARIABLE,
     PREFIX,
     SCHEMA,
-    Kind,
-    Setting,
     Settings,
     runtime_dir_under,
 )
+from kvbm.settings.setting import Kind, Setting
 
 if sys.version_info >= (3, 11):
     import tomllib

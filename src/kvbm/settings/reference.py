@@ -10,7 +10,8 @@ import sys
 from kvbm.settings.advice import format_bytes
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
-from kvbm.settings.schema import COUNT_MAX, SCHEMA, Kind, Setting, Settings
+from kvbm.settings.schema import SCHEMA, Settings
+from kvbm.settings.setting import COUNT_MAX, Kind, Setting
 
 _HEAD = f"""\
 # Settings

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import os
 
 import msgspec
 
 from kvbm.settings.parse import BYTES_MAX, LOG_LEVELS
+from kvbm.settings.setting import Kind, Setting
 
 PREFIX = "DYN_KVBM_"
 PORT_MAX = 65535
-COUNT_MAX = 2**31 - 1
 CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
 
@@ -50,6 +49,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_io_threads: int = 8
     eviction: str = "gittins"
     onboard: str = "measured"
+    onboard_mode: str = "async"
+    offload_mode: str = "eager"
+    cuda_copy: str = "auto"
+    kv_layout: str = "engine"
     staging_bytes: int = 512_000_000
     max_concurrent_transfers: int = 4
     max_transfer_batch_size: int = 16
@@ -77,43 +80,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def disk_on(self) -> bool:
         """Whether there is a disk tier."""
         return bool(self.disk_blocks or self.disk_bytes)
-
-
-class Kind(enum.Enum):
-    """How the text of a setting is read; the value is what the reference calls it."""
-
-    SIZE = "size"
-    COUNT = "whole number"
-    PORT = "port"
-    SECONDS = "seconds"
-    SWITCH = "switch"
-    CHOICE = "choice"
-    TEXT = "text"
-    PATH = "path"
-    SOCKET = "socket path"
-    LOG = "log filter"
-
-
-class Setting(msgspec.Struct, frozen=True):
-    """One field of `Settings` as users meet it.
-
-    `flag` is that of `kvbm manager`, empty where the setting matters to engines only.
-    `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
-    `ours` marks a variable that the original does not have.
-    `no_effect` says why this build reads the setting and does nothing with it: asking for it draws a warning.
-    """
-
-    field: str
-    variable: str
-    flag: str
-    kind: Kind
-    meaning: str
-    minimum: int = 1
-    maximum: int = COUNT_MAX
-    choices: tuple[str, ...] = ()
-    inverted: bool = False
-    ours: bool = False
-    no_effect: str = ""
 
 
 _NO_CONSOLIDATOR = "this build has no event consolidator"
@@ -251,6 +217,47 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.CHOICE,
         "when a hit is loaded: while it is measured to be faster than computing it, or always (for tests)",
         choices=("measured", "always"),
+        ours=True,
+    ),
+    Setting(
+        "onboard_mode",
+        "DYN_KVBM_ONBOARD_MODE",
+        "",
+        Kind.CHOICE,
+        "load a hit before its request is scheduled, or, where some of the prompt must be computed anyway and all of "
+        "the hit lies in host memory, beside that forward pass, each layer ahead of its use (CUDA graphs then become "
+        "piecewise)",
+        choices=("async", "layerwise"),
+        ours=True,
+    ),
+    Setting(
+        "offload_mode",
+        "DYN_KVBM_OFFLOAD_MODE",
+        "",
+        Kind.CHOICE,
+        "store a block when it is full, or only when the engine is about to hand out its device memory (fewer copies; "
+        "an engine that is killed loses what it had not handed out)",
+        choices=("eager", "lazy"),
+        ours=True,
+    ),
+    Setting(
+        "cuda_copy",
+        "DYN_KVBM_CUDA_COPY",
+        "",
+        Kind.CHOICE,
+        "how blocks are copied on CUDA: what was measured to be fastest at start, or by batches of the copy engines, "
+        "rows, single pieces, or a kernel",
+        choices=("auto", "batch", "rows", "each", "kernel"),
+        ours=True,
+    ),
+    Setting(
+        "kv_layout",
+        "DYN_KVBM_KV_LAYOUT",
+        "",
+        Kind.CHOICE,
+        "leave the layout of the KV cache to the engine, or ask it to keep all layers of a block side by side, where "
+        "its attention can read that (vLLM from 0.29 on)",
+        choices=("engine", "block"),
         ours=True,
     ),
     Setting(

@@ -8,22 +8,32 @@ from __future__ import annotations
 import torch
 
 from kvbm.errors import KvbmError
-from kvbm.transfer.copier import Copier, DeviceEvent, Pairs, arena_tensor
+from kvbm.transfer.copier import Copier, Copying, DeviceEvent, Pairs, arena_tensor
 from kvbm.transfer.cpu import CpuCopier
 from kvbm.transfer.device_cache import DeviceCache
 
-__all__ = ["Copier", "CpuCopier", "DeviceCache", "DeviceEvent", "Pairs", "arena_tensor", "make_copier"]
+__all__ = [
+    "Copier",
+    "Copying",
+    "CpuCopier",
+    "DeviceCache",
+    "DeviceEvent",
+    "Pairs",
+    "arena_tensor",
+    "make_copier",
+]
 
 
-def make_copier(cache: DeviceCache, arena: torch.Tensor) -> Copier:
+def make_copier(cache: DeviceCache, arena: torch.Tensor, cuda_method: str = "auto") -> Copier:
     """The copier for the device that `cache` lies on; `arena` is uint8 `[slots, slot_bytes]` in host memory.
 
-    Raises `KvbmError` for a kind of device that has none.
+    `cuda_method` forces a way of copying on CUDA (see `CudaCopier`). Raises `KvbmError` for a kind of device that
+    has no copier, and where a CUDA device cannot be used.
     """
     if cache.device.type == "cpu":
         return CpuCopier(cache, arena)
     if cache.device.type == "cuda":
         from kvbm.transfer.cuda import CudaCopier
 
-        return CudaCopier(cache, arena)
+        return CudaCopier(cache, arena, cuda_method)
     raise KvbmError(f"copying KV on device {cache.device}: accepted are cpu and cuda")

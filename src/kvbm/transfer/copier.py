@@ -22,30 +22,50 @@ class DeviceEvent(Protocol):
         """Block until the device has got there."""
 
 
+class Copying(Protocol):
+    """Copies that were begun. On an error any of their targets may hold anything."""
+
+    def done(self) -> bool:
+        """Whether all bytes have arrived; never blocks. Raises KvbmError or RuntimeError when copying failed."""
+
+    def wait(self) -> None:
+        """Block until `done`, without the GIL. Raises as `done` does."""
+
+
 class Copier(Protocol):
     """Moves whole blocks between the engine's device memory (G1) and the host arena (G2), in one worker.
 
-    `store` and `load` are called by one mover thread or several and block it, with the GIL given up while
-    bytes move. They touch the first `shard_bytes` of the slots named and the device blocks named, nothing
-    else. On an error any of the targets named may hold anything.
+    Copies are begun by one thread at a time. They touch the first `shard_bytes` of the slots named and the device
+    blocks named, nothing else.
     """
 
     def mark(self) -> DeviceEvent | None:
         """The present end of the engine's work, for `after`. Called by the engine's thread; never blocks."""
 
-    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
-        """Copy device blocks into slots. On return slots hold the bytes and blocks may be overwritten.
+    def begin_store(self, pairs: Pairs, after: DeviceEvent | None = None) -> Copying:
+        """Begin to copy device blocks into slots. Once over, slots hold the bytes and blocks may be overwritten.
 
         The caller must pass `after`, the mark set behind the work that wrote the blocks, unless that work is
-        done or lies on the calling thread's own stream. Raises `KvbmError` for a block or slot out of range.
+        done or lies on the calling thread's own stream. Raises `KvbmError` for a block or slot out of range; after
+        any error nothing is under way.
         """
 
-    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
-        """Copy slots into device blocks. On return the bytes have arrived and any stream may read them.
+    def begin_load(self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None) -> Copying:
+        """Begin to copy slots into device blocks, of one layer or of all. Once over, any stream may read them.
 
         The caller must pass `after`, a mark behind all work that still uses the blocks' former content,
-        under the same exceptions as for `store`. Raises `KvbmError` for a block or slot out of range.
+        under the same exceptions as for `begin_store`. Loads are over in the order in which they were begun.
+        Raises as `begin_store` does.
         """
+
+    def hold(self, copying: Copying) -> None:
+        """What the engine's thread gives the device from now on begins after `copying`. Called by that thread."""
+
+    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+        """`begin_store`, and wait."""
+
+    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+        """`begin_load`, and wait."""
 
     def close(self) -> None:
         """Wait for copies under way and give threads and page locks back. Idempotent."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from kvbm.transfer.copier import DeviceEvent, Pairs, assert_arena, checked, runs
+from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked, runs
 from kvbm.transfer.device_cache import DeviceCache
 
 _log = logging.getLogger(__name__)
@@ -37,10 +37,20 @@ _KEPT_VIEWS_MAX = 1 << 15
 """Views kept per side: some 20 MB at most."""
 
 
+class _Over:
+    """Copies that ended before anybody could ask."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
 class CpuCopier:
     """Copies by a few threads of its own, each chunk in one call without the GIL (see `Copier`).
 
-    `threads` is how many copy at once; two saturate the memory of a small machine.
+    A copy that was begun is over. `threads` is how many copy at once; two saturate the memory of a small machine.
     """
 
     def __init__(self, cache: DeviceCache, arena: torch.Tensor, threads: int = 2) -> None:
@@ -51,6 +61,7 @@ class CpuCopier:
         self._threads = threads
         self._device = _Side([region.device for region in cache.regions])
         self._slots = _Side([region.slots(arena) for region in cache.regions])
+        self._layers: dict[str, tuple[_Side, _Side]] = {}
         self._pool = ThreadPoolExecutor(threads, "kvbm-copy", initializer=prepare_thread)
         # A pool makes threads when work arrives; meeting at a barrier, all exist before the first load.
         meeting = threading.Barrier(threads)
@@ -61,27 +72,51 @@ class CpuCopier:
         """Nothing to wait for: on a CPU work is done when its call returns."""
         return None
 
-    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+    def begin_store(self, pairs: Pairs, after: DeviceEvent | None = None) -> Copying:
         """Device blocks → slots."""
         del after  # there is nothing to wait for
-        self._copy(pairs, to_device=False)
+        self._copy(pairs, self._device, self._slots, to_device=False)
+        return _Over()
 
-    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+    def begin_load(self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None) -> Copying:
         """Slots → device blocks."""
         del after  # there is nothing to wait for
-        self._copy(pairs, to_device=True)
+        device, slots = (self._device, self._slots) if layer is None else self._layer(layer)
+        self._copy(pairs, device, slots, to_device=True)
+        return _Over()
+
+    def hold(self, copying: Copying) -> None:
+        """What is over holds nobody."""
+        assert copying.done()
+
+    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+        """`begin_store`, which does not return before."""
+        self.begin_store(pairs, after)
+
+    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+        """`begin_load`, which does not return before."""
+        self.begin_load(pairs, after)
 
     def close(self) -> None:
         """Wait for copies under way and end the threads. Idempotent."""
         self._pool.shutdown(wait=True)
 
-    def _copy(self, pairs: Pairs, *, to_device: bool) -> None:
+    def _layer(self, name: str) -> tuple[_Side, _Side]:
+        """One layer's sides, made on first use."""
+        sides = self._layers.get(name)
+        if sides is None:
+            region = self._cache.layers[name]
+            sides = self._layers[name] = _Side([region.device]), _Side([region.slots(self._arena)])
+        return sides
+
+    def _copy(self, pairs: Pairs, device: _Side, slots: _Side, *, to_device: bool) -> None:
         ordered = checked(pairs, self._cache, self._arena)
         copies: list[Future[None]] = []
         try:
             for start, end in itertools.pairwise(self._chunk_bounds(len(ordered))):
                 # Views are built here, so that a copying thread needs the GIL twice only: to start, to report.
-                targets, sources = self._views(ordered[start:end], to_device=to_device)
+                views = _views(ordered[start:end], device, slots)
+                targets, sources = views if to_device else views[::-1]
                 copies.append(self._pool.submit(torch._foreach_copy_, targets, sources))
         finally:
             # Every chunk must have ended before the caller hears of an error: it may free what they write to.
@@ -101,14 +136,15 @@ class CpuCopier:
         chunk_count = min(pair_count, max(1, by_bytes, by_views))
         return [pair_count * index // chunk_count for index in range(chunk_count + 1)] if pair_count else []
 
-    def _views(self, ordered: Pairs, *, to_device: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(targets, sources): one view per run of pairs and region."""
-        device_views: list[torch.Tensor] = []
-        slot_views: list[torch.Tensor] = []
-        for run in runs(ordered):
-            device_views += self._device.views(run.block, run.length)
-            slot_views += self._slots.views(run.slot, run.length)
-        return (device_views, slot_views) if to_device else (slot_views, device_views)
+
+def _views(ordered: Pairs, device: _Side, slots: _Side) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(device views, slot views): one of each per run of pairs and region."""
+    device_views: list[torch.Tensor] = []
+    slot_views: list[torch.Tensor] = []
+    for run in runs(ordered):
+        device_views += device.views(run.block, run.length)
+        slot_views += slots.views(run.slot, run.length)
+    return device_views, slot_views
 
 
 class _Side:

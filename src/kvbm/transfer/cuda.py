@@ -1,133 +1,257 @@
-"""Copies where the device is a CUDA GPU: gathered on the device, then one plain copy per slot over the bus.
+"""Copies where the device is a CUDA GPU: beside the forward pass, on streams of our own.
 
-A block's layers lie scattered in device memory and densely in a slot. The device gathers (or scatters) them
-at its own memory's speed into a bounded staging buffer, so that what crosses the bus are long contiguous
-pieces between that buffer and page-locked host memory.
+Each direction has a stream. What a copy must wait for, and what must wait for a copy, is said by events on the device:
+no thread waits for the engine, and the engine's stream gets nothing but an event to wait for. How the bytes move is
+`cuda_choice`'s; page-locking the arena is `page_lock`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from kvbm.transfer.copier import DeviceEvent, Pairs, assert_arena, checked
+from kvbm.errors import KvbmError
+from kvbm.transfer import cuda_choice
+from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked
+from kvbm.transfer.cuda_choice import AUTO, Choice, Method
+from kvbm.transfer.cuda_device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, TorchDevice, first_line
+from kvbm.transfer.cuda_driver import CudaDriver, CudaError, Driver
 from kvbm.transfer.device_cache import DeviceCache
+from kvbm.transfer.page_lock import PageLocks
+from kvbm.transfer.pieces import Pieces, SlotRows, pieces_of
 
 _log = logging.getLogger(__name__)
 
-_STAGING_BYTES_MAX = 64 << 20
+STAGING_BYTES_MAX = 64 << 20
+
+
+class CudaCopying(NamedTuple):
+    """Copies that were begun: over when the device has got to `event`. See `Copying`."""
+
+    event: Any
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
 
 
 class CudaCopier:
-    """Copies on a stream of its own, beside the forward pass (see `Copier`).
+    """See `Copier`. `method` is one of `cuda_choice.METHODS`, or `auto`: what was measured to be fastest here.
 
-    Page-locks the arena; where the driver refuses, every batch goes through a small page-locked buffer
-    instead, which is slower and logged once. Copies take turns: they share the staging buffers.
+    A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
+    are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock.
+    Copies are begun by one thread at a time.
+
+    Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
+    offered here.
     """
 
-    def __init__(self, cache: DeviceCache, arena: torch.Tensor) -> None:
+    def __init__(
+        self,
+        cache: DeviceCache,
+        arena: torch.Tensor,
+        method: str = AUTO,
+        driver: Driver | None = None,
+        device: Device | None = None,
+    ) -> None:
         assert_arena(arena, cache)
         self._cache = cache
         self._arena = arena
-        self._lock = threading.Lock()
-        self._batch = max(1, min(_STAGING_BYTES_MAX // arena.shape[1], arena.shape[0], cache.block_count))
-        # Rows keep the arena's slot size, so that a region's words are aligned in both.
-        shape = (self._batch, arena.shape[1])
-        with torch.inference_mode(False), torch.cuda.device(cache.device):
-            self._stream = torch.cuda.Stream()
-            self._staging = torch.empty(shape, dtype=torch.uint8, device=cache.device)
-            # Allocated on the current stream, used on ours: what used the memory before must have ended.
-            self._stream.wait_stream(torch.cuda.current_stream())
-            self._registered = _page_lock(arena)
-            self._bounce: torch.Tensor | None = None
-            if not self._registered:
-                self._bounce = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        self._regions = [(region.device, region.slots(self._staging)) for region in cache.regions]
+        self._driver = driver or CudaDriver()
+        self._device = device or TorchDevice(cache.device)
+        self._slots = SlotRows(arena.data_ptr(), arena.stride(0))
+        self._pieces = pieces_of(cache.regions)
+        self._layers: dict[str, Pieces] = {}
+        self._closed = False
+        with self._device.active():
+            offered = cuda_choice.methods(self._driver, self._device)
+            self._choice = (
+                cuda_choice.unmeasured(offered) if method == AUTO else cuda_choice.named(method, offered)
+            )
+            self._store_stream = self._device.new_stream(STORE_PRIORITY)
+            self._load_stream = self._device.new_stream(LOAD_PRIORITY)
+            self._staging = self._make_staging()
+        self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device)
+        self._preparation = threading.Thread(
+            target=self._prepare,
+            args=(offered if method == AUTO else {},),
+            name="kvbm-cuda-prepare",
+            daemon=True,
+        )
+        self._preparation.start()
+
+    @property
+    def choice(self) -> Choice:
+        """The ways of copying in use."""
+        return self._choice
+
+    def prepared(self, timeout_s: float) -> bool:
+        """Wait until the arena is locked and the ways of copying are measured; False when it takes longer."""
+        return self._locks.finished.wait(timeout_s)
 
     def mark(self) -> DeviceEvent:
         """An event on the calling thread's current stream."""
-        with torch.cuda.device(self._cache.device):
-            event: DeviceEvent = torch.cuda.current_stream().record_event()
+        event: DeviceEvent = self._device.mark()
         return event
 
-    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+    def hold(self, copying: Copying) -> None:
+        """The calling thread's current stream waits; the thread does not."""
+        assert isinstance(copying, CudaCopying), copying
+        self._device.hold(copying.event)
+
+    def begin_store(self, pairs: Pairs, after: DeviceEvent | None = None) -> CudaCopying:
         """Device blocks → slots."""
-        with self._lock, torch.cuda.device(self._cache.device):
-            ordered = self._begin(pairs, after)
-            for start in range(0, len(ordered), self._batch):
-                self._store_batch(ordered[start : start + self._batch])
+        ordered = checked(pairs, self._cache, self._arena)
+        return self._begin(self._store_stream, self._pieces, ordered, after, to_device=False)
+
+    def begin_load(
+        self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None
+    ) -> CudaCopying:
+        """Slots → device blocks."""
+        ordered = checked(pairs, self._cache, self._arena)
+        pieces = self._pieces if layer is None else self._layer(layer)
+        return self._begin(self._load_stream, pieces, ordered, after, to_device=True)
+
+    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+        """`begin_store`, and wait."""
+        self.begin_store(pairs, after).wait()
 
     def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
-        """Slots → device blocks."""
-        with self._lock, torch.cuda.device(self._cache.device):
-            ordered = self._begin(pairs, after)
-            for start in range(0, len(ordered), self._batch):
-                self._load_batch(ordered[start : start + self._batch])
+        """`begin_load`, and wait."""
+        self.begin_load(pairs, after).wait()
 
     def close(self) -> None:
         """Wait for copies under way and unlock the arena's pages. Idempotent."""
-        with self._lock:
-            self._stream.synchronize()
-            if self._registered:
-                torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
-                self._registered = False
+        if self._closed:
+            return
+        self._closed = True
+        lost = False
+        try:
+            for stream in (self._store_stream, self._load_stream):
+                stream.record().synchronize()
+        except RuntimeError as error:
+            # Nothing but a lost device fails here; the process's end unlocks what the driver no longer can.
+            _log.warning("waiting for copies under way: %s", first_line(error))
+            lost = True
+        self._locks.close(unlock=not lost)
+        self._preparation.join()
 
-    def _begin(self, pairs: Pairs, after: DeviceEvent | None) -> list[tuple[int, int]]:
-        ordered = checked(pairs, self._cache, self._arena)
-        event = after if after is not None else self.mark()
-        assert isinstance(event, torch.cuda.Event), event
-        self._stream.wait_event(event)
-        return ordered
+    def _begin(
+        self, stream: Stream, pieces: Pieces, pairs: Pairs, after: DeviceEvent | None, *, to_device: bool
+    ) -> CudaCopying:
+        method = self._choice.load if to_device else self._choice.store
+        locked_slots = self._locks.locked_slots
+        locked = [pair for pair in pairs if pair[1] < locked_slots]
+        with self._device.active():
+            stream.wait(after if after is not None else self.mark())
+            try:
+                if locked:
+                    self._copy(method, stream, pieces, locked, self._slots, to_device=to_device)
+                if len(locked) < len(pairs):
+                    unlocked = [pair for pair in pairs if pair[1] >= locked_slots]
+                    self._staging.copy(
+                        lambda batch, rows: self._copy(
+                            method, stream, pieces, batch, rows, to_device=to_device
+                        ),
+                        stream,
+                        self._arena,
+                        unlocked,
+                        to_device=to_device,
+                    )
+                return CudaCopying(stream.record())
+            except BaseException:
+                # Some copies may be under way: the caller frees what they touch as soon as it hears of the error.
+                _drain(stream)
+                raise
 
-    def _store_batch(self, batch: Pairs) -> None:
-        rows = range(len(batch))
-        slots = [self._cut(self._arena, slot) for _, slot in batch]
-        # Without page locks the bytes pass through the bounce buffer, whose rows stand for the slots.
-        locked = slots if self._bounce is None else [self._cut(self._bounce, row) for row in rows]
-        with torch.cuda.stream(self._stream):
-            blocks = torch.tensor([block for block, _ in batch], device=self._cache.device)
-            for device, staged in self._regions:
-                staged[: len(batch)].copy_(device.index_select(0, blocks))
-            for row in rows:
-                locked[row].copy_(self._cut(self._staging, row), non_blocking=True)
-        self._stream.synchronize()
-        if self._bounce is not None:
-            torch._foreach_copy_(slots, locked)
+    def _copy(
+        self, method: Method, stream: Stream, pieces: Pieces, pairs: Pairs, rows: SlotRows, *, to_device: bool
+    ) -> None:
+        stream.run(lambda: method.begin(pieces, pairs, rows, to_device=to_device, stream=stream.handle))
 
-    def _load_batch(self, batch: Pairs) -> None:
-        rows = range(len(batch))
-        slots = [self._cut(self._arena, slot) for _, slot in batch]
-        locked = slots if self._bounce is None else [self._cut(self._bounce, row) for row in rows]
-        if self._bounce is not None:
-            torch._foreach_copy_(locked, slots)
-        with torch.cuda.stream(self._stream):
-            blocks = torch.tensor([block for block, _ in batch], device=self._cache.device)
-            for row in rows:
-                self._cut(self._staging, row).copy_(locked[row], non_blocking=True)
-            for device, staged in self._regions:
-                device.index_copy_(0, blocks, staged[: len(batch)])
-        # Also keeps the bounce buffer from being refilled while it is still being read.
-        self._stream.synchronize()
+    def _layer(self, name: str) -> Pieces:
+        """One layer's pieces, found on first use."""
+        pieces = self._layers.get(name)
+        if pieces is None:
+            pieces = self._layers[name] = pieces_of([self._cache.layers[name]])
+        return pieces
 
-    def _cut(self, rows: torch.Tensor, row: int) -> torch.Tensor:
-        """One block's bytes of a row, its padding left out."""
-        return rows[row, : self._cache.shard_bytes]
+    def _make_staging(self) -> _Staging:
+        row_bytes = self._arena.shape[1]
+        rows = max(1, min(STAGING_BYTES_MAX // row_bytes, self._arena.shape[0]))
+        try:
+            return _Staging(self._device.pinned(rows, row_bytes), self._cache.shard_bytes)
+        except RuntimeError as error:
+            raise KvbmError(
+                f"page-locking a buffer of {rows * row_bytes} bytes for copies: {first_line(error)}"
+            ) from error
+
+    def _prepare(self, offered: dict[str, Method]) -> None:
+        try:
+            self._driver.adopt_thread(self._device.index)
+            if offered:
+                with self._device.active():
+                    table = cuda_choice.measure(self._pieces, offered, self._device)
+                self._choice = cuda_choice.best(table, self._choice)
+                _log.info(
+                    "copies by %s down and %s up; %s",
+                    self._choice.store.name,
+                    self._choice.load.name,
+                    cuda_choice.told(table, self._pieces),
+                )
+        except (KvbmError, RuntimeError) as error:
+            _log.warning(
+                "the ways of copying could not be measured (%s): %s is used",
+                first_line(error),
+                self._choice.store.name,
+            )
+            if isinstance(error, CudaError) and error.lost:
+                self._locks.stop()
+        finally:
+            self._locks.run()
 
 
-def _page_lock(arena: torch.Tensor) -> bool:
-    """Whether the driver has page-locked the arena, so that copies from and to it run beside the engine."""
-    error = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
-    if error:
-        _log.warning(
-            "host arena of %d bytes could not be page-locked (CUDA error %d): copies go through a small "
-            "page-locked buffer and are slower",
-            arena.nbytes,
-            error,
-        )
-        # CUDA reports a refused call once more from the next kernel launch: let that be one of ours.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-    return not error
+class _Staging:
+    """A few page-locked rows that stand for slots which are not locked. Copies through it end before it returns."""
+
+    def __init__(self, rows: torch.Tensor, shard_bytes: int) -> None:
+        self._rows = rows
+        self._shard_bytes = shard_bytes
+
+    def copy(
+        self,
+        begin: Callable[[Pairs, SlotRows], None],
+        stream: Stream,
+        arena: torch.Tensor,
+        pairs: Pairs,
+        *,
+        to_device: bool,
+    ) -> None:
+        """Copy the pairs in batches of as many as there are rows; `begin` puts one batch on the stream."""
+        rows = SlotRows(self._rows.data_ptr(), self._rows.stride(0))
+        for start in range(0, len(pairs), len(self._rows)):
+            batch = pairs[start : start + len(self._rows)]
+            staged = [self._rows[row, : self._shard_bytes] for row in range(len(batch))]
+            slots = [arena[slot, : self._shard_bytes] for _, slot in batch]
+            if to_device:
+                torch._foreach_copy_(staged, slots)
+            begin([(block, row) for row, (block, _) in enumerate(batch)], rows)
+            # The rows are refilled by the next batch, and read below.
+            stream.record().synchronize()
+            if not to_device:
+                torch._foreach_copy_(slots, staged)
+
+
+def _drain(stream: Stream) -> None:
+    """Wait until nothing is under way on the stream."""
+    try:
+        stream.record().synchronize()
+    except RuntimeError as error:
+        # The device is lost: nothing moves any more, and the error that led here says more.
+        _log.debug("waiting for copies that were begun: %s", first_line(error))

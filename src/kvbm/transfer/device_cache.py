@@ -24,6 +24,10 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 """Words that copies are made of, widest first. Only their width matters: no value is ever looked at."""
 
 
+_OVERLAY = "="
+"""Between the names of layers that are kept once."""
+
+
 class Axis(NamedTuple):
     """One axis of a strided view: `size` steps of `stride_bytes`."""
 
@@ -107,6 +111,7 @@ class DeviceCache:
         self,
         *,
         regions: Sequence[Region],
+        layers: Mapping[str, Region],
         block_count: int,
         description: str,
         device: torch.device,
@@ -115,6 +120,8 @@ class DeviceCache:
         assert regions
         assert block_count > 0, block_count
         self.regions = tuple(regions)
+        self.layers = dict(layers)
+        """Each layer's own region by the name it was registered under: the same bytes as in `regions`."""
         self.block_count = block_count
         self.description = description
         self.device = device
@@ -143,6 +150,7 @@ class DeviceCache:
         device = devices.pop()
         return cls(
             regions=_regions(layers),
+            layers=_layer_regions(layers),
             block_count=block_count,
             description=_describe(layers),
             device=device,
@@ -251,7 +259,7 @@ def _without_overlays(layers: Sequence[_Layer]) -> list[_Layer]:
             kept[key] = layer
         else:
             larger = layer if layer.run_bytes > held.run_bytes else held
-            name = f"{held.name}={layer.name}"
+            name = f"{held.name}{_OVERLAY}{layer.name}"
             content = held.content if held.content == layer.content else f"{held.content}={layer.content}"
             kept[key] = larger._replace(name=name, content=content)
     return list(kept.values())
@@ -286,10 +294,20 @@ def _refuse_shared_bytes(layers: Sequence[_Layer]) -> None:
             )
 
 
-def _regions(layers: Sequence[_Layer]) -> list[Region]:
+def _layer_regions(layers: Sequence[_Layer]) -> dict[str, Region]:
+    """Each layer as a region of its own, at its place in the slot; overlaid layers share one."""
+    regions: dict[str, Region] = {}
+    slot_offset_bytes = 0
+    for layer in layers:
+        (region,) = _regions([layer], slot_offset_bytes)
+        regions.update(dict.fromkeys(layer.name.split(_OVERLAY), region))
+        slot_offset_bytes += layer.bytes_per_block
+    return regions
+
+
+def _regions(layers: Sequence[_Layer], slot_offset_bytes: int = 0) -> list[Region]:
     """Regions in slot order; neighbouring layers of one storage at a constant distance become one region."""
     regions: list[Region] = []
-    slot_offset_bytes = 0
     for stack in _stacks(layers):
         first = stack[0]
         axes = first.axes

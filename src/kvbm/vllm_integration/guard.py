@@ -28,11 +28,13 @@ class GuardedScheduler:
         self._off = False
         # Device blocks of loads that the scheduler counts on and that no plan has carried yet.
         self._owed: dict[str, tuple[int, ...]] = {}
+        # Of those, the ones that the scheduler does not wait for: the step itself reads their blocks.
+        self._by_layer: set[str] = set()
         self._computed_tokens: dict[str, int] = {}
 
     def bind_block_pool(self, pool: Any) -> None:
         """vLLM's block pool, for a look at what is on the device."""
-        self._side.block_pool = pool
+        self._call(None, self._side.bind_block_pool, pool)
 
     def added(self, request: Any) -> None:
         """A request arrived."""
@@ -42,7 +44,12 @@ class GuardedScheduler:
         """What can be loaded; nothing when we are off."""
         nothing: tuple[int | None, bool] = (0, False)
         self._computed_tokens[request.request_id] = computed_tokens
-        return self._call(nothing, self._side.matched, request, computed_tokens)
+        tokens, waits = self._call(nothing, self._side.matched, request, computed_tokens)
+        if tokens and not waits:
+            self._by_layer.add(request.request_id)
+        else:
+            self._by_layer.discard(request.request_id)
+        return tokens, waits
 
     def hit_sources(self, request: Any, tokens: int) -> dict[Any, int]:
         """The split of a hit over the tiers."""
@@ -63,7 +70,9 @@ class GuardedScheduler:
         for load in plan.loads if plan is not None else ():
             self._owed.pop(load.request, None)
         if self._off and self._owed:
-            failing = tuple(_failing(request, blocks) for request, blocks in self._owed.items())
+            failing = tuple(
+                _failing(request, blocks, request in self._by_layer) for request, blocks in self._owed.items()
+            )
             self._owed.clear()
             return StepPlan(loads=failing, stores=plan.stores if plan is not None else ())
         return plan if plan is not None else StepPlan()
@@ -75,6 +84,7 @@ class GuardedScheduler:
     def finished(self, request: Any) -> None:
         """The request ended or was aborted."""
         self._computed_tokens.pop(request.request_id, None)
+        self._by_layer.discard(request.request_id)
         self._call(None, self._side.finished, request)
 
     def settling(self) -> bool:
@@ -105,7 +115,7 @@ class GuardedScheduler:
             return otherwise
 
 
-def _failing(request: str, device_blocks: tuple[int, ...]) -> LoadPlan:
+def _failing(request: str, device_blocks: tuple[int, ...], layerwise: bool) -> LoadPlan:
     """A load that no rank can carry out: all its blocks are reported as failed, and computed."""
     nowhere = (0,) * len(device_blocks)
     return LoadPlan(
@@ -117,4 +127,5 @@ def _failing(request: str, device_blocks: tuple[int, ...]) -> LoadPlan:
         device_blocks=device_blocks,
         offset=0,
         ready=0,
+        layerwise=layerwise,
     )

@@ -17,6 +17,7 @@ from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
 from kvbm.settings import Settings, size_notices
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
+from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables
 from kvbm.vllm_integration.namespace import Adapters
 
@@ -41,7 +42,7 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}
         self._tables = BlockTables()
         self._reported = {"loaded_host_blocks": 0, "loaded_disk_blocks": 0, "failed_blocks": 0}
-        self.block_pool: Any = None
+        self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
         self._tiers_told = False
         finder = ManagerFinder(
@@ -60,7 +61,13 @@ class SchedulerSide:
             promise_early=transfer.kv_load_failure_policy == "recompute",
             clock=time.monotonic,
             load_always=settings.onboard == "always",
+            layerwise=settings.onboard_mode == "layerwise",
+            device=self._blocks if settings.offload_mode == "lazy" else None,
         )
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """vLLM's block pool, for a look at what is on the device."""
+        self._blocks.pool = pool
 
     def added(self, request: Any) -> None:
         """A request arrived: ask the manager now, long before it is scheduled."""
@@ -69,16 +76,20 @@ class SchedulerSide:
         if extras is None:
             return
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
-        self._leader.request_added(request.request_id, hashes, extras, self._blocks_on_device(request))
+        on_device = self._blocks.on_device(request.block_hashes)
+        self._leader.request_added(request.request_id, hashes, extras, on_device)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the computed ones can be loaded (None: ask again), and that loads are asynchronous."""
+        """How many tokens beyond the computed ones can be loaded (None: ask again), and whether the request waits."""
         if request.request_id not in self._requests:
             self.added(request)
-        answer = self._leader.matched(request.request_id, num_computed_tokens // self.block_tokens)
+        before_tail = (request.num_tokens - 1) // self.block_tokens
+        answer = self._leader.matched(
+            request.request_id, num_computed_tokens // self.block_tokens, before_tail
+        )
         if answer.later:
             return None, False
-        return answer.blocks * self.block_tokens, answer.blocks > 0
+        return answer.blocks * self.block_tokens, answer.blocks > 0 and not answer.layerwise
 
     def hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """The split of a promised hit over the tiers, in tokens."""
@@ -165,15 +176,3 @@ class SchedulerSide:
         if lora is None:
             return b""
         return self._adapters.extras(lora.lora_path)
-
-    def _blocks_on_device(self, request: Any) -> int:
-        """How many leading blocks are in the device's prefix cache at this moment; a hint, not a promise."""
-        pool = self.block_pool
-        if pool is None:
-            return 0
-        count = 0
-        for block_hash in request.block_hashes:
-            if not pool.get_cached_block(block_hash, [0]):
-                break
-            count += 1
-        return count

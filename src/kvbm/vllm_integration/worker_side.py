@@ -74,7 +74,9 @@ class WorkerSide:
                 shard_count=rank_count // replicas,
             ),
         )
-        self._worker = Worker(self._finder, hello, cache, stores_here=rank % replicas == 0)
+        self._worker = Worker(
+            self._finder, hello, cache, stores_here=rank % replicas == 0, cuda_method=settings.cuda_copy
+        )
         try:
             self._worker.attach(self._timeout_s())
         except (ManagerUnavailable, ManagerRefused) as error:
@@ -98,14 +100,19 @@ class WorkerSide:
             self.store(plan)
         self._worker.load(plan)
 
+    def wait_for_layer(self, layer: str) -> None:
+        """The forward pass is about to read this layer."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer)
+
     def finished(self, plan: StepPlan) -> set[str]:
-        """Requests whose loads ended since the last call; what failed in them is in `take_failed_blocks`."""
+        """Requests that waited for loads which ended since the last call; what failed is in `take_failed_blocks`."""
         if self._worker is None:
             return set()
         loads = self._worker.finished(plan)
         for load in loads:
             self._failed_blocks.update(load.failed)
-        return {load.request for load in loads}
+        return {load.request for load in loads if not load.layerwise}
 
     def take_failed_blocks(self) -> set[int]:
         """Device blocks whose loads failed since the last call."""

@@ -1,6 +1,6 @@
 """Rank side: moves bytes between G1 and G2. Decides nothing."""
 
-from kvbm.worker.mover import FinishedLoad
+from kvbm.worker.jobs import FinishedLoad
 from kvbm.worker.worker import Worker
 
 __all__ = ["FinishedLoad", "Worker"]

@@ -15,13 +15,17 @@ _POPULATE_CHUNK_BYTES = 32 << 20
 class Mapping:
     """The mapped arena, the slots' generations and a copier over both. Valid for `epoch` only."""
 
-    def __init__(self, welcome: Welcome, fds: Sequence[int], cache: DeviceCache) -> None:
+    def __init__(
+        self, welcome: Welcome, fds: Sequence[int], cache: DeviceCache, cuda_method: str = "auto"
+    ) -> None:
         self.epoch = welcome.epoch
+        self.layers = tuple(cache.layers)
         region, generations = open_arena(fds)
         self._region = region
         self._generation_map = generations
         self._generations = memoryview(generations).cast("Q")
-        self.copier: Copier = make_copier(cache, arena_tensor(region, welcome.slot_count, welcome.slot_bytes))
+        arena = arena_tensor(region, welcome.slot_count, welcome.slot_bytes)
+        self.copier: Copier = make_copier(cache, arena, cuda_method)
         self._closing = threading.Event()
         # A page of the arena that this process never touched costs a fault on the first copy: take them early.
         self._populator = threading.Thread(target=self._populate, name="kvbm-populate", daemon=True)

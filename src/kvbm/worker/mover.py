@@ -1,7 +1,8 @@
 """The one thread of a rank that copies, and that owns the rank's session with the manager.
 
 Jobs come in through a queue, results leave through another; nothing here is shared. Stores go first, because the
-engine waits for them; loads are copied in pieces as their blocks become ready, so a store never waits for long.
+engine may wait for them; loads are copied in pieces as their blocks become ready, so a store never waits for long.
+On a device that copies by itself this thread only begins copies and hears of their end.
 """
 
 from __future__ import annotations
@@ -13,78 +14,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import msgspec
 
 from kvbm.channel import Channel, readable_among
 from kvbm.clock import Clock
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
+from kvbm.errors import ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerFinder
-from kvbm.protocol import Fence, FenceDone, Hello, LoadPlan, Progress, StorePlan, Watch, Welcome
-from kvbm.transfer import DeviceEvent
+from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
+from kvbm.transfer import Copying
+from kvbm.worker.jobs import (
+    FinishedLoad,
+    FinishedStore,
+    LayerGate,
+    LoadJob,
+    Mark,
+    StoreJob,
+    StoreUnderWay,
+    settle,
+    tell_of_failure,
+)
 from kvbm.worker.mapping import Mapping
 
 log = logging.getLogger("kvbm.worker")
 
 LOAD_STALL_S = 20.0
 ADOPT_RETRY_S = 5.0
-PIECE_BLOCKS = 16
 _RECONNECT_POLL_S = 0.25
 _WELCOME_TIMEOUT_S = 10.0
 _FENCED_MAX = 16_384
-
-
-class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A load that ended. `failed` holds the device blocks that do not hold what they should."""
-
-    request: str
-    failed: tuple[int, ...]
-    seconds: float
-
-
-class FinishedStore(msgspec.Struct, frozen=True, kw_only=True):
-    """A store that ended, with the positions in its plan that were not copied."""
-
-    store: int
-    failed: tuple[int, ...]
-    seconds: float
-
-
-class Mark(NamedTuple):
-    """A point in the engine's device work, and the mapping it was set for: a job runs on that mapping or fails.
-
-    Without that, a job put while the mapping is replaced would wait for no `event` at all.
-    """
-
-    mapping: Mapping
-    event: DeviceEvent | None
-
-
-@dataclass(slots=True)
-class StoreJob:
-    """Stores of one step, after the device has reached `after`; `done` is set when all have ended.
-
-    The engine's thread sets `abandoned` when it waits no longer: from then on it may overwrite the device blocks.
-    """
-
-    plans: tuple[StorePlan, ...]
-    after: Mark | None
-    done: threading.Event
-    abandoned: bool = False
-
-
-@dataclass(slots=True)
-class LoadJob:
-    """A load in progress: `copied` leading pairs are on the device, `ready` may be copied."""
-
-    plan: LoadPlan
-    after: Mark | None
-    copied: int
-    ready: int
-    started_s: float
-    heard_s: float
 
 
 class Mover:
@@ -107,6 +63,7 @@ class Mover:
         self._inbox: queue.SimpleQueue[StoreJob | LoadJob | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loads: deque[LoadJob] = deque()
+        self._storing: deque[StoreUnderWay] = deque()
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
         self._fenced: dict[int, None] = {}
@@ -191,9 +148,9 @@ class Mover:
     def _turn(self) -> None:
         if self._channel is None:
             self._reconnect()
-        busy = any(job.copied < job.ready for job in self._loads)
         waiting = [self._wake] + ([self._channel.fileno()] if self._channel else [])
         # A turn that failed may have left jobs behind whose wake-up it took.
+        busy = bool(self._storing) or any(job.may_begin or job.under_way for job in self._loads)
         busy = busy or not self._inbox.empty()
         timeout_s = 0.0 if busy else 1.0 if self._channel else _RECONNECT_POLL_S
         readable = readable_among(waiting, timeout_s)
@@ -202,7 +159,8 @@ class Mover:
         self._take_jobs()
         if self._channel is not None and self._channel.fileno() in readable:
             self._listen(self._channel)
-        self._copy_pieces()
+        moved = self._copy_pieces()
+        self._collect_stores(wait=bool(self._storing) and not moved)
 
     def _take_jobs(self) -> None:
         while True:
@@ -221,36 +179,60 @@ class Mover:
         try:
             for plan in job.plans:
                 started_s = self._clock()
-                copied = plan.store not in self._fenced and self._copy_out(plan, job.after)
-                # Looked at after the copy: an engine that waited until here has overwritten nothing.
-                failed = () if copied and not job.abandoned else tuple(range(len(plan.slots)))
-                self.stores.put(
-                    FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s)
-                )
+                copying = None if plan.store in self._fenced else self._copy_out(plan, job.after)
+                if copying is None:
+                    self._end_store(plan, started_s, copied=False)
+                    continue
+                job.copies[plan.store] = copying
+                self._storing.append(StoreUnderWay(plan, job, copying, started_s))
+            self._collect_stores(wait=False)
         finally:
-            job.done.set()
+            job.begun.set()
 
-    def _copy_out(self, plan: StorePlan, after: Mark | None) -> bool:
+    def _copy_out(self, plan: StorePlan, after: Mark | None) -> Copying | None:
         """Without a session no fence could reach us, and a reservation may have ended before the present one."""
         mapping = self._usable(after, plan.epoch)
         if self._channel is None or mapping is None or after is None:
-            return False
+            return None
         if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
-            return False
+            return None
         try:
-            mapping.copier.store(list(zip(plan.device_blocks, plan.slots, strict=True)), after.event)
-        except (KvbmError, RuntimeError) as error:
-            log.warning("store of %d blocks failed: %s", len(plan.slots), error)
-            return False
-        except Exception:
-            log.exception("store of %d blocks failed", len(plan.slots))
-            return False
-        return True
+            return mapping.copier.begin_store(
+                list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
+            )
+        except Exception as error:
+            tell_of_failure("store", len(plan.slots), error)
+            return None
+
+    def _collect_stores(self, *, wait: bool) -> None:
+        """End the stores whose copies are over, in order; with `wait`, the oldest one in any case."""
+        while self._storing:
+            store = self._storing[0]
+            try:
+                if wait:
+                    store.copying.wait()
+                elif not store.copying.done():
+                    return
+                # Looked at after the copy: an engine that waited until here has overwritten nothing.
+                copied = not store.job.abandoned
+            except Exception as error:
+                tell_of_failure("store", len(store.plan.slots), error)
+                copied = False
+            wait = False
+            self._storing.popleft()
+            self._end_store(store.plan, store.started_s, copied=copied)
+
+    def _end_store(self, plan: StorePlan, started_s: float, *, copied: bool) -> None:
+        failed = () if copied else tuple(range(len(plan.slots)))
+        self.stores.put(FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s))
 
     def _begin_load(self, job: LoadJob) -> None:
         plan = job.plan
         if self._usable(job.after, plan.epoch) is None:
-            self._finish(job, failed_from=0)
+            self._finish(job)
+            return
+        if job.layers is not None:
+            self._load_by_layer(job, job.layers)
             return
         self._loads.append(job)
         if job.ready < len(plan.slots):
@@ -258,18 +240,41 @@ class Mover:
                 raise ManagerUnavailable("it went before a load had all its blocks")
             self._channel.send(Watch(lookup=plan.lookup))
 
+    def _load_by_layer(self, job: LoadJob, gate: LayerGate) -> None:
+        """The whole load, one layer after the other, each announced as soon as it was begun."""
+        plan, mapping, after = job.plan, self._mapping, job.after
+        assert mapping is not None and after is not None and job.ready == len(plan.slots)
+        copies: list[Copying] = []
+        try:
+            if mapping.intact(plan.slots, plan.generations) == len(plan.slots):
+                pairs = list(zip(plan.device_blocks, plan.slots, strict=True))
+                for layer in mapping.layers:
+                    if gate.abandoned:
+                        break
+                    copies.append(mapping.copier.begin_load(pairs, after.event, layer))
+                    gate.open(layer, copies[-1])
+                else:
+                    copies[-1].wait()
+                    job.copied = mapping.intact(plan.slots, plan.generations)
+        except Exception as error:
+            tell_of_failure("load", len(plan.slots), error)
+            job.copied = 0
+        for copying in copies:
+            settle(copying)
+        self._finish(job)
+
     def _listen(self, channel: Channel) -> None:
         for message in channel.receive():
             if isinstance(message, Progress):
                 self._progress(message)
             elif isinstance(message, Fence):
-                # Stores run to their end inside `_store`, in this thread, so none is under way now; and those that
-                # the fence names will not begin.
                 self._fence(message.stores)
                 channel.send(FenceDone(fence=message.fence))
 
     def _fence(self, stores: tuple[int, ...]) -> None:
-        """Never begin these; the oldest are forgotten first, long after their plans have gone."""
+        """Have nothing under way, and never begin these; the oldest are forgotten first, long after their plans."""
+        while self._storing:
+            self._collect_stores(wait=True)
         self._fenced.update(dict.fromkeys(stores))
         for store in list(self._fenced)[: max(0, len(self._fenced) - _FENCED_MAX)]:
             del self._fenced[store]
@@ -281,19 +286,21 @@ class Mover:
             job.heard_s = self._clock()
             job.ready = max(job.ready, min(message.ready - job.plan.offset, len(job.plan.slots)))
             if message.final and job.ready < len(job.plan.slots):
-                self._copy_all(job)
                 self._loads.remove(job)
-                self._finish(job, failed_from=job.copied)
+                self._copy_all(job)
 
-    def _copy_pieces(self) -> None:
-        """One piece of the first load that has something to copy; loads that stall are given up."""
+    def _copy_pieces(self) -> bool:
+        """Begin one piece of the first load that has one, or end one; False where there was none.
+
+        Loads that stall are given up.
+        """
         now_s = self._clock()
         for job in list(self._loads):
-            if job.copied < job.ready:
-                if not self._copy_piece(job) or job.copied == len(job.plan.slots):
+            if job.may_begin or job.under_way:
+                if not self._advance(job) or job.copied == len(job.plan.slots):
                     self._loads.remove(job)
-                    self._finish(job, failed_from=job.copied)
-                return
+                    self._finish(job)
+                return True
             if now_s - job.heard_s > LOAD_STALL_S:
                 log.warning(
                     "load of request %s stalled for %g s; the rest is recomputed",
@@ -301,35 +308,44 @@ class Mover:
                     LOAD_STALL_S,
                 )
                 self._loads.remove(job)
-                self._finish(job, failed_from=job.copied)
+                self._finish(job)
+        return False
+
+    def _advance(self, job: LoadJob) -> bool:
+        """Begin a piece where there is room for one, else end the oldest; False when the load failed."""
+        if job.after is None or job.after.mapping is not self._mapping:
+            return False  # promised out of another life's memory
+        try:
+            return job.begin_piece() if job.may_begin else job.end_piece()
+        except Exception as error:
+            tell_of_failure("load", len(job.plan.slots), error)
+            return False
 
     def _copy_all(self, job: LoadJob) -> None:
-        while job.copied < job.ready and self._copy_piece(job):
+        """Copy what is ready and no more, and end the load."""
+        while (job.may_begin or job.under_way) and self._advance(job):
             pass
+        self._finish(job)
 
-    def _copy_piece(self, job: LoadJob) -> bool:
-        """Copy the next piece of what is ready; False when a slot no longer held what was promised."""
-        mapping, plan, after = self._mapping, job.plan, job.after
-        if mapping is None or after is None or after.mapping is not mapping:
-            return False  # promised out of another life's memory
-        start, end = job.copied, min(job.copied + PIECE_BLOCKS, job.ready)
-        wanted = end - start
-        end = start + mapping.intact(plan.slots[start:end], plan.generations[start:end])
-        slots, expected = plan.slots[start:end], plan.generations[start:end]
-        if slots:
+    def _finish(self, job: LoadJob) -> None:
+        """End the load: what lies behind `copied` failed. Nothing of it is under way when the engine hears of it."""
+        while job.under_way and not job.broken:
             try:
-                mapping.copier.load(list(zip(plan.device_blocks[start:end], slots, strict=True)), after.event)
-            except (KvbmError, RuntimeError) as error:
-                log.warning("load of %d blocks failed: %s", len(slots), error)
-                return False
-        # A slot that changed hands while we copied may have given us anything.
-        copied = mapping.intact(slots, expected)
-        job.copied += copied
-        return copied == wanted
-
-    def _finish(self, job: LoadJob, failed_from: int) -> None:
-        failed, seconds = job.plan.device_blocks[failed_from:], self._clock() - job.started_s
-        self.loads.put(FinishedLoad(request=job.plan.request, failed=failed, seconds=seconds))
+                job.end_piece()
+            except Exception as error:
+                tell_of_failure("load", len(job.plan.slots), error)
+        for piece in job.under_way:
+            settle(piece.copying)
+        failed, seconds = job.plan.device_blocks[job.copied :], self._clock() - job.started_s
+        gate = job.layers
+        if gate is None or not gate.given_up:
+            self.loads.put(
+                FinishedLoad(
+                    request=job.plan.request, failed=failed, seconds=seconds, layerwise=gate is not None
+                )
+            )
+        if gate is not None:
+            gate.open_all()
 
     # ---- the session
 
@@ -375,6 +391,9 @@ class Mover:
         The mapping stays until there is a new one: a dead manager overwrites nothing, so what it had promised can
         still be loaded.
         """
+        # A manager that lives takes the end of the session as word that nothing writes into its slots any more.
+        while self._storing:
+            self._collect_stores(wait=True)
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -385,9 +404,4 @@ class Mover:
     def _end_loads(self) -> None:
         """Copy what is ready of every load; the rest failed."""
         while self._loads:
-            job = self._loads.popleft()
-            try:
-                self._copy_all(job)
-            except Exception:
-                log.exception("load of request %s failed", job.plan.request)
-            self._finish(job, failed_from=job.copied)
+            self._copy_all(self._loads.popleft())

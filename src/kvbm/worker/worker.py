@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 
 from kvbm.clock import Clock
 from kvbm.launch import ManagerFinder
 from kvbm.protocol import Hello, StepPlan, StepReport, Welcome
 from kvbm.transfer import DeviceCache
+from kvbm.worker.jobs import FinishedLoad, LayerGate, LoadJob, Mark, StoreJob
 from kvbm.worker.mapping import Mapping
-from kvbm.worker.mover import FinishedLoad, LoadJob, Mover, StoreJob
+from kvbm.worker.mover import Mover
 
 STORE_TIMEOUT_S = 60.0
+LAYER_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.02
 
 
@@ -27,10 +28,20 @@ class Worker:
         cache: DeviceCache,
         stores_here: bool = True,
         clock: Clock = time.monotonic,
+        cuda_method: str = "auto",
     ) -> None:
         self._clock = clock
         self._stores_here = stores_here
-        self._mover = Mover(finder, hello, lambda welcome, fds: Mapping(welcome, fds, cache), clock)
+        self._layers = cache.layers
+        # On a CPU a copy and a forward pass would only take the cores from one another.
+        self._copies_beside = cache.device.type != "cpu"
+        self._mover = Mover(
+            finder, hello, lambda welcome, fds: Mapping(welcome, fds, cache, cuda_method), clock
+        )
+        self._mark: Mark | None = None
+        self._marked: StepPlan | None = None
+        self._storing: dict[int, StoreJob] = {}
+        self._by_layer: list[tuple[LayerGate, LoadJob]] = []
         self._open_loads = 0
         self._stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
         self._loaded: dict[str, float] = {}
@@ -44,50 +55,64 @@ class Worker:
         self._mover.start()
 
     def store(self, plan: StepPlan) -> None:
-        """Copy what the plan stores; on return the device blocks may be overwritten.
+        """Begin to copy what the plan stores; on return blocks of the stores that it releases may be overwritten.
 
-        Called before anything else of the step. When the copy does not end in time the job is abandoned: the mover
-        reports it as failed once it has let go of the slots.
+        Called before anything else of the step. On a device that copies by itself its stream waits, not this thread.
+        What does not begin in time is abandoned: the mover reports it as failed once it has let go of the slots.
         """
-        if not plan.stores:
-            return
-        if not self._stores_here:
-            self._stored.update({store.store: (1, (), 0.0) for store in plan.stores})
-            return
-        if not self._mover.connected:
-            # Nothing could be committed, and the copying thread may be busy joining a manager.
-            self._stored.update({s.store: (1, tuple(range(len(s.slots))), 0.0) for s in plan.stores})
-            return
-        job = StoreJob(plan.stores, self._mover.mark(), threading.Event())
-        self._mover.put(job)
-        if not job.done.wait(STORE_TIMEOUT_S):
-            job.abandoned = True
+        self._set_mark(plan)
+        if plan.stores:
+            self._begin_stores(plan)
+        for store in plan.released if self._copies_beside else ():
+            job = self._storing.get(store)
+            if job is not None and self._await(job):
+                job.hold(store)
 
     def load(self, plan: StepPlan) -> None:
         """Start the plan's loads; they end in `finished`."""
-        if not plan.loads:
-            return
-        after = self._mover.mark()
+        self._set_mark(plan)
         now_s = self._clock()
         for load in plan.loads:
-            self._open_loads += 1
-            self._mover.put(LoadJob(load, after, copied=0, ready=load.ready, started_s=now_s, heard_s=now_s))
+            job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, heard_s=now_s)
+            if load.layerwise:
+                job.layers = LayerGate(self._layers)
+                self._by_layer.append((job.layers, job))
+            else:
+                self._open_loads += 1
+            self._mover.put(job)
+
+    def wait_for_layer(self, layer: str) -> None:
+        """The forward pass is about to read this layer: what loads into it comes first."""
+        for gate, job in self._by_layer:
+            if not gate.abandoned and not gate.pass_through(layer, job.after, LAYER_TIMEOUT_S):
+                # Its blocks are reported as failed, and the mover begins no further layer of it.
+                gate.abandoned = True
 
     def finished(self, plan: StepPlan) -> list[FinishedLoad]:
-        """The loads that ended since the last call. In an idle step it waits a little for one: nobody else has work."""
+        """The loads that ended since the last call; those of this step's forward pass, all of them.
+
+        In an idle step it waits a little for one: nobody else has work.
+        """
         done: list[FinishedLoad] = []
+        for gate, job in self._by_layer:
+            if not gate.over.wait(LAYER_TIMEOUT_S):
+                gate.abandoned = gate.given_up = True
+                failed, seconds = job.plan.device_blocks, self._clock() - job.started_s
+                request = job.plan.request
+                done.append(FinishedLoad(request=request, failed=failed, seconds=seconds, layerwise=True))
+        self._by_layer.clear()
         while True:
             try:
                 done.append(self._mover.loads.get_nowait())
             except queue.Empty:
                 break
-        pending = self._open_loads - len(done)
+        pending = self._open_loads - sum(not load.layerwise for load in done)
         if not done and pending and plan.idle:
             try:
                 done.append(self._mover.loads.get(timeout=IDLE_WAIT_S))
             except queue.Empty:
                 pass
-        self._open_loads -= len(done)
+        self._open_loads -= sum(not load.layerwise for load in done)
         for load in done:
             self._loaded[load.request] = load.seconds
         return done
@@ -99,6 +124,7 @@ class Worker:
                 store = self._mover.stores.get_nowait()
             except queue.Empty:
                 break
+            self._storing.pop(store.store, None)
             self._stored.setdefault(store.store, (1, store.failed, store.seconds))
         if not self._stored and not self._loaded:
             return None
@@ -108,3 +134,29 @@ class Worker:
 
     def close(self) -> None:
         self._mover.stop()
+
+    def _set_mark(self, plan: StepPlan) -> None:
+        """The end of the engine's work before this step, once a step: what its copies come after."""
+        if self._marked is not plan and (plan.stores or plan.loads):
+            self._mark, self._marked = self._mover.mark(), plan
+
+    def _begin_stores(self, plan: StepPlan) -> None:
+        if not self._stores_here:
+            self._stored.update({store.store: (1, (), 0.0) for store in plan.stores})
+            return
+        if not self._mover.connected:
+            # Nothing could be committed, and the copying thread may be busy joining a manager.
+            self._stored.update({s.store: (1, tuple(range(len(s.slots))), 0.0) for s in plan.stores})
+            return
+        job = StoreJob(plan.stores, self._mark)
+        self._mover.put(job)
+        if self._copies_beside:
+            self._storing.update({store.store: job for store in plan.stores})
+        else:
+            self._await(job)
+
+    def _await(self, job: StoreJob) -> bool:
+        """Wait until the job's copies were begun; on a CPU they are over then. False when it was abandoned."""
+        if not job.begun.wait(STORE_TIMEOUT_S):
+            job.abandoned = True
+        return not job.abandoned

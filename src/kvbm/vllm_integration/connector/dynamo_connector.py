@@ -7,7 +7,7 @@ A configuration that cannot be served gets one line, and the engine runs as if t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvbm.observe.log import configure
 from kvbm.protocol import StepPlan, StepReport
 from kvbm.settings import (
+    LoadedSettings,
     available_memory_bytes,
     load_settings,
     process_environment,
@@ -33,6 +34,11 @@ from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.support import unsupported_reason
 from kvbm.vllm_integration.worker_side import WorkerSide
+
+try:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+except ImportError:  # vLLM < 0.29 knows no block-outermost layouts
+    KVCacheLayout = None
 
 log = logging.getLogger("kvbm.vllm")
 
@@ -63,13 +69,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: GuardedScheduler | None = None
         self._worker: WorkerSide | None = None
         environment = process_environment()
-        extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-        loaded = load_settings(
-            environment,
-            extra.get("kvbm", {}),
-            overrides_origin="kv_connector_extra_config",
-            memory_bytes=available_memory_bytes(),
-        )
+        loaded = _load(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         configure(loaded.settings.log_level)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if is_scheduler:
@@ -113,7 +113,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request runs only when its blocks are there."""
+        # Only layer-wise loads are waited for here: a request of any other one runs when all its blocks are there.
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -195,6 +197,19 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.take_stats() if self._scheduler is not None else None
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A whole graph would be replayed without asking for its layers: piecewise while loads are layer-wise."""
+        return _load(extra_config).settings.onboard_mode == "layerwise"
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """A preference: vLLM drops it with a warning where the attention backend cannot read it."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        if KVCacheLayout is None or _load(extra).settings.kv_layout != "block":
+            return None
+        return str(KVCacheLayout.BLNHC.name)
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> stats.KvbmStats | None:
         return stats.build(data)
 
@@ -210,3 +225,13 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         return ()
+
+
+def _load(extra_config: Mapping[str, Any]) -> LoadedSettings:
+    """The settings of an engine: its environment, and `kvbm` in the connector's extra configuration."""
+    return load_settings(
+        process_environment(),
+        extra_config.get("kvbm", {}),
+        overrides_origin="kv_connector_extra_config",
+        memory_bytes=available_memory_bytes(),
+    )

@@ -1,0 +1,110 @@
+"""Lazy offload: blocks are stored when the engine is about to hand their device memory to others, not before.
+
+What is still on the device needs no copy; a block that is hit there again and again is stored once at the end, or
+never. The price: what the engine drops faster than it is looked at is lost, and so is everything when it is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvbm.block import BlockKey
+
+
+class DeviceBlocks(Protocol):
+    """What an engine tells of its device blocks."""
+
+    def tag(self, block: int) -> Hashable | None:
+        """What the block holds in the engine's own terms; None when it holds nothing that can be found again."""
+
+    def next_out(self, limit: int) -> Sequence[int]:
+        """Up to `limit` free blocks in the order in which the engine will hand them out."""
+
+
+class Chain(NamedTuple):
+    """Blocks to store, parents first; `parent` is the key before the first one."""
+
+    parent: BlockKey | None
+    keys: list[BlockKey]
+    device_blocks: list[int]
+    tags: list[Hashable]
+
+
+class _Entry(NamedTuple):
+    key: BlockKey
+    parent: BlockKey | None
+    tag: Hashable
+
+
+class Unsaved:
+    """Complete blocks that lie on the device and were not stored. Bounded by the number of device blocks."""
+
+    def __init__(self, device: DeviceBlocks) -> None:
+        self._device = device
+        self._by_block: dict[int, _Entry] = {}
+        self._block_of: dict[BlockKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def note(self, parent: BlockKey | None, keys: Sequence[BlockKey], device_blocks: Sequence[int]) -> None:
+        """A request has filled these device blocks, or shares them."""
+        for key, block in zip(keys, device_blocks, strict=True):
+            tag = self._device.tag(block)
+            self._forget(block)
+            # The same content may lie in two blocks: the later one stands for it.
+            self._forget(self._block_of.get(key, -1))
+            if tag is not None:
+                self._by_block[block] = _Entry(key, parent, tag)
+                self._block_of[key] = block
+            parent = key
+
+    def leaving(self, limit: int, blocks_max: int) -> list[Chain]:
+        """The unsaved blocks among the next `limit` to be handed out, each with its unsaved ancestors; then forgotten.
+
+        At most about `blocks_max` blocks in all: what is left comes with the next step.
+        """
+        chains: list[Chain] = []
+        taken = 0
+        for block in self._device.next_out(limit):
+            if taken >= blocks_max:
+                break
+            entry = self._by_block.get(block)
+            if entry is None:
+                continue
+            if self._device.tag(block) != entry.tag:
+                self._forget(block)
+                continue
+            chain = self._take_chain(block)
+            chains.append(chain)
+            taken += len(chain.keys)
+        return chains
+
+    def clear(self) -> None:
+        """Keys mean something else from now on."""
+        self._by_block.clear()
+        self._block_of.clear()
+
+    def _take_chain(self, block: int) -> Chain:
+        found: list[tuple[int, _Entry]] = []
+        place: int | None = block
+        while place is not None:
+            entry = self._by_block[place]
+            self._forget(place)
+            if self._device.tag(place) != entry.tag:
+                break  # handed out already: what lies above it stands alone
+            found.append((place, entry))
+            place = self._block_of.get(entry.parent) if entry.parent is not None else None
+        found.reverse()
+        return Chain(
+            found[0][1].parent,
+            [entry.key for _, entry in found],
+            [block for block, _ in found],
+            [entry.tag for _, entry in found],
+        )
+
+    def _forget(self, block: int) -> None:
+        entry = self._by_block.pop(block, None)
+        if entry is not None and self._block_of.get(entry.key) == block:
+            del self._block_of[entry.key]

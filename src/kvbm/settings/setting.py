@@ -1,0 +1,46 @@
+"""What a setting is: its name in the environment, its flag, and how its text is read."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+COUNT_MAX = 2**31 - 1
+
+
+class Kind(enum.Enum):
+    """How the text of a setting is read; the value is what the reference calls it."""
+
+    SIZE = "size"
+    COUNT = "whole number"
+    PORT = "port"
+    SECONDS = "seconds"
+    SWITCH = "switch"
+    CHOICE = "choice"
+    TEXT = "text"
+    PATH = "path"
+    SOCKET = "socket path"
+    LOG = "log filter"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One field of `Settings` as users meet it.
+
+    `flag` is that of `kvbm manager`, empty where the setting matters to engines only.
+    `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
+    `ours` marks a variable that the original does not have.
+    `no_effect` says why this build reads the setting and does nothing with it: asking for it draws a warning.
+    """
+
+    field: str
+    variable: str
+    flag: str
+    kind: Kind
+    meaning: str
+    minimum: int = 1
+    maximum: int = COUNT_MAX
+    choices: tuple[str, ...] = ()
+    inverted: bool = False
+    ours: bool = False
+    no_effect: str = ""

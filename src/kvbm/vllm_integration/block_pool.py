@@ -1,0 +1,43 @@
+"""vLLM's block pool as the leader sees it: what device blocks hold, and which are handed out next."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+
+class PoolBlocks:
+    """`DeviceBlocks` over vLLM's pool, which is bound after the scheduler was made; before that nothing is known."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+
+    def tag(self, block: int) -> Hashable | None:
+        """The block's hash; None while it has none."""
+        if self.pool is None:
+            return None
+        found: Hashable | None = self.pool.blocks[block].block_hash
+        return found
+
+    def next_out(self, limit: int) -> Sequence[int]:
+        """The head of the free queue."""
+        if self.pool is None:
+            return ()
+        queue = self.pool.free_block_queue
+        blocks: list[int] = []
+        entry = queue.fake_free_list_head.next_free_block
+        while entry is not None and entry is not queue.fake_free_list_tail and len(blocks) < limit:
+            blocks.append(entry.block_id)
+            entry = entry.next_free_block
+        return blocks
+
+    def on_device(self, block_hashes: Sequence[Any]) -> int:
+        """How many leading blocks of a request are in the prefix cache at this moment; a hint, not a promise."""
+        if self.pool is None:
+            return 0
+        count = 0
+        for block_hash in block_hashes:
+            if not self.pool.get_cached_block(block_hash, [0]):
+                break
+            count += 1
+        return count

@@ -1,0 +1,197 @@
+"""What the mover is given, what it tells of it, and how far each job has got."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping as Table
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from kvbm.errors import KvbmError
+from kvbm.protocol import LoadPlan, StorePlan
+from kvbm.transfer import Copying, DeviceEvent
+from kvbm.worker.mapping import Mapping
+
+log = logging.getLogger("kvbm.worker")
+
+PIECE_BLOCKS = 16
+"""Blocks of a load that are copied as one: small, so that what arrives is copied while the rest is on its way."""
+
+PIECES_UNDER_WAY = 2
+"""While one piece is copied the next one is begun, so that the link is never idle between them."""
+
+
+class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A load that ended. `failed` holds the device blocks that do not hold what they should."""
+
+    request: str
+    failed: tuple[int, ...]
+    seconds: float
+    layerwise: bool = False
+
+
+class FinishedStore(msgspec.Struct, frozen=True, kw_only=True):
+    """A store that ended, with the positions in its plan that were not copied."""
+
+    store: int
+    failed: tuple[int, ...]
+    seconds: float
+
+
+class Mark(NamedTuple):
+    """A point in the engine's device work, and the mapping it was set for: a job runs on that mapping or fails.
+
+    Without that, a job put while the mapping is replaced would wait for no `event` at all.
+    """
+
+    mapping: Mapping
+    event: DeviceEvent | None
+
+
+@dataclass(slots=True)
+class StoreJob:
+    """Stores of one step, after the device has reached `after`; `begun` is set when `copies` has all that will be.
+
+    The engine's thread sets `abandoned` when it waits no longer: from then on it may overwrite the device blocks.
+    """
+
+    plans: tuple[StorePlan, ...]
+    after: Mark | None
+    begun: threading.Event = field(default_factory=threading.Event)
+    copies: dict[int, Copying] = field(default_factory=dict)
+    abandoned: bool = False
+
+    def hold(self, store: int) -> None:
+        """Nothing that the engine's thread gives the device from now on overtakes the copies of that store."""
+        copying = self.copies.get(store)
+        if copying is not None and self.after is not None:
+            self.after.mapping.copier.hold(copying)
+
+
+@dataclass(slots=True)
+class StoreUnderWay:
+    """One plan of a job, being copied."""
+
+    plan: StorePlan
+    job: StoreJob
+    copying: Copying
+    started_s: float
+
+
+class Piece(NamedTuple):
+    """A run of a load's blocks that is being copied: `[copied, end)` of its plan when it was begun."""
+
+    start: int
+    end: int
+    copying: Copying
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """A load in progress: of its plan's pairs `copied` are on the device, `begun` are copied or being copied, and
+    `ready` may be. `broken`: a piece that was begun did not end as it should.
+
+    With `layers` all pairs are copied layer by layer, and the engine's thread waits at that gate.
+    """
+
+    plan: LoadPlan
+    after: Mark | None
+    ready: int
+    started_s: float
+    heard_s: float
+    copied: int = 0
+    begun: int = 0
+    under_way: deque[Piece] = field(default_factory=deque)
+    broken: bool = False
+    layers: LayerGate | None = None
+
+    @property
+    def may_begin(self) -> bool:
+        """There is a piece to copy and room to begin it."""
+        return self.begun < self.ready and len(self.under_way) < PIECES_UNDER_WAY
+
+    def begin_piece(self) -> bool:
+        """Begin the next piece; False when a slot of it no longer holds what was promised. Raises as `begin_load`."""
+        plan, after = self.plan, self.after
+        assert after is not None
+        start, end = self.begun, min(self.begun + PIECE_BLOCKS, self.ready)
+        wanted = end - start
+        mapping = after.mapping
+        end = start + mapping.intact(plan.slots[start:end], plan.generations[start:end])
+        if end > start:
+            pairs = list(zip(plan.device_blocks[start:end], plan.slots[start:end], strict=True))
+            self.under_way.append(Piece(start, end, mapping.copier.begin_load(pairs, after.event)))
+            self.begun = end
+        return end - start == wanted
+
+    def end_piece(self) -> bool:
+        """Wait for the oldest piece; False when a slot of it changed hands meanwhile. Raises as `Copying.wait`."""
+        piece, plan, after = self.under_way.popleft(), self.plan, self.after
+        assert after is not None and not self.broken
+        self.broken = True
+        piece.copying.wait()
+        # A slot that changed hands while we copied may have given us anything.
+        slots, expected = plan.slots[piece.start : piece.end], plan.generations[piece.start : piece.end]
+        intact = after.mapping.intact(slots, expected)
+        self.copied += intact
+        self.broken = intact < len(slots)
+        return not self.broken
+
+
+class LayerGate:
+    """Where the engine's thread waits for one layer of a load that runs beside the forward pass.
+
+    The engine's thread sets `abandoned` when it waits for no further layer, and `given_up` when it has told that all
+    of the load failed; the mover sets `over`.
+    """
+
+    def __init__(self, layers: Table[str, object]) -> None:
+        self._begun = {layer: threading.Event() for layer in layers}
+        self._copies: dict[str, Copying] = {}
+        self.over = threading.Event()
+        self.abandoned = False
+        self.given_up = False
+
+    def open(self, layer: str, copying: Copying | None) -> None:
+        """The layer's copy was begun, or will never be."""
+        if copying is not None:
+            self._copies[layer] = copying
+        self._begun[layer].set()
+
+    def open_all(self) -> None:
+        """Nobody waits any more."""
+        for begun in self._begun.values():
+            begun.set()
+        self.over.set()
+
+    def pass_through(self, layer: str, after: Mark | None, timeout_s: float) -> bool:
+        """Wait until the layer's copy was begun, and have the device wait for its end; False after `timeout_s`."""
+        begun = self._begun.get(layer)
+        if begun is None:
+            return True
+        if not begun.wait(timeout_s):
+            return False
+        copying = self._copies.get(layer)
+        if copying is not None and after is not None:
+            after.mapping.copier.hold(copying)
+        return True
+
+
+def settle(copying: Copying) -> None:
+    """Wait for a copy whose outcome matters no more."""
+    try:
+        copying.wait()
+    except Exception as error:
+        log.debug("a copy that was given up: %s", error)
+
+
+def tell_of_failure(kind: str, blocks: int, error: Exception) -> None:
+    """One line for what a device or a driver refuses; the whole story for a defect of ours."""
+    if isinstance(error, (KvbmError, RuntimeError)):
+        log.warning("%s of %d blocks failed: %s", kind, blocks, str(error).partition("\n")[0])
+    else:
+        log.error("%s of %d blocks failed", kind, blocks, exc_info=error)

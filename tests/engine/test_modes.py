@@ -1,0 +1,69 @@
+"""Loads beside the forward pass, stores beside later steps, stores at the last moment: the same answers throughout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine import reach
+from engine.launcher import Launcher, differences
+from engine.tier_settings import SMALL_HOST_BLOCKS, disk, host
+from engine.workload import again, workload
+
+LAYERWISE = {"DYN_KVBM_ONBOARD_MODE": "layerwise"}
+LAZY = {"DYN_KVBM_OFFLOAD_MODE": "lazy"}
+NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
+
+Reference = dict[str, list[int]]
+
+
+def test_layer_by_layer(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
+    """What lies in host memory is loaded beside the forward pass; what comes from disk, or fills the prompt, before."""
+    engine = launcher.start({**disk(tmp_path, SMALL_HOST_BLOCKS), **LAYERWISE})
+    engine.call(reach.count_layers, timeout_s=20.0)
+    answers = engine.run(workload())
+    assert differences(reference, answers) == []
+    assert differences(reference, engine.run(again(workload(), "+")), "+") == []
+    whole, by_layer = engine.call(reach.layers_counted, timeout_s=20.0)
+    assert whole > 20
+    assert by_layer > 100
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    launcher.assert_nothing_held()
+
+
+def test_layer_by_layer_with_failures(launcher: Launcher, reference: Reference) -> None:
+    """What was computed on top of a layer that did not come is computed again, and nothing of it is kept."""
+    engine = launcher.start({**host(), **LAYERWISE})
+    engine.call(reach.fail_loads, 7, timeout_s=20.0)
+    for turn in ("", "+", "++"):
+        assert differences(reference, engine.run(again(workload(), turn)), turn) == []
+    assert launcher.metrics()['kvbm_failures_total{tier="host",kind="load"}'] > 0
+    launcher.assert_nothing_held()
+
+
+@pytest.mark.parametrize("mode", [{}, LAZY], ids=["eager", "lazy"])
+def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mode: dict[str, str]) -> None:
+    """As on a GPU: the engine goes on while blocks are copied, and waits only before it overwrites them."""
+    engine = launcher.start({**host(), **mode})
+    engine.call(reach.store_beside, 0.03, timeout_s=20.0)
+    assert differences(reference, engine.run(workload())) == []
+    engine.call(reach.audit_copies, timeout_s=20.0)
+    assert differences(reference, engine.run(again(workload(), "+")), "+") == []
+    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > 100
+    assert engine.call(reach.stores_waited_for, timeout_s=20.0) > 0
+    launcher.assert_nothing_held()
+
+
+def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, reference: Reference) -> None:
+    stored = {}
+    for name, mode in (("eager", {}), ("lazy", LAZY)):
+        engine = launcher.start({**host(), **mode})
+        assert differences(reference, engine.run(workload())) == []
+        assert differences(reference, engine.run(again(workload(), "+")), "+") == []
+        metrics = launcher.metrics()
+        stored[name] = metrics["kvbm_offload_blocks_d2h"]
+        assert metrics["kvbm_onboard_blocks_h2d"] > 100
+        launcher.assert_nothing_held()
+        launcher.stop()
+    assert 0 < stored["lazy"] < stored["eager"]
