@@ -1,18 +1,18 @@
 """KVBM: keeps an LLM engine's KV cache in host memory and on disk, and brings it back.
 
 `BlockManager` is the library; engines use `kvbm.vllm_integration`, operators the `kvbm` command. Importing this
-package imports neither torch nor an engine, and the library only when it is asked for.
+package imports nothing: each name is fetched from its module when it is first asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvbm.block import BlockKey, BlockState, Outcome, Tier
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError, TierError
-from kvbm.layout import BlockLayout, Namespace
-
 if TYPE_CHECKING:
+    from kvbm.block import BlockKey, BlockState, Outcome, Tier
+    from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError, TierError
+    from kvbm.layout import BlockLayout, Namespace
     from kvbm.library import BlockManager, Hit
 
 __all__ = [
@@ -33,11 +33,17 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+_MODULES = {
+    "block": ("BlockKey", "BlockState", "Outcome", "Tier"),
+    "errors": ("KvbmError", "ManagerRefused", "ManagerUnavailable", "SettingsError", "TierError"),
+    "layout": ("BlockLayout", "Namespace"),
+    "library": ("BlockManager", "Hit"),
+}
+
 
 def __getattr__(name: str) -> object:
-    """`BlockManager` and `Hit`, imported on first use: the command line starts without them."""
-    if name in ("BlockManager", "Hit"):
-        from kvbm import library
-
-        return getattr(library, name)
+    for module, names in _MODULES.items():
+        if name in names:
+            found: object = getattr(import_module(f"kvbm.{module}"), name)
+            return found
     raise AttributeError(f"module 'kvbm' has no attribute {name!r}")

@@ -27,6 +27,10 @@ class TierError(KvbmError):
     """A tier's medium failed (disk full, EIO, read-only, gone). The tier turns off, the engine goes on."""
 
 
+class DeviceLost(KvbmError):
+    """The device's context has gone: nothing can be copied to or from it in this process any more."""
+
+
 class ManagerRefused(KvbmError):
     """The manager answered and said no: another version, another namespace, another user."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvbm.errors import ManagerRefused, ManagerUnavailable
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
@@ -85,6 +85,14 @@ class WorkerSide:
             if self._address.private or not waits:
                 raise
             log.warning("%s; serving without a KV cache until it is there", error)
+        except SettingsError:
+            raise
+        except (KvbmError, RuntimeError) as error:
+            # The device or its driver refuses. That is no reason not to serve.
+            log.warning("KVBM is off for this engine: %s", str(error).partition("\n")[0])
+            self._worker.close()
+            self._worker = None
+            return
         self._worker.start()
 
     def store(self, plan: StepPlan) -> None:

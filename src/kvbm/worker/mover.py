@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from kvbm.channel import Channel, readable_among
 from kvbm.clock import Clock
-from kvbm.errors import ManagerRefused, ManagerUnavailable
+from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
 from kvbm.launch import ManagerFinder
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
 from kvbm.transfer import Copying
@@ -67,7 +67,7 @@ class Mover:
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
         self._fenced: dict[int, None] = {}
-        self._stopping = self._stopped = False
+        self._stopping = self._stopped = self._device_lost = False
         self._refused = ""
         self._retry_at_s = 0.0
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
@@ -107,7 +107,7 @@ class Mover:
 
     def _usable(self, after: Mark | None, epoch: int) -> Mapping | None:
         """The mapping for a job, unless it was meant for another one."""
-        mapping = self._mapping
+        mapping = None if self._device_lost else self._mapping
         if mapping is None or after is None or after.mapping is not mapping or mapping.epoch != epoch:
             return None
         return mapping
@@ -161,6 +161,8 @@ class Mover:
             self._listen(self._channel)
         moved = self._copy_pieces()
         self._collect_stores(wait=bool(self._storing) and not moved)
+        if self._device_lost and self._channel is not None:
+            self._lose("the device is lost")
 
     def _take_jobs(self) -> None:
         while True:
@@ -201,7 +203,7 @@ class Mover:
                 list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
             )
         except Exception as error:
-            tell_of_failure("store", len(plan.slots), error)
+            self._failed("store", len(plan.slots), error)
             return None
 
     def _collect_stores(self, *, wait: bool) -> None:
@@ -216,7 +218,7 @@ class Mover:
                 # Looked at after the copy: an engine that waited until here has overwritten nothing.
                 copied = not store.job.abandoned
             except Exception as error:
-                tell_of_failure("store", len(store.plan.slots), error)
+                self._failed("store", len(store.plan.slots), error)
                 copied = False
             wait = False
             self._storing.popleft()
@@ -257,7 +259,7 @@ class Mover:
                     copies[-1].wait()
                     job.copied = mapping.intact(plan.slots, plan.generations)
         except Exception as error:
-            tell_of_failure("load", len(plan.slots), error)
+            self._failed("load", len(plan.slots), error)
             job.copied = 0
         for copying in copies:
             settle(copying)
@@ -313,12 +315,12 @@ class Mover:
 
     def _advance(self, job: LoadJob) -> bool:
         """Begin a piece where there is room for one, else end the oldest; False when the load failed."""
-        if job.after is None or job.after.mapping is not self._mapping:
-            return False  # promised out of another life's memory
+        if self._usable(job.after, job.plan.epoch) is None:
+            return False  # promised out of another life's memory, or the device is lost
         try:
             return job.begin_piece() if job.may_begin else job.end_piece()
         except Exception as error:
-            tell_of_failure("load", len(job.plan.slots), error)
+            self._failed("load", len(job.plan.slots), error)
             return False
 
     def _copy_all(self, job: LoadJob) -> None:
@@ -333,7 +335,7 @@ class Mover:
             try:
                 job.end_piece()
             except Exception as error:
-                tell_of_failure("load", len(job.plan.slots), error)
+                self._failed("load", len(job.plan.slots), error)
         for piece in job.under_way:
             settle(piece.copying)
         failed, seconds = job.plan.device_blocks[job.copied :], self._clock() - job.started_s
@@ -347,10 +349,18 @@ class Mover:
         if gate is not None:
             gate.open_all()
 
+    def _failed(self, kind: str, blocks: int, error: Exception) -> None:
+        """A copy failed. Without a device none will succeed: that is said once, and no session is kept for it."""
+        if not isinstance(error, DeviceLost):
+            tell_of_failure(kind, blocks, error)
+        elif not self._device_lost:
+            self._device_lost = True
+            log.error("KVBM is off in this rank from now on: %s", error)
+
     # ---- the session
 
     def _reconnect(self) -> None:
-        if self._clock() < self._retry_at_s:
+        if self._device_lost or self._clock() < self._retry_at_s:
             return
         channel = self._finder.attempt()
         if channel is None:
@@ -397,7 +407,7 @@ class Mover:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-            if not self._stopping:
+            if not self._stopping and not self._device_lost:
                 log.warning("manager lost: %s; requests are computed until it is back", reason)
         self._end_loads()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 
@@ -12,6 +13,8 @@ from kvbm.transfer import DeviceCache
 from kvbm.worker.jobs import FinishedLoad, LayerGate, LoadJob, Mark, StoreJob
 from kvbm.worker.mapping import Mapping
 from kvbm.worker.mover import Mover
+
+log = logging.getLogger("kvbm.worker")
 
 STORE_TIMEOUT_S = 60.0
 LAYER_TIMEOUT_S = 60.0
@@ -66,7 +69,7 @@ class Worker:
         for store in plan.released if self._copies_beside else ():
             job = self._storing.get(store)
             if job is not None and self._await(job):
-                job.hold(store)
+                self._hold(job, store)
 
     def load(self, plan: StepPlan) -> None:
         """Start the plan's loads; they end in `finished`."""
@@ -137,8 +140,21 @@ class Worker:
 
     def _set_mark(self, plan: StepPlan) -> None:
         """The end of the engine's work before this step, once a step: what its copies come after."""
-        if self._marked is not plan and (plan.stores or plan.loads):
-            self._mark, self._marked = self._mover.mark(), plan
+        if self._marked is plan or not (plan.stores or plan.loads):
+            return
+        self._mark, self._marked = None, plan
+        try:
+            self._mark = self._mover.mark()
+        except RuntimeError as error:
+            # The device is lost. The engine will say so itself: our jobs fail for want of a mark.
+            log.warning("no event can be had of the device: %s", error)
+
+    def _hold(self, job: StoreJob, store: int) -> None:
+        try:
+            job.hold(store)
+        except RuntimeError as error:
+            job.abandoned = True
+            log.warning("the device cannot wait for a store: %s", error)
 
     def _begin_stores(self, plan: StepPlan) -> None:
         if not self._stores_here:

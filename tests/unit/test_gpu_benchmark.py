@@ -1,0 +1,52 @@
+"""The GPU benchmark runs from end to end, here on a CPU, and needs nothing but torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark copies torch tensors; torch is not installed")
+
+ROOT = Path(__file__).parents[2]
+BARE = """
+import sys
+
+class OnlyTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("msgspec", "blake3", "xxhash", "prometheus_client", "rich", "typer"):
+            raise ImportError(f"{name} is not on a bare machine")
+
+sys.meta_path.insert(0, OnlyTorch())
+sys.path[0:0] = [sys.argv[1] + "/src", sys.argv[1] + "/benchmarks"]
+sys.argv[0:2] = ["gpu.py"]
+import gpu
+raise SystemExit(gpu.main())
+"""
+
+
+def test_it_rehearses_without_our_dependencies(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "-c", BARE, str(ROOT), "--rehearse", "--output", str(output)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    written = json.loads(output.read_text())
+    assert written["wrong"] == []
+    told = {row["what"] for row in written["rows"]}
+    assert {"both ways at once", "decode step", "4 KiB pieces, chosen, up", "one copy, down"} <= told
+    # The table comes last, and says where it was made.
+    assert "device CPU, rehearsal" in answer.stdout.splitlines()[-len(told) - 2]
+
+
+def test_without_a_card_it_says_so() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2
+    assert "no CUDA card is there" in answer.stderr.splitlines()[-1]
