@@ -16,10 +16,11 @@ from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmitAll, DiskFilter, eviction_policies
+from kvbm.policy import AdmissionPolicy
 from kvbm.settings import container_limit_bytes, parse_size
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import open_disk_tier
@@ -34,6 +35,7 @@ _OWNER = 0
 _ARRIVAL_DEADLINE_S = 30.0
 _POLL_S = 0.0002
 _KV_CACHES_MAX = 4
+_DISK_WRITES = ("through", "eviction")
 
 
 class Hit:
@@ -77,7 +79,13 @@ class BlockManager:
     `layout` says how large a block is; `host` and `disk` are sizes (`"4GB"`, bytes) or None; `disk_dir` is where
     the disk tier lives, and persists: a manager with the same namespace finds its blocks again. `namespace` must
     name everything that gives the bytes their meaning (see `layout.Namespace`), the weights first of all; it may be
-    left out without a disk tier. `eviction` names the policy that decides what a full tier gives up.
+    left out without a disk tier.
+
+    What is kept is a matter of policies, by name, the built-in ones or those of installed packages: `eviction`
+    decides what a full tier gives up (`gittins`, `lru`, …), `disk_admission` what may enter disk (`all`; `filter`,
+    from the second time on; `ghost`, when offered again soon). `disk_write_budget` bounds the bytes written to disk in
+    24 hours (a size; 0: no bound). `disk_write` says when a block is offered to disk: `"through"`, once host memory
+    has it and on each use, or `"eviction"`, when host memory is about to give it up, or the manager is closed.
 
     Raises SettingsError when a size, a directory or a policy cannot be used.
     """
@@ -89,8 +97,10 @@ class BlockManager:
         disk: str | int | None = None,
         disk_dir: str = "/tmp/",
         namespace: Namespace | None = None,
-        disk_filter: bool = False,
         eviction: str = "gittins",
+        disk_admission: str = "all",
+        disk_write_budget: str | int = 0,
+        disk_write: str = "through",
         clock: Clock = monotonic,
     ) -> None:
         if disk is not None and namespace is None:
@@ -98,8 +108,9 @@ class BlockManager:
                 "namespace", None, "with a disk tier, which outlives this process: a kvbm.Namespace"
             )
         assert layout.shard_count == 1, "one process holds whole blocks"
-        if eviction not in eviction_policies():
-            raise SettingsError("eviction", eviction, f"one of: {', '.join(eviction_policies())}")
+        refuse_eviction("eviction", eviction)
+        if disk_write not in _DISK_WRITES:
+            raise SettingsError("disk_write", disk_write, f"one of: {', '.join(_DISK_WRITES)}")
         self.layout = layout
         self.namespace = namespace or Namespace(model="library", fields=(("layout", repr(layout)),))
         self.metrics = Metrics()
@@ -110,26 +121,33 @@ class BlockManager:
         slots = _bytes("host", host) // layout.block_bytes
         if slots < 1:
             raise SettingsError("host", host, f"at least one block of {layout.block_bytes} bytes")
-        arena = HostArena(layout, slots, limit_bytes=container_limit_bytes(), field="host")
-        tier: SlotTier | None = None
-        if disk is not None:
-            try:
-                tier = open_disk_tier(
-                    disk_dir, layout, self.namespace, capacity_bytes=_bytes("disk", disk), clock=clock
-                )
-            except BaseException:
-                arena.close()
-                raise
-        self._space = Space(
-            layout,
-            arena,
-            tier,
-            DiskFilter(clock()) if disk_filter else AdmitAll(),
-            self.metrics,
-            clock,
-            lambda lease: None,
-            SpaceOptions(eviction=eviction),
+        disk_bytes = 0 if disk is None else _bytes("disk", disk)
+        admission = self._admission(
+            disk_admission, _bytes("disk_write_budget", disk_write_budget), disk_bytes
         )
+        options = SpaceOptions(eviction=eviction, write_on_eviction=disk_write == "eviction")
+        arena = HostArena(layout, slots, limit_bytes=container_limit_bytes(), field="host")
+        arena.touch(0)
+        tier: SlotTier | None = None
+        try:
+            if disk is not None:
+                tier = open_disk_tier(
+                    disk_dir, layout, self.namespace, capacity_bytes=disk_bytes, clock=clock
+                )
+            self._space = Space(
+                layout, arena, tier, admission, self.metrics, clock, lambda lease: None, options
+            )
+        except BaseException:
+            if tier is not None:
+                tier.close(keep=True)
+            arena.close()
+            raise
+
+    def _admission(self, name: str, budget_bytes: int, disk_bytes: int) -> AdmissionPolicy:
+        """What may enter disk."""
+        block_bytes, now_s = self.layout.block_bytes, self._clock()
+        chosen = choose_admission("disk_admission", name, max(1, disk_bytes // block_bytes), now_s)
+        return bound_writes("disk_write_budget", budget_bytes, chosen, block_bytes, now_s)
 
     def __enter__(self) -> BlockManager:
         return self
@@ -177,10 +195,11 @@ class BlockManager:
             failed = ()
         finally:
             self._space.commit(_OWNER, number, failed)
+        self._space.pump()  # what has to go for the next call is written meanwhile
         return len(pairs)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until what was offloaded has reached the disk tier; False when it takes longer than `timeout_s`."""
+        """Wait until what was offered to the disk tier has reached it; False when it takes longer than `timeout_s`."""
         deadline_s = self._clock() + timeout_s
         while self._space.busy:
             if self._clock() >= deadline_s:

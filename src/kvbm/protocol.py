@@ -42,6 +42,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
     A worker names the namespace and the layout of its blocks; a leader and an admin leave both out. `engine`
     joins a leader with its workers. `request_blocks` is the largest request the engine accepts, in blocks.
+    `numa_node` is where the worker's device is attached, and its shard should lie; -1 is anywhere.
     """
 
     version: int
@@ -51,6 +52,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     rank_count: int = 1
     shard: int = 0
     request_blocks: int = 0
+    numa_node: int = -1
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 

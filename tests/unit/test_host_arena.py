@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvbm import numa
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout
+from kvbm.tiers import host
 from kvbm.tiers.host import HostArena, open_arena
 
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=5000, shard_count=3)
@@ -67,8 +70,46 @@ def test_pages_are_touched_in_the_background_until_it_closes() -> None:
     before = open_fds()
     for _ in range(5):
         arena = HostArena(BlockLayout(block_tokens=1, shard_bytes=1 << 20), 64, touch_threads=4)
+        arena.touch(0)
         arena.close()
     assert open_fds() == before
+
+
+def resident_pages(arena: HostArena, shard: int) -> int:
+    """4 KiB pages that the region's file has, whoever mapped it."""
+    return os.fstat(arena.region_fds[shard]).st_blocks * 512 // 4096
+
+
+def test_a_region_is_touched_once_it_is_asked_for_and_no_other_one() -> None:
+    arena = HostArena(BlockLayout(block_tokens=1, shard_bytes=1 << 20, shard_count=2), 8, touch_threads=2)
+    assert resident_pages(arena, 0) == 0
+    arena.touch(1)
+    arena.touch(1)
+    for thread in arena._touchers:
+        thread.join()
+    assert (resident_pages(arena, 0), resident_pages(arena, 1)) == (0, 8 * 256)
+    assert len(arena._touchers) == 2, "once"
+    arena.close()
+
+
+def test_pages_are_touched_from_the_cpus_of_their_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And nobody else moves: the affinity is the touching thread's own."""
+    (tmp_path / "node3").mkdir()
+    own = sorted(os.sched_getaffinity(0))
+    (tmp_path / "node3" / "cpulist").write_text(f"{own[0]},1000-1001\n")
+    monkeypatch.setattr(numa, "NODES", tmp_path)
+    seen: list[set[int]] = []
+    monkeypatch.setattr(host, "populate", lambda *_: seen.append(os.sched_getaffinity(0)))
+    arena = HostArena(LAYOUT, 4, touch_threads=1)
+    arena.touch(0, numa_node=3)
+    arena.touch(1, numa_node=7)
+    for thread in arena._touchers:
+        thread.join()
+    arena.close()
+    assert sorted(seen, key=len) == sorted([{own[0]}, set(own)], key=len)
+    assert os.sched_getaffinity(0) == set(own)
 
 
 def test_closing_with_a_view_in_use_is_no_error() -> None:

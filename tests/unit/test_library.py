@@ -124,6 +124,87 @@ def test_a_host_size_below_one_block_is_refused() -> None:
         kvbm.BlockManager(layout(), host="1KB")
 
 
+def test_policies_that_cannot_be_used_are_refused_by_their_names(tmp_path: Path) -> None:
+    for options, reason in (
+        ({"eviction": "clock"}, "eviction='clock' cannot be used: one of: gittins, lru"),
+        ({"disk_admission": "clock"}, "disk_admission='clock' cannot be used: one of: filter, all, ghost"),
+        ({"disk_write": "later"}, "disk_write='later' cannot be used: one of: through, eviction"),
+        ({"disk_write_budget": 4096}, "disk_write_budget=4096 cannot be used: 0, or at least"),
+    ):
+        with pytest.raises(kvbm.SettingsError, match=reason):
+            kvbm.BlockManager(
+                layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE, **options
+            )
+    assert not list(tmp_path.iterdir()), "before any tier was made"
+
+
+def written_blocks(manager: kvbm.BlockManager) -> float:
+    assert manager.flush()
+    return manager.metrics.value("kvbm_offload_blocks_h2d")
+
+
+@pytest.mark.parametrize(
+    ("disk_admission", "first", "second"), [("all", 5, 5), ("filter", 0, 5), ("ghost", 0, 5)]
+)
+def test_what_may_enter_disk_is_a_policys_choice(
+    tmp_path: Path, disk_admission: str, first: int, second: int
+) -> None:
+    cache, tokens = new_cache(2), list(range(5 * BLOCK_TOKENS))
+    with kvbm.BlockManager(
+        layout(), "1MB", "1MB", str(tmp_path), NAMESPACE, disk_admission=disk_admission
+    ) as manager:
+        manager.offload(tokens, cache, list(range(5)))
+        assert written_blocks(manager) == first
+        with manager.match(tokens) as hit:
+            assert hit.host == 5
+        manager._space.pump()
+        assert written_blocks(manager) == second
+
+
+def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
+    cache, now_s = new_cache(2), 0.0
+    with kvbm.BlockManager(
+        layout(),
+        "1MB",
+        "1MB",
+        str(tmp_path),
+        NAMESPACE,
+        disk_write_budget=3 * 24 * layout().block_bytes,
+        clock=lambda: now_s,
+    ) as manager:
+        manager.offload(list(range(5 * BLOCK_TOKENS)), cache, list(range(5)))
+        assert written_blocks(manager) == 3, "a 24th of the day's at once"
+        now_s = 3600.0
+        manager.offload(list(range(900, 900 + 5 * BLOCK_TOKENS)), cache, list(range(5)))
+        assert written_blocks(manager) == 5, "and the rest over the day"
+
+
+def test_disk_may_be_written_when_host_memory_gives_a_block_up_and_at_the_end(tmp_path: Path) -> None:
+    cache, rng = new_cache(2), random.Random(3)
+    prompts = [prompt(rng, 4) for _ in range(32)]
+    options = {
+        "host": 64 * layout().block_bytes,
+        "disk": "1MB",
+        "disk_dir": str(tmp_path),
+        "namespace": NAMESPACE,
+        "disk_write": "eviction",
+    }
+    with kvbm.BlockManager(layout(), **options) as manager:
+        for tokens in prompts[:15]:
+            manager.offload(tokens, cache, list(range(4)))
+            assert written_blocks(manager) == 0, "there is room"
+        for tokens in prompts[15:]:
+            manager.offload(tokens, cache, list(range(4)))
+            manager.flush()
+        assert written_blocks(manager) == 4 * 17, "as many as had to go, and those that would be next"
+    with kvbm.BlockManager(layout(), **options) as manager:
+        for tokens in prompts:
+            with manager.match(tokens) as hit:
+                assert hit.disk == hit.onboard(cache, range(4)) == 4, (
+                    "written at the latest when it was closed"
+                )
+
+
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "library.py"
     runpy.run_path(str(example), run_name="__main__")

@@ -1,4 +1,4 @@
-"""The learning policy, part by part: its tree, its model, its duel with LRU, and what it is for."""
+"""The learning policy: its tree, its duel with LRU, and what it is for. Its model has tests of its own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import random
 from array import array
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.policy import LeafFirstLru, features
-from kvbm.policy.features import Place
+from kvbm.policy import LeafFirstLru
 from kvbm.policy.gittins import Gittins
-from kvbm.policy.hazard import _WIDTH_S, BIN_COUNT, EDGES_S, HazardModel, bins_of
 from kvbm.policy.history import NOBODY, RunTree, names_of
 from kvbm.sim.replay import replay
 from kvbm.sim.synthetic import ChatShape, chats
@@ -122,101 +119,6 @@ def test_keys_and_numbers_have_names() -> None:
     assert list(names_of(keys)) == [int.from_bytes(key[:8], "little", signed=True) for key in keys]
     assert list(names_of((3, 1, 2))) == [3, 1, 2]
     assert not names_of(())
-
-
-# ---- features
-
-
-def test_a_code_says_all_that_was_put_in() -> None:
-    request = features.request_code(gap_mean=5.3, output_tokens=300, new_blocks=7, blocks=40)
-    code = request * features.RUN_CODES + features.run_code(
-        uses=9, place=Place.OLD, drops=features.drop_level(0.5)
-    )
-    uses, place_drops, gap_mean, output, new, length, left_behind = features.values_of(code)
-    assert (uses, gap_mean, output, new, length, left_behind) == (6, 6, 8, 3, 2, 0)
-    assert features.place_of(code) == Place.OLD
-    assert features.values_of(features.superseded(code)) == (
-        uses,
-        place_drops,
-        gap_mean,
-        output,
-        new,
-        length,
-        1,
-    )
-    rough = features.values_of(features.plain(code))
-    assert (rough[0], rough[3]) == (uses, output)
-    assert features.place_of(features.plain(code)) == Place.OLD
-    assert all(value < size for value, size in zip(features.values_of(code), features.SIZES, strict=True))
-
-
-# ---- the model
-
-
-def observed(
-    model: HazardModel, kind: int, ages_s: list[float], unused_until_s: float = 0.0, unused: int = 0
-) -> None:
-    """Runs of a kind that were used again at these ages, and some that were not."""
-    count = len(ages_s)
-    model.used(np.full(count, kind), np.array(ages_s), np.ones(count, np.float32))
-    model.left(np.full(unused, kind), np.full(unused, unused_until_s), np.ones(unused, np.float32))
-    model.fit(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.float32))
-
-
-def test_the_index_is_the_best_ratio_of_all_horizons() -> None:
-    model = HazardModel((2,), (0,))
-    kind = model.add_kind((1,))
-    choice = random.Random(5)
-    observed(model, kind, [choice.lognormvariate(3.5, 1.0) for _ in range(400)], 2000.0, 200)
-    hazard = np.minimum(model._base * model._product[kind][_octave()], 0.98)
-    for age_bin in range(BIN_COUNT):
-        stays, time_s, best = 1.0, 0.0, 0.0
-        for later in range(age_bin, BIN_COUNT):
-            chance, width = hazard[later], _WIDTH_S[later]
-            if later == age_bin:
-                chance, width = 1 - (1 - chance) ** 0.5, width / 2
-            time_s += stays * width * (1 - chance / 2)
-            stays *= 1 - chance
-            best = max(best, (1 - stays) / time_s)
-        assert model.index_of(kind, age_bin) == pytest.approx(best, rel=1e-5)
-    one_by_one = [model.index_of(kind, age_bin) for age_bin in range(BIN_COUNT)]
-    model._index[:] = np.nan
-    together = model.index(np.full(BIN_COUNT, kind), np.arange(BIN_COUNT))
-    assert together == pytest.approx(one_by_one, rel=1e-5)
-
-
-def _octave() -> np.ndarray:
-    from kvbm.policy import hazard
-
-    return hazard._OCTAVE
-
-
-def test_what_comes_back_sooner_is_worth_more_and_what_never_does_less() -> None:
-    model = HazardModel((3,), (0,))
-    soon, late, never = (model.add_kind((value,)) for value in range(3))
-    choice = random.Random(7)
-    observed(model, soon, [choice.expovariate(1 / 20) for _ in range(300)])
-    observed(model, late, [choice.expovariate(1 / 600) for _ in range(300)])
-    observed(model, never, [], 3000.0, 300)
-    at_birth = [model.index_of(kind, 0) for kind in (soon, late, never)]
-    assert at_birth[0] > 3 * at_birth[1] > 9 * at_birth[2]
-    assert model.index_of(soon, int(bins_of(np.array([900.0]))[0])) < at_birth[0], "long overdue"
-
-
-def test_without_evidence_what_is_younger_is_worth_more() -> None:
-    model = HazardModel((2,), ())
-    kind = model.add_kind((0,))
-    worth = [
-        model.index_of(kind, int(age_bin))
-        for age_bin in bins_of(np.array([8.0, 60.0, 300.0, 1800.0, 86400.0]))
-    ]
-    assert worth == sorted(worth, reverse=True)
-    assert worth[0] > 100 * worth[-1] > 0.0
-
-
-def test_ages_fall_into_bins() -> None:
-    assert list(bins_of(np.array([0.0, 0.5, 1.0, 3.9, 4.0, 1e9]))) == [0, 0, 1, 2, 3, BIN_COUNT - 1]
-    assert all(np.diff(EDGES_S) > 0)
 
 
 # ---- the policy

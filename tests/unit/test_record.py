@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import io
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +133,23 @@ def test_a_follower_hears_of_every_request_and_an_admin_who_does_not_follow_of_n
     follower.close()
     manager.step()
     assert leader.lookup(2, manager_bench.KEYS[:3]).slots == ()
+
+
+def test_the_command_ends_its_file_when_it_is_told_to_stop(manager: ManagerBench, tmp_path: Path) -> None:
+    leader, _ = manager.engine()
+    file = tmp_path / "trace.jsonl.gz"
+    words = ("record", str(file), "--manager", manager.path)
+    with subprocess.Popen([sys.executable, "-m", "kvbm.cli.main", *words], stderr=subprocess.PIPE) as child:
+        try:
+            manager.until(lambda: manager.server._followers._numbers, "it never followed")
+            leader.lookup(1, manager_bench.KEYS[:3])
+            leader.send(Finished(key=manager_bench.KEYS[2], output_tokens=9))
+            manager.step()
+            child.send_signal(signal.SIGTERM)
+            _, said = child.communicate(timeout=60.0)
+        finally:
+            child.kill()
+    assert child.returncode == 0
+    assert f"1 requests written to {file}" in " ".join(said.decode().split())
+    (request,) = read_trace(file).requests
+    assert (len(request.blocks), request.output_tokens) == (3, 9)

@@ -104,6 +104,7 @@ def test_every_variable_of_the_original_is_accepted():
         metrics_port=6881,
         stats_window_requests=50,
         stats_log_interval_s=0,
+        numa=False,
         log_level="debug",
         runtime_dir=settings.runtime_dir,
     )

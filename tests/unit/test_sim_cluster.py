@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.cli import scale as scale_command
 from kvbm.errors import SettingsError
 from kvbm.policy import make_policy
+from kvbm.sim import cluster_picture
 from kvbm.sim.cluster import Cluster, ClusterRun, ClusterShape, Remote
 from kvbm.sim.cluster_picture import draw
 from kvbm.sim.cluster_report import render, save
@@ -363,8 +363,21 @@ def test_a_study_has_a_row_for_everything_and_can_be_shown(tmp_path: Path) -> No
     assert render(wanted, rows)
     save(wanted, rows, tmp_path / "rows.json")
     assert (tmp_path / "rows.json").stat().st_size > 1000
-    if draw(rows, tmp_path / "rows.png"):
-        assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    assert draw(rows, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_goes_by_nodes_or_by_load(tmp_path: Path) -> None:
+    for nodes, loads, lines in (([1, 3], [0.3], 2), ([1], [0.1, 0.3], 2), ([1, 3], [0.1, 0.3], 4)):
+        rows = run(plan(nodes=nodes, loads=loads, seeds=[0], remotes=["none"]), lambda *_: lambda done: None)
+        series = cluster_picture._series(rows)
+        assert len(series) == lines
+        across = cluster_picture._across(rows)
+        for line in series:
+            # Every line goes from left to right, over each place once.
+            places = [across(row) for row in cluster_picture._of(line, rows)]
+            assert places == sorted(set(places)) and len(places) == 2
+        assert draw(rows, tmp_path / "rows.png")
 
 
 def test_a_total_load_is_shared_by_all() -> None:
@@ -383,12 +396,10 @@ def test_a_total_load_is_shared_by_all() -> None:
         ({"warm_up_minutes": -1.0}, "--warm-up"),
         ({"weight": float("nan")}, "--weight"),
         ({"trace": "missing"}, "TRACE"),
+        ({"host": "1GB,2GB"}, "--host"),
+        ({"remote_size": "1XB"}, "--remote-size"),
     ],
 )
 def test_a_wrong_option_is_named(changes: dict[str, object], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         plan(**changes).check()
-
-
-def test_the_command_is_an_app_of_one_command() -> None:
-    assert len(scale_command.app.registered_commands) == 1

@@ -1,4 +1,4 @@
-"""`kvbm plan`: the cheapest sizes against all sizes tried, cases worked out by hand, and what a user meets."""
+"""`kvbm plan`: what it answers against all sizes tried, cases worked out by hand, and what a user meets."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from kvbm.cli import main as entry
-from kvbm.errors import SettingsError
 from kvbm.policy import make_policy
 from kvbm.settings.parse import GB
 from kvbm.sim import cheapest, plan_picture, planning
-from kvbm.sim.cheapest import Bounds, Point, Prices, Search, Target, sizes_between, smallest_enough
+from kvbm.sim.cheapest import Bounds, Point, Prices, Target, sizes_between
 from kvbm.sim.curves import lru_curve
 from kvbm.sim.machine import Machine
+from kvbm.sim.offloads import DiskRules
 from kvbm.sim.planning import Answer, Question, answer_for, first_requests, unavoidable_s
 from kvbm.sim.replay import replay
-from kvbm.sim.study import time_row
+from kvbm.sim.study import Setup, time_row
 from kvbm.sim.synthetic import ChatShape, chats
 from kvbm.sim.trace import Trace
+from unit.test_sim_cheapest import everywhere
 from unit.test_sim_serving import make_trace
 
 TRACE = chats(ChatShape(conversations=30))
@@ -41,136 +40,10 @@ def ask(
     target: Target, trace: Trace = TRACE, bytes_per_token: int = BYTES_PER_TOKEN, **changes: object
 ) -> Answer:
     machine = MACHINE if target.most_s is not None else None
-    fields = {"machine": machine, "policy": "lru", "admission": "all"} | changes
+    fields = {"machine": machine, "policy": "lru", "rules": DiskRules("all")} | changes
     question = Question(traces=["synthetic"], target=target, bytes_per_token=bytes_per_token, **fields)  # type: ignore[arg-type]
     question.check()
     return answer_for(question, "synthetic", trace, quiet)
-
-
-# ---- targets, prices, sizes
-
-
-def test_targets_as_users_write_them() -> None:
-    assert (
-        cheapest.parse_hit_rate("x", "30%")
-        == cheapest.parse_hit_rate("x", " 0.3 ")
-        == Target(least_hit_rate=0.3)
-    )
-    assert (
-        cheapest.parse_seconds("x", "2.5s")
-        == cheapest.parse_seconds("x", "2500ms")
-        == cheapest.parse_seconds("x", "2.5@p90")
-    )
-    assert cheapest.parse_seconds("x", "250ms@mean") == Target(most_s=0.25, statistic="mean")
-
-
-@pytest.mark.parametrize("text", ["", "0", "0%", "101%", "1.01", "-1", "x", "30 percent"])
-def test_hit_rates_that_are_none(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"--t=.* cannot be used: a share above 0 and at most 1"):
-        cheapest.parse_hit_rate("--t", text)
-
-
-@pytest.mark.parametrize("text", ["", "0s", "1h", "-1s", "1s@", "1s@p95", "@p90", "s"])
-def test_seconds_that_are_none(text: str) -> None:
-    with pytest.raises(
-        SettingsError, match=r"--t=.* cannot be used: seconds above 0, and behind an @ one of mean"
-    ):
-        cheapest.parse_seconds("--t", text)
-
-
-def test_costs() -> None:
-    assert Prices(host_per_gb=2.0, disk_per_gb=0.5).cost((3 * GB, 10 * GB)) == 11.0
-    shares = cheapest.shares_of(Bounds(host_bytes=20 * GB, disk_bytes=100 * GB))
-    assert shares.cost((20 * GB, 100 * GB)) == pytest.approx(200.0)
-    assert shares.cost((5 * GB, 0)) == pytest.approx(25.0)
-
-
-def test_bounds() -> None:
-    bounds = Bounds(host_bytes=5).within(Bounds(host_bytes=7, disk_bytes=3))
-    assert bounds == Bounds(host_bytes=5, disk_bytes=3)
-    assert bounds.allow((5, 3)) and not bounds.allow((6, 0)) and not bounds.allow((0, 4))
-    assert Bounds().allow((10**18, 10**18))
-
-
-def test_this_machine_has_memory_and_disk(tmp_path: Path) -> None:
-    found = cheapest.this_machine(tmp_path)
-    assert (found.disk_bytes or 0) > 0
-    with pytest.raises(FileNotFoundError):
-        cheapest.this_machine(tmp_path / "nowhere")
-
-
-def test_sizes_are_round_numbers() -> None:
-    assert sizes_between(9, 60, None, 1) == [10, 12, 15, 18, 22, 27, 33, 39, 47, 56, 68]
-    assert sizes_between(40, 100, 70, 1) == [47, 56, 68, 70]
-    assert sizes_between(40, 100, 68, 1) == [47, 56, 68]
-    assert sizes_between(40, 50, 10_000, 1) == [47, 56]
-    # What holds as many blocks as the one before, or none, is not worth a look.
-    assert sizes_between(1, 60, None, 20) == [22, 47, 68]
-    assert sizes_between(1, 60, 15, 20) == []
-    assert cheapest.coarse([10, 12, 15, 18, 22, 27]) == [12, 27]
-
-
-def test_the_frontier_is_what_nothing_beats() -> None:
-    assert cheapest.frontier([(3.0, 1.0), (1.0, 5.0), (2.0, 5.0), (4.0, 1.0), (2.0, 3.0)]) == [1, 4, 0]
-    assert cheapest.frontier([]) == []
-
-
-# ---- the search against looking everywhere
-
-
-def everywhere(hosts: list[int], disks: list[int], bounds: Bounds) -> list[Point]:
-    points = [(0, 0), *((host, disk) for host in hosts for disk in [0, *disks] if not disk or disk > host)]
-    return [point for point in points if bounds.allow(point)]
-
-
-@settings(max_examples=300, deadline=None)
-@example([(55, 58)], 3.0, 0.1, None, 60)
-@given(
-    st.lists(st.tuples(st.integers(0, 130), st.integers(0, 900)), min_size=1, max_size=4),
-    st.floats(0.0, 10.0),
-    st.floats(0.0, 10.0),
-    st.one_of(st.none(), st.integers(1, 150)),
-    st.one_of(st.none(), st.integers(0, 1000)),
-)
-def test_the_search_finds_the_cheapest_of_all(
-    corners: list[Point], host_price: float, disk_price: float, most_host: int | None, most_disk: int | None
-) -> None:
-    bounds = Bounds(host_bytes=most_host, disk_bytes=most_disk)
-    hosts = sizes_between(5, 100, most_host, 1)
-    disks = sizes_between(10, 700, most_disk, 1) if most_disk != 0 else []
-    prices = Prices(host_per_gb=host_price * GB, disk_per_gb=disk_price * GB)
-    asked: list[Point] = []
-
-    def meets(point: Point) -> bool:
-        asked.append(point)
-        return any(point[0] >= host and point[1] >= disk for host, disk in corners)
-
-    search = Search(meets, prices.cost, 1000, bounds)
-    search.run(hosts, disks)
-    looked = len(asked)
-    enough = [point for point in everywhere(hosts, disks, bounds) if meets(point)]
-    best = min(enough, key=lambda point: (prices.cost(point), point), default=None)
-    assert search.best == best
-    assert len(set(asked[:looked])) == looked
-    assert looked <= 80
-
-
-def test_the_search_ends_when_told_to() -> None:
-    hosts, disks = sizes_between(5, 100, None, 1), sizes_between(10, 700, None, 1)
-    for looks in (1, 7, 30):
-        search = Search(lambda point: point[0] >= 40, Prices().cost, looks, Bounds())
-        search.run(hosts, disks)
-        assert len(search.seen) == looks
-        assert search.cut_short
-
-
-@given(st.integers(0, 500), st.integers(0, 500))
-def test_bisection_finds_the_smallest(low: int, further: int) -> None:
-    high = low + 1 + further
-    for smallest in {low + 1, (low + 1 + high) // 2, high}:
-        assert smallest_enough(lambda size, least=smallest: size >= least, low, high, 0.0) == smallest  # type: ignore[misc]
-        rough = smallest_enough(lambda size, least=smallest: size >= least, low, high, 0.1)  # type: ignore[misc]
-        assert smallest <= rough <= max(smallest + 1, 1.1 * smallest)
 
 
 # ---- hit rates
@@ -249,8 +122,8 @@ def lattice(bounds: Bounds) -> list[Point]:
 
 def served(point: Point, statistic: str) -> float:
     host, disk = (("", min(size // BLOCK_BYTES, TINY.unique_blocks)) for size in point)
-    machine = Machine(BLOCK_BYTES)
-    row = time_row(TINY, 0, machine, "lru", host, disk, "all", True, lambda done: None)
+    setup = Setup("lru", host, disk, DiskRules("all"))
+    row = time_row(TINY, 0, Machine(BLOCK_BYTES), setup, True, lambda done: None)
     seconds: float = getattr(row, f"ttft_{statistic}_s")
     return seconds
 
@@ -297,7 +170,7 @@ def test_why_no_size_is_fast_enough() -> None:
 
 def test_the_same_question_has_the_same_answer() -> None:
     answers = [
-        ask(Target(most_s=0.1, statistic="p50"), policy="gittins", admission="filter") for _ in range(2)
+        ask(Target(most_s=0.1, statistic="p50"), policy="gittins", rules=DiskRules()) for _ in range(2)
     ]
     assert answers[0] == answers[1]
     assert answers[0].chosen is not None
@@ -356,6 +229,22 @@ def test_all_that_was_tried_and_prices_of_ones_own(plan) -> None:
     few, everything = plan(*words)[1], plan(*words, "--all")[1]
     assert everything.count("\n") > few.count("\n")
     assert "Prices: host $2, disk $0 for a GB in a month" in few
+
+
+def test_the_settings_are_those_that_were_replayed(plan) -> None:
+    words = (*SHORT, "--target-ttft", "45ms@p50", "--price-disk", "0.001", "--max-host", "2GB")
+    rules = ("--admission", "all", "--write", "eviction", "--write-budget", "1TB")
+    (line,) = (line for line in plan(*words, *rules)[1].splitlines() if "DYN_KVBM_" in line)
+    settings = dict(word.split("=") for word in line.split())
+    del settings["DYN_KVBM_CPU_CACHE_GB"], settings["DYN_KVBM_DISK_CACHE_GB"]
+    assert settings == {
+        "DYN_KVBM_EVICTION": "lru",
+        "DYN_KVBM_DISK_ADMISSION": "all",
+        "DYN_KVBM_DISK_WRITE": "eviction",
+        "DYN_KVBM_DISK_WRITE_BUDGET": "1000000000000",
+    }
+    assert "DYN_KVBM_DISK_CACHE_GB" in (out := plan(*words)[1])
+    assert "DYN_KVBM_DISK_ADMISSION" not in out and "DYN_KVBM_DISK_WRITE" not in out
 
 
 def test_no_size_is_said_clearly(plan, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from kvbm.errors import SettingsError
 from kvbm.sim.machine import Machine
 from kvbm.sim.model import kv_bytes_per_token
+from kvbm.sim.offloads import DiskRules
 from kvbm.sim.plan import Plan, parse_policies, run
 from kvbm.sim.sizes import parse_sizes
-from kvbm.sim.study import averaged, hit_row, spread, time_row, with_gaps
+from kvbm.sim.study import Setup, averaged, hit_row, spread, time_row, with_gaps
 from kvbm.sim.synthetic import ChatShape, chats
 
 TRACE = chats(ChatShape(conversations=40))
@@ -133,11 +134,12 @@ def test_seeds_are_averaged() -> None:
 
 def test_a_time_row() -> None:
     machine = Machine(64 * 131_072)
-    row = time_row(TRACE, 0, machine, "lru", ("5%", 100), ("50%", 1000), "all", True, ignore)
+    setup = Setup("lru", ("5%", 100), ("50%", 1000), DiskRules("all"))
+    row = time_row(TRACE, 0, machine, setup, True, ignore)
     assert row.disk_hit_rate > 0.0
     assert row.disk_written_bytes > 0
     assert row.ttft_p50_s <= row.ttft_p90_s <= row.ttft_p99_s
-    nothing = time_row(TRACE, 0, machine, "", ("", 0), ("", 0), "all", True, ignore)
+    nothing = time_row(TRACE, 0, machine, Setup(), True, ignore)
     assert (nothing.policy, nothing.host_hit_rate, nothing.written_per_hit) == ("", 0.0, None)
     assert nothing.ttft_mean_s > row.ttft_mean_s
 

@@ -78,6 +78,11 @@ def block_bytes(views: Views, block: int, block_count: int) -> bytes:
     return out
 
 
+def block_parts(views: Views, block: int) -> dict[str, bytes]:
+    """`block_bytes`, layer by layer."""
+    return {name: block_bytes({name: view}, block, 9) for name, view in views.items()}
+
+
 def whole_bytes(views: Views) -> list[bytes]:
     """All bytes of the storages, gaps included."""
     return [
@@ -165,6 +170,46 @@ def test_a_load_into_other_blocks_restores_the_bytes_and_leaves_the_rest(
         arena[slot, : cache.shard_bytes] = torch.frombuffer(bytearray(before[block]), dtype=torch.uint8)
     copier.load(moved)
     assert whole_bytes(views) == gaps_before
+
+
+def test_a_layers_load_brings_that_layers_bytes_alone(
+    views: Views, cache: DeviceCache, arena: torch.Tensor, copier: CpuCopier
+) -> None:
+    copier.store(PAIRS)
+    stored = {slot: block_parts(views, block) for block, slot in PAIRS}
+    scramble(views, seed=2)
+    arena_before = arena.clone()
+    moved = [(5, 9), (6, 10), (0, 4), (8, 2)]
+    expected = [block_parts(views, block) for block in range(9)]
+    for name in reversed(list(views)):
+        copying = copier.begin_load(moved, layer=name)
+        assert copying.done()
+        copying.wait()
+        copier.hold(copying)
+        for block, slot in moved:
+            expected[block][name] = stored[slot][name]
+        assert [block_parts(views, block) for block in range(9)] == expected, name
+    assert torch.equal(arena, arena_before)
+
+
+def test_all_layers_loaded_one_by_one_make_a_whole_load(
+    views: Views, arena: torch.Tensor, copier: CpuCopier
+) -> None:
+    copier.store(PAIRS)
+    scramble(views, seed=2)
+    moved = [(5, 9), (6, 10), (0, 4), (8, 2)]
+    for name in views:
+        copier.begin_load(moved, layer=name)
+    one_by_one = whole_bytes(views)
+    scramble(views, seed=2)
+    assert whole_bytes(views) != one_by_one
+    copier.load(moved)
+    assert whole_bytes(views) == one_by_one  # gaps too
+
+
+def test_a_layer_that_is_not_there_is_a_programmers_error(copier: CpuCopier) -> None:
+    with pytest.raises(KeyError):
+        copier.begin_load([(0, 0)], layer="another model's")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,187 +1,241 @@
-"""The CUDA copier's order of work, on a CPU behind a stand-in for the driver: no GPU is needed.
-
-What it cannot show is that work on streams really overlaps; what it does show is which bytes go where, that
-batches are cut, and that nothing starts before the engine's event.
-"""
+"""The CUDA copier beside its copies: page locks, and what goes wrong."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
+import logging
+import threading
 
 import pytest
 import torch
 
-from kvbm.errors import KvbmError
-from kvbm.transfer import DeviceCache, cuda
+from kvbm.errors import DeviceLost, KvbmError
+from kvbm.transfer import cuda, page_lock
+from kvbm.transfer.cuda import CudaCopier
+from kvbm.transfer.cuda_driver import CudaError
+from unit.cuda_model import DEADLINE_S, LOST_TEXT, PAGE, Model
+from unit.test_transfer_cpu import SLOTS, Views, scramble, separate, stacked
+from unit.test_transfer_cuda_layouts import Bench, check_loads, check_stores
+
+PIECE_SLOTS = 2
+STAGED_SLOTS = 3
 
 
-class FakeEvent:
-    def synchronize(self) -> None:
-        """Nothing runs by itself here."""
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of two slots and a buffer for three: the arena here has slots of a page."""
+    monkeypatch.setattr(page_lock, "PIECE_BYTES", PIECE_SLOTS * PAGE + 1)
+    monkeypatch.setattr(cuda, "STAGING_BYTES_MAX", STAGED_SLOTS * PAGE + 1)
 
 
-class FakeStream:
-    """Notes what a stream is asked to wait for."""
-
-    waited: list[object]
-
-    def __init__(self) -> None:
-        self.waited = []
-
-    def wait_stream(self, other: object) -> None:
-        assert isinstance(other, FakeStream)
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-    def record_event(self) -> FakeEvent:
-        return FakeEvent()
-
-    def synchronize(self) -> None:
-        """Copies on a CPU have ended when they return."""
+def new_bench(model: Model, method: str = "each", views: Views | None = None) -> Bench:
+    bench = Bench(views or stacked("LBNHC", torch.float32), model, method)
+    assert bench.arena.stride(0) == PAGE
+    return bench
 
 
-class FakeDriver:
-    def __init__(self, refusal: int) -> None:
-        self.refusal = refusal
-        self.locked: list[int] = []
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        if not self.refusal:
-            self.locked.append(address)
-        return self.refusal
-
-    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
-        self.locked.remove(address)
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged as a warning or worse; each must be one line."""
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not any("\n" in line for line in lines)
+    return lines
 
 
-@pytest.fixture(params=[0, 712], ids=["page-locked", "refused"])
-def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    fake = FakeDriver(request.param)
-    engine_stream = FakeStream()
-    stand_in = SimpleNamespace(
-        Stream=FakeStream,
-        Event=FakeEvent,
-        current_stream=lambda: engine_stream,
-        cudart=lambda: fake,
-        device=lambda device: contextlib.nullcontext(),
-        stream=lambda stream: contextlib.nullcontext(),
-    )
-    real_empty, real_zeros = torch.empty, torch.zeros
-
-    def unpinned_empty(*args: object, pin_memory: bool = False, **rest: object) -> torch.Tensor:
-        return real_empty(*args, **rest)
-
-    def cpu_zeros(*args: object, device: object = None, **rest: object) -> torch.Tensor:
-        return real_zeros(*args, **rest)
-
-    monkeypatch.setattr(torch, "cuda", stand_in)
-    monkeypatch.setattr(torch, "empty", unpinned_empty)
-    monkeypatch.setattr(torch, "zeros", cpu_zeros)
-    return fake
+def wait_for_lock_call(model: Model, count: int) -> None:
+    """Until the `count`th call is at the gate: by then the copier knows of all pieces before it."""
+    with model.lock_called:
+        assert model.lock_called.wait_for(lambda: model.lock_calls >= count, DEADLINE_S)
 
 
-@pytest.fixture
-def views() -> dict[str, torch.Tensor]:
-    made = {f"layer.{index}": torch.rand(9, 2, 4, 6).transpose(1, 2) for index in range(3)}
-    return {**made, "kv first": torch.rand(2, 9, 4, 2, 6)}
+# Page locks
 
 
-@pytest.fixture
-def arena(views: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.full((11, 4096), 0xA5, dtype=torch.uint8)
+def test_the_arena_is_locked_piece_by_piece_in_slot_order() -> None:
+    bench = new_bench(Model()).prepared()
+    starts = range(0, SLOTS, PIECE_SLOTS)
+    expected = {bench.arena[slot].data_ptr(): min(PIECE_SLOTS, SLOTS - slot) * PAGE for slot in starts}
+    assert list(bench.model.locked.items()) == list(expected.items())
+    bench.close()
 
 
-@pytest.fixture
-def copier(
-    driver: FakeDriver, views: dict[str, torch.Tensor], arena: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[cuda.CudaCopier]:
-    monkeypatch.setattr(cuda, "_STAGING_BYTES_MAX", 3 * 4096)
-    made = cuda.CudaCopier(DeviceCache.from_tensors(views, 9), arena)
-    yield made
-    made.close()
+@pytest.mark.parametrize("method", ["batch", "rows", "each"])
+def test_slots_that_are_not_locked_yet_are_copied_through_the_buffer(method: str) -> None:
+    model = Model()
+    model.lock_gate = threading.Semaphore(2)
+    bench = new_bench(model, method)
+    wait_for_lock_call(model, 3)
+    assert len(model.locked) == 2
+    check_stores(bench)  # of slots on both sides of the frontier, more of them than the buffer has rows
+    check_loads(bench)
+    model.lock_gate.release(SLOTS)
+    bench.prepared()
+    check_stores(bench)
+    check_loads(bench)
+    bench.close()
 
 
-def blocks_of(views: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Per block, the values of every layer."""
-    return [
-        [view[:, i].clone() if view.dim() == 5 else view[i].clone() for view in views.values()]
-        for i in range(9)
-    ]
+def test_layers_are_loaded_through_the_buffer_too() -> None:
+    model = Model()
+    model.refuse_locks_from = 0
+    bench = new_bench(model).prepared()
+    bench.cpu.store([(block, block) for block in range(9)])
+    scramble(bench.views, seed=3)
+    bench.cpu.load([(block, 8 - block) for block in range(9)])
+    expected = bench.device_bytes()
+    scramble(bench.views, seed=4)
+    for name in bench.views:
+        bench.copier.begin_load([(block, 8 - block) for block in range(9)], layer=name).wait()
+    assert all(torch.equal(a, b) for a, b in zip(bench.device_bytes(), expected, strict=True))
+    bench.close()
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def test_the_buffer_is_bounded() -> None:
+    model = Model()
+    model.refuse_locks_from = 0
+    bench = new_bench(model).prepared()
+    check_stores(bench)
+    assert model.pinned_asked == [STAGED_SLOTS * PAGE]
+    bench.close()
 
 
-def test_the_round_trip_is_exact_over_several_batches(
-    copier: cuda.CudaCopier, views: dict[str, torch.Tensor], arena: torch.Tensor
+def test_a_slot_larger_than_the_buffer_may_be_still_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "STAGING_BYTES_MAX", 1)
+    monkeypatch.setattr(page_lock, "PIECE_BYTES", 1)
+    model = Model()
+    model.refuse_locks_from = 4
+    bench = new_bench(model).prepared()
+    assert len(model.locked) == 4
+    check_stores(bench)
+    check_loads(bench)
+    assert model.pinned_asked == [PAGE]
+    bench.close()
+
+
+def test_a_refusal_half_way_is_one_warning_and_copies_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    model.refuse_locks_from = 2
+    bench = new_bench(model).prepared()
+    (line,) = warnings(caplog)
+    assert "7 of 11 slots" in line
+    assert "CUDA_ERROR_OUT_OF_MEMORY (2)" in line
+    assert "ulimit -l" in line
+    check_stores(bench)
+    check_loads(bench)
+    bench.close()
+    bench.copier.close()
+    assert len(warnings(caplog)) == 1
+
+
+def test_close_while_pages_are_being_locked_unlocks_what_was_locked() -> None:
+    model = Model()
+    model.lock_gate = threading.Semaphore(2)
+    bench = new_bench(model)
+    wait_for_lock_call(model, 3)
+    closing = threading.Thread(target=bench.copier.close)
+    closing.start()
+    assert bench.copier._locks._closing.wait(DEADLINE_S)
+    model.lock_gate.release(SLOTS)
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
+    assert model.locked == {}
+    assert model.lock_calls == 3
+    bench.close()
+
+
+def test_a_piece_that_cannot_be_unlocked_does_not_keep_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    bench = new_bench(Model()).prepared()
+    del bench.model.locked[bench.arena[PIECE_SLOTS].data_ptr()]
+    bench.close()
+    (line,) = warnings(caplog)
+    assert "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED" in line
+
+
+def test_the_thread_that_locks_pages_ends_with_the_copier() -> None:
+    bench = new_bench(Model()).prepared()
+    bench.close()
+    assert not bench.copier._preparation.is_alive()
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["locked", "staged"])
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("method", ["batch", "rows", "each"])
+def test_a_copy_that_fails_half_way_raises_when_nothing_is_under_way(
+    method: str, direction: str, refused: bool
 ) -> None:
-    stored = blocks_of(views)
-    copier.store([(block, 9 - block) for block in range(8)])
-    for view in views.values():
-        view.random_()
-    before = blocks_of(views)
-    copier.load([(block, block + 2) for block in range(1, 8)])  # slot s holds block 9 - s
-    after = blocks_of(views)
-    for block in range(9):
-        assert same(after[block], stored[7 - block] if 1 <= block < 8 else before[block]), block
-    shard_bytes = DeviceCache.from_tensors(views, 9).shard_bytes
-    assert bool((arena[:, shard_bytes:] == 0xA5).all())
-    assert bool((arena[[0, 1, 10]] == 0xA5).all())
-
-
-def test_a_slot_holds_the_same_bytes_as_on_a_cpu(
-    copier: cuda.CudaCopier, views: dict[str, torch.Tensor], arena: torch.Tensor
-) -> None:
-    copier.store([(5, 3)])
-    expected = b"".join(
-        (view[:, 5].flatten() if view.dim() == 5 else view[5].transpose(0, 1).flatten()).numpy().tobytes()
-        for view in views.values()
-    )
-    assert arena[3].numpy().tobytes()[: len(expected)] == expected
+    model = Model(seed=8)
+    model.refuse_locks_from = 0 if refused else None
+    bench = new_bench(model, method, separate((9, 2, 4, 8), torch.float32)).prepared()
+    model.failing[method] = 4 * 3 + 2
+    begin = getattr(bench.copier, f"begin_{direction}")
+    with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE") as caught:
+        begin([(block, block) for block in range(9)])
+    assert len(model.calls) > 0
+    assert not caught.value.lost
+    assert not model.copies_under_way()
+    model.failing = {}
+    check_stores(bench)
+    check_loads(bench)
+    bench.close()
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_work_waits_for_the_mark_or_for_the_callers_stream(copier: cuda.CudaCopier, direction: str) -> None:
-    mark = copier.mark()
-    getattr(copier, direction)([(0, 0)], after=mark)
-    assert copier._stream.waited == [mark]
-    getattr(copier, direction)([(0, 0)])
-    assert len(copier._stream.waited) == 2
-    assert isinstance(copier._stream.waited[1], FakeEvent)
+@pytest.mark.parametrize("pair", [(9, 0), (-1, 0), (0, SLOTS), (0, -1)])
+def test_a_pair_out_of_range_is_refused(direction: str, pair: tuple[int, int]) -> None:
+    bench = new_bench(Model()).prepared()
+    with pytest.raises(KvbmError, match="accepted are blocks 0 to 8 and slots 0 to 10"):
+        getattr(bench.copier, direction)([(1, 1), pair])
+    assert bench.model.calls == []
+    bench.close()
 
 
-def test_a_pair_out_of_range_is_refused(copier: cuda.CudaCopier, arena: torch.Tensor) -> None:
-    with pytest.raises(KvbmError, match="accepted are blocks 0 to 8"):
-        copier.store([(9, 0)])
-    assert bool((arena == 0xA5).all())
+def lose(model: Model, method: str) -> None:
+    """The next copy finds the context gone, and so does everything after it."""
+    model.failing[method] = 0
+    model.fails_with = (700, "CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
-def test_page_locks_are_given_back_once(
-    driver: FakeDriver, copier: cuda.CudaCopier, arena: torch.Tensor
+@pytest.mark.parametrize("refused", [False, True], ids=["locked", "staged"])
+def test_a_lost_context_is_one_line_at_the_copy_and_one_at_the_end(
+    caplog: pytest.LogCaptureFixture, refused: bool
 ) -> None:
-    assert driver.locked == ([] if driver.refusal else [arena.data_ptr()])
-    copier.close()
-    copier.close()
-    assert driver.locked == []
+    model = Model()
+    model.refuse_locks_from = 1 if refused else None
+    bench = new_bench(model).prepared()
+    caplog.clear()
+    under_way = bench.copier.begin_load([(1, 1)])
+    lose(model, "each")
+    with pytest.raises(DeviceLost) as caught:
+        bench.copier.store([(0, 0), (2, 8)])
+    assert str(caught.value) == "each: CUDA_ERROR_ILLEGAL_ADDRESS (700); the device's context is lost"
+    for answer in (under_way.done, under_way.wait, lambda: bench.copier.store([(0, 0)])):
+        with pytest.raises((DeviceLost, RuntimeError)) as told:
+            answer()
+        assert "\n" not in str(told.value) or not isinstance(told.value, DeviceLost)
+    bench.copier.close()
+    bench.copier.close()
+    assert warnings(caplog) == [f"waiting for copies under way: {LOST_TEXT.splitlines()[0]}"]
+    assert model.complaints == []
 
 
-def test_a_refusal_is_logged_with_its_reason(
-    driver: FakeDriver, views: dict[str, torch.Tensor], arena: torch.Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("WARNING"):
-        cuda.CudaCopier(DeviceCache.from_tensors(views, 9), arena).close()
-    assert ("CUDA error 712" in caplog.text) == bool(driver.refusal)
+def test_a_buffer_that_cannot_be_had_is_an_error_in_one_line() -> None:
+    model = Model()
+    model.refuse_pinned = True
+    with pytest.raises(KvbmError) as caught:
+        new_bench(model)
+    size = STAGED_SLOTS * PAGE
+    assert str(caught.value) == f"page-locking a buffer of {size} bytes for copies: CUDA error: out of memory"
+    assert model.locked == {}
 
 
-@pytest.mark.parametrize("direction", ["store", "load"])
-def test_copies_take_turns(copier: cuda.CudaCopier, direction: str) -> None:
-    """Movers share the staging buffers, so one must be done with them before the next begins."""
-    held: list[bool] = []
-    copier._stream.synchronize = lambda: held.append(copier._lock.locked())  # type: ignore[method-assign]
-    getattr(copier, direction)([(0, 0)])
-    assert held == [True]
-    assert not copier._lock.locked()
+def test_without_a_driver_there_is_no_copier(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> object:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    bench = new_bench(Model()).prepared()
+    with pytest.raises(KvbmError) as caught:
+        CudaCopier(bench.cache, bench.arena)
+    assert str(caught.value) == "loading the CUDA driver: libcuda.so.1: cannot open shared object file"
+    bench.close()

@@ -7,6 +7,7 @@ import torch
 
 from kvbm.errors import KvbmError
 from kvbm.transfer import DeviceCache
+from kvbm.transfer.device_cache import Region
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 7, 2, 4, 16
 
@@ -177,3 +178,68 @@ def test_strides_of_axes_of_size_one_mean_nothing() -> None:
     one, other = (DeviceCache.from_tensors({"a": view}, BLOCKS) for view in (plain, odd))
     assert one.description == other.description
     assert one.regions[0].device.stride() == other.regions[0].device.stride()
+
+
+def places(region: Region) -> list[tuple[int, int]]:
+    """(address, offset in the slot) of every byte of block 1, in the order of the slot."""
+    view = region.device
+    word = view.element_size()
+    start = view.storage_offset()
+    offsets = torch.arange(view.untyped_storage().nbytes() // word).as_strided(
+        view.shape, view.stride(), start
+    )[1]
+    return [
+        (
+            view.untyped_storage().data_ptr() + index * word + byte,
+            region.slot_offset_bytes + place * word + byte,
+        )
+        for place, index in enumerate(offsets.flatten().tolist())
+        for byte in range(word)
+    ]
+
+
+LAYERED = {
+    **{order: (lambda order=order: stacked(order)) for order in ("LBHNC", "LBNHC", "LHBNC")},
+    **{order: (lambda order=order: stacked(order)) for order in ("BLHNC", "BLNHC", "BHLNC")},
+    "separate": lambda: separate((BLOCKS, HEADS, TOKENS, WIDTH)),
+    "kv-first": lambda: separate((2, BLOCKS, TOKENS, HEADS, 8), torch.bfloat16),
+    "odd": lambda: separate((BLOCKS, 1, 3, 5), torch.uint8),
+    "mixed": lambda: {**separate((BLOCKS, HEADS, TOKENS, WIDTH)), "odd": torch.zeros(BLOCKS, 7)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYERED)
+def test_layers_are_the_same_bytes_as_regions(layout: str) -> None:
+    views = LAYERED[layout]()
+    cache = DeviceCache.from_tensors(views, BLOCKS)
+    assert list(cache.layers) == list(views)
+    by_layer = [place for name in views for place in places(cache.layers[name])]
+    assert sorted(by_layer) == sorted(place for region in cache.regions for place in places(region))
+    assert [offset for _, offset in by_layer] == list(range(cache.shard_bytes))
+
+
+@pytest.mark.parametrize("layout", LAYERED)
+def test_a_layers_bytes_are_its_views(layout: str) -> None:
+    views = LAYERED[layout]()
+    cache = DeviceCache.from_tensors(views, BLOCKS)
+    for name, view in views.items():
+        block = view[:, 1] if view.shape[0] == 2 else view[1]
+        word = view.element_size()
+        offsets = torch.arange(view.untyped_storage().nbytes() // word).as_strided(
+            block.shape, block.stride(), block.storage_offset()
+        )
+        start = view.untyped_storage().data_ptr()
+        expected = {start + o * word + byte for o in offsets.flatten().tolist() for byte in range(word)}
+        assert {address for address, _ in places(cache.layers[name])} == expected, name
+
+
+def test_overlaid_layers_share_a_region() -> None:
+    whole = torch.zeros(BLOCKS * 64, dtype=torch.int8)
+    large, small = whole.view(BLOCKS, 1, 1, 64), whole.as_strided((BLOCKS, 1, 1, 40), (64, 40, 40, 1))
+    cache = DeviceCache.from_tensors(
+        {"s": small, "l": large, "same": large, "o": torch.zeros(BLOCKS, 8)}, BLOCKS
+    )
+    assert set(cache.layers) == {"s", "l", "same", "o"}
+    assert cache.layers["s"] is cache.layers["l"] is cache.layers["same"]
+    assert cache.layers["l"].bytes_per_block == 64
+    assert cache.layers["o"].slot_offset_bytes == 64

@@ -81,6 +81,12 @@ SampleRate = Annotated[
     typer.Option("--sample", metavar="R", help="For hit rates: replay only this share of the conversations."),
 ]
 Replays = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many replays of a trace.")]
+Write = Annotated[
+    str,
+    typer.Option(
+        metavar="WHEN", help="When disk is written: `through` at once, or on `eviction` from host memory."
+    ),
+]
 Everything = Annotated[
     bool, typer.Option("--all", help="Show all sizes that were tried, not only the best of each cost.")
 ]
@@ -112,6 +118,8 @@ def plan(
     replays: Replays = 80,
     open_loop: simulate.OpenLoop = False,
     admission: simulate.Admission = "filter",
+    write: Write = "through",
+    write_budget: simulate.WriteBudget = None,
     prefill_tokens_per_s: simulate.PrefillRate = 30_000.0,
     attention_tokens: simulate.Attention = 30_000.0,
     host_bandwidth: simulate.HostRate = "50GB",
@@ -137,7 +145,7 @@ def plan(
 
     target = _target(target_hit_rate, target_ttft)
     bounds, prices = _bounds_and_prices(machine, disk_dir, (max_host, max_disk), (price_host, price_disk))
-    links = (host_bandwidth, disk_read, disk_write)
+    speeds = (prefill_tokens_per_s, attention_tokens, (host_bandwidth, disk_read, disk_write))
     question = Question(
         traces=traces,
         target=target,
@@ -149,10 +157,8 @@ def plan(
         limit=limit,
         sample=sample,
         replays=replays,
-        machine=simulate.read_machine(prefill_tokens_per_s, attention_tokens, links)
-        if target.most_s
-        else None,
-        admission=admission,
+        machine=simulate.read_machine(*speeds) if target.most_s else None,
+        rules=simulate.read_disk_rules(admission, write, write_budget),
         closed_loop=not open_loop,
     )
     question.check()

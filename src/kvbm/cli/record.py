@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, cast
 
@@ -31,8 +33,11 @@ def follow(
     channel.introduce(Hello(version=PROTOCOL_VERSION, role="admin"), _ANSWER_TIMEOUT_S)
     try:
         channel.send(Follow())
-        while go_on():
-            channel.wait(_LOOK_S)
+        going = True
+        while going:
+            # Asked before: what came until then is heard.
+            going = go_on()
+            channel.wait(_LOOK_S if going else 0.0)
             for message in channel.receive():
                 recorder.hear(message)
             on_progress()
@@ -72,28 +77,42 @@ def record(
     socket_path = manager or find_manager(load_settings(process_environment(), {}).settings)
     console = Console(stderr=True)
     channel = Channel.connect(socket_path)
-    with _create(file) as opened:
+    with _create(file) as opened, _told_to_stop() as stopped:
         recorder = Recorder(opened, namespace)
         end_s = time.monotonic() + seconds if seconds else float("inf")
-        why = ""
         try:
             with console.status(f"recording {socket_path} …") as status:
                 why = follow(
                     channel,
                     recorder,
-                    lambda: time.monotonic() < end_s and (not requests or recorder.written < requests),
+                    lambda: (
+                        not stopped()
+                        and time.monotonic() < end_s
+                        and (not requests or recorder.written < requests)
+                    ),
                     lambda: status.update(
                         f"{recorder.written} requests of {recorder.model or '…'}; Ctrl-C ends"
                     ),
                 )
-        except KeyboardInterrupt:
-            pass
         finally:
             channel.close()
             recorder.close()
     console.print(f"{recorder.written} requests written to {file}" + (f" ({why})" if why else ""))
     if recorder.others:
         console.print(f"{recorder.others} look-ups of other namespaces were left out (--namespace chooses)")
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, or a service manager asked to end: neither may cut a compressed file short."""
+    told: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: told.append(number)) for number in numbers]
+    try:
+        yield lambda: bool(told)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _create(file: Path) -> IO[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,14 @@ Result = TypeVar("Result")
 def require_writable(json_file: Path | None, plot: Path | None) -> None:
     """Before minutes of work, not after. Raises SettingsError."""
     for option, file in (("--json", json_file), ("--plot", plot)):
-        if file is not None and not file.absolute().parent.is_dir():
+        if file is None:
+            continue
+        folder = file.absolute().parent
+        if file.is_dir() or not folder.is_dir():
             raise SettingsError(option, str(file), "a file in an existing folder")
+        # A picture is drawn beside its file and then takes its place.
+        if not os.access(folder if file is plot or not file.exists() else file, os.W_OK):
+            raise SettingsError(option, str(file), "a file that can be written: permission denied")
 
 
 def with_bar(work: Callable[[Callable[[str, int], Callable[[int], None]]], Result]) -> Result:
@@ -52,7 +59,8 @@ def conclude(
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(table)
+    # What is to be copied may be longer than the tables are wide.
+    console.print(table, crop=False)
     try:
         if json_file is not None:
             save(json_file)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvbm.cli.replaying import conclude, require_writable, with_bar
+from kvbm.cli.simulate import read_seeds
 from kvbm.errors import SettingsError
 
 app = typer.Typer(rich_markup_mode=None)
@@ -54,7 +55,10 @@ WarmUp = Annotated[float, typer.Option("--warm-up", metavar="M", help="Minutes b
 Seeds = Annotated[
     str, typer.Option("--seed", metavar="N,…", help="Several: the mean; from 64 nodes on only the first.")
 ]
-Policy = Annotated[str, typer.Option(metavar="NAME", help="Eviction policy of all tiers.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Eviction policy of all tiers. Without it the manager's default."),
+]
 Weight = Annotated[float, typer.Option(metavar="W", help="`kv`: weight of prefill against active blocks.")]
 Temperature = Annotated[float, typer.Option(metavar="T", help="`kv`: above 0 nodes are drawn (softmax).")]
 OpenLoop = Annotated[bool, typer.Option("--open-loop", help="Users do not wait for answers: as recorded.")]
@@ -84,7 +88,7 @@ def scale(
     minutes: Minutes = 5.0,
     warm_up: WarmUp = 10.0,
     seed: Seeds = "0",
-    policy: Policy = "lru",
+    policy: Policy = None,
     weight: Weight = 1.0,
     temperature: Temperature = 0.0,
     open_loop: OpenLoop = False,
@@ -99,6 +103,7 @@ def scale(
     The trace is played several times at once, shifted in time, until it is the traffic wanted; `--load` keeps that of
     one node the same however many there are, `--total-load` that of all. See docs/operating/scale.md.
     """
+    from kvbm.settings import Settings
     from kvbm.settings.parse import parse_count, parse_size
     from kvbm.sim import cluster_picture, cluster_report
     from kvbm.sim.cluster_study import ScalePlan, run
@@ -106,8 +111,8 @@ def scale(
     plan = ScalePlan(
         trace=trace,
         nodes=[parse_count("--nodes", word, 1, 4096) for word in nodes.split(",")],
-        routers=router.split(","),
-        remotes=remote.split(","),
+        routers=_words(router),
+        remotes=_words(remote),
         loads=[_positive("--load", word) for word in load.split(",")],
         total_load=None if total_load is None else _positive("--total-load", str(total_load)),
         host=host,
@@ -116,8 +121,8 @@ def scale(
         chunk_tokens=chunk_tokens,
         minutes=_positive("--minutes", str(minutes)),
         warm_up_minutes=warm_up,
-        seeds=[parse_count("--seed", word, 0, 2**31 - 1) for word in seed.split(",")],
-        policy=policy,
+        seeds=read_seeds(seed),
+        policy=Settings().eviction if policy is None else policy,
         weight=weight,
         temperature=temperature,
         closed_loop=not open_loop,
@@ -136,6 +141,10 @@ def scale(
     table = cluster_report.render(plan, rows)
     save, draw = partial(cluster_report.save, plan, rows), partial(cluster_picture.draw, rows)
     conclude(table, save, draw, json_file, plot)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
 
 
 def _positive(option: str, text: str) -> float:

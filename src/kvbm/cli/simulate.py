@@ -13,6 +13,7 @@ from kvbm.errors import SettingsError
 
 if TYPE_CHECKING:
     from kvbm.sim.machine import Machine
+    from kvbm.sim.offloads import DiskRules
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -99,7 +100,22 @@ OpenLoop = Annotated[
     bool, typer.Option("--open-loop", help="Users do not wait for answers, but come as recorded.")
 ]
 Admission = Annotated[
-    str, typer.Option(metavar="NAME", help="What enters the disk: `filter` (what is used again) or `all`.")
+    str,
+    typer.Option(
+        metavar="NAME", help="What enters the disk: `filter` (what is used again), `all`, or `ghost`."
+    ),
+]
+Write = Annotated[
+    str,
+    typer.Option(
+        metavar="WHEN",
+        help="When disk is written: `through`, as soon as host memory has a block, or on `eviction`, when it is about "
+        "to give it up. Both, to compare: through,eviction.",
+    ),
+]
+WriteBudget = Annotated[
+    str | None,
+    typer.Option("--write-budget", metavar="SIZE", help="Most bytes written to disk in 24 hours."),
 ]
 PrefillRate = Annotated[
     float, typer.Option("--prefill-tokens-per-s", metavar="N", help="How fast the engine computes prompts.")
@@ -112,7 +128,9 @@ HostRate = Annotated[str, typer.Option("--host-bandwidth", metavar="SIZE", help=
 ReadRate = Annotated[str, typer.Option("--disk-read", metavar="SIZE", help="Disk → host, a second.")]
 WriteRate = Annotated[str, typer.Option("--disk-write", metavar="SIZE", help="Host → disk, a second.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates into a PNG.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates, or times, into a PNG.")
+]
 
 
 @app.command(epilog=_EXAMPLES)
@@ -134,6 +152,8 @@ def simulate(
     times: WithTimes = False,
     open_loop: OpenLoop = False,
     admission: Admission = "filter",
+    write: Write = "through",
+    write_budget: WriteBudget = None,
     prefill_tokens_per_s: PrefillRate = 30_000.0,
     attention_tokens: Attention = 30_000.0,
     host_bandwidth: HostRate = "50GB",
@@ -163,14 +183,14 @@ def simulate(
         policies=parse_policies(policy, timed),
         host=parse_sizes("--host", host),
         disk=parse_sizes("--disk", disk) if disk is not None else [],
-        seeds=_seeds(seed),
+        seeds=read_seeds(seed),
         reading=ReadOptions(chunk_tokens, 0, session_hours, time_scale, limit),
         bytes_per_token=read_bytes_per_token(bytes_per_token, model),
         sample=sample,
         halves=halves,
         curve=curve or plot is not None,
         machine=read_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
-        admission=admission,
+        rules=[read_disk_rules(admission, word.strip(), write_budget) for word in write.split(",")],
         closed_loop=not open_loop,
     )
     plan.check()
@@ -180,7 +200,8 @@ def simulate(
     conclude(table, partial(report.save, document), partial(picture.draw, document), json_file, plot)
 
 
-def _seeds(text: str) -> list[int]:
+def read_seeds(text: str) -> list[int]:
+    """The seeds in a comma-separated list. Raises SettingsError."""
     from kvbm.settings.parse import parse_count
 
     return [parse_count("--seed", word, 0, 2**31 - 1) for word in text.split(",")]
@@ -201,6 +222,16 @@ def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
     if count < 1:
         raise SettingsError("--bytes-per-token", size, "at least one byte")
     return count
+
+
+def read_disk_rules(admission: str, write: str, budget: str | None) -> DiskRules:
+    """How blocks get onto the disk, from the options. Raises SettingsError."""
+    from kvbm.settings.parse import parse_size
+    from kvbm.sim.offloads import DiskRules
+
+    rules = DiskRules(admission, write, None if budget is None else parse_size("--write-budget", budget))
+    rules.check()
+    return rules
 
 
 def read_machine(

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.choices import bound_writes, choose_admission, refuse_admission, refuse_eviction
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmissionPolicy, eviction_policies
-from kvbm.policy.admission_registry import admission_policies, make_admission
-from kvbm.policy.write_budget import BLOCKS_PER_DAY_MIN, WriteBudget
+from kvbm.policy import AdmissionPolicy
 from kvbm.settings import (
     Settings,
     admission_name,
@@ -44,14 +43,10 @@ class SpaceTable:
         clock: Clock,
         on_progress: Callable[[Lease], None],
     ) -> None:
-        """Raises SettingsError for an eviction or admission policy that nobody brings."""
+        """Raises SettingsError for an eviction or admission policy that nobody brings, or that cannot be made."""
         assert namespaces_max > 0
-        if settings.eviction not in eviction_policies():
-            accepted = ", ".join(eviction_policies())
-            raise SettingsError("DYN_KVBM_EVICTION", settings.eviction, f"one of: {accepted}")
-        if (admission := admission_name(settings)) not in admission_policies():
-            accepted = ", ".join(admission_policies())
-            raise SettingsError("DYN_KVBM_DISK_ADMISSION", admission, f"one of: {accepted}")
+        refuse_eviction("DYN_KVBM_EVICTION", settings.eviction)
+        refuse_admission("DYN_KVBM_DISK_ADMISSION", admission_name(settings))
         self.settings = settings
         self._namespaces_max = namespaces_max
         self._metrics = metrics
@@ -147,28 +142,25 @@ class SpaceTable:
             if tier
             else "off",
         )
-        return Space(layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options)
+        try:
+            return Space(
+                layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options
+            )
+        except BaseException:  # a policy of somebody else that cannot be made of this size
+            if tier is not None:
+                tier.close(keep=True)
+            arena.close()
+            raise
 
     def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
         """What may enter one namespace's disk tier, within its share of the write budget."""
         settings, share, size = self.settings, self._namespaces_max, layout.block_bytes
         slots, now_s = disk_slots(settings, size) // share, self._clock()
-        try:
-            admission = make_admission(admission_name(settings), max(slots, 1), now_s)
-        except ValueError as error:
-            accepted = f"a policy that can be made ({error})"
-            raise SettingsError("DYN_KVBM_DISK_ADMISSION", settings.disk_admission, accepted) from error
-        if not settings.disk_on or not settings.disk_write_budget_bytes:
-            return admission
-        smallest = BLOCKS_PER_DAY_MIN * size * share
-        if settings.disk_write_budget_bytes < smallest:
-            each = f" for each of {share} namespaces" if share > 1 else ""
-            raise SettingsError(
-                "DYN_KVBM_DISK_WRITE_BUDGET",
-                settings.disk_write_budget_bytes,
-                f"0, or at least {smallest} bytes: {BLOCKS_PER_DAY_MIN} blocks of {size} bytes{each}",
-            )
-        return WriteBudget(admission, settings.disk_write_budget_bytes // share, size, now_s)
+        admission = choose_admission(
+            "DYN_KVBM_DISK_ADMISSION", admission_name(settings), max(slots, 1), now_s
+        )
+        budget = settings.disk_write_budget_bytes if settings.disk_on else 0
+        return bound_writes("DYN_KVBM_DISK_WRITE_BUDGET", budget, admission, size, now_s, share)
 
     def _open_disk(self, namespace: Namespace, layout: BlockLayout) -> SlotTier | None:
         settings, share = self.settings, self._namespaces_max

@@ -153,6 +153,7 @@ class Membership:
             self._engines[hello.engine] = engine
         session.hello = hello
         engine.workers[hello.rank] = session
+        space.arena.touch(hello.shard, hello.numa_node)
         session.send(
             Welcome(
                 version=PROTOCOL_VERSION,

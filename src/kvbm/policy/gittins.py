@@ -16,12 +16,11 @@ from kvbm.policy.candidates import Candidates
 from kvbm.policy.duel import Duel
 from kvbm.policy.features import FIRST_NEW_BLOCKS, RUN_CODES, Place
 from kvbm.policy.history import NOBODY, RunTree, names_of
-from kvbm.policy.learning import KINDS_MAX, Learner
+from kvbm.policy.learning import KINDS_MAX, Fitting, Learner
 from kvbm.policy.turns import TURNS_MAX, Turns
 
 HISTORY_RUNS_MIN = 65_536
 HISTORY_BLOCKS_MIN = 1 << 19
-_FIT_FIRST, _FIT_GROWTH, _FIT_REQUESTS_MAX = 25, 0.15, 400
 _BRANCHES_MAX = 4
 _WEIGHT = array("f", (length**0.4 for length in range(4096)))
 
@@ -51,7 +50,7 @@ class Gittins:
         self._blocks_max = max(history_blocks_min, slot_count // 4)
         self._duel = Duel(slot_count, turns_max)
         self._candidates = Candidates(self._tree, self._learner.model)
-        self._fit_at = _FIT_FIRST
+        self._fitting = Fitting(self._tree, self._turns, self._learner)
 
     # ---- requests
 
@@ -73,8 +72,8 @@ class Gittins:
         hits = slots.index(NOBODY) if NOBODY in slots else len(slots)
         if self._duel.end(lru_hits, hits, len(names), now_s):
             self._candidates.by_last_use(self._duel.lru_decides)
-        if self._turns.latest >= self._fit_at:
-            self._learn(now_s)
+        if self._fitting.step(now_s):
+            self._candidates.expire()
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
         """The length of the output says how likely a next turn is."""
@@ -86,14 +85,12 @@ class Gittins:
             return
         self._candidates.now_s = now_s
         turns.finish(at, output_tokens)
-        run = turns.last_run[at]
+        code, codes, run = turns.code[at] * RUN_CODES, self._learner.codes, turns.last_run[at]
         while run >= 0 and tree.turn[run] == number:
             # What is known now was true from the start. But the model has to know runs as they are known at first
             # as well, and over their whole life: so they count for both kinds.
             early = tree.early_kind[run] = tree.kind[run]
-            tree.kind[run] = self._learner.kind(
-                turns.code[at] * RUN_CODES + self._learner.codes[early] % RUN_CODES
-            )
+            tree.kind[run] = self._learner.kind(code + codes[early] % RUN_CODES)
             tree.used_s[run] = now_s
             self._candidates.offer(run)
             run = tree.parent[run]
@@ -346,37 +343,14 @@ class Gittins:
 
     def _free_tail(self, run: int, most: int, leased: Container[int]) -> int:
         """How many of the run's last blocks may go; the last is known to."""
-        slots, filling = self._tree.slots(run), self._filling
-        count = 1
-        while count < most:
-            slot = slots[-1 - count]
+        filling, count = self._filling, 1
+        for slot in self._tree.slots(run)[-2 : -most - 1 : -1]:
             if slot in leased or slot in filling:
                 break
             count += 1
         return count
 
-    # ---- learning and forgetting
-
-    def _learn(self, now_s: float) -> None:
-        """Fit the model to what was observed; `_FIT_GROWTH` more requests until the next time."""
-        tree = self._tree
-        weights = np.frombuffer(tree.weight, np.float32)
-        waiting = np.flatnonzero(weights)
-        weights = weights[waiting]
-        kinds = np.frombuffer(tree.kind, np.int32)[waiting].astype(np.int64)
-        ages_s = now_s - np.frombuffer(tree.used_s)[waiting]
-        early_kinds = np.frombuffer(tree.early_kind, np.int32)[waiting].astype(np.int64)
-        both = early_kinds >= 0
-        at = np.frombuffer(tree.turn, np.int32)[waiting][both] % self._turns.capacity
-        early_ages_s = now_s - np.frombuffer(self._turns.arrived_s)[at]
-        self._learner.fit(
-            np.append(kinds, early_kinds[both]),
-            np.append(ages_s, early_ages_s),
-            np.append(weights, weights[both]),
-        )
-        self._candidates.expire()
-        latest = self._turns.latest
-        self._fit_at = latest + max(_FIT_FIRST, min(_FIT_REQUESTS_MAX, int(latest * _FIT_GROWTH)))
+    # ---- forgetting
 
     def _surplus(self, share: float) -> bool:
         """More is remembered, beyond what is resident, than this share of what may be."""

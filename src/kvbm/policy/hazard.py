@@ -34,8 +34,11 @@ BIN_COUNT = len(EDGES_S)
 _WIDTH_S = np.diff(np.append(EDGES_S, 2 * EDGES_S[-1]))
 _HALF_WIDTH_S = _WIDTH_S / 2
 _OCTAVE = np.unique(np.log2(np.maximum(EDGES_S, 1)).astype(int).clip(max=13), return_inverse=True)[1]
-_OCTAVE_STARTS = np.flatnonzero(np.diff(_OCTAVE, prepend=-1))
+# The leading 16 bits of a float say its octave and the 16th of that it lies in, where one bin ends at most.
+_FIRST_BIN = np.searchsorted(EDGES_S, (np.arange(1 << 15) << 48).view(np.float64), side="right") - 1
+_ENDS_S = np.append(EDGES_S[1:], np.inf)
 _OCTAVES = int(_OCTAVE[-1]) + 1
+_OCTAVE_BINS = [slice(*np.searchsorted(_OCTAVE, (octave, octave + 1))) for octave in range(_OCTAVES)]
 
 PRIOR_HAZARD = 0.01
 _KAPPA_BASE = 3.0
@@ -50,19 +53,22 @@ class HazardModel:
     """Exposure and events by kind and age bin, the fit, and the indices that follow from it.
 
     `sizes[f]` is the number of values of feature f, `by_age` the features whose factor differs by age too.
-    Kinds are rows, added by `add_kind`. Memory: 430 bytes a kind for the sums and as much again for the indices.
+    Kinds are rows, added by `add_kind`. A fit is `begin_fit`, `waiting` for all runs that wait to be used, in as many
+    calls as one likes, and `fit`. Memory: 430 bytes a kind for the sums, 300 for the indices, and 220 during a fit.
     """
 
     def __init__(self, sizes: Sequence[int], by_age: Sequence[int]) -> None:
         self._by_age = tuple(by_age)
         self._base = np.full(BIN_COUNT, PRIOR_HAZARD)
         self._factor = [np.ones(size) for size in sizes]
-        self._factor_by_age = {f: np.ones((sizes[f], _OCTAVES)) for f in by_age}
+        self._factor_by_age = {f: np.ones((_OCTAVES, sizes[f])) for f in by_age}
         self._values = np.zeros((0, len(sizes)), np.int16)
         self._events: Floats = np.zeros((0, BIN_COUNT), np.float32)
         self._left: Floats = np.zeros((0, BIN_COUNT + 1), np.float32)
         self._index: Floats = np.zeros((0, BIN_COUNT), np.float32)
         self._product: Floats = np.ones((0, _OCTAVES), np.float32)
+        # By bin and kind, for the fit that has begun: what left there, so far.
+        self._leaving: Floats = np.zeros((BIN_COUNT + 1, 0), np.float32)
         self.kind_count = 0
 
     def add_kind(self, values: Sequence[int]) -> int:
@@ -80,7 +86,7 @@ class HazardModel:
         for feature, value in enumerate(values):
             product *= self._factor[feature][value]
             if feature in self._factor_by_age:
-                product *= self._factor_by_age[feature][value]
+                product *= self._factor_by_age[feature][:, value]
         self._product[kind] = product
         self.kind_count = kind + 1
         return kind
@@ -103,57 +109,67 @@ class HazardModel:
 
     # ---- fit
 
-    def fit(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
-        """Learn from everything observed; the arguments are the runs that wait to be used now."""
-        count = self.kind_count
-        left = self._left[:count].copy()
-        np.add.at(left, (kinds, bins_of(ages_s)), weights)
-        # What left in bin b was there at the start of every bin before b.
-        exposure = left[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
-        np.maximum(exposure, 0, out=exposure)
-        events = self._events[:count]
-        events_octave = np.add.reduceat(events, _OCTAVE_STARTS, axis=1)
-        values = self._values[:count]
-        product = self._product[:count] = self._factors(values)
-        for _ in range(_PASSES):
-            expected = exposure * product[:, _OCTAVE]
-            total = expected.sum(axis=0)
-            self._base = (events.sum(axis=0) + _KAPPA_BASE) / (total + _KAPPA_BASE / PRIOR_HAZARD)
-            expected *= self._base.astype(np.float32)
-            octaves = np.add.reduceat(expected, _OCTAVE_STARTS, axis=1)
-            self._fit_factors(values, octaves, events_octave)
-            product = self._factors(values)
-        rest = (events_octave + _KAPPA_REST) / (octaves + _KAPPA_REST)
-        self._product[:count] = product * rest
-        self._index[:count] = np.nan
+    def begin_fit(self) -> None:
+        """Learn from everything observed so far, once `waiting` has been told of the runs that wait to be used."""
+        self._leaving = np.ascontiguousarray(self._left[: self.kind_count].T)
 
-    def _fit_factors(self, values: NDArray[np.int16], expected: Floats, events: Floats) -> None:
-        """One pass over all factors; `expected` and `events` per kind and octave, `expected` is kept up to date."""
-        by_kind = events.sum(axis=1)
+    def waiting(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
+        """Runs of these kinds have waited so long to be used again. Kinds added since `begin_fit` are left out."""
+        known = kinds < self._leaving.shape[1]
+        np.add.at(self._leaving, (bins_of(ages_s[known]), kinds[known]), weights[known])
+
+    def fit(self) -> None:
+        """Fit the factors. All sums are kept by bin (or octave) and kind, so that a step is one over all kinds."""
+        leaving, self._leaving = self._leaving, self._leaving[:, :0]
+        # What left in bin b was there at the start of every bin before b.
+        for later in range(BIN_COUNT, 0, -1):
+            leaving[later - 1] += leaving[later]
+        exposure = np.maximum(leaving[1:], 0)
+        count = exposure.shape[1]
+        events = np.ascontiguousarray(self._events[:count].T)
+        events_octave = _by_octave(events)
+        values = self._values[:count].T.astype(np.int64)
+        product = self._factors(values)
+        for _ in range(_PASSES):
+            expected = exposure * product[_OCTAVE]
+            self._base = (events.sum(axis=1) + _KAPPA_BASE) / (
+                expected.sum(axis=1) + _KAPPA_BASE / PRIOR_HAZARD
+            )
+            expected *= self._base.astype(np.float32)[:, None]
+            expected_octave = _by_octave(expected)
+            self._fit_factors(values, expected_octave, events_octave)
+            product = self._factors(values)
+        rest = (events_octave + _KAPPA_REST) / (expected_octave + _KAPPA_REST)
+        self._product[:count] = (product * rest).T
+        self._index[:] = np.nan
+
+    def _fit_factors(self, values: Ints, expected: Floats, events: Floats) -> None:
+        """One pass over all factors; `expected` and `events` per octave and kind, `expected` is kept up to date."""
+        by_kind = events.sum(axis=0)
         for feature, factor in enumerate(self._factor):
-            of = values[:, feature]
-            there = np.bincount(of, expected.sum(axis=1), len(factor))
+            of = values[feature]
+            there = np.bincount(of, expected.sum(axis=0), len(factor))
             new = (np.bincount(of, by_kind, len(factor)) + _KAPPA) / (there / factor + _KAPPA)
-            expected *= (new / factor).astype(np.float32)[of, None]
+            expected *= (new / factor).astype(np.float32).take(of)
             self._factor[feature] = new
-        octaves = np.arange(_OCTAVES)
+        octaves = np.arange(_OCTAVES)[:, None]
         for feature, factor in self._factor_by_age.items():
-            of = values[:, feature]
-            cells = (of[:, None].astype(np.int64) * _OCTAVES + octaves).ravel()
+            of = values[feature]
+            cells = (of + octaves * factor.shape[1]).ravel()
             there = np.bincount(cells, expected.ravel(), factor.size).reshape(factor.shape)
             seen = np.bincount(cells, events.ravel(), factor.size).reshape(factor.shape)
             new = (seen + _KAPPA_OCTAVE) / (there / factor + _KAPPA_OCTAVE)
-            expected *= (new / factor).astype(np.float32)[of]
+            expected *= (new / factor).astype(np.float32).take(of, axis=1)
             self._factor_by_age[feature] = new
 
-    def _factors(self, values: NDArray[np.int16]) -> Floats:
-        """The product of all factors, per kind and octave."""
-        alone = np.ones(len(values))
+    def _factors(self, values: Ints) -> Floats:
+        """The product of all factors, per octave and kind."""
+        alone = np.ones(values.shape[1])
         for feature, factor in enumerate(self._factor):
-            alone *= factor[values[:, feature]]
-        product = np.repeat(alone[:, None], _OCTAVES, axis=1)
+            alone *= factor.take(values[feature])
+        product = np.repeat(alone[None, :], _OCTAVES, axis=0)
         for feature, factor in self._factor_by_age.items():
-            product *= factor[values[:, feature]]
+            product *= factor.take(values[feature], axis=1)
         return product.astype(np.float32)
 
     # ---- worth
@@ -205,6 +221,13 @@ class HazardModel:
         self._index[kinds, bins] = ratio.max(axis=1)
 
 
+def _by_octave(by_bin: Floats) -> Floats:
+    """Sums over the bins of each octave."""
+    return np.stack([by_bin[bins].sum(axis=0) for bins in _OCTAVE_BINS])
+
+
 def bins_of(ages_s: Floats) -> Ints:
-    """The age bin of each age in seconds."""
-    return np.searchsorted(EDGES_S, ages_s, side="right") - 1
+    """The age bin of each age in seconds, none of which is below 0."""
+    bins = _FIRST_BIN.take(ages_s.view(np.int64) >> 48)
+    bins += ages_s >= _ENDS_S.take(bins)
+    return bins

@@ -198,8 +198,9 @@ class RunTree:
         """The run's next blocks that are not resident are, in these slots."""
         at = self.start[run] + self.resident[run]
         self.log_slots[at : at + len(slots)] = array("i", slots)
+        run_of = self.run_of
         for slot in slots:
-            self.run_of[slot] = run
+            run_of[slot] = run
         if not self.resident[run]:
             self.resident_runs += 1
             if self.parent[run] >= 0:
@@ -212,8 +213,9 @@ class RunTree:
         end = self.start[run] + self.resident[run]
         gone = self.log_slots[end - count : end]
         gone.reverse()
+        run_of = self.run_of
         for slot in gone:
-            self.run_of[slot] = NOBODY
+            run_of[slot] = NOBODY
         self.resident[run] -= count
         self.resident_blocks -= count
         if not self.resident[run]:
@@ -312,15 +314,15 @@ class RunTree:
     def _new_run(self) -> int:
         if self._free:
             run = self._free.pop()
+            for field in self._fields:
+                field[run] = 0
+            self.weight[run] = 0.0
         else:
             run = len(self.start)
             for field in self._fields:
                 field.append(0)
             self.used_s.append(0.0)
             self.weight.append(0.0)
-        for field in self._fields:
-            field[run] = 0
-        self.weight[run] = 0.0
         self.parent[run] = self.child[run] = self.next[run] = self.previous[run] = NOBODY
         self.early_kind[run] = NOBODY
         return run

@@ -1,4 +1,4 @@
-"""Kinds of runs by code, and what was observed of them since the model was fitted last."""
+"""Kinds of runs by code, what was observed of them since the model was fitted last, and when it is fitted again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import numpy as np
 
 from kvbm.policy import features
 from kvbm.policy.hazard import Floats, HazardModel, Ints
+from kvbm.policy.history import RunTree
+from kvbm.policy.turns import Turns
 
 KINDS_MAX = 4096
+_FIT_FIRST, _FIT_GROWTH, _FIT_REQUESTS_MAX = 25, 0.15, 400
+_RUNS_PER_STEP = 1 << 15
+_RUNS_PER_REQUEST = 128
 
 
 class Observations:
@@ -55,12 +60,12 @@ class Learner:
         kind = self._kinds.get(code)
         return self._new_kind(code) if kind is None else kind
 
-    def fit(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
-        """Fit the model to all that was observed; the arguments are the runs that wait to be used now."""
+    def begin_fit(self) -> None:
+        """Hand the model all that was observed; it is fitted once it has been told what waits to be used now."""
         self.model.used(*self.used.take())
         self.model.left(*self.left.take())
         self.model.joined(*self.joined.take())
-        self.model.fit(kinds, ages_s, weights)
+        self.model.begin_fit()
 
     def _new_kind(self, code: int) -> int:
         if len(self.codes) >= self._kinds_max:
@@ -71,3 +76,56 @@ class Learner:
         kind = self._kinds[code] = self.model.add_kind(features.values_of(code))
         self.codes.append(code)
         return kind
+
+
+class Fitting:
+    """Fits the model of `learner` now and then to the runs of `tree`, in steps, one with each request.
+
+    A step counts the runs that wait to be used, up to `runs_per_step`, and the last one fits: no request pays for
+    more than some milliseconds. What changes while a long count goes on is counted as it was or as it becomes.
+    """
+
+    def __init__(
+        self, tree: RunTree, turns: Turns, learner: Learner, runs_per_step: int = _RUNS_PER_STEP
+    ) -> None:
+        self._tree = tree
+        self._turns = turns
+        self._learner = learner
+        self._runs_per_step = runs_per_step
+        self._due_request = _FIT_FIRST
+        self._counted = 0
+
+    def step(self, now_s: float) -> bool:
+        """Go on with a fit that is due; True when the model has changed."""
+        if self._turns.latest < self._due_request:
+            return False
+        if not self._counted:
+            self._learner.begin_fit()
+        end = self._counted + self._runs_per_step
+        self._count(slice(self._counted, end), now_s)
+        if end < len(self._tree.start):
+            self._counted = end
+            return False
+        self._learner.model.fit()
+        self._counted = 0
+        latest, runs = self._turns.latest, len(self._tree.start)
+        # The more is known the less a request changes, and counting many runs has to pay.
+        requests = min(max(_FIT_REQUESTS_MAX, runs // _RUNS_PER_REQUEST), int(latest * _FIT_GROWTH))
+        self._due_request = latest + max(_FIT_FIRST, requests)
+        return True
+
+    def _count(self, runs: slice, now_s: float) -> None:
+        """Tell the model of those of the runs that wait: by what is known of them now, and by what was at first."""
+        tree = self._tree
+        weights = np.frombuffer(tree.weight, np.float32)[runs]
+        waiting = np.flatnonzero(weights)
+        weights = weights[waiting]
+        kinds = np.frombuffer(tree.kind, np.int32)[runs][waiting].astype(np.int64)
+        ages_s = now_s - np.frombuffer(tree.used_s)[runs][waiting]
+        early_kinds = np.frombuffer(tree.early_kind, np.int32)[runs][waiting].astype(np.int64)
+        early = np.flatnonzero(early_kinds >= 0)
+        at = np.frombuffer(tree.turn, np.int32)[runs][waiting[early]] % self._turns.capacity
+        early_ages_s = now_s - np.frombuffer(self._turns.arrived_s)[at]
+        model = self._learner.model
+        model.waiting(kinds, ages_s, weights)
+        model.waiting(early_kinds[early], early_ages_s, weights[early])

@@ -22,8 +22,11 @@ INEFFECTIVE: tuple[Ineffective, ...] = (
     Ineffective("DYN_KVBM_LEADER_ZMQ_HOST", _UNIX_SOCKET),
     Ineffective("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _UNIX_SOCKET),
     Ineffective("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined", switch=True),
-    Ineffective("DYN_KVBM_ENABLE_NUMA", "the kernel places host memory", switch=True),
-    Ineffective("DYN_MEMORY_DISABLE_NUMA", "the kernel places host memory", switch=True),
+    Ineffective(
+        "DYN_KVBM_ENABLE_NUMA",
+        "host memory lies next to the GPU unless DYN_MEMORY_DISABLE_NUMA is set",
+        switch=True,
+    ),
     Ineffective("DYN_KVBM_NCCL_MLA_MODE", "KV that all ranks hold alike is kept once", switch=True),
     Ineffective("DYN_KVBM_NCCL_MAX_CTAS", "no NCCL broadcast is used"),
     Ineffective("DYN_KVBM_ENABLE_RECORD", "leader actions are not recorded", switch=True),

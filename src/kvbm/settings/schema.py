@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     offload_mode: str = "eager"
     cuda_copy: str = "auto"
     kv_layout: str = "engine"
+    numa: bool = True
     staging_bytes: int = 512_000_000
     max_concurrent_transfers: int = 4
     max_transfer_batch_size: int = 16
@@ -259,6 +260,14 @@ SCHEMA: tuple[Setting, ...] = (
         "its attention can read that (vLLM from 0.29 on)",
         choices=("engine", "block"),
         ours=True,
+    ),
+    Setting(
+        "numa",
+        "DYN_MEMORY_DISABLE_NUMA",
+        "",
+        Kind.SWITCH,
+        "place each rank's host memory next to its GPU",
+        inverted=True,
     ),
     Setting(
         "staging_bytes",

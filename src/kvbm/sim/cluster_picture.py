@@ -1,14 +1,16 @@
-"""Draws the rows of `cluster_study`: hits, times and network by nodes, a line for each router and remote tier."""
+"""Draws the rows of `cluster_study`: hits, times and network by nodes, a line for each router and remote tier.
+
+Where there is one number of nodes and several loads, by load; where there are several of both, each load has its lines.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbm.sim.cluster_study import ScaleRow
-from kvbm.sim.drawing import FAINT, GRID, STYLE, find_pyplot
+from kvbm.sim.drawing import STYLE, find_pyplot, plain_axes, save_figure
 
 COLOURS = {
     ("random", "private"): "#c2255c",
@@ -16,7 +18,13 @@ COLOURS = {
     ("kv", "private"): "#2f6fde",
     ("kv", "shared"): "#0f9d76",
 }
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+"""A kind of line for each load, where there are several."""
 OTHER_COLOURS = ("#8a8f98", "#9c36b5", "#0b7285", "#5c940d", "#d9480f", "#22262e")
+
+
+Line = tuple[str, str, float | None]
+"""Router, remote tier, and the load where it tells lines apart."""
 
 
 def draw(rows: Sequence[ScaleRow], path: Path) -> bool:
@@ -33,10 +41,12 @@ def draw(rows: Sequence[ScaleRow], path: Path) -> bool:
         _panel(hits, rows, "Blocks that hit", "host memory and remote tier, dotted: on paper", _hits)
         _panel(times, rows, "Time to first token, p99", "seconds", lambda row: row.ttft_p99_s)
         _panel(network, rows, "Read from the remote tier", "GB/s, mean node", _read)
+        colours, across = _colours(rows), _across(rows)
         for line in _series(rows):
-            points = [(row.nodes, 100 * row.paper_all) for row in rows if (row.router, row.remote) == line]
-            colour = _colours(rows)[line]
-            hits.plot(*zip(*points, strict=True), color=colour, linewidth=1.2, linestyle=(0, (1, 2)))
+            points = [(across(row), 100 * row.paper_all) for row in _of(line, rows)]
+            hits.plot(
+                *zip(*points, strict=True), color=colours[line[:2]], linewidth=1.2, linestyle=(0, (1, 2))
+            )
         hits.yaxis.set_major_formatter(lambda rate, _: f"{rate:g} %")
         times.set_yscale("log")
         times.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -49,11 +59,8 @@ def draw(rows: Sequence[ScaleRow], path: Path) -> bool:
         for axes in (hits, network):
             axes.set_ylim(bottom=0)
         handles, labels = hits.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center", frameon=False)
-        draft = path.with_name(f".{path.name}.tmp")
-        figure.savefig(draft, format="png")
-        pyplot.close(figure)
-    os.replace(draft, path)
+        figure.legend(handles, labels, loc="outside right center", frameon=False, handlelength=3.4)
+        save_figure(figure, path)
     return True
 
 
@@ -68,31 +75,51 @@ def _read(row: ScaleRow) -> float:
 def _panel(
     axes: Any, rows: Sequence[ScaleRow], title: str, note: str, value: Callable[[ScaleRow], float]
 ) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.set_title(title, pad=22)
-    axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=9, color=FAINT)
-    for line, colour in _colours(rows).items():
-        points = [(row.nodes, value(row)) for row in rows if (row.router, row.remote) == line]
-        name = f"{line[0]}, {line[1]} remote tier" if line[1] != "none" else line[0]
+    plain_axes(axes, "y", title, note)
+    colours, across = _colours(rows), _across(rows)
+    loads = list(dict.fromkeys(line[2] for line in _series(rows)))
+    for line in _series(rows):
+        router, remote, load = line
+        points = [(across(row), value(row)) for row in _of(line, rows)]
+        name = f"{router}, {remote} remote tier" if remote != "none" else router
         axes.plot(
-            *zip(*points, strict=True), color=colour, marker="o", markersize=4.5, linewidth=2.0, label=name
+            *zip(*points, strict=True),
+            color=colours[router, remote],
+            linestyle=DASHES[loads.index(load) % len(DASHES)],
+            marker="o",
+            markersize=4.5,
+            linewidth=2.0,
+            label=name if load is None else f"{name}, load {load:g}",
         )
-    counts = sorted({row.nodes for row in rows})
-    axes.set_xscale("log")
-    axes.set_xticks(counts, [f"{count:,}" for count in counts])
+    places = sorted({across(row) for row in rows})
+    if not _by_load(rows):
+        axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:,g}" for place in places])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("nodes")
+    axes.set_xlabel("load" if _by_load(rows) else "nodes")
 
 
-def _series(rows: Sequence[ScaleRow]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row.router, row.remote) for row in rows))
+def _by_load(rows: Sequence[ScaleRow]) -> bool:
+    return len({row.nodes for row in rows}) == 1 < len({row.wanted_load for row in rows})
+
+
+def _across(rows: Sequence[ScaleRow]) -> Callable[[ScaleRow], float]:
+    """What a row's place from left to right is."""
+    return (lambda row: row.wanted_load) if _by_load(rows) else (lambda row: row.nodes)
+
+
+def _series(rows: Sequence[ScaleRow]) -> list[Line]:
+    by_load = len({row.wanted_load for row in rows}) > 1 and not _by_load(rows)
+    return list(dict.fromkeys((row.router, row.remote, row.wanted_load if by_load else None) for row in rows))
+
+
+def _of(line: Line, rows: Sequence[ScaleRow]) -> list[ScaleRow]:
+    return [
+        row for row in rows if (row.router, row.remote) == line[:2] and line[2] in (None, row.wanted_load)
+    ]
 
 
 def _colours(rows: Sequence[ScaleRow]) -> dict[tuple[str, str], str]:
-    lines = _series(rows)
-    spare = iter(OTHER_COLOURS * len(lines))
-    return {line: COLOURS[line] if line in COLOURS else next(spare) for line in lines}
+    kinds = list(dict.fromkeys((row.router, row.remote) for row in rows))
+    spare = iter(OTHER_COLOURS * len(kinds))
+    return {kind: COLOURS[kind] if kind in COLOURS else next(spare) for kind in kinds}

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvbm.sim.cluster_study import ScalePlan, ScaleRow
+from kvbm.sim.cluster_study import SEEDED_NODES_MAX, ScalePlan, ScaleRow
 
 OVERLOAD = 0.95
 
@@ -46,19 +46,32 @@ def render(plan: ScalePlan, rows: Sequence[ScaleRow]) -> RenderableType:
         last = (row.wanted_load, row.nodes)
         table.add_row(f"{row.wanted_load:g}", f"{row.nodes:,}", row.router, row.remote, *_cells(row))
     kind = "of all nodes together" if plan.total_load is not None else "of each node"
+    seeds = f"seed {plan.seeds[0]}" if len(plan.seeds) == 1 else f"seeds {', '.join(map(str, plan.seeds))}"
+    if len(plan.seeds) > 1 and max(plan.nodes) > SEEDED_NODES_MAX:
+        seeds += f" ({SEEDED_NODES_MAX + 1} nodes and more: {plan.seeds[0]})"
     note = (
-        f"{plan.minutes:g} minutes after {plan.warm_up_minutes:g} minutes of warm-up; load: prefill {kind} if nothing "
-        f"was cached; policy {plan.policy}; host memory {plan.host} and remote {plan.remote_size} a node; network "
-        f"{plan.network_bytes_per_s / 1e9:g} GB/s a node; seeds {', '.join(map(str, plan.seeds))} "
-        f"(64 nodes and more: {plan.seeds[0]})"
+        f"{rows[0].measured_s / 60:.3g} minutes after {rows[0].warm_up_s / 60:.3g} of warm-up; load: prefill {kind} if "
+        f"nothing was cached; policy {plan.policy}; host memory {plan.host} and remote {plan.remote_size} a node; "
+        f"network {plan.network_bytes_per_s / 1e9:g} GB/s a node; {seeds}"
     )
     lines: list[RenderableType] = [table, Text(note + "\n", style="dim")]
+    asked_s = 60.0 * (plan.minutes + plan.warm_up_minutes)
+    if rows[0].measured_s + rows[0].warm_up_s < asked_s - 1.0:
+        lines.append(
+            Text(f"the trace is shorter than the {asked_s / 60:g} minutes asked for", style="yellow")
+        )
+    if not all(row.requests for row in rows):
+        lines.append(
+            Text("-: no request came in the minutes that count; try more of them (--minutes)", style="yellow")
+        )
     if any(row.load > OVERLOAD for row in rows):
         lines.append(Text(f"load left above {OVERLOAD}: those nodes cannot keep up", style="yellow"))
     return Group(*lines)
 
 
 def _cells(row: ScaleRow) -> list[str]:
+    if not row.requests:
+        return ["-"] * len(_HEADINGS)
     return [
         f"{row.host_hit_rate:.1%}",
         f"{row.paper_host:.1%}",

@@ -66,6 +66,9 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not 0.0 <= number < float("inf"):
                 raise SettingsError(option, number, "a number, 0 or above")
+        for option, text in (("--host", self.host), ("--remote-size", self.remote_size)):
+            if len(parse_sizes(option, text)) > 1:
+                raise SettingsError(option, text, "one size; a call for each to compare")
         if self.bytes_per_token < 1:
             raise SettingsError("--bytes-per-token", self.bytes_per_token, "at least one byte")
         if self.trace != SYNTHETIC and not Path(self.trace).exists():
@@ -75,6 +78,7 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
 class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     """One cluster. Rates are shares of the blocks asked for, times are seconds, loads are for the mean node.
 
+    Counted were `measured_s` seconds after `warm_up_s`, less than asked for where the trace is shorter.
     `offered_load`: prefill without a cache of what arrived; `load`: prefill that was left; `imbalance`: the busiest
     node over the mean one. `read` and `written`: remote tier, bytes a second of the mean node. The last two are what
     paper says: `paper_host` for this router in host memory, `paper_all` with the remote tier.
@@ -86,6 +90,8 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     remote: str
     wanted_load: float
     seeds: int
+    warm_up_s: float
+    measured_s: float
     requests: int
     host_hit_rate: float
     hit_rate: float
@@ -122,7 +128,8 @@ def _at(plan: ScalePlan, trace: Trace, nodes: int, wanted: float, seed: int, wat
     copies = per_node / trace_load(trace, machine)
     seconds = 60.0 * (plan.warm_up_minutes + plan.minutes)
     traffic = Traffic(trace, copies * nodes, seconds, seed, plan.closed_loop)
-    warm_up_s = min(60.0 * plan.warm_up_minutes, traffic.seconds / 2)
+    # A trace that is shorter than asked for is divided in the same proportion.
+    warm_up_s = 60.0 * plan.warm_up_minutes * min(1.0, traffic.seconds / seconds)
     worth = min(nodes, PAPER_NODES)
     sample = traffic
     if worth < nodes:
@@ -152,11 +159,8 @@ def _at(plan: ScalePlan, trace: Trace, nodes: int, wanted: float, seed: int, wat
             spread = nodes if router in ("random", "round-robin", "least-loaded") else 1
             paper_host = on_paper[spread, host]
             paper_all = on_paper[1 if remote is Remote.SHARED else spread, below]
-            rows.append(
-                _row(trace.name, shape, router, wanted, result, paper_host, max(paper_host, paper_all))
-                if remote is not Remote.NONE
-                else _row(trace.name, shape, router, wanted, result, paper_host, paper_host)
-            )
+            paper_all = paper_host if remote is Remote.NONE else max(paper_host, paper_all)
+            rows.append(_row(trace.name, shape, router, wanted, result, (paper_host, paper_all), warm_up_s))
     return rows
 
 
@@ -180,8 +184,8 @@ def _row(
     router: str,
     wanted: float,
     result: ClusterRun,
-    paper_host: float,
-    paper_all: float,
+    paper: tuple[float, float],
+    warm_up_s: float,
 ) -> ScaleRow:
     waits = result.ttft_s
     return ScaleRow(
@@ -191,6 +195,8 @@ def _row(
         remote=shape.remote.value,
         wanted_load=wanted,
         seeds=1,
+        warm_up_s=warm_up_s,
+        measured_s=result.seconds,
         requests=len(waits),
         host_hit_rate=result.host_hit_rate,
         hit_rate=result.hit_rate,
@@ -203,8 +209,8 @@ def _row(
         imbalance=result.imbalance,
         read_bytes_per_s=result.read_bytes_per_s,
         written_bytes_per_s=result.written_bytes_per_s,
-        paper_host=paper_host,
-        paper_all=paper_all,
+        paper_host=paper[0],
+        paper_all=paper[1],
     )
 
 

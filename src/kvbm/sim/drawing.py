@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 INK, FAINT, GRID = "#22262e", "#6b7280", "#e7e9ed"
@@ -30,3 +32,24 @@ def find_pyplot() -> Any | None:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def plain_axes(axes: Any, grid_axis: str, title: str, note: str) -> None:
+    """Axes without frame and ticks: a grid (`x`, `y` or `both`), a title, and a smaller note below it."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis=grid_axis, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, which="both")
+    axes.set_title(title, pad=22)
+    axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=9, color=FAINT)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write the PNG, whole or not at all, and forget the figure."""
+    from matplotlib import pyplot
+
+    draft = path.with_name(f".{path.name}.tmp")
+    figure.savefig(draft, format="png", facecolor="white")
+    pyplot.close(figure)
+    os.replace(draft, path)

@@ -14,6 +14,8 @@ class Events:
     """A queue of calls by time; those of the same time are made in the order in which they were asked for."""
 
     def __init__(self) -> None:
+        self.now_s = 0.0
+        """When the latest call was due."""
         self._waiting: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
 
@@ -25,5 +27,5 @@ class Events:
     def pass_until(self, now_s: float) -> None:
         """Make all calls that are due by then, those that they ask for included."""
         while self._waiting and self._waiting[0][0] <= now_s:
-            when_s, _, call = heapq.heappop(self._waiting)
-            call(when_s)
+            self.now_s, _, call = heapq.heappop(self._waiting)
+            call(self.now_s)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbm.sim import optimum
-from kvbm.sim.drawing import FAINT, GRID, STYLE, find_pyplot
+from kvbm.sim.drawing import FAINT, STYLE, find_pyplot, plain_axes, save_figure
+from kvbm.sim.offloads import WRITES
 from kvbm.sim.report import Curve, Document, TraceFacts
-from kvbm.sim.study import BASELINE, HitRow, averaged
+from kvbm.sim.study import BASELINE, HitRow, TimeRow, averaged
 
 COLOURS = {
     "lru": "#8a8f98",
@@ -25,6 +25,8 @@ COLOURS = {
 """A policy has its colour in every picture; `OTHER_COLOURS` are for those that packages bring."""
 OTHER_COLOURS = ("#c2255c", "#5c940d", "#1098ad", "#862e9c")
 PANEL_IN, HEIGHT_IN, DPI = 7.4, 5.4, 150
+BAR_IN, BARS_BESIDE_IN = 0.36, 1.1
+"""Of a picture of bars: the height of each with its gap, and of what is above and below them all."""
 
 
 def draw(document: Document, path: Path) -> bool:
@@ -34,11 +36,15 @@ def draw(document: Document, path: Path) -> bool:
         return False
     names = list(dict.fromkeys(trace.name for trace in document.traces))
     panel = _times_panel if document.times else _hits_panel
+    bars = max(
+        (len(averaged([row for row in document.times if row.trace == name])) for name in names), default=0
+    )
+    height_in = max(HEIGHT_IN, BARS_BESIDE_IN + BAR_IN * bars)
     with pyplot.rc_context(STYLE):
         figure, panels = pyplot.subplots(
             1,
             len(names),
-            figsize=(PANEL_IN * len(names), HEIGHT_IN),
+            figsize=(PANEL_IN * len(names), height_in),
             dpi=DPI,
             facecolor="white",
             squeeze=False,
@@ -46,27 +52,14 @@ def draw(document: Document, path: Path) -> bool:
         )
         for axes, name in zip(panels[0], names, strict=True):
             panel(axes, document, next(trace for trace in document.traces if trace.name == name))
-        draft = path.with_name(f".{path.name}.tmp")
-        figure.savefig(draft, format="png")
-        pyplot.close(figure)
-    os.replace(draft, path)
+        save_figure(figure, path)
     return True
-
-
-def _plain_axes(axes: Any, grid_axis: str, title: str, note: str) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.grid(axis=grid_axis, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.set_title(title, pad=22)
-    axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=9, color=FAINT)
 
 
 def _hits_panel(axes: Any, document: Document, trace: TraceFacts) -> None:
     rows = averaged([row for row in document.hit_rates if row.trace == trace.name])
     note = f"dotted: all repeated blocks, {trace.repeated_rate:.1%} of {trace.accesses:,}"
-    _plain_axes(axes, "y", f"Hit rate: {trace.name}", note)
+    plain_axes(axes, "y", f"Hit rate: {trace.name}", note)
     axes.axhline(100 * trace.repeated_rate, color=FAINT, linewidth=0.8, linestyle=(0, (1, 3)))
     exact = next((curve for curve in document.lru_curves if curve.trace == trace.name), None)
     for policy, colour in _colours(row.policy for row in rows).items():
@@ -126,8 +119,8 @@ def _tick(row: HitRow, share: float, trace: TraceFacts) -> str:
 def _times_panel(axes: Any, document: Document, trace: TraceFacts) -> None:
     """Bars of the times to first token: the median over the 90th percentile."""
     rows = averaged([row for row in document.times if row.trace == trace.name])
-    note = "median (solid) and 90th percentile, seconds; behind it the share of blocks loaded"
-    _plain_axes(axes, "x", f"Time to first token: {trace.name}", note)
+    note = "seconds: median (dark), 90th percentile (pale); share of blocks loaded"
+    plain_axes(axes, "x", f"Time to first token: {trace.name}", note)
     colours = _colours(row.policy for row in rows if row.policy)
     for place, row in enumerate(rows):
         colour = colours.get(row.policy, FAINT)
@@ -137,12 +130,14 @@ def _times_panel(axes: Any, document: Document, trace: TraceFacts) -> None:
         axes.text(
             row.ttft_p90_s, place, f"  {row.ttft_p50_s:,.2f} / {row.ttft_p90_s:,.2f}{hits}", va="center"
         )
-    setups = [
-        " · ".join(part for part in (row.policy, row.host, row.disk) if part) or "no cache" for row in rows
-    ]
-    axes.set_yticks(range(len(rows)), setups)
+    axes.set_yticks(range(len(rows)), [_setup_words(row) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.3 * max(row.ttft_p90_s for row in rows))
+
+
+def _setup_words(row: TimeRow) -> str:
+    write = f"on {row.write}" if row.write not in ("", WRITES[0]) else ""
+    return " · ".join(part for part in (row.policy, row.host, row.disk, write) if part) or "no cache"
 
 
 def _policies(rows: Sequence[HitRow]) -> list[str]:

@@ -13,10 +13,11 @@ from kvbm.sim.curves import LruCurve, lru_curve
 from kvbm.sim.formats import ReadOptions, read_trace
 from kvbm.sim.halves import halves
 from kvbm.sim.machine import Machine
+from kvbm.sim.offloads import DiskRules
 from kvbm.sim.report import Curve, Document, facts
 from kvbm.sim.sampling import Sample
 from kvbm.sim.sizes import TierSize
-from kvbm.sim.study import ADMISSIONS, Progress, hit_row, time_row, with_gaps
+from kvbm.sim.study import Progress, Setup, hit_row, time_row, with_gaps
 from kvbm.sim.synthetic import ChatShape, chats
 from kvbm.sim.trace import Trace
 
@@ -31,7 +32,7 @@ Watch = Callable[[str, int], Progress]
 class Plan:
     """Traces × seeds × policies × sizes. With a machine (its `block_bytes` set per trace) times, else hit rates.
 
-    With `halves` each trace is two: see `kvbm.sim.halves`.
+    With `halves` each trace is two: see `kvbm.sim.halves`. `rules` are ways to get blocks onto the disks, to compare.
     """
 
     traces: list[str]
@@ -45,7 +46,7 @@ class Plan:
     halves: bool = False
     curve: bool = False
     machine: Machine | None = None
-    admission: str = "filter"
+    rules: list[DiskRules] = field(default_factory=lambda: [DiskRules()])
     closed_loop: bool = True
 
     def check(self) -> None:
@@ -58,8 +59,8 @@ class Plan:
         ):
             if not 0.0 < value < float("inf"):
                 raise SettingsError(option, value, "a number above 0")
-        if self.admission not in ADMISSIONS:
-            raise SettingsError("--admission", self.admission, f"one of {', '.join(ADMISSIONS)}")
+        for rules in self.rules:
+            rules.check()
         if self.machine is not None and self.bytes_per_token is None:
             raise KvbmError(
                 "--times and --disk need the KV of a token: --bytes-per-token 128KiB, or --model DIR"
@@ -153,24 +154,22 @@ def _times(
 ) -> None:
     assert plan.bytes_per_token is not None
     machine = replace(machine, block_bytes=plan.bytes_per_token * trace.block_tokens)
-    for policy, host, disk in _setups(plan, sizes, below):
-        what = " + ".join(part for part in (policy, host[0], disk[0]) if part) or "no cache"
+    for setup in _setups(plan, sizes, below):
+        what = " + ".join(part for part in (setup.policy, setup.host[0], setup.disk[0]) if part) or "no cache"
         on_progress = watch(f"{trace.name}: {what}", len(trace.requests))
-        document.times.append(
-            time_row(trace, seed, machine, policy, host, disk, plan.admission, plan.closed_loop, on_progress)
-        )
+        document.times.append(time_row(trace, seed, machine, setup, plan.closed_loop, on_progress))
 
 
-def _setups(
-    plan: Plan, sizes: list[tuple[str, int]], below: list[tuple[str, int]]
-) -> Iterator[tuple[str, tuple[str, int], tuple[str, int]]]:
-    """No cache, then every host size without and with every disk, each by every policy."""
-    off = ("", 0)
-    yield "", off, off
+def _setups(plan: Plan, sizes: list[tuple[str, int]], below: list[tuple[str, int]]) -> Iterator[Setup]:
+    """No cache, then every host size without and with every disk, each by every policy; a disk by all rules."""
+    yield Setup()
     for host in sizes:
-        for disk in [off, *below]:
+        for policy in plan.policies:
+            yield Setup(policy, host)
+        for disk in below:
             for policy in plan.policies:
-                yield policy, host, disk
+                for rules in plan.rules:
+                    yield Setup(policy, host, disk, rules)
 
 
 def _settings(plan: Plan) -> dict[str, object]:
@@ -183,6 +182,6 @@ def _settings(plan: Plan) -> dict[str, object]:
         "halves": plan.halves,
         "reading": plan.reading,
         "machine": plan.machine,
-        "admission": plan.admission,
+        "disk_rules": plan.rules,
         "closed_loop": plan.closed_loop,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvbm.settings import Settings
 from kvbm.settings.advice import format_bytes
 from kvbm.settings.parse import GB
 from kvbm.sim.cheapest import DOLLARS, Candidate, Prices, frontier
-from kvbm.sim.drawing import FAINT, GRID, INK, STYLE, find_pyplot
+from kvbm.sim.drawing import FAINT, INK, STYLE, find_pyplot, plain_axes, save_figure
+from kvbm.sim.offloads import DiskRules
 from kvbm.sim.picture import DPI, HEIGHT_IN, PANEL_IN
 from kvbm.sim.planning import Answer, Answers, words_of
+from kvbm.sim.report import SECONDS_PER_HOUR
 
-SECONDS_PER_HOUR = 3600.0
 ALONE, BOTH = "host memory alone", "with a disk"
 COLOURS = {ALONE: "#d9480f", BOTH: "#2f6fde"}
 
@@ -104,13 +105,30 @@ def _conclusion(answer: Answer) -> list[Text]:
     if not chosen.host_bytes:
         return [Text(f"No cache is needed: {target_words(answer)} is met without.", style="bold")]
     price = money(chosen.cost, answer.prices)
-    settings = [] if chosen.staged else [f"DYN_KVBM_CPU_CACHE_GB={_gigabytes(chosen.host_bytes)}"]
-    if chosen.disk_bytes:
-        settings.append(f"DYN_KVBM_DISK_CACHE_GB={_gigabytes(chosen.disk_bytes)}")
     return [
         Text(f"Cheapest of {len(answer.candidates)} tried: {words_of(chosen)}, {price}.", style="bold"),
-        Text("  " + " ".join(settings)),
+        # To be copied: one line, however narrow the table is.
+        Text("  " + " ".join(_settings(answer, chosen)), no_wrap=True, overflow="ignore"),
     ]
+
+
+def _settings(answer: Answer, chosen: Candidate) -> list[str]:
+    """The settings of a manager like the one that was replayed, as far as they are not the default."""
+    settings, rules, usual = [], answer.rules, DiskRules()
+    if not chosen.staged:
+        settings.append(f"DYN_KVBM_CPU_CACHE_GB={_gigabytes(chosen.host_bytes)}")
+    if chosen.disk_bytes:
+        settings.append(f"DYN_KVBM_DISK_CACHE_GB={_gigabytes(chosen.disk_bytes)}")
+    if answer.policy != Settings().eviction:
+        settings.append(f"DYN_KVBM_EVICTION={answer.policy}")
+    if chosen.disk_bytes and not chosen.staged:
+        if rules.admission != usual.admission:
+            settings.append(f"DYN_KVBM_DISK_ADMISSION={rules.admission}")
+        if rules.write != usual.write:
+            settings.append(f"DYN_KVBM_DISK_WRITE={rules.write}")
+        if rules.budget_bytes_per_day is not None:
+            settings.append(f"DYN_KVBM_DISK_WRITE_BUDGET={rules.budget_bytes_per_day}")
+    return settings
 
 
 def money(cost: float, prices: Prices) -> str:
@@ -169,28 +187,19 @@ def draw(answers: Answers, path: Path) -> bool:
         )
         for axes, answer in zip(grid[0], answers.plans, strict=True):
             _panel(axes, answer)
-        draft = path.with_name(f".{path.name}.tmp")
-        figure.savefig(draft, format="png", facecolor="white")
-        pyplot.close(figure)
-    os.replace(draft, path)
+        save_figure(figure, path)
     return True
 
 
 def _panel(axes: Any, answer: Answer) -> None:
     timed = answer.target.most_s is not None
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, which="both")
-    axes.set_title(f"{answer.trace.name}: {target_words(answer)}", pad=22)
     how = (
         "line: LRU at every size, exactly"
         if answer.lru_curve
         else "every dot is a replay; the lines join the best"
     )
     note = "prices are assumed; " + how if answer.prices.assumed else how
-    axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=9, color=FAINT)
+    plain_axes(axes, "both", f"{answer.trace.name}: {target_words(answer)}", note)
     for kind, rows in kinds(answer, everything=True).items():
         cached = [row for row in rows if row.host_bytes]
         axes.scatter(*_xy(answer, cached), s=16, color=COLOURS[kind], alpha=0.4, linewidths=0)

@@ -30,10 +30,11 @@ from kvbm.sim.cheapest import (
 from kvbm.sim.curves import LruCurve, lru_curve
 from kvbm.sim.formats import ReadOptions
 from kvbm.sim.machine import Machine, quantile
+from kvbm.sim.offloads import DiskRules
 from kvbm.sim.plan import Plan, Watch, open_trace
 from kvbm.sim.report import TraceFacts, facts
 from kvbm.sim.sampling import Sample
-from kvbm.sim.study import BASELINE, Progress, hit_row, time_row
+from kvbm.sim.study import BASELINE, Progress, Setup, hit_row, time_row
 from kvbm.sim.trace import Trace
 
 HOST_SPAN, DISK_SPAN = 100, 10
@@ -56,6 +57,7 @@ class Answer(msgspec.Struct, kw_only=True):
     target: Target
     policy: str
     prices: Prices
+    rules: DiskRules
     candidates: list[Candidate] = msgspec.field(default_factory=list)
     chosen: Candidate | None = None
     why_none: str = ""
@@ -89,7 +91,7 @@ class Question:
     sample: float | None = None
     replays: int = REPLAYS
     machine: Machine | None = None
-    admission: str = "filter"
+    rules: DiskRules = field(default_factory=DiskRules)
     closed_loop: bool = True
 
     def check(self) -> None:
@@ -106,7 +108,7 @@ class Question:
             host=[],
             reading=self.reading,
             sample=self.sample,
-            admission=self.admission,
+            rules=[self.rules],
         ).check()
         if self.bounds.host_bytes == 0 and (self.target.most_s is not None or self.bounds.disk_bytes == 0):
             raise SettingsError(
@@ -127,7 +129,7 @@ def answer(question: Question, watch: Watch) -> Answers:
         "sample": question.sample,
         "replays": question.replays,
         "machine": question.machine,
-        "admission": question.admission,
+        "disk_rules": question.rules,
         "closed_loop": question.closed_loop,
     }
     answers = Answers(settings=settings)
@@ -178,6 +180,7 @@ class _Planning:
             target=question.target,
             policy=question.policy,
             prices=question.prices,
+            rules=question.rules,
         )
 
     def answer(self) -> Answer:
@@ -304,15 +307,12 @@ class _Planning:
         """The fields of a candidate, from a replay."""
         question, trace, machine = self._question, self._trace, self._question.machine
         assert machine is not None
-        tiers = [("", self._blocks(size)) for size in point]
+        host, disk = (("", self._blocks(size)) for size in point)
         row = time_row(
             trace,
             question.reading.seed,
             replace(machine, block_bytes=self._block_bytes),
-            question.policy,
-            tiers[0],
-            tiers[1],
-            question.admission,
+            Setup(question.policy, host, disk, question.rules),
             question.closed_loop,
             self._next_replay(_words(point), len(trace.requests)),
         )

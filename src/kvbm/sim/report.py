@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbm.sim import optimum
+from kvbm.sim.offloads import WRITES
 from kvbm.sim.study import HitRow, TimeRow, averaged, spread
 from kvbm.sim.trace import Trace
 
@@ -127,7 +128,8 @@ def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableTyp
 
 def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableType:
     table = _table()
-    for heading in ("host", "disk", "policy"):
+    on_eviction = any(row.write not in ("", WRITES[0]) for row in rows)
+    for heading in ("host", "disk", "policy", *(["write"] if on_eviction else [])):
         table.add_column(heading, no_wrap=True)
     headings = [
         "host\nhits",
@@ -146,6 +148,7 @@ def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableT
     without_s = next((row.ttft_mean_s for row in means if not row.host_blocks), None)
     for row in means:
         cells = [row.host or "no cache", row.disk or "-", row.policy or "-"]
+        cells += [row.write or "-"] if on_eviction else []
         cells += [f"{row.host_hit_rate:.1%}", f"{row.disk_hit_rate:.1%}"]
         cells += map(_seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s))
         cells.append(f"{without_s / row.ttft_mean_s:.2f} ×" if without_s and row.ttft_mean_s else "")

@@ -95,6 +95,8 @@ class _Job:
 class Engine:
     """One engine, for one run over a trace. Without `host` it has no cache; `disk` and `admission` come together.
 
+    Disk is written through; or on eviction, if the policy of `host` is `manager.departures.Departures`.
+
     `closed_loop`: who goes on with a conversation waits for the answer before, even where that takes longer than it
     did in the trace. Without it everybody arrives as recorded.
     """
@@ -123,7 +125,7 @@ class Engine:
             assert host is not None and admission is not None
             host.insist = True
             size = machine.block_bytes
-            self._offloads = Offloads(host, disk, admission, self._to_disk, size, self._events)
+            self._offloads = Offloads(host, disk, admission, self._to_disk, size, self._events, trace.parents)
         self._waiting: deque[_Job] = deque()
         self._ready: deque[_Job] = deque()
         self._computing = False
@@ -169,7 +171,7 @@ class Engine:
             depth = self._look_up(self._host, job, now_s, self._queue_s)
             self._events.at(now_s + LEASE_S, self._lapsed, job)
             if self._offloads is not None:
-                self._offloads.offer(blocks, 0, _leading(blocks, self._holds), now_s)
+                self._offloads.used(blocks, _leading(blocks, self._holds), now_s)
         self._queue_s += self._prefill_s(job.request, depth)
         self._waiting.append(job)
         self._take_next(now_s)
@@ -224,7 +226,7 @@ class Engine:
             new = loaded + _leading(blocks[loaded:], self._host.holds)
             self._host.insert(blocks, new, now_s)
             if self._offloads is not None:
-                self._offloads.offer(blocks, new, len(blocks), now_s)
+                self._offloads.entered(blocks, new, len(blocks), now_s)
         self._events.at(now_s + job.request.seconds, self._finished, job)
         self._through += 1
         if self._through % PROGRESS_REQUESTS == 0:

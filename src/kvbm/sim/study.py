@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from kvbm.policy import AdmissionPolicy, AdmitAll, DiskFilter, make_policy
+from kvbm.policy import make_policy
 from kvbm.sim import optimum
 from kvbm.sim.machine import Machine, quantile
+from kvbm.sim.offloads import DiskRules
 from kvbm.sim.replay import Replay, replay
 from kvbm.sim.sampling import Sample
 from kvbm.sim.serving import Engine, Served
@@ -19,11 +20,18 @@ from kvbm.sim.tier import SimulatedTier
 from kvbm.sim.trace import Trace
 
 BASELINE = "lru"
-ADMISSIONS: dict[str, Callable[[], AdmissionPolicy]] = {"filter": DiskFilter, "all": AdmitAll}
-"""What may enter disk, by name: KVBM's frequency filter, or everything."""
 
 Progress = Callable[[int], None]
 """Hears how many requests of the run are done."""
+
+
+class Setup(NamedTuple):
+    """What serves a trace. `host` and `disk` are a size as written and its blocks; without blocks the tier is off."""
+
+    policy: str = ""
+    host: tuple[str, int] = ("", 0)
+    disk: tuple[str, int] = ("", 0)
+    rules: DiskRules = DiskRules()
 
 
 class HitRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +52,11 @@ class HitRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy with its tiers on one machine; `policy` is empty where there is no cache. Times in seconds."""
+    """One policy with its tiers on one machine; `policy` is empty where there is no cache. Times in seconds.
+
+    `write` is when disk was written: `through` or on `eviction`. `skipped_writes`: blocks that were admitted to disk
+    and did not get there.
+    """
 
     trace: str
     seed: int
@@ -53,6 +65,7 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int
     disk: str
     disk_blocks: int
+    write: str
     host_hit_rate: float
     disk_hit_rate: float
     declined_rate: float
@@ -63,6 +76,7 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     load: float
     disk_written_bytes: int
     written_per_hit: float | None
+    skipped_writes: int
 
 
 def hit_row(
@@ -125,39 +139,34 @@ def with_gaps(rows: Sequence[HitRow]) -> list[HitRow]:
 
 
 def time_row(
-    trace: Trace,
-    seed: int,
-    machine: Machine,
-    policy: str,
-    host: tuple[str, int],
-    disk: tuple[str, int],
-    admission: str,
-    closed_loop: bool,
-    on_progress: Progress,
+    trace: Trace, seed: int, machine: Machine, setup: Setup, closed_loop: bool, on_progress: Progress
 ) -> TimeRow:
-    """Serve the trace. `host` and `disk` are a size as written and its blocks; without blocks the tier is off."""
-    host_tier = _tier(trace, policy, host[1])
-    disk_tier = _tier(trace, policy, disk[1])
-    admit = ADMISSIONS[admission]() if disk_tier is not None else None
-    served = Engine(trace, machine, host_tier, disk_tier, admit, closed_loop).run(on_progress)
-    return _as_row(served, trace.name, seed, policy if host[1] else "", host, disk)
+    """Serve the trace."""
+    (_, host_blocks), (_, disk_blocks), rules = setup.host, setup.disk, setup.rules
+    host = disk = admission = None
+    if host_blocks:
+        policy = make_policy(setup.policy, host_blocks)
+        if disk_blocks:
+            policy = rules.host_policy(policy, host_blocks)
+        host = SimulatedTier(host_blocks, trace.unique_blocks, policy)
+    if disk_blocks:
+        disk = SimulatedTier(disk_blocks, trace.unique_blocks, make_policy(setup.policy, disk_blocks))
+        admission = rules.admission_policy(disk_blocks, machine.block_bytes)
+    served = Engine(trace, machine, host, disk, admission, closed_loop).run(on_progress)
+    return _as_row(served, trace.name, seed, setup)
 
 
-def _tier(trace: Trace, policy: str, blocks: int) -> SimulatedTier | None:
-    return SimulatedTier(blocks, trace.unique_blocks, make_policy(policy, blocks)) if blocks else None
-
-
-def _as_row(
-    served: Served, trace: str, seed: int, policy: str, host: tuple[str, int], disk: tuple[str, int]
-) -> TimeRow:
+def _as_row(served: Served, trace: str, seed: int, setup: Setup) -> TimeRow:
+    host, disk = setup.host, setup.disk
     return TimeRow(
         trace=trace,
         seed=seed,
-        policy=policy,
+        policy=setup.policy if host[1] else "",
         host=host[0],
         host_blocks=host[1],
         disk=disk[0],
         disk_blocks=disk[1],
+        write=setup.rules.write if disk[1] else "",
         host_hit_rate=served.host_hit_rate,
         disk_hit_rate=served.disk_hit_rate,
         declined_rate=served.declined_blocks / served.blocks if served.blocks else 0.0,
@@ -168,11 +177,12 @@ def _as_row(
         load=served.load,
         disk_written_bytes=served.disk_written_bytes,
         written_per_hit=served.written_per_hit,
+        skipped_writes=served.skipped_writes,
     )
 
 
 _Row = TypeVar("_Row", HitRow, TimeRow)
-_NAMED = {"trace", "seed", "policy", "size", "host", "disk"}
+_NAMED = {"trace", "seed", "policy", "size", "host", "disk", "write"}
 
 
 def averaged(rows: Sequence[_Row]) -> list[_Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kvbm.policy import EvictionPolicy
 
@@ -86,6 +86,19 @@ class SimulatedTier:
     def resident_count(self) -> int:
         """Blocks in the tier."""
         return self.capacity - len(self._free)
+
+    def slot_of(self, block: int) -> int:
+        """Where the block is; -1 when it is not resident."""
+        return self._slot_of[block]
+
+    def block_in(self, slot: int) -> int:
+        """The block that this slot holds, or held last."""
+        return self._block_in[slot]
+
+    @property
+    def leased(self) -> Container[int]:
+        """The slots that somebody holds."""
+        return self._leases
 
     def lease(self, blocks: Iterable[int]) -> None:
         """Keep resident blocks from being evicted; leases add up."""

@@ -55,6 +55,14 @@ class Trace:
         """Where each request begins in `flat`, and where the last one ends."""
         return [0, *accumulate(len(request.blocks) for request in self.requests)]
 
+    @cached_property
+    def parents(self) -> list[int]:
+        """For each block the one before it in every chain; -1 for a chain's first."""
+        before = numpy.full(self.unique_blocks, -1)
+        before[self.flat[1:]] = self.flat[:-1]
+        before[self.flat[self.starts[:-1]]] = -1
+        return before.tolist()  # type: ignore[no-any-return]
+
     @property
     def seconds(self) -> float:
         """From the first arrival to the last."""

@@ -8,6 +8,7 @@ slot compares the generation before and after, so a lease that ended under it ca
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -16,6 +17,9 @@ from collections.abc import Sequence
 
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout
+from kvbm.numa import cpus_of_node
+
+log = logging.getLogger("kvbm.tiers")
 
 _TOUCH_CHUNK_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23
@@ -33,7 +37,7 @@ class HostArena:
         limit_bytes: int | None = None,
         field: str = "DYN_KVBM_CPU_CACHE_GB",
     ) -> None:
-        """Creates the regions; their pages are touched by background threads, so this returns at once.
+        """Creates the regions; nothing is touched before `touch`.
 
         `limit_bytes` is what this process may use of the machine's memory, when less than all of it. Raises
         SettingsError, which names `field`, when more is asked for than there is.
@@ -50,6 +54,8 @@ class HostArena:
                 fds.append(os.memfd_create(f"kvbm-region-{i}", os.MFD_CLOEXEC))
                 os.ftruncate(fds[-1], size)
             maps = [mmap.mmap(fd, size) for fd, size in zip(fds, sizes, strict=True)]
+            for region in maps:
+                ask_for_huge_pages(region)
         except (OSError, OverflowError) as error:
             for fd in fds:
                 os.close(fd)
@@ -66,11 +72,24 @@ class HostArena:
         first = int.from_bytes(os.urandom(6), "little")
         self._generations[:] = memoryview(array("Q", [first]) * slot_count)
         self._closing = threading.Event()
-        self._touchers = [
-            threading.Thread(target=self._touch, args=(i, touch_threads), name=f"kvbm-touch-{i}", daemon=True)
-            for i in range(touch_threads)
-        ]
-        for thread in self._touchers:
+        self._touch_threads = touch_threads
+        self._touchers: list[threading.Thread] = []
+        self._touched: set[int] = set()
+
+    def touch(self, shard: int, numa_node: int = -1) -> None:
+        """Have one region's pages touched by background threads, once, so that no first copy pays for them.
+
+        With a NUMA node the threads run there, and so the kernel places the pages: a page stays where it was touched.
+        """
+        if shard in self._touched:
+            return
+        self._touched.add(shard)
+        cpus = cpus_of_node(numa_node) & os.sched_getaffinity(0)
+        for part in range(self._touch_threads):
+            arguments = (self._regions[shard], part, cpus)
+            name = f"kvbm-touch-{shard}-{part}"
+            thread = threading.Thread(target=self._touch, args=arguments, name=name, daemon=True)
+            self._touchers.append(thread)
             thread.start()
 
     def slot_views(self, slot: int) -> list[memoryview]:
@@ -111,13 +130,18 @@ class HostArena:
         for fd in (*self.region_fds, self.generation_fd):
             os.close(fd)
 
-    def _touch(self, part: int, parts: int) -> None:
-        """Populate every `parts`-th chunk of all regions, so that the first copy into a slot pays no page fault."""
-        for region in self._regions:
-            for start in range(part * _TOUCH_CHUNK_BYTES, len(region), parts * _TOUCH_CHUNK_BYTES):
-                if self._closing.is_set():
-                    return
-                populate(region, start, min(_TOUCH_CHUNK_BYTES, len(region) - start))
+    def _touch(self, region: mmap.mmap, part: int, cpus: set[int]) -> None:
+        """Populate every `touch_threads`-th chunk of a region, from one of these CPUs if any are named."""
+        if cpus:
+            try:
+                os.sched_setaffinity(0, cpus)  # of this thread alone
+            except OSError as error:
+                log.debug("pages are touched wherever the kernel runs us: %s", error)
+        step = self._touch_threads * _TOUCH_CHUNK_BYTES
+        for start in range(part * _TOUCH_CHUNK_BYTES, len(region), step):
+            if self._closing.is_set():
+                return
+            populate(region, start, min(_TOUCH_CHUNK_BYTES, len(region) - start))
 
 
 def populate(region: mmap.mmap, start: int, length: int) -> bool:
@@ -128,11 +152,23 @@ def populate(region: mmap.mmap, start: int, length: int) -> bool:
     return bool(result == 0)
 
 
+def ask_for_huge_pages(region: mmap.mmap) -> None:
+    """Huge pages for a mapping, where the administrator lets shared memory have them on request.
+
+    That is `advise` or more in /sys/kernel/mm/transparent_hugepage/shmem_enabled; elsewhere nothing changes.
+    """
+    try:
+        region.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError) as error:
+        log.debug("no huge pages: %s", error)
+
+
 def open_arena(fds: Sequence[int]) -> tuple[mmap.mmap, mmap.mmap]:
     """A worker's side: map its shard's region and the generation table from received descriptors (closes them)."""
     try:
         region_fd, generation_fd = fds
         region = mmap.mmap(region_fd, os.fstat(region_fd).st_size)
+        ask_for_huge_pages(region)
         generations = mmap.mmap(generation_fd, os.fstat(generation_fd).st_size, prot=mmap.PROT_READ)
     finally:
         for fd in fds:

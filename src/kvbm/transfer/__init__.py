@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kvbm.errors import KvbmError
+from kvbm.numa import node_of_pci_device
 from kvbm.transfer.copier import Copier, Copying, DeviceEvent, Pairs, arena_tensor
 from kvbm.transfer.cpu import CpuCopier
 from kvbm.transfer.device_cache import DeviceCache
@@ -37,3 +38,13 @@ def make_copier(cache: DeviceCache, arena: torch.Tensor, cuda_method: str = "aut
 
         return CudaCopier(cache, arena, cuda_method)
     raise KvbmError(f"copying KV on device {cache.device}: accepted are cpu and cuda")
+
+
+def numa_node(device: torch.device) -> int:
+    """The NUMA node that a CUDA device is attached to; -1 for any other device, and where nobody tells."""
+    if device.type != "cuda":
+        return -1
+    from kvbm.transfer.cuda_driver import CudaDriver
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return node_of_pci_device(CudaDriver().pci_bus_id(index))

@@ -18,10 +18,10 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
+from kvbm.numa import cpus_near
 from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked, runs
 from kvbm.transfer.device_cache import DeviceCache
 
@@ -196,20 +196,7 @@ def _widen_affinity() -> None:
     try:
         own = os.sched_getaffinity(0)
         cores = own | os.sched_getaffinity(os.getppid())
-        near = _cores_near(own)
+        near = cpus_near(own)
         os.sched_setaffinity(0, (cores & near) | own if near else cores)
     except OSError as error:
         _log.debug("copy thread stays on the cores it inherited: %s", error)
-
-
-def _cores_near(cores: set[int]) -> set[int]:
-    """All cores of the NUMA nodes that `cores` lie on; empty where the kernel does not say."""
-    near: set[int] = set()
-    for cpulist in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        node: set[int] = set()
-        for part in filter(None, cpulist.read_text().strip().split(",")):
-            first, _, last = part.partition("-")
-            node.update(range(int(first), int(last or first) + 1))
-        if node & cores:
-            near |= node
-    return near

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvbm.errors import KvbmError
+from kvbm.errors import DeviceLost, KvbmError
 from kvbm.transfer import cuda_choice
 from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked
 from kvbm.transfer.cuda_choice import AUTO, Choice, Method
@@ -30,15 +30,24 @@ STAGING_BYTES_MAX = 64 << 20
 
 
 class CudaCopying(NamedTuple):
-    """Copies that were begun: over when the device has got to `event`. See `Copying`."""
+    """Copies that were begun: over when the device has got to `event`. See `Copying`.
+
+    An event fails only when work before it has cost the device its context: both raise DeviceLost then.
+    """
 
     event: Any
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:
+            raise DeviceLost(first_line(error)) from error
 
     def wait(self) -> None:
-        self.event.synchronize()
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise DeviceLost(first_line(error)) from error
 
 
 class CudaCopier:
@@ -165,9 +174,11 @@ class CudaCopier:
                         to_device=to_device,
                     )
                 return CudaCopying(stream.record())
-            except BaseException:
+            except BaseException as error:
                 # Some copies may be under way: the caller frees what they touch as soon as it hears of the error.
                 _drain(stream)
+                if isinstance(error, CudaError) and error.lost:
+                    raise DeviceLost(str(error)) from error
                 raise
 
     def _copy(

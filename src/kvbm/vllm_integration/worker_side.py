@@ -15,7 +15,7 @@ from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
 from kvbm.settings import Settings
-from kvbm.transfer import DeviceCache
+from kvbm.transfer import DeviceCache, numa_node
 from kvbm.vllm_integration.namespace import engine_namespace
 from kvbm.vllm_integration.support import kv_replicas
 from kvbm.worker import Worker
@@ -67,6 +67,7 @@ class WorkerSide:
             rank_count=rank_count,
             shard=rank // replicas,
             request_blocks=-(-int(config.model_config.max_model_len) // spec.block_size),
+            numa_node=numa_node(cache.device) if settings.numa else -1,
             namespace=namespace,
             layout=BlockLayout(
                 block_tokens=spec.block_size,

@@ -1,0 +1,143 @@
+"""What `gpu.py` stands on: the device under test, the caches and arenas, and the lines of the result."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from kvbm.transfer import Copier, CpuCopier, DeviceCache, arena_tensor
+
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is moved. `blocks` of `layers × heads × piece` bytes, in a cache and an arena of twice as many."""
+
+    layers: int = 28
+    heads: int = 16
+    piece: int = 4096
+    blocks: int = 64
+    arena_bytes: int = 8 << 30
+    tokens: int = 2000
+    steps: int = 30
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.heads * self.piece
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result. `bar` is the least (or, for what is slower, the most) that is asked; None: told only."""
+
+    what: str
+    value: float
+    unit: str
+    bar: float | None = None
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.bar is None or (self.value <= self.bar if self.at_most else self.value >= self.bar)
+
+
+@dataclass
+class Result:
+    """The rows so far, and what was found wrong."""
+
+    machine: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(
+        self, what: str, value: float, unit: str = "", bar: float | None = None, at_most: bool = False
+    ) -> None:
+        self.rows.append(Row(what, value, unit, bar, at_most))
+        print(f"  {what}: {value:.3g} {unit}", flush=True)
+
+    def check(self, what: str, right: bool) -> None:
+        if not right:
+            self.wrong.append(what)
+            print(f"  WRONG: {what}", flush=True)
+
+
+class Rig:
+    """The device under test. On CUDA copies run on streams; the rehearsal's are over when they return."""
+
+    def __init__(self, rehearse: bool) -> None:
+        self.cuda = not rehearse
+        self.rounds = 15 if self.cuda else 1
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
+        self.methods = ["cpu"]
+        if self.cuda:
+            from kvbm.transfer.cuda_choice import methods
+            from kvbm.transfer.cuda_device import TorchDevice
+            from kvbm.transfer.cuda_driver import CudaDriver
+
+            self.methods = list(methods(CudaDriver(), TorchDevice(self.device)))
+
+    @contextmanager
+    def copier(
+        self, cache: DeviceCache, arena: torch.Tensor, method: str = "auto", prepared: bool = True
+    ) -> Iterator[Copier]:
+        """A copier, and with `prepared` not before its arena is page-locked; on a CPU the only one there is."""
+        if self.cuda:
+            from kvbm.transfer.cuda import CudaCopier
+
+            on_cuda = CudaCopier(cache, arena, method)
+            assert not prepared or on_cuda.prepared(300.0), "the arena is still not page-locked"
+        copier: Copier = on_cuda if self.cuda else CpuCopier(cache, arena)
+        try:
+            yield copier
+        finally:
+            copier.close()
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.cuda)
+
+    def median_s(self, *works: Callable[[], object]) -> list[float]:
+        """The median wall time of each work, begin to end, all taken by turns."""
+        times: list[list[float]] = [[] for _ in works]
+        for turn in range(self.rounds + 2):
+            for work, seen in zip(works, times, strict=True):
+                self.synchronize()
+                begun_s = time.perf_counter()
+                work()
+                self.synchronize()
+                if turn >= 2:
+                    seen.append(time.perf_counter() - begun_s)
+        return [statistics.median(seen) for seen in times]
+
+
+def shared_arena(slots: int, slot_bytes: int, threads: int = 8) -> torch.Tensor:
+    """A memfd arena as the manager makes it, its pages touched by several threads."""
+    file = os.memfd_create("arena")
+    os.ftruncate(file, slots * slot_bytes)
+    arena = arena_tensor(mmap.mmap(file, slots * slot_bytes), slots, slot_bytes)
+    os.close(file)
+    flat = arena.view(-1)
+    parts = range(0, len(flat), max(PAGE, 64 << 20))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda start: flat[start : start + (64 << 20) : PAGE].zero_(), parts))
+    return arena
+
+
+def views(rig: Rig, order: str, sizes: Sizes, blocks: int) -> dict[str, torch.Tensor]:
+    """Layers `[blocks, heads, tokens, bytes]` of one allocation whose axes lie as `order` says."""
+    extent = {"L": sizes.layers, "B": blocks, "H": sizes.heads, "N": 16, "C": sizes.piece // 16}
+    whole = torch.zeros([extent[axis] for axis in order], dtype=torch.uint8, device=rig.device)
+    logical = whole.permute([order.index(axis) for axis in "LBHNC"])
+    return {f"layers.{index}": logical[index] for index in range(sizes.layers)}

@@ -1,0 +1,60 @@
+"""Policies by the names that a user gives them. What cannot be used is refused in one line that names the setting."""
+
+from __future__ import annotations
+
+from kvbm.errors import SettingsError
+from kvbm.policy import AdmissionPolicy, eviction_policies, make_policy
+from kvbm.policy.admission_registry import BUILT_IN as BUILT_IN_ADMISSION
+from kvbm.policy.admission_registry import admission_policies, make_admission
+from kvbm.policy.registry import BUILT_IN as BUILT_IN_EVICTION
+from kvbm.policy.write_budget import BLOCKS_PER_DAY_MIN, WriteBudget
+
+
+def refuse_eviction(field: str, name: str) -> None:
+    """Raises SettingsError for an eviction policy that nobody brings, or that cannot be made.
+
+    Before any tier is: host memory is gigabytes, and a policy of an installed package may not even be importable.
+    """
+    if name in BUILT_IN_EVICTION:
+        return
+    if name not in (policies := eviction_policies()):
+        raise SettingsError(field, name, f"one of: {', '.join(policies)}")
+    try:
+        make_policy(name, 1)
+    except Exception as error:  # code of somebody else
+        raise SettingsError(field, name, f"a policy that can be made ({error})") from error
+
+
+def refuse_admission(field: str, name: str) -> None:
+    """Raises SettingsError for an admission policy that nobody brings, or that cannot be made."""
+    if name not in BUILT_IN_ADMISSION:
+        choose_admission(field, name, 1, 0.0)
+
+
+def choose_admission(field: str, name: str, slot_count: int, now_s: float) -> AdmissionPolicy:
+    """The admission policy of that name for a disk tier of so many slots. Raises SettingsError where there is none."""
+    if name not in BUILT_IN_ADMISSION and name not in (policies := admission_policies()):
+        raise SettingsError(field, name, f"one of: {', '.join(policies)}")
+    try:
+        return make_admission(name, slot_count, now_s)
+    except Exception as error:  # code of somebody else
+        raise SettingsError(field, name, f"a policy that can be made ({error})") from error
+
+
+def bound_writes(
+    field: str, bytes_per_day: int, admission: AdmissionPolicy, block_bytes: int, now_s: float, share: int = 1
+) -> AdmissionPolicy:
+    """`admission` within one of `share` equal parts of a write budget; 0 is none.
+
+    Raises SettingsError when a part is too small to be used.
+    """
+    if not bytes_per_day:
+        return admission
+    smallest = BLOCKS_PER_DAY_MIN * block_bytes * share
+    if bytes_per_day < smallest:
+        each = f" for each of {share} namespaces" if share > 1 else ""
+        accepted = (
+            f"0, or at least {smallest} bytes: {BLOCKS_PER_DAY_MIN} blocks of {block_bytes} bytes{each}"
+        )
+        raise SettingsError(field, bytes_per_day, accepted)
+    return WriteBudget(admission, bytes_per_day // share, block_bytes, now_s)
