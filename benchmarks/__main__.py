@@ -15,6 +15,7 @@ PARTS = {
     "overhead": "benchmarks.overhead",
     "policies": "benchmarks.policies",
     "simulator": "benchmarks.simulator",
+    "modes": "benchmarks.modes",
 }
 
 
