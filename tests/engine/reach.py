@@ -6,11 +6,13 @@ Each function is called as `function(child, …)`. They know names inside kvbm; 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from engine import manager_probe
@@ -329,3 +331,24 @@ def store_beside(child: Child, seconds: float) -> None:
 def stores_waited_for(child: Child) -> int:
     """How many stores the engine waited for."""
     return _counts["held"]
+
+
+def asked_of_vllm(child: Child, variable: str, value: str) -> tuple[bool, str | None]:
+    """Whether CUDA graphs must be piecewise, and which layout is wished for, with one variable set."""
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    # Engines that ran in this process have left their settings behind.
+    before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("DYN_KVBM_")}
+    os.environ[variable] = value
+    try:
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=None))
+        piecewise = DynamoConnector.requires_piecewise_for_cudagraph({})
+        return piecewise, DynamoConnector.get_required_kvcache_layout(config)
+    finally:
+        del os.environ[variable]
+        os.environ.update(before)
+
+
+def knows_layouts() -> bool:
+    """Whether this vLLM can be asked for a block-outermost layout (0.29)."""
+    return importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None

@@ -67,3 +67,31 @@ def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, referenc
         launcher.assert_nothing_held()
         launcher.stop()
     assert 0 < stored["lazy"] < stored["eager"]
+
+
+def test_a_layout_that_the_backend_cannot_read_is_only_a_wish(
+    launcher: Launcher, reference: Reference
+) -> None:
+    """vLLM's attention on a CPU reads one layout: it says so and goes on, and so do we."""
+    engine = launcher.start({**host(), "DYN_KVBM_KV_LAYOUT": "block"})
+    assert differences(reference, engine.run(workload())) == []
+    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > 20
+    launcher.assert_nothing_held()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "piecewise", "layout"),
+    [
+        ("DYN_KVBM_ONBOARD_MODE", "async", False, None),
+        ("DYN_KVBM_ONBOARD_MODE", "layerwise", True, None),
+        ("DYN_KVBM_KV_LAYOUT", "block", False, "BLNHC"),
+        ("DYN_KVBM_KV_LAYOUT", "engine", False, None),
+    ],
+)
+def test_what_is_asked_of_vllm_before_there_is_a_connector(
+    launcher: Launcher, variable: str, value: str, piecewise: bool, layout: str | None
+) -> None:
+    assert launcher.process.call(reach.asked_of_vllm, variable, value, timeout_s=60.0) == (
+        piecewise,
+        layout if reach.knows_layouts() else None,
+    )
