@@ -391,6 +391,18 @@ def test_a_layer_that_never_comes_is_given_up_and_told_as_failed(
     assert device.begun == [], "and nothing is written behind the engine's back"
 
 
+def test_without_a_session_no_layer_is_waited_for(worker: Any, mover: Any, device: Device) -> None:
+    """Its thread may be busy joining a manager for seconds."""
+    mover._lose("a test")
+    plan = StepPlan(loads=(load(True, blocks=2),))
+    worker.load(plan)
+    for layer in LAYERS:
+        worker.wait_for_layer(layer)
+    (failed,) = worker.finished(plan)
+    assert (failed.failed, failed.layerwise) == ((0, 1), True)
+    assert worker.finished(StepPlan()) == []
+
+
 def test_a_device_without_events_costs_the_copies(worker: Any, mover: Any, device: Device) -> None:
     def lost() -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")

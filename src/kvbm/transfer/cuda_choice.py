@@ -59,6 +59,9 @@ def methods(driver: Driver, device: Device) -> dict[str, Method]:
     offered: dict[str, Method] = {}
     if driver.has_batch:
         offered["batch"] = BatchCopy(driver)
+    else:
+        version = f"{driver.version // 1000}.{driver.version % 1000 // 10}"
+        _log.info("the driver is of CUDA %s: copies in batches need 12.8, others are used", version)
     offered["rows"] = RowsCopy(driver, device.index)
     offered["each"] = EachCopy(driver)
     if driver.reads_host_pointers(device.index):

@@ -147,6 +147,7 @@ class Mover:
 
     def _turn(self) -> None:
         if self._channel is None:
+            self._take_jobs()  # joining may take a while: what is asked for by now fails at once
             self._reconnect()
         waiting = [self._wake] + ([self._channel.fileno()] if self._channel else [])
         # A turn that failed may have left jobs behind whose wake-up it took.

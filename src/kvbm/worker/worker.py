@@ -45,6 +45,7 @@ class Worker:
         self._marked: StepPlan | None = None
         self._storing: dict[int, StoreJob] = {}
         self._by_layer: list[tuple[LayerGate, LoadJob]] = []
+        self._not_begun: list[FinishedLoad] = []
         self._open_loads = 0
         self._stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
         self._loaded: dict[str, float] = {}
@@ -76,6 +77,12 @@ class Worker:
         self._set_mark(plan)
         now_s = self._clock()
         for load in plan.loads:
+            if load.layerwise and not self._mover.connected:
+                # The copying thread may be busy joining a manager, and the forward pass would wait for it.
+                self._not_begun.append(
+                    FinishedLoad(request=load.request, failed=load.device_blocks, seconds=0.0, layerwise=True)
+                )
+                continue
             job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, heard_s=now_s)
             if load.layerwise:
                 job.layers = LayerGate(self._layers)
@@ -96,7 +103,7 @@ class Worker:
 
         In an idle step it waits a little for one: nobody else has work.
         """
-        done: list[FinishedLoad] = []
+        done, self._not_begun = self._not_begun, []
         for gate, job in self._by_layer:
             if not gate.over.wait(LAYER_TIMEOUT_S):
                 gate.abandoned = gate.given_up = True
