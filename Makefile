@@ -18,7 +18,7 @@ demo: setup  ## set everything up and run the prefix-reuse experiment on real vL
 	@$(BIN)/kvbm demo $(ARGS)
 
 test: setup check test-pythons  ## set everything up and pass every check and test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-fast: setup  ## the tests that start no engine
 	@$(BIN)/python -m pytest -m "not engine" $(ARGS)

@@ -1,11 +1,10 @@
-"""Copies that run by themselves, as on a GPU: what waits for what, and what is told when."""
+"""Copies that run by themselves, as on a GPU: when they are begun, what waits for their end, and what is told."""
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,123 +12,21 @@ import pytest
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
 from kvbm.errors import DeviceLost
-from kvbm.protocol import PROTOCOL_VERSION, Fence, FenceDone, Hello, LoadPlan, StepPlan, StorePlan
-from kvbm.worker.jobs import PIECE_BLOCKS, PIECES_UNDER_WAY, LayerGate, LoadJob, Mark, StoreJob
-from kvbm.worker.mover import Mover
-from kvbm.worker.worker import Worker
-
-BLOCKS = 4 * PIECE_BLOCKS
-LAYERS = ("a", "b", "c")
-DEADLINE_S = 20.0
-HELLO = Hello(version=PROTOCOL_VERSION, role="worker", engine="e")
-
-
-class Copying:
-    """A copy that ends when the test says so."""
-
-    def __init__(self, what: str, pairs: list[tuple[int, int]], layer: str | None = None) -> None:
-        self.what, self.pairs, self.layer = what, pairs, layer
-        self.error: Exception | None = None
-        self._over = threading.Event()
-
-    def end(self, error: Exception | None = None) -> None:
-        self.error = error
-        self._over.set()
-
-    def done(self) -> bool:
-        if self._over.is_set() and self.error:
-            raise self.error
-        return self._over.is_set()
-
-    def wait(self) -> None:
-        assert self._over.wait(DEADLINE_S), "waits for a copy that the test has not ended"
-        if self.error:
-            raise self.error
-
-
-class Device:
-    """A mapping and its copier: everything that was begun, and what the engine's stream was told to wait for."""
-
-    epoch = 1
-    layers = LAYERS
-
-    def __init__(self) -> None:
-        self.copier = self
-        self.begun: list[Copying] = []
-        self.held: list[Copying] = []
-        self.changed: set[int] = set()
-        self.at_once = False
-
-    def mark(self) -> str:
-        return "mark"
-
-    def intact(self, slots: tuple[int, ...], generations: tuple[int, ...]) -> int:
-        return next((i for i, slot in enumerate(slots) if slot in self.changed), len(slots))
-
-    def begin_store(self, pairs: Any, after: Any) -> Copying:
-        return self._begin("store", pairs)
-
-    def begin_load(self, pairs: Any, after: Any, layer: str | None = None) -> Copying:
-        return self._begin("load", pairs, layer)
-
-    def hold(self, copying: Copying) -> None:
-        self.held.append(copying)
-
-    def close(self) -> None:
-        assert all(copying.done() for copying in self.begun)
-
-    def _begin(self, what: str, pairs: Any, layer: str | None = None) -> Copying:
-        self.begun.append(Copying(what, list(pairs), layer))
-        if self.at_once:
-            self.begun[-1].end()
-        return self.begun[-1]
-
-
-class Line:
-    """A session that takes what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.incoming: list[Any] = []
-        self.closed = False
-        self.fds: list[int] = []
-        self._descriptor = os.eventfd(0)
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def receive(self) -> list[Any]:
-        messages, self.incoming = self.incoming, []
-        return messages
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._descriptor)
-        self.closed = True
-
-
-def stores(*numbers: int) -> tuple[StorePlan, ...]:
-    return tuple(
-        StorePlan(store=n, epoch=1, slots=(n,), generations=(0,), device_blocks=(n,)) for n in numbers
-    )
-
-
-def load(layerwise: bool = False, blocks: int = BLOCKS) -> LoadPlan:
-    numbers = tuple(range(blocks))
-    return LoadPlan(
-        request="r",
-        lookup=1,
-        epoch=1,
-        slots=numbers,
-        generations=(0,) * blocks,
-        device_blocks=numbers,
-        offset=0,
-        ready=blocks,
-        layerwise=layerwise,
-    )
+from kvbm.protocol import Fence, FenceDone
+from kvbm.worker.jobs import PIECE_BLOCKS, PIECES_UNDER_WAY, Mark, StoreJob
+from kvbm.worker.layers import LayerGate
+from unit.beside_bench import (
+    BLOCKS,
+    DEADLINE_S,
+    LAYERS,
+    Copying,
+    Device,
+    job_of,
+    load,
+    make_mover,
+    stores,
+    told,
+)
 
 
 @pytest.fixture
@@ -139,26 +36,10 @@ def device() -> Device:
 
 @pytest.fixture
 def mover(device: Device) -> Iterator[Any]:
-    """A mover that no thread runs: the test takes its turns."""
-    made: Any = Mover(SimpleNamespace(attempt=lambda: None), HELLO, lambda *_: device, lambda: 0.0)  # type: ignore[arg-type, return-value]
-    line = made._channel = Line()
-    made._mapping = device
+    made = make_mover(device)
+    line = made._channel
     yield made
     line.close()
-
-
-def job_of(device: Device, plan: LoadPlan, gate: LayerGate | None = None) -> LoadJob:
-    mark = Mark(device, None)  # type: ignore[arg-type]
-    return LoadJob(plan, mark, ready=plan.ready, started_s=0.0, heard_s=0.0, layers=gate)
-
-
-def told(mover: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """The stores reported so far: (number, failed)."""
-    found = []
-    while not mover.stores.empty():
-        store = mover.stores.get_nowait()
-        found.append((store.store, store.failed))
-    return found
 
 
 # ---- stores
@@ -323,91 +204,19 @@ def test_a_layerwise_load_of_another_life_opens_the_gate(mover: Any, device: Dev
     assert gate.over.is_set()
 
 
-# ---- the engine's thread
-
-
-@pytest.fixture
-def worker(device: Device, mover: Any) -> Iterator[Any]:
-    """A worker whose copies run beside the engine, and whose mover the test drives by a thread."""
-    cache: Any = SimpleNamespace(layers=dict.fromkeys(LAYERS), device=SimpleNamespace(type="cuda"))
-    made: Any = Worker(SimpleNamespace(attempt=lambda: None), HELLO, cache)  # type: ignore[arg-type]
-    made._mover = mover
-    return made
-
-
-def test_the_engine_waits_for_released_stores_only(worker: Any, mover: Any, device: Device) -> None:
-    worker.store(StepPlan(stores=stores(1, 2)))
-    mover._take_jobs()
-    assert device.held == []
-    worker.store(StepPlan())
-    assert device.held == [], "a step with nothing to do does nothing"
-    worker.store(StepPlan(released=(2,)))
-    assert [copying.pairs for copying in device.held] == [[(2, 2)]]
-    for copying in device.begun:
-        copying.end()
-    mover._collect_stores(wait=False)
-    assert worker.report().stored.keys() == {1, 2}
-    worker.store(StepPlan(released=(1,)))
-    assert len(device.held) == 1, "it was told to be over"
-    assert worker._storing == {}
-
-
-def test_a_store_released_in_its_own_step_is_held(worker: Any, mover: Any, device: Device) -> None:
-    """The thread waits until it was begun: there is no event to wait for before."""
-    engine = threading.Thread(target=worker.store, args=(StepPlan(stores=stores(3), released=(3,)),))
-    engine.start()
-    engine.join(0.05)
-    assert engine.is_alive()
-    mover._take_jobs()
-    engine.join(DEADLINE_S)
-    assert not engine.is_alive()
-    assert device.held == device.begun
-
-
-def test_a_store_that_does_not_begin_in_time_is_given_up(
-    worker: Any, mover: Any, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbm.worker.worker.STORE_TIMEOUT_S", 0.01)
-    device.at_once = True
-    worker.store(StepPlan(stores=stores(3), released=(3,)))
-    mover._take_jobs()
-    assert told(mover) == [(3, (0,))]
-
-
-def test_a_layer_that_never_comes_is_given_up_and_told_as_failed(
-    worker: Any, mover: Any, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mover is stuck: the engine goes on, with blocks that it must compute."""
-    monkeypatch.setattr("kvbm.worker.worker.LAYER_TIMEOUT_S", 0.01)
-    plan = StepPlan(loads=(load(True, blocks=2),))
-    worker.load(plan)
-    for layer in LAYERS:
-        worker.wait_for_layer(layer)
-    (given_up,) = worker.finished(plan)
-    assert (given_up.failed, given_up.layerwise) == ((0, 1), True)
-    device.at_once = True
-    mover._take_jobs()
-    assert worker.finished(StepPlan()) == [], "it was told already"
-    assert device.begun == [], "and nothing is written behind the engine's back"
-
-
-def test_without_a_session_no_layer_is_waited_for(worker: Any, mover: Any, device: Device) -> None:
-    """Its thread may be busy joining a manager for seconds."""
-    mover._lose("a test")
-    plan = StepPlan(loads=(load(True, blocks=2),))
-    worker.load(plan)
-    for layer in LAYERS:
-        worker.wait_for_layer(layer)
-    (failed,) = worker.finished(plan)
-    assert (failed.failed, failed.layerwise) == ((0, 1), True)
-    assert worker.finished(StepPlan()) == []
-
-
-def test_a_device_without_events_costs_the_copies(worker: Any, mover: Any, device: Device) -> None:
-    def lost() -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    device.mark = lost  # type: ignore[method-assign, assignment]
-    worker.store(StepPlan(stores=stores(4)))
-    mover._take_jobs()
-    assert worker.report().stored[4][1] == (0,)
+def test_the_copying_thread_introduces_itself_once_to_each_copier(mover: Any, device: Device) -> None:
+    later = Device()
+    mover._channel.close()
+    mover._channel = None
+    mover.start()
+    mover.put(StoreJob((), None))
+    while not device.adopted_by:
+        assert mover._thread.is_alive()
+        time.sleep(0.001)
+    mover._mapping = later
+    mover.put(StoreJob((), None))
+    while not later.adopted_by:
+        assert mover._thread.is_alive()
+        time.sleep(0.001)
+    mover.stop()
+    assert device.adopted_by == later.adopted_by == ["kvbm-mover"]

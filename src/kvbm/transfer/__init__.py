@@ -12,12 +12,14 @@ from kvbm.numa import node_of_pci_device
 from kvbm.transfer.copier import Copier, Copying, DeviceEvent, Pairs, arena_tensor
 from kvbm.transfer.cpu import CpuCopier
 from kvbm.transfer.device_cache import DeviceCache
+from kvbm.transfer.device_copier import DeviceCopier
 
 __all__ = [
     "Copier",
     "Copying",
     "CpuCopier",
     "DeviceCache",
+    "DeviceCopier",
     "DeviceEvent",
     "Pairs",
     "arena_tensor",
@@ -25,14 +27,17 @@ __all__ = [
 ]
 
 
-def make_copier(cache: DeviceCache, arena: torch.Tensor, cuda_method: str = "auto") -> Copier:
+def make_copier(
+    cache: DeviceCache, arena: torch.Tensor, cuda_method: str = "auto", by_engine: bool = False
+) -> Copier:
     """The copier for the device that `cache` lies on; `arena` is uint8 `[slots, slot_bytes]` in host memory.
 
-    `cuda_method` forces a way of copying on CUDA (see `CudaCopier`). Raises `KvbmError` for a kind of device that
+    `cuda_method` forces a way of copying on CUDA (see `CudaCopier`); `by_engine` says that the engine's own thread
+    calls (see `CpuCopier`). Raises `KvbmError` for a kind of device that
     has no copier, and where a CUDA device cannot be used.
     """
     if cache.device.type == "cpu":
-        return CpuCopier(cache, arena)
+        return CpuCopier(cache, arena, by_engine=by_engine)
     if cache.device.type == "cuda":
         from kvbm.transfer.cuda import CudaCopier
 

@@ -39,6 +39,9 @@ class Copier(Protocol):
     blocks named, nothing else.
     """
 
+    def adopt_thread(self) -> None:
+        """Called once by a thread of ours that begins copies, before it does: never by the engine's."""
+
     def mark(self) -> DeviceEvent | None:
         """The present end of the engine's work, for `after`. Called by the engine's thread; never blocks."""
 

@@ -51,14 +51,19 @@ class CpuCopier:
     """Copies by a few threads of its own, each chunk in one call without the GIL (see `Copier`).
 
     A copy that was begun is over. `threads` is how many copy at once; two saturate the memory of a small machine.
+    `by_engine`: the callers are the engine's own thread, which copies what one thread is enough for itself. Waking
+    another and being woken takes several times as long as copying a block, and far longer where cores are busy.
     """
 
-    def __init__(self, cache: DeviceCache, arena: torch.Tensor, threads: int = 2) -> None:
+    def __init__(
+        self, cache: DeviceCache, arena: torch.Tensor, threads: int = 2, by_engine: bool = False
+    ) -> None:
         assert threads >= 1, threads
         assert_arena(arena, cache)
         self._cache = cache
         self._arena = arena
         self._threads = threads
+        self._by_engine = by_engine
         self._device = _Side([region.device for region in cache.regions])
         self._slots = _Side([region.slots(arena) for region in cache.regions])
         self._layers: dict[str, tuple[_Side, _Side]] = {}
@@ -67,6 +72,9 @@ class CpuCopier:
         meeting = threading.Barrier(threads)
         for arrival in [self._pool.submit(meeting.wait) for _ in range(threads)]:
             arrival.result()
+
+    def adopt_thread(self) -> None:
+        """Our pool's threads copy, whoever calls."""
 
     def mark(self) -> DeviceEvent | None:
         """Nothing to wait for: on a CPU work is done when its call returns."""
@@ -111,9 +119,14 @@ class CpuCopier:
 
     def _copy(self, pairs: Pairs, device: _Side, slots: _Side, *, to_device: bool) -> None:
         ordered = checked(pairs, self._cache, self._arena)
+        bounds = self._chunk_bounds(len(ordered))
+        if self._by_engine and len(bounds) == 2:
+            views = _views(ordered, device, slots)
+            torch._foreach_copy_(*(views if to_device else views[::-1]))
+            return
         copies: list[Future[None]] = []
         try:
-            for start, end in itertools.pairwise(self._chunk_bounds(len(ordered))):
+            for start, end in itertools.pairwise(bounds):
                 # Views are built here, so that a copying thread needs the GIL twice only: to start, to report.
                 views = _views(ordered[start:end], device, slots)
                 targets, sources = views if to_device else views[::-1]

@@ -104,6 +104,10 @@ class CudaCopier:
         """Wait until the arena is locked and the ways of copying are measured; False when it takes longer."""
         return self._locks.finished.wait(timeout_s)
 
+    def adopt_thread(self) -> None:
+        """Bind the device's context, and never disturb the engine while it captures a CUDA graph."""
+        self._driver.adopt_thread(self._device.index)
+
     def mark(self) -> DeviceEvent:
         """An event on the calling thread's current stream."""
         event: DeviceEvent = self._device.mark()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping as Table
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import msgspec
 from kvbm.errors import KvbmError
 from kvbm.protocol import LoadPlan, StorePlan
 from kvbm.transfer import Copying, DeviceEvent
+from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mapping
 
 log = logging.getLogger("kvbm.worker")
@@ -140,45 +140,6 @@ class LoadJob:
         self.copied += intact
         self.broken = intact < len(slots)
         return not self.broken
-
-
-class LayerGate:
-    """Where the engine's thread waits for one layer of a load that runs beside the forward pass.
-
-    The engine's thread sets `abandoned` when it waits for no further layer, and `given_up` when it has told that all
-    of the load failed; the mover sets `over`.
-    """
-
-    def __init__(self, layers: Table[str, object]) -> None:
-        self._begun = {layer: threading.Event() for layer in layers}
-        self._copies: dict[str, Copying] = {}
-        self.over = threading.Event()
-        self.abandoned = False
-        self.given_up = False
-
-    def open(self, layer: str, copying: Copying | None) -> None:
-        """The layer's copy was begun, or will never be."""
-        if copying is not None:
-            self._copies[layer] = copying
-        self._begun[layer].set()
-
-    def open_all(self) -> None:
-        """Nobody waits any more."""
-        for begun in self._begun.values():
-            begun.set()
-        self.over.set()
-
-    def pass_through(self, layer: str, after: Mark | None, timeout_s: float) -> bool:
-        """Wait until the layer's copy was begun, and have the device wait for its end; False after `timeout_s`."""
-        begun = self._begun.get(layer)
-        if begun is None:
-            return True
-        if not begun.wait(timeout_s):
-            return False
-        copying = self._copies.get(layer)
-        if copying is not None and after is not None:
-            after.mapping.copier.hold(copying)
-        return True
 
 
 def settle(copying: Copying) -> None:

@@ -24,7 +24,6 @@ from kvbm.transfer import Copying
 from kvbm.worker.jobs import (
     FinishedLoad,
     FinishedStore,
-    LayerGate,
     LoadJob,
     Mark,
     StoreJob,
@@ -32,6 +31,7 @@ from kvbm.worker.jobs import (
     settle,
     tell_of_failure,
 )
+from kvbm.worker.layers import LayerGate, begin_layers
 from kvbm.worker.mapping import Mapping
 
 log = logging.getLogger("kvbm.worker")
@@ -129,8 +129,12 @@ class Mover:
     # ---- the thread
 
     def _run(self) -> None:
+        adopted: Mapping | None = None
         while not self._stopping:
             try:
+                if self._mapping is not adopted and self._mapping is not None:
+                    adopted = self._mapping
+                    adopted.copier.adopt_thread()
                 self._turn()
             except ManagerUnavailable as error:
                 self._lose(str(error))
@@ -244,25 +248,14 @@ class Mover:
             self._channel.send(Watch(lookup=plan.lookup))
 
     def _load_by_layer(self, job: LoadJob, gate: LayerGate) -> None:
-        """The whole load, one layer after the other, each announced as soon as it was begun."""
-        plan, mapping, after = job.plan, self._mapping, job.after
-        assert mapping is not None and after is not None and job.ready == len(plan.slots)
-        copies: list[Copying] = []
+        mapping = self._mapping
+        assert mapping is not None
+        begun: list[Copying] = []
         try:
-            if mapping.intact(plan.slots, plan.generations) == len(plan.slots):
-                pairs = list(zip(plan.device_blocks, plan.slots, strict=True))
-                for layer in mapping.layers:
-                    if gate.abandoned:
-                        break
-                    copies.append(mapping.copier.begin_load(pairs, after.event, layer))
-                    gate.open(layer, copies[-1])
-                else:
-                    copies[-1].wait()
-                    job.copied = mapping.intact(plan.slots, plan.generations)
+            begin_layers(job, gate, mapping, begun)
         except Exception as error:
-            self._failed("load", len(plan.slots), error)
-            job.copied = 0
-        for copying in copies:
+            self._failed("load", len(job.plan.slots), error)
+        for copying in begun:
             settle(copying)
         self._finish(job)
 

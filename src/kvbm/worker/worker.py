@@ -10,7 +10,8 @@ from kvbm.clock import Clock
 from kvbm.launch import ManagerFinder
 from kvbm.protocol import Hello, StepPlan, StepReport, Welcome
 from kvbm.transfer import DeviceCache
-from kvbm.worker.jobs import FinishedLoad, LayerGate, LoadJob, Mark, StoreJob
+from kvbm.worker.jobs import FinishedLoad, LoadJob, Mark, StoreJob
+from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mapping
 from kvbm.worker.mover import Mover
 

@@ -1,0 +1,116 @@
+"""The engine's thread while copies run by themselves: it waits for what it must, and never for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
+
+from kvbm.protocol import StepPlan
+from kvbm.worker.worker import Worker
+from unit.beside_bench import DEADLINE_S, HELLO, LAYERS, Device, load, make_mover, stores, told
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def mover(device: Device) -> Iterator[Any]:
+    made = make_mover(device)
+    line = made._channel
+    yield made
+    line.close()
+
+
+@pytest.fixture
+def worker(device: Device, mover: Any) -> Iterator[Any]:
+    """A worker whose copies run beside the engine, and whose mover the test drives by a thread."""
+    cache: Any = SimpleNamespace(layers=dict.fromkeys(LAYERS), device=SimpleNamespace(type="cuda"))
+    made: Any = Worker(SimpleNamespace(attempt=lambda: None), HELLO, cache)  # type: ignore[arg-type]
+    made._mover = mover
+    return made
+
+
+def test_the_engine_waits_for_released_stores_only(worker: Any, mover: Any, device: Device) -> None:
+    worker.store(StepPlan(stores=stores(1, 2)))
+    mover._take_jobs()
+    assert device.held == []
+    worker.store(StepPlan())
+    assert device.held == [], "a step with nothing to do does nothing"
+    worker.store(StepPlan(released=(2,)))
+    assert [copying.pairs for copying in device.held] == [[(2, 2)]]
+    for copying in device.begun:
+        copying.end()
+    mover._collect_stores(wait=False)
+    assert worker.report().stored.keys() == {1, 2}
+    worker.store(StepPlan(released=(1,)))
+    assert len(device.held) == 1, "it was told to be over"
+    assert worker._storing == {}
+
+
+def test_a_store_released_in_its_own_step_is_held(worker: Any, mover: Any, device: Device) -> None:
+    """The thread waits until it was begun: there is no event to wait for before."""
+    engine = threading.Thread(target=worker.store, args=(StepPlan(stores=stores(3), released=(3,)),))
+    engine.start()
+    engine.join(0.05)
+    assert engine.is_alive()
+    mover._take_jobs()
+    engine.join(DEADLINE_S)
+    assert not engine.is_alive()
+    assert device.held == device.begun
+
+
+def test_a_store_that_does_not_begin_in_time_is_given_up(
+    worker: Any, mover: Any, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.worker.worker.STORE_TIMEOUT_S", 0.01)
+    device.at_once = True
+    worker.store(StepPlan(stores=stores(3), released=(3,)))
+    mover._take_jobs()
+    assert told(mover) == [(3, (0,))]
+
+
+def test_a_layer_that_never_comes_is_given_up_and_told_as_failed(
+    worker: Any, mover: Any, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mover is stuck: the engine goes on, with blocks that it must compute."""
+    monkeypatch.setattr("kvbm.worker.worker.LAYER_TIMEOUT_S", 0.01)
+    plan = StepPlan(loads=(load(True, blocks=2),))
+    worker.load(plan)
+    for layer in LAYERS:
+        worker.wait_for_layer(layer)
+    (given_up,) = worker.finished(plan)
+    assert (given_up.failed, given_up.layerwise) == ((0, 1), True)
+    device.at_once = True
+    mover._take_jobs()
+    assert worker.finished(StepPlan()) == [], "it was told already"
+    assert device.begun == [], "and nothing is written behind the engine's back"
+
+
+def test_without_a_session_no_layer_is_waited_for(worker: Any, mover: Any, device: Device) -> None:
+    """Its thread may be busy joining a manager for seconds."""
+    mover._lose("a test")
+    plan = StepPlan(loads=(load(True, blocks=2),))
+    worker.load(plan)
+    for layer in LAYERS:
+        worker.wait_for_layer(layer)
+    (failed,) = worker.finished(plan)
+    assert (failed.failed, failed.layerwise) == ((0, 1), True)
+    assert worker.finished(StepPlan()) == []
+
+
+def test_a_device_without_events_costs_the_copies(worker: Any, mover: Any, device: Device) -> None:
+    def lost() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    device.mark = lost  # type: ignore[method-assign, assignment]
+    worker.store(StepPlan(stores=stores(4)))
+    mover._take_jobs()
+    assert worker.report().stored[4][1] == (0,)
