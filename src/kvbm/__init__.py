@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvbm.block import BlockKey, BlockState, Outcome, Tier
     from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError, TierError
+    from kvbm.hashing import Chain
     from kvbm.layout import BlockLayout, Namespace
     from kvbm.library import BlockManager, Hit
 
@@ -20,6 +21,7 @@ __all__ = [
     "BlockLayout",
     "BlockManager",
     "BlockState",
+    "Chain",
     "Hit",
     "KvbmError",
     "ManagerRefused",
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "block": ("BlockKey", "BlockState", "Outcome", "Tier"),
     "errors": ("KvbmError", "ManagerRefused", "ManagerUnavailable", "SettingsError", "TierError"),
+    "hashing": ("Chain",),
     "layout": ("BlockLayout", "Namespace"),
     "library": ("BlockManager", "Hit"),
 }

@@ -3,17 +3,20 @@
 `key = H(namespace fingerprint, parent key, token ids, extras)`, 32 bytes of blake3 in its keyed mode (the key is
 the fingerprint), deterministic across processes and restarts. Where an engine already has a deterministic chained
 hash that covers tokens and extras, `derive_key` binds that hash to the namespace instead of hashing tokens again.
+A `Chain` keeps the keys of a sequence while it grows.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 from blake3 import blake3
 
 from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.layout import BlockLayout, Namespace
 
 ROOT = bytes(KEY_BYTES)
 """The parent of a chain's first block."""
@@ -33,11 +36,8 @@ def derive_key(fingerprint: bytes, engine_hash: bytes, extras: bytes = b"") -> B
 def chain_key(fingerprint: bytes, parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> BlockKey:
     """The key of one block: `token_ids` after the block `parent` (ROOT for the first)."""
     tokens = array("I", token_ids).tobytes()
-    digest = blake3(parent, key=fingerprint)
-    digest.update(len(tokens).to_bytes(8, "little"))
-    digest.update(tokens)
-    digest.update(extras)
-    return BlockKey(digest.digest())
+    content = b"".join((parent, len(tokens).to_bytes(8, "little"), tokens, extras))
+    return BlockKey(blake3(content, key=fingerprint).digest())
 
 
 def chain_keys(
@@ -51,14 +51,73 @@ def chain_keys(
     `extras` gives one value per block (cache salt, adapter, multimodal hashes); None means no extras anywhere.
     """
     keys: list[BlockKey] = []
-    parent: bytes = ROOT
-    per_block = iter(extras) if extras is not None else None
-    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        extra = next(per_block) if per_block is not None else b""
-        key = chain_key(fingerprint, parent, token_ids[start : start + block_tokens], extra)
-        keys.append(key)
-        parent = key
+    tokens = array("I", token_ids[: len(token_ids) // block_tokens * block_tokens])
+    _grow(keys, fingerprint, tokens, block_tokens, iter(extras) if extras is not None else repeat(b""))
     return keys
+
+
+def _grow(
+    keys: list[BlockKey], fingerprint: bytes, tokens: array[int], block_tokens: int, extras: Iterator[bytes]
+) -> None:
+    """Add the keys of the full blocks of `tokens`, which follow those of `keys`: `chain_key` for many at once."""
+    parent: bytes = keys[-1] if keys else ROOT
+    content, size = tokens.tobytes(), block_tokens * tokens.itemsize
+    length = size.to_bytes(8, "little")
+    for start in range(0, len(content) - size + 1, size):
+        hashed = b"".join((parent, length, content[start : start + size], next(extras)))
+        parent = blake3(hashed, key=fingerprint).digest()
+        keys.append(BlockKey(parent))
+
+
+class Chain:
+    """The block keys of one sequence of tokens that grows: each block is hashed once, when it fills.
+
+    `BlockManager` takes it wherever it takes tokens; it must be of the manager's namespace and block size, and its
+    keys are those of the tokens it was given, with these `extras` for every block. It copies what it needs of the
+    tokens, and can only grow: a sequence that goes on differently after some token is another chain.
+
+    Raises OverflowError or TypeError for a token that is not an integer from 0 to 2³² - 1; nothing is added then.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, namespace: Namespace, tokens: Iterable[int] = (), extras: bytes = b""
+    ) -> None:
+        self.block_tokens = layout.block_tokens
+        self.fingerprint = namespace.fingerprint
+        self.extras = extras
+        self._keys: list[BlockKey] = []
+        self._rest = array("I")  # after the last full block
+        self.extend(tokens)
+
+    def append(self, token: int) -> None:
+        """One more token."""
+        self._rest.append(token)
+        if len(self._rest) == self.block_tokens:
+            self._hash_full()
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """More tokens, in order: `[n]`."""
+        self._rest += array("I", tokens)
+        self._hash_full()
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are full."""
+        return len(self._keys)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are, those of a partial last block included."""
+        return len(self._keys) * self.block_tokens + len(self._rest)
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """The keys of the full blocks, first block first: a copy, `[blocks]` of 32 bytes each."""
+        return self._keys[:]
+
+    def _hash_full(self) -> None:
+        _grow(self._keys, self.fingerprint, self._rest, self.block_tokens, repeat(self.extras))
+        del self._rest[: len(self._rest) // self.block_tokens * self.block_tokens]
 
 
 def join_keys(keys: Iterable[bytes]) -> bytes:

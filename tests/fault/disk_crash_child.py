@@ -22,7 +22,7 @@ from pathlib import Path
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.faults import FaultySyscalls
-from kvbm.tiers import disk_medium
+from kvbm.tiers import block_io, disk_medium
 from kvbm.tiers.disk import DiskTier, open_disk_tier
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=20_000, shard_count=2)
@@ -111,7 +111,7 @@ class Load:
 
 def store_in_the_wrong_order(medium, key, parent, slot, sequence, sources):  # type: ignore[no-untyped-def]
     """What `DiskMedium.store` must never become."""
-    checksum = disk_medium.block_checksum(medium._fingerprint, key, sources)
+    checksum = block_io.block_checksum(medium._fingerprint, key, sources)
     medium._journal.write(
         disk_medium.BlockRecord(
             slot=slot, key=key, parent=parent, checksum=checksum, length=LAYOUT.block_bytes, sequence=sequence

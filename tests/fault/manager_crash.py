@@ -42,14 +42,14 @@ CHAIN_BLOCKS_MAX = 32
 
 VERIFIES_NOTHING = """
 import sys
-from kvbm.tiers import disk_medium
+from kvbm.tiers import block_io
 
 class EqualToAll(bytes):
     __hash__ = bytes.__hash__
     def __eq__(self, other):
         return True
 
-disk_medium.block_checksum = lambda *_: EqualToAll(16)
+block_io.block_checksum = lambda *_: EqualToAll(16)
 from kvbm.cli.main import main
 sys.exit(main())
 """

@@ -17,7 +17,7 @@ import pytest
 from fault import disk_crash_child as child
 from kvbm.block import Outcome, SlotIndex
 from kvbm.testing.tier_contract import by_slot
-from kvbm.tiers import disk_medium
+from kvbm.tiers import block_io
 from kvbm.tiers.disk import DiskTier
 
 KILL_COUNT = 64
@@ -139,7 +139,7 @@ def test_the_audit_notices_wrong_bytes(tmp_path: Path, monkeypatch: pytest.Monke
 
         __hash__ = bytes.__hash__
 
-    monkeypatch.setattr(disk_medium, "block_checksum", lambda *_: EqualToAll(16))
+    monkeypatch.setattr(block_io, "block_checksum", lambda *_: EqualToAll(16))
     for seed in range(40):
         crash_once(tmp_path / "cache", tmp_path / "log", seed, order="wrong", inside_a_write=True)
         if Audit(tmp_path / "cache").counts["wrong"]:

@@ -10,7 +10,8 @@ from kvbm.block import BlockKey, Tier
 from kvbm.channel import Channel
 from kvbm.clock import ManualClock
 from kvbm.hashing import derive_key, split_keys
-from kvbm.leader.leader import Answer, Leader, Scheduled
+from kvbm.leader.leader import Leader
+from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Finished,

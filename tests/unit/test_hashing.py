@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.block import KEY_BYTES
-from kvbm.hashing import ROOT, chain_key, chain_keys, derive_key, join_keys, split_keys
+from kvbm.hashing import ROOT, Chain, chain_key, chain_keys, derive_key, join_keys, split_keys
+from kvbm.layout import BlockLayout, Namespace
 
 FINGERPRINT = bytes(range(32))
 OTHER = bytes(range(1, 33))
+NAMESPACE = Namespace(model="m", fields=(("weights", "1"),))
 hashes = st.binary(min_size=0, max_size=40)
 
 
@@ -87,6 +89,46 @@ def test_a_salt_in_the_first_block_reaches_all() -> None:
     plain = chain_keys(FINGERPRINT, list(range(12)), 4)
     salted = chain_keys(FINGERPRINT, list(range(12)), 4, [b"tenant", b"", b""])
     assert not set(plain) & set(salted)
+
+
+@given(
+    pieces=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), max_size=8),
+    size=st.integers(1, 5),
+    extras=hashes,
+)
+def test_a_chain_that_grows_has_the_keys_of_its_tokens(
+    pieces: list[list[int]], size: int, extras: bytes
+) -> None:
+    chain = Chain(BlockLayout(block_tokens=size, shard_bytes=1), NAMESPACE, extras=extras)
+    tokens: list[int] = []
+    for piece in pieces:
+        if len(piece) == 1:
+            chain.append(piece[0])
+        else:
+            chain.extend(piece)
+        tokens += piece
+        piece.clear()  # what the caller does with its list is no concern of the chain
+        assert (chain.tokens, chain.blocks) == (len(tokens), len(tokens) // size)
+        chain.keys.clear()  # and what it gave out is the caller's
+        expected, parent = [], ROOT
+        for start in range(0, chain.blocks * size, size):
+            parent = chain_key(NAMESPACE.fingerprint, parent, tokens[start : start + size], extras)
+            expected.append(parent)
+        assert chain.keys == expected
+        assert chain.keys == chain_keys(NAMESPACE.fingerprint, tokens, size, [extras] * chain.blocks)
+
+
+def test_what_is_no_token_is_refused_and_not_added() -> None:
+    chain = Chain(BlockLayout(block_tokens=2, shard_bytes=1), NAMESPACE, [1, 2, 3])
+    before = chain.keys
+    for wrong in (-1, 2**32, "a", 1.5):
+        with pytest.raises((OverflowError, TypeError)):
+            chain.append(wrong)
+        with pytest.raises((OverflowError, TypeError)):
+            chain.extend([4, 5, wrong])
+    assert (chain.tokens, chain.keys) == (3, before)
+    chain.append(4)
+    assert chain.keys == chain_keys(NAMESPACE.fingerprint, [1, 2, 3, 4], 2)
 
 
 @given(count=st.integers(0, 20))

@@ -11,8 +11,9 @@ from kvbm.block import KEY_BYTES, Tier
 from kvbm.clock import ManualClock
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader import leader as leader_module
-from kvbm.leader.leader import Answer, Leader, Scheduled
+from kvbm.leader.leader import Leader
 from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
+from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Finished,

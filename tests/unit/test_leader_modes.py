@@ -10,9 +10,26 @@ import pytest
 from kvbm.block import BlockKey
 from kvbm.hashing import split_keys
 from kvbm.leader.lazy import Unsaved
-from kvbm.leader.leader import Answer
+from kvbm.leader.tracked import Answer
 from kvbm.protocol import Commit, LoadPlan, Reserve, StepReport
 from unit.leader_bench import TABLE, Bench, keys
+
+
+class Engine:
+    """Device blocks as an engine has them: what each holds, and the order in which free ones are handed out."""
+
+    def __init__(self) -> None:
+        self.holds: dict[int, Hashable] = {block: f"hash {block}" for block in TABLE}
+        self.free: list[int] = []
+
+    def tag(self, block: int) -> Hashable | None:
+        return self.holds.get(block)
+
+    def next_out(self, limit: int) -> Sequence[int]:
+        return self.free[:limit]
+
+    def forget_all(self) -> None:
+        self.holds.clear()
 
 
 @pytest.fixture
@@ -96,7 +113,7 @@ def promised(bench: Bench, before_tail: int, **reply: Any) -> Answer:
 def test_who_is_loaded_beside_the_forward_pass(
     make_bench: Callable[..., Bench], before_tail: int, reply: dict[str, int], layerwise: bool
 ) -> None:
-    bench = make_bench(layerwise=True)
+    bench = make_bench(layerwise=True, device=Engine())
     assert promised(bench, before_tail, **reply) == Answer(blocks=5, layerwise=layerwise)
     bench.leader.allocated("r", 5, TABLE)
     (plan,) = bench.step().loads
@@ -116,7 +133,7 @@ def loading(bench: Bench) -> LoadPlan:
 
 
 def test_its_end_is_heard_from_the_ranks(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(layerwise=True)
+    bench = make_bench(layerwise=True, device=Engine())
     plan = loading(bench)
     bench.manager.said()
     bench.leader.updated(StepReport(loaded={"r": 0.25}), (), set())
@@ -128,12 +145,14 @@ def test_its_end_is_heard_from_the_ranks(make_bench: Callable[..., Bench]) -> No
 
 def test_nothing_computed_on_a_failed_layer_is_kept(make_bench: Callable[..., Bench]) -> None:
     """Neither of this request nor of others of that step; and all of it is offered again."""
-    bench = make_bench(layerwise=True)
+    device = Engine()
+    bench = make_bench(layerwise=True, device=device)
     bench.add("other")
     planned = bench.store("other")
     plan = loading(bench)
     (reserve,) = [message for message in bench.manager.said() if isinstance(message, Reserve)]
     bench.leader.updated(StepReport(loaded={"r": 0.25}), (), {plan.device_blocks[1]})
+    assert device.holds == {}, "nor may anybody find it on the device"
     given_up = [message for message in bench.manager.said() if isinstance(message, Commit)]
     assert [(commit.store, len(commit.failed)) for commit in given_up] == [(reserve.store, 6)]
     bench.report(planned)
@@ -142,6 +161,24 @@ def test_nothing_computed_on_a_failed_layer_is_kept(make_bench: Callable[..., Be
     assert bench.step({"r": 6, "other": 4}).stores == ()
     again = [message for message in bench.manager.said() if isinstance(message, Reserve)]
     assert [split_keys(message.keys) for message in again] == [keys(6), keys(4)]
+
+
+def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..., Bench]) -> None:
+    """The engine shares blocks as soon as it has made room for them. If they fail, only their own request is told."""
+    bench = make_bench(layerwise=True, device=Engine())
+    loading(bench)
+    bench.manager.said()
+    bench.add("twin", on_device=5)
+    assert bench.leader.matched("twin", 5, 9).later, "it found blocks that are being loaded"
+    stranger = [bytes([200 + i]) * 32 for i in range(8)]
+    bench.leader.request_added("stranger", stranger, b"", 5)
+    assert bench.leader._shares_unconfirmed(bench.leader._requests["twin"], 5)
+    assert not bench.leader._shares_unconfirmed(bench.leader._requests["twin"], 0), "it loads its own"
+    assert not bench.leader._shares_unconfirmed(bench.leader._requests["stranger"], 5)
+    bench.leader.finished("r")
+    assert bench.leader.matched("twin", 5, 9).later, "though it was aborted, its blocks may be found"
+    bench.leader.updated(StepReport(loaded={"r": 0.25}), (), set())
+    assert not bench.leader._shares_unconfirmed(bench.leader._requests["twin"], 5)
 
 
 def test_a_failed_load_that_nobody_has_read_costs_only_itself(make_bench: Callable[..., Bench]) -> None:
@@ -158,20 +195,6 @@ def test_a_failed_load_that_nobody_has_read_costs_only_itself(make_bench: Callab
 
 
 # ---- lazy
-
-
-class Engine:
-    """Device blocks as an engine has them: what each holds, and the order in which free ones are handed out."""
-
-    def __init__(self) -> None:
-        self.holds: dict[int, Hashable] = {block: f"hash {block}" for block in TABLE}
-        self.free: list[int] = []
-
-    def tag(self, block: int) -> Hashable | None:
-        return self.holds.get(block)
-
-    def next_out(self, limit: int) -> Sequence[int]:
-        return self.free[:limit]
 
 
 @pytest.fixture
@@ -197,7 +220,7 @@ def leave(bench: Bench, engine: Engine, *blocks: int) -> list[Reserve]:
 def test_a_block_is_stored_when_it_is_about_to_go_with_what_lies_before_it(
     make_bench: Callable[..., Bench], engine: Engine
 ) -> None:
-    bench = make_bench(device=engine)
+    bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
     assert leave(bench, engine, 139) == []
     (reserve,) = leave(bench, engine, TABLE[2])
@@ -215,7 +238,7 @@ def test_a_block_is_stored_when_it_is_about_to_go_with_what_lies_before_it(
 def test_a_block_that_went_meanwhile_is_not_committed(
     make_bench: Callable[..., Bench], engine: Engine
 ) -> None:
-    bench = make_bench(device=engine)
+    bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
     (reserve,) = leave(bench, engine, TABLE[3])
     bench.grant(reserve)
@@ -228,7 +251,7 @@ def test_a_block_that_went_meanwhile_is_not_committed(
 
 
 def test_when_all_went_nothing_is_copied(make_bench: Callable[..., Bench], engine: Engine) -> None:
-    bench = make_bench(device=engine)
+    bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
     (reserve,) = leave(bench, engine, TABLE[3])
     bench.grant(reserve)
@@ -240,7 +263,7 @@ def test_when_all_went_nothing_is_copied(make_bench: Callable[..., Bench], engin
 
 
 def test_after_a_reset_nothing_of_before_is_stored(make_bench: Callable[..., Bench], engine: Engine) -> None:
-    bench = make_bench(device=engine)
+    bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
     bench.manager.die()
     bench.leader.reset()

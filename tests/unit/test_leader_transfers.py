@@ -8,8 +8,8 @@ import pytest
 
 from kvbm.block import Tier
 from kvbm.hashing import split_keys
-from kvbm.leader.leader import Answer, Scheduled
 from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
+from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     HELD,
     REFUSED,

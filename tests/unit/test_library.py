@@ -59,16 +59,17 @@ def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> 
         for _ in range(120):
             tokens = rng.choice(prompts)
             blocks = len(tokens) // BLOCK_TOKENS
-            with manager.match(tokens) as hit:
-                target = rng.sample(range(DEVICE_BLOCKS), blocks)
-                arrived = hit.onboard(cache, target)
+            given = rng.choice((tokens, kvbm.Chain(layout(), NAMESPACE, tokens)))
+            target, skip = rng.sample(range(DEVICE_BLOCKS), blocks), rng.choice((0, rng.randint(0, blocks)))
+            with manager.match(given, skip=skip) as hit:
+                arrived = hit.onboard(cache, target[skip:])
                 hits += arrived
-                for i in range(arrived):
+                for i in range(skip, skip + arrived):
                     assert torch.equal(content(cache, [target[i]]), computed(tokens, i))
-            for i in range(arrived, blocks):
+            for i in (*range(skip), *range(skip + arrived, blocks)):
                 for name, layer in zip(cache, computed(tokens, i), strict=True):
                     cache[name][target[i]] = layer[0]
-            manager.offload(tokens, cache, target)
+            manager.offload(given, cache, target)
             manager._space.check()
         assert manager.flush()
         assert manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
@@ -101,6 +102,82 @@ def test_extras_keep_tenants_apart() -> None:
             assert hit.blocks == 0
         with manager.match(tokens, extras=b"tenant-a") as hit:
             assert hit.blocks == 2
+
+
+def test_what_the_device_holds_is_not_loaded_again(tmp_path: Path) -> None:
+    cache, tokens = new_cache(5), list(range(6 * BLOCK_TOKENS))
+    before = content(cache, [0, 1, 2, 3, 4, 5])
+    tiers = {"host": "1MB", "disk": "1MB", "disk_dir": str(tmp_path), "namespace": NAMESPACE}
+    with kvbm.BlockManager(layout(), **tiers) as manager:
+        manager.offload(tokens, cache, list(range(6)))
+    with kvbm.BlockManager(layout(), **tiers) as manager:
+        rest = content(cache, list(range(12, DEVICE_BLOCKS)))
+        with manager.match(tokens, skip=4) as hit:
+            assert (hit.blocks, hit.tokens, hit.disk) == (2, 2 * BLOCK_TOKENS, 2)
+            assert hit.onboard(cache, [10, 11, 12, 13]) == 2, "blocks beyond the hit are left alone"
+        assert torch.equal(content(cache, [10, 11]), before[:, 4:])
+        assert torch.equal(content(cache, list(range(12, DEVICE_BLOCKS))), rest)
+        moved = manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host")
+        assert moved == 2 * layout().block_bytes, "and nothing was read for the blocks before it"
+        for skip in (6, 7, 100):
+            with manager.match(tokens, skip=skip) as hit:
+                assert (hit.blocks, hit.onboard(cache, [])) == (0, 0)
+        with (
+            pytest.raises(kvbm.SettingsError, match="skip=-1 cannot be used"),
+            manager.match(tokens, skip=-1),
+        ):
+            pass
+
+
+def test_a_chain_is_taken_for_its_tokens_and_grows_block_by_block() -> None:
+    cache, tokens = new_cache(6), list(range(500, 500 + 5 * BLOCK_TOKENS + 3))
+    with kvbm.BlockManager(layout(), host="1MB", namespace=NAMESPACE) as manager:
+        chain, copied = kvbm.Chain(layout(), NAMESPACE), []
+        for token in tokens:
+            chain.append(token)
+            copied.append(manager.offload(chain, cache, range(20, 20 + chain.blocks)))
+        assert sum(copied) == 5, "each block once, when it is full"
+        assert [i + 1 for i, count in enumerate(copied) if count] == [8, 16, 24, 32, 40]
+        for found in (tokens, chain):
+            with manager.match(found) as hit:
+                assert hit.onboard(cache, range(5)) == 5
+            assert torch.equal(content(cache, list(range(5))), content(cache, list(range(20, 25))))
+
+
+def test_a_chain_of_something_else_is_refused() -> None:
+    cache, tokens = new_cache(6), list(range(2 * BLOCK_TOKENS))
+    wide = kvbm.BlockLayout(block_tokens=2 * BLOCK_TOKENS, shard_bytes=2 * SHARD_BYTES)
+    other = kvbm.Namespace(model="test", fields=(("weights", "2"),))
+    with kvbm.BlockManager(layout(), host="1MB", namespace=NAMESPACE) as manager:
+        for chain in (kvbm.Chain(wide, NAMESPACE, tokens), kvbm.Chain(layout(), other, tokens)):
+            with pytest.raises(kvbm.KvbmError, match="another namespace or block size"):
+                manager.offload(chain, cache, [0, 1])
+        salted = kvbm.Chain(layout(), NAMESPACE, tokens, extras=b"a")
+        assert manager.offload(salted, cache, [0, 1]) == 2
+        with manager.match(tokens, extras=b"a") as hit, manager.match(salted, extras=b"a") as again:
+            assert hit.blocks == again.blocks == 2
+        with manager.match(tokens) as hit:
+            assert hit.blocks == 0
+        with (
+            pytest.raises(kvbm.KvbmError, match="a chain has the extras"),
+            manager.match(salted, extras=b"b"),
+        ):
+            pass
+
+
+def test_what_host_memory_gave_up_is_kept_again() -> None:
+    """A sequence that is offered again may have lost its start meanwhile, and what follows without it is of no use."""
+    cache, tokens = new_cache(7), list(range(6 * BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        manager.offload(tokens, cache, range(6))
+        for missing in ([0], [2, 3], [5], [0, 2, 4]):
+            for key in [manager._keys(tokens, b"")[i] for i in missing]:
+                manager._space.host.evict(manager._space.host.find(key))
+            assert manager.offload(tokens, cache, range(6)) == len(missing)
+            with manager.match(tokens) as hit:
+                assert hit.onboard(cache, range(10, 16)) == 6
+            assert torch.equal(content(cache, range(10, 16)), content(cache, range(6)))
+        manager._space.check()
 
 
 def test_a_cache_of_another_shape_is_refused_in_one_line() -> None:

@@ -27,7 +27,7 @@ assert safetensors and tokenizers, "what the example and its model need"
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mini_engine.py"
 SMALL: dict[str, Any] = {"conversations": 3, "turns": 2, "batch": 2}
-DEVICE_BLOCKS = 24  # little more than one conversation takes at its end
+DEVICE_BLOCKS = 40  # little more than one conversation takes at its end
 GPU = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available")
 )
@@ -89,17 +89,20 @@ def test_outputs_are_equal_with_and_without_eviction(seed: int, device: str) -> 
     )
     assert evicting.talks == plain.talks
     assert kept.talks == plain.talks
-    onboarded, computed = "blocks onboarded", "prefill tokens computed"
+    onboarded, computed, found = "blocks onboarded", "prefill tokens computed", "blocks found on device"
     assert plain.counts[onboarded] == evicting.counts[onboarded] == 0
     assert kept.counts[onboarded] > 0
+    # What the device still holds is not loaded: KVBM brings exactly what was evicted.
+    assert kept.counts[found] == evicting.counts[found] > 0
+    assert kept.counts[found] + kept.counts[onboarded] == plain.counts[found]
     assert kept.counts[computed] == plain.counts[computed] < evicting.counts[computed]
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_from_disk_and_after_a_restart(tmp_path: Path, device: str) -> None:
     model = small_model(device)
-    # Host memory for a handful of blocks: what comes back comes from disk.
-    tiers = {"host": "160KB", "disk": "32MB", "disk_dir": str(tmp_path)}
+    # Host memory for little more than one prompt: most of what comes back comes from disk.
+    tiers = {"host": "320KB", "disk": "32MB", "disk_dir": str(tmp_path)}
     plain, _, kept = mini.compare(model, **SMALL, device_blocks=DEVICE_BLOCKS, **tiers)
     assert kept.talks == plain.talks
     engine = mini.Engine(model, DEVICE_BLOCKS)
@@ -138,7 +141,8 @@ def test_decoded_and_prefilled_kv_are_equal_to_the_bit(changes: dict[str, Any]) 
     for request in requests:
         alone = mini.Engine(model, 64)
         alone.serve([mini.Request(request.tokens, 1)])
-        keys = alone._keys(request.tokens[:-1])
+        keys = kvbm.Chain(alone.layout, alone.namespace, request.tokens[:-1]).keys
+        assert keys == request.chain.keys
         found, expected = together._blocks.find(keys), alone._blocks.find(keys)
         assert len(found) == len(expected) == (len(request.tokens) - 1) // 16 > 2
         assert torch.equal(together._kv[found], alone._kv[expected])
@@ -258,6 +262,15 @@ def test_a_wrong_directory_ends_the_command_with_one_line(tmp_path: Path) -> Non
     assert ended.stderr.startswith("mini_engine: model=") and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_a_device_that_is_not_there_ends_the_command_with_one_line() -> None:
+    ended = subprocess.run([sys.executable, str(EXAMPLE), "--device", "cuda"], capture_output=True, text=True)
+    assert ended.returncode != 0 and not ended.stdout
+    assert ended.stderr == (
+        "mini_engine: device='cuda' cannot be used: torch finds no CUDA device here; accepted: cpu\n"
+    )
+
+
 def test_help_is_there_without_a_model() -> None:
     app = mini.typer.Typer()
     app.command()(mini.main)
@@ -283,7 +296,7 @@ def test_main_prints_the_table_and_exits_by_the_outputs(
     assert not ended.value.exit_code
     shown = capsys.readouterr().out
     assert shown.count("yes") == 3 and "blocks onboarded" in shown
-    runs = [mini.Run(str(talk), mini.Counter(), 0.0, [[talk]]) for talk in (1, 1, 2)]
+    runs = [mini.Run(str(talk), mini.Counter(), 0.0, 0.0, [[talk]]) for talk in (1, 1, 2)]
     monkeypatch.setattr(mini, "compare", lambda *args, **options: runs)
     with pytest.raises(mini.typer.Exit) as ended:
         mini.main(directory, device="cpu")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from kvbm.transfer import CpuCopier, DeviceCache
+from kvbm.transfer import CpuCopier, DeviceCache, make_copier
 
 ALONE = """
 import os, threading, torch
@@ -55,3 +55,27 @@ def test_copy_threads_leave_the_core_that_the_engine_is_bound_to() -> None:
         copier.close()
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_engines_own_thread_copies_what_one_thread_is_enough_for(
+    monkeypatch: pytest.MonkeyPatch, inference: bool
+) -> None:
+    views = {"a": torch.randint(0, 255, (64, 1 << 16), dtype=torch.uint8)}
+    before = views["a"].clone()
+    arena = torch.zeros(64, 1 << 16, dtype=torch.uint8)
+    copier = make_copier(DeviceCache.from_tensors(views, 64), arena, by_engine=True)
+    assert isinstance(copier, CpuCopier)
+    submitted = []
+    submit = copier._pool.submit
+    monkeypatch.setattr(copier._pool, "submit", lambda *task: submitted.append(task) or submit(*task))
+    with torch.inference_mode(inference):
+        for blocks, threads in ((1, 0), (3, 0), (64, 2)):
+            copier.store([(block, 63 - block) for block in range(blocks)])
+            assert torch.equal(arena.flip(0)[:blocks], before[:blocks])
+            views["a"].zero_()
+            copier.load([(block, 63 - block) for block in range(blocks)])
+            assert torch.equal(views["a"][:blocks], before[:blocks])
+            views["a"].copy_(before)
+            assert len(submitted) == 2 * threads
+    copier.close()

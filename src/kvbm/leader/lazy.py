@@ -7,19 +7,10 @@ never. The price: what the engine drops faster than it is looked at is lost, and
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvbm.block import BlockKey
-
-
-class DeviceBlocks(Protocol):
-    """What an engine tells of its device blocks."""
-
-    def tag(self, block: int) -> Hashable | None:
-        """What the block holds in the engine's own terms; None when it holds nothing that can be found again."""
-
-    def next_out(self, limit: int) -> Sequence[int]:
-        """Up to `limit` free blocks in the order in which the engine will hand them out."""
+from kvbm.leader.device import DeviceBlocks
 
 
 class Chain(NamedTuple):

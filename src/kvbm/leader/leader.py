@@ -9,21 +9,19 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import msgspec
+from collections.abc import Iterable, Sequence
 
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.hashing import derive_key
 from kvbm.launch import ManagerFinder
 from kvbm.leader.cost import CostModel
-from kvbm.leader.lazy import DeviceBlocks, Unsaved
+from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.lazy import Unsaved
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
 from kvbm.leader.stores import Stores
+from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
     Finished,
@@ -52,48 +50,13 @@ LEAVING_BLOCKS = 512
 _IN_FLIGHT_MAX = 2
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """How many blocks after the computed ones can be loaded. With `later`, the engine should ask again.
-
-    With `layerwise` the request may be computed in the very step that loads them.
-    """
-
-    blocks: int = 0
-    later: bool = False
-    layerwise: bool = False
-
-
-class Scheduled(NamedTuple):
-    """A request in an engine step: how many of its leading blocks are complete after it, and its block table.
-
-    The table is only asked for when there is something to store.
-    """
-
-    request: str
-    complete_blocks: int
-    device_blocks: Callable[[], Sequence[int]]
-
-
-@dataclass(slots=True)
-class _Tracked:
-    hashes: Sequence[bytes]
-    extras: bytes
-    keys: list[BlockKey] = field(default_factory=list)
-    keyed_for: bytes = b""
-    stored: int = 0
-    computed: int = 0
-    layerwise: bool = False
-    asked_from: int | None = None
-    asked_blocks: int = 0
-    outdated: bool = False
-
-
 class Leader:
     """Decides what one engine loads and stores.
 
     `hashes` of a request is the engine's own list of block hashes; it may grow as tokens come in. `promise_early`
     is True for an engine that recomputes what does not arrive. `layerwise`: loads may run beside the forward pass
-    that reads them. With `device` blocks are stored when the engine is about to hand them out, not when they are full.
+    that reads them. `lazy`: blocks are stored when the engine is about to hand them out, not when they are full; both
+    need `device`.
     """
 
     def __init__(
@@ -105,8 +68,10 @@ class Leader:
         clock: Clock,
         load_always: bool = False,
         layerwise: bool = False,
+        lazy: bool = False,
         device: DeviceBlocks | None = None,
     ) -> None:
+        assert device is not None or not (layerwise or lazy)
         self._clock = clock
         self._link = ManagerLink(finder, hello, clock)
         self.cost = CostModel(block_tokens, load_always)
@@ -116,8 +81,10 @@ class Leader:
         self._stores = Stores(self._link, clock, hello.rank_count, first)
         self._layerwise = layerwise
         self._device = device
-        self._unsaved = Unsaved(device) if device is not None else None
-        self._requests: dict[str, _Tracked] = {}
+        self._unsaved = Unsaved(device) if lazy and device is not None else None
+        # Requests that read blocks whose loads are not confirmed: from which block on, and that block's hash.
+        self._unconfirmed: dict[str, tuple[int, bytes]] = {}
+        self._requests: dict[str, Tracked] = {}
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
         self._salt = b""
@@ -147,7 +114,7 @@ class Leader:
     def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:
         """Ask at once what the manager holds. `on_device` leading blocks are in the device's prefix cache now."""
         self._receive()
-        tracked = _Tracked(hashes, extras)
+        tracked = Tracked(hashes, extras)
         self._requests[request] = tracked
         self._ask(request, tracked, on_device)
 
@@ -161,6 +128,8 @@ class Leader:
         if tracked is None or not self.ready:
             return Answer()
         tracked.computed = computed
+        if self._shares_unconfirmed(tracked, computed):
+            return Answer(later=True)
         search = self._lookups.get(request)
         if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
             # Never asked, or only for what followed blocks that the device has dropped since.
@@ -204,6 +173,8 @@ class Leader:
         tracked = self._requests.get(request)
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self._lookups.begin_load(request, computed, count, table, layerwise))
+        if layerwise and tracked is not None:
+            self._unconfirmed[request] = computed, tracked.hashes[computed]
 
     # ---- a step
 
@@ -256,8 +227,11 @@ class Leader:
         if report is not None:
             self._stores.reported(report)
         if invalid and self._lookups.note_failures(invalid):
+            assert self._device is not None
             self._stores.doubt()
             self._forget_stored()
+            # The engine computes the blocks again where they lie, and would share them with others before it has.
+            self._device.forget_all()
         loaded = report.loaded if report is not None else {}
         # Those that no engine call tells of: every rank ends them before its step does.
         by_layer = [request for request in loaded if self._lookups.loads_by_layer(request)]
@@ -336,7 +310,7 @@ class Leader:
         self._wait_left_s -= self._clock() - started_s
         self._receive()
 
-    def _keys(self, tracked: _Tracked, count: int) -> list[BlockKey]:
+    def _keys(self, tracked: Tracked, count: int) -> list[BlockKey]:
         """The keys of the first `count` blocks, as far as the engine has hashed them."""
         ready = self._link.ready
         assert ready is not None
@@ -348,7 +322,7 @@ class Leader:
             tracked.keys.append(derive_key(ready.fingerprint, block_hash, extras))
         return tracked.keys[:count]
 
-    def _ask(self, request: str, tracked: _Tracked, skip: int, attempts: int = 1) -> Search | None:
+    def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
         if not self.ready:
             return None
         tracked.asked_from = skip
@@ -387,7 +361,18 @@ class Leader:
                 parent = chain.keys[start - 1] if start else chain.parent
                 self._stores.ask("", parent, chain.keys[part], chain.device_blocks[part], chain.tags[part])
 
+    def _shares_unconfirmed(self, tracked: Tracked, computed: int) -> bool:
+        """Whether the engine found blocks on the device that another request's forward pass is still loading.
+
+        Only who loads them may read them until they are confirmed: if they fail, nobody else is to be told.
+        """
+        return any(
+            first < min(computed, len(tracked.hashes)) and tracked.hashes[first] == block_hash
+            for first, block_hash in self._unconfirmed.values()
+        )
+
     def _end_load(self, request: str, seconds: float) -> None:
+        self._unconfirmed.pop(request, None)
         arrived, failed = self._lookups.end_load(request, seconds)
         for source in arrived:
             self.loaded_blocks[Tier(source)] += 1

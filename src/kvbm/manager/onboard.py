@@ -53,6 +53,7 @@ class Onboarder:
         self._rises: dict[int, _Rise] = {}
         self._queue: deque[_Rise] = deque()
         self._jobs: dict[int, _Rise] = {}
+        self._unsettled: list[int] = []
 
     @property
     def queued_count(self) -> int:
@@ -135,16 +136,24 @@ class Onboarder:
             self._metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
         else:
             self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
-        self._finish(rise, completion.outcome)
+        self._finish(rise, completion.outcome, completion.unsettled)
         return True
 
-    def _finish(self, rise: _Rise, outcome: Outcome) -> None:
+    def settle(self) -> None:
+        """The tier works again: nothing touches the host slots any more whose loads had failed without an end."""
+        while self._unsettled:
+            self._host.abort(self._unsettled.pop())
+
+    def _finish(self, rise: _Rise, outcome: Outcome, unsettled: bool = False) -> None:
         del self._rises[rise.host_slot]
         self._disk.unlease(rise.disk_slot)
         if outcome is Outcome.HIT:
             self._host.commit(rise.host_slot)
         else:
-            self._host.abort(rise.host_slot)
+            if unsettled:
+                self._unsettled.append(rise.host_slot)  # it stays filling: nobody may have it yet
+            else:
+                self._host.abort(rise.host_slot)
             if outcome is Outcome.MISS and not self._disk.is_leased(rise.disk_slot):
                 self._disk.evict(rise.disk_slot)
         for lease, index in rise.waiting:

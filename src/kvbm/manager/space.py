@@ -173,7 +173,7 @@ class Space:
         answer: list[int] = []
         mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
         while len(answer) < len(keys):
-            run = self._missing_run(keys[len(answer) :], below)
+            run = self._missing_run(keys, len(answer), below)
             if not run:
                 answer.append(HELD)
                 parent = keys[len(answer) - 1]
@@ -237,10 +237,11 @@ class Space:
         """The request whose lookup ended with this key is through."""
         self._usage.note_end(key, output_tokens)
 
-    def _missing_run(self, keys: Sequence[BlockKey], below: SlotPool | None) -> list[BlockKey]:
-        """The first keys up to one that needs no slot; distinct whatever the engine sent."""
+    def _missing_run(self, keys: Sequence[BlockKey], start: int, below: SlotPool | None) -> list[BlockKey]:
+        """The keys from `start` up to one that needs no slot; distinct whatever the engine sent."""
         run: dict[BlockKey, None] = {}
-        for key in keys:
+        for i in range(start, len(keys)):
+            key = keys[i]
             if key in run or self.host.holds(key) or (below is not None and below.holds(key)):
                 break
             run[key] = None
@@ -382,6 +383,7 @@ class Space:
             return
         self._heal_at_s = now_s + HEAL_INTERVAL_S
         if tier.heal():
+            self.onboarder.settle()
             self._attach_disk(tier)
 
     def _tell_usage(self) -> None:

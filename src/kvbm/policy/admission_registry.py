@@ -5,6 +5,8 @@ policy from the tier's number of slots and the time, in seconds::
 
     [project.entry-points."kvbm.admission_policies"]
     mine = "my_package.policy:MyAdmission"
+
+`kvbm.testing.admission_contract` checks whether it keeps the contract.
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ class Chains:
                 self._next[first] = sibling
                 self._previous[sibling] = first
             child[parent] = first
-        last = parent
-        for slot in slots:
+        parents[first] = parent
+        last = first
+        for slot in slots[1:]:
             parents[slot] = last
-            if last != parent:
-                child[last] = slot
+            child[last] = slot
             last = slot
 
     def take_out(self, slot: int) -> int:

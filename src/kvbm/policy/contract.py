@@ -50,10 +50,10 @@ class EvictionPolicy(Protocol):
 
 
 class AdmissionPolicy(Protocol):
-    """Decides whether a block may enter a lower tier."""
+    """Decides whether a block may enter a lower tier. `kvbm.testing.admission_contract` checks an implementation."""
 
     def offered(self, key: BlockKey, now_s: float) -> bool:
-        """The block could be stored below now; True admits it."""
+        """The block could be stored below now; True admits it. One that was admitted may be offered again."""
 
     def hit(self, key: BlockKey, now_s: float) -> None:
-        """The block was used again."""
+        """The block was used again; it may never have been offered here."""

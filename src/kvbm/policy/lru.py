@@ -9,19 +9,14 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Container, Hashable, Iterable, Sequence
-from enum import IntEnum
 
+from kvbm.block import BlockState
+from kvbm.policy.chain import Chains
+
+_FREE = int(BlockState.FREE)
+_FILLING = int(BlockState.FILLING)
+_RESIDENT = int(BlockState.RESIDENT)
 _SPARE_ENTRIES = 1024
-
-
-class _State(IntEnum):
-    ABSENT = 0
-    FILLING = 1
-    RESIDENT = 2
-
-
-_FILLING = int(_State.FILLING)
-_RESIDENT = int(_State.RESIDENT)
 
 
 class LeafFirstLru:
@@ -33,12 +28,8 @@ class LeafFirstLru:
     """
 
     def __init__(self, slot_count: int) -> None:
+        self._chains = Chains(slot_count)
         self._used_s = array("d", bytes(8 * slot_count))
-        # The continuations of a block are a list through the slots: its first child, and each child's siblings.
-        self._parent = array("i", [-1]) * slot_count
-        self._child = array("i", [-1]) * slot_count
-        self._next = array("i", [-1]) * slot_count
-        self._previous = array("i", [-1]) * slot_count
         self._state = bytearray(slot_count)
         self._queued = bytearray(slot_count)
         self._leaves: list[tuple[float, int]] = []
@@ -58,20 +49,20 @@ class LeafFirstLru:
         """Begin to fill the slots; the parent stops being a leaf."""
         if not slots:
             return
-        self._add_child(slots[0], parent)
-        state, used_s, parents, child = self._state, self._used_s, self._parent, self._child
+        outdates = parent >= 0 and self._queued[parent] and self._chains.child[parent] < 0
+        self._chains.append(slots, parent)
+        state, used_s = self._state, self._used_s
         for slot in slots:
-            assert not state[slot]
+            assert state[slot] == _FREE, f"slot {slot} is in use"
             state[slot] = _FILLING
             used_s[slot] = now_s
-            parents[slot] = parent
-            parent = slot
-        for i in range(len(slots) - 1):
-            child[slots[i]] = slots[i + 1]
+        if outdates:
+            self._outdated += 1
+            self._tidy()
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Queue those of the slots that are leaves and not queued already."""
-        queued, child, state = self._queued, self._child, self._state
+        queued, child, state = self._queued, self._chains.child, self._state
         for slot in slots:
             state[slot] = _RESIDENT
             if child[slot] < 0 and not queued[slot]:
@@ -80,9 +71,10 @@ class LeafFirstLru:
     def removed(self, slots: Iterable[int]) -> None:
         """Empty the slots; their parents may become leaves."""
         for slot in slots:
-            assert self._state[slot]
-            parent = self._empty(slot)
-            if parent >= 0 and self._child[parent] < 0 and not self._queued[parent]:
+            assert self._state[slot] != _FREE, f"slot {slot} is empty already"
+            self._state[slot] = _FREE
+            parent = self._chains.take_out(slot)
+            if parent >= 0 and not self._queued[parent]:
                 self._queue(parent)
 
     def victims(
@@ -90,23 +82,25 @@ class LeafFirstLru:
     ) -> list[int]:
         """The unleased leaves used longest ago, each before its parent; every newcomer is worth its place."""
         chosen: list[int] = []
-        leaves, state, used_s, child = self._leaves, self._state, self._used_s, self._child
+        leaves, state, used_s, queued = self._leaves, self._state, self._used_s, self._queued
+        child, take_out = self._chains.child, self._chains.take_out
         while leaves and len(chosen) < needed:
             queued_s, slot = leaves[0]
             if state[slot] != _RESIDENT or child[slot] >= 0 or slot in leased:
                 # It comes back when its lease ends, or when it becomes a leaf again.
                 heapq.heappop(leaves)
-                self._queued[slot] = 0
+                queued[slot] = 0
             elif queued_s < used_s[slot]:
                 heapq.heapreplace(leaves, (used_s[slot], slot))
             else:
                 heapq.heappop(leaves)
-                self._queued[slot] = 0
+                queued[slot] = 0
                 # Up the branch, as long as the parent is next in the order anyway: used when its child was.
                 while True:
                     chosen.append(slot)
-                    slot = self._empty_leaf(slot)
-                    if slot < 0 or child[slot] >= 0 or self._queued[slot] or state[slot] != _RESIDENT:
+                    state[slot] = _FREE
+                    slot = take_out(slot)
+                    if slot < 0 or queued[slot] or state[slot] != _RESIDENT:
                         break
                     if used_s[slot] > queued_s or slot in leased or len(chosen) == needed:
                         self._queue(slot)
@@ -121,62 +115,14 @@ class LeafFirstLru:
         """Drop the entries of blocks that got continuations, once they are half of the queue."""
         if self._outdated < _SPARE_ENTRIES or 2 * self._outdated < len(self._leaves):
             return
+        child, queued = self._chains.child, self._queued
         kept = []
         for entry in self._leaves:
             slot = entry[1]
-            if self._child[slot] >= 0:
-                self._queued[slot] = 0
+            if child[slot] >= 0:
+                queued[slot] = 0
             else:
                 kept.append(entry)
         heapq.heapify(kept)
         self._leaves = kept
         self._outdated = 0
-
-    def _add_child(self, slot: int, parent: int) -> None:
-        """Put the slot into its parent's list of continuations."""
-        if parent < 0:
-            return
-        sibling = self._next[slot] = self._child[parent]
-        self._child[parent] = slot
-        if sibling >= 0:
-            self._previous[sibling] = slot
-        elif self._queued[parent]:
-            self._outdated += 1
-            self._tidy()
-
-    def _empty(self, slot: int) -> int:
-        """Take the slot out of the tree; its parent."""
-        self._state[slot] = 0
-        parent = self._parent[slot]
-        if parent >= 0:
-            self._unlink(slot, parent)
-        # When it leaves before its continuations, they become roots.
-        child = self._child[slot]
-        self._child[slot] = -1
-        while child >= 0:
-            following = self._next[child]
-            self._parent[child] = self._next[child] = self._previous[child] = -1
-            child = following
-        return parent
-
-    def _empty_leaf(self, slot: int) -> int:
-        """`_empty` for a block without continuations."""
-        self._state[slot] = 0
-        parent = self._parent[slot]
-        if parent >= 0:
-            if self._next[slot] < 0 and self._previous[slot] < 0:
-                self._child[parent] = self._parent[slot] = -1
-            else:
-                self._unlink(slot, parent)
-        return parent
-
-    def _unlink(self, slot: int, parent: int) -> None:
-        """Take the slot out of its parent's list of continuations."""
-        previous, following = self._previous[slot], self._next[slot]
-        if previous >= 0:
-            self._next[previous] = following
-        else:
-            self._child[parent] = following
-        if following >= 0:
-            self._previous[following] = previous
-        self._parent[slot] = self._next[slot] = self._previous[slot] = -1

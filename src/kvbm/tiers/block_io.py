@@ -112,12 +112,13 @@ def disk_namespace(namespace: Namespace, checksum_kind: str) -> Namespace:
     return msgspec.structs.replace(namespace, fields=(*namespace.fields, (CHECKSUM_FIELD, checksum_kind)))
 
 
-def host_checksum(namespace: Namespace) -> Checksum:
-    """The checksum of a directory's blocks, computed in host memory."""
+def host_checksum(namespace: Namespace) -> Checksum | None:
+    """The checksum of a directory's blocks, computed in host memory; None for a kind that is not known here."""
     kind = dict(namespace.fields).get(CHECKSUM_FIELD, "")
     if not kind:
         return block_checksum
-    assert kind == PAGE_SUMS, kind
+    if kind != PAGE_SUMS:
+        return None
     from kvbm.tiers.page_sums import host_page_checksum
 
     return host_page_checksum

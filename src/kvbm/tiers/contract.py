@@ -27,7 +27,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one submitted load or store.
 
     `outcome` is HIT (bytes moved and, for a load, verified), MISS (not there, or it failed verification: then
-    `corrupt` is True) or RETRY (the medium failed; `error` says how, in one line).
+    `corrupt` is True) or RETRY (the medium failed; `error` says how, in one line). `unsettled`: the medium may go on
+    writing to the targets of a load, which must not be used again before `heal` returned True.
     """
 
     job_id: int
@@ -36,6 +37,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     corrupt: bool = False
     error: str = ""
+    unsettled: bool = False
 
 
 class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):

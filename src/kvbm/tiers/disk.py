@@ -17,6 +17,7 @@ from kvbm.block import KEY_BYTES, BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
+from kvbm.tiers.block_io import BlockIo, Buffer, HostBlockIo, UnsettledTransfer, disk_namespace
 from kvbm.tiers.contract import Completion, RecoveredBlock
 from kvbm.tiers.disk_io import IoThreads, Job, LoadJob, StoreJob
 from kvbm.tiers.disk_medium import DiskMedium, DiskOptions, open_medium, plan
@@ -48,6 +49,7 @@ def open_disk_tier(
     persist: bool = True,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
+    io: BlockIo | None = None,
 ) -> DiskTier:
     """Open the namespace's disk tier under `root`, with the blocks that an earlier run left there.
 
@@ -56,20 +58,29 @@ def open_disk_tier(
     - `o_direct`: bypass the page cache; where the filesystem cannot, a warning is logged and it is used after all.
     - `zerofill_fallback`: on a filesystem without fallocate, write zeros at start instead of making sparse files.
     - `persist`: keep the blocks for the next run; otherwise start empty and leave nothing behind.
+    - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
+      over and closes it, also when opening fails.
 
-    Raises SettingsError (a directory or a capacity that cannot be used) and TierError (the medium failed or is full).
+    Raises SettingsError (a directory or a capacity that cannot be used) and TierError (the medium failed or is full;
+    DirectRefused: it cannot be reached by this `io`).
     """
+    syscalls = syscalls or Syscalls()
+    io = io or HostBlockIo(syscalls)
     options = DiskOptions(
         root=Path(root),
         layout=layout,
-        namespace=namespace,
+        namespace=disk_namespace(namespace, io.checksum_kind),
         capacity_bytes=capacity_bytes,
         capacity_blocks=capacity_blocks,
         o_direct=o_direct,
         zerofill_fallback=zerofill_fallback,
         persist=persist,
     )
-    return DiskTier(options, io_threads, pending_limit, clock, syscalls or Syscalls())
+    try:
+        return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
+    except BaseException:
+        io.close()
+        raise
 
 
 class DiskTier:
@@ -83,12 +94,19 @@ class DiskTier:
     name = "disk"
 
     def __init__(
-        self, options: DiskOptions, io_threads: int, pending_limit: int, clock: Clock, syscalls: Syscalls
+        self,
+        options: DiskOptions,
+        io_threads: int,
+        pending_limit: int,
+        clock: Clock,
+        syscalls: Syscalls,
+        io: BlockIo,
     ) -> None:
         """Use `open_disk_tier`. Raises as it does."""
         self._options = options
         self._clock = clock
         self._syscalls = syscalls
+        self._io = io
         self.slot_count = plan(options).slot_count
         self.pending_limit = pending_limit
         self._store_limit = max(1, pending_limit - pending_limit // 4)
@@ -99,7 +117,7 @@ class DiskTier:
         self._voids_owed: set[SlotIndex] = set()
         self._medium: DiskMedium | None = None
         self._recovered: list[RecoveredBlock] = []
-        self._attach(open_medium(options, syscalls, clock))
+        self._attach(open_medium(options, syscalls, io, clock))
         self._threads = IoThreads(self._execute, self._abandon, io_threads, pending_limit)
 
     @property
@@ -126,7 +144,7 @@ class DiskTier:
         key: BlockKey,
         parent: BlockKey | None,
         slot: SlotIndex,
-        sources: Sequence[memoryview],
+        sources: Sequence[Buffer],
     ) -> Outcome:
         assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
         self._check_buffers(sources)
@@ -148,9 +166,7 @@ class DiskTier:
         )
         return Outcome.PENDING
 
-    def submit_load(
-        self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
-    ) -> Outcome:
+    def submit_load(self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> Outcome:
         assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
         self._check_buffers(targets)
         self._watch()
@@ -188,14 +204,16 @@ class DiskTier:
             return False
         if not self._fault:
             return True
-        if not self._threads.wait_idle(0.0):
-            return False  # the kernel still holds a transfer of ours; its files cannot be closed
+        if not (self._threads.wait_idle(0.0) and self._io.settled()):
+            return (
+                False  # the kernel or the device still holds a transfer of ours; its files cannot be closed
+            )
         if self._medium is not None:
             self._medium.close(remove=False)
             self._medium = None
         self._recovered = []
         try:
-            medium = open_medium(self._options, self._syscalls, self._clock, HEAL_LIMIT_S)
+            medium = open_medium(self._options, self._syscalls, self._io, self._clock, HEAL_LIMIT_S)
             self._attach(medium)
         except (SettingsError, TierError) as error:
             self._fault = str(error)
@@ -210,16 +228,17 @@ class DiskTier:
     def close(self, keep: bool) -> None:
         """As the contract says. The completions of what was pending can still be polled afterwards.
 
-        A transfer that the kernel does not end within half a minute completes with RETRY, and its buffers may still be
-        touched: keep their memory mapped until the process ends.
+        A transfer that the kernel or the device does not end within half a minute completes with RETRY, and its buffers
+        may still be touched: keep their memory mapped until the process ends.
         """
         if self._closed:
             return
         self._closed = True
-        finished = self._threads.stop(CLOSE_LIMIT_S)
+        finished = self._threads.stop(CLOSE_LIMIT_S) and self._io.settled()
         if self._medium is not None and finished:
             self._medium.close(remove=not (keep and self._options.persist))
         self._medium = None
+        self._io.close()
 
     def _attach(self, medium: DiskMedium) -> None:
         """Take a newly opened medium into use. Raises TierError, the medium closed again."""
@@ -251,7 +270,7 @@ class DiskTier:
         except Exception as error:
             verb = "writing" if isinstance(job, StoreJob) else "reading"
             self._turn_off(f"{verb} slot {job.slot} in {medium.path}", error)
-            return self._abandon(job)
+            return self._abandon(job, unsettled=isinstance(error, UnsettledTransfer))
         if verdict.outcome is Outcome.HIT:
             return self._moved(job.job_id, start_s)
         if verdict.corrupt:
@@ -271,9 +290,9 @@ class DiskTier:
             seconds=self._clock() - start_s,
         )
 
-    def _abandon(self, job: Job) -> Completion:
+    def _abandon(self, job: Job, unsettled: bool = False) -> Completion:
         error = self._fault or "disk tier: closed before the transfer ended"
-        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=error)
+        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=error, unsettled=unsettled)
 
     def _turn_off(self, operation: str, error: Exception) -> None:
         """Any thread: the first failure names the fault, later ones are its consequences."""
@@ -299,7 +318,7 @@ class DiskTier:
         if what:
             self._declare(what)
 
-    def _check_buffers(self, buffers: Sequence[memoryview]) -> None:
+    def _check_buffers(self, buffers: Sequence[Buffer]) -> None:
         layout = self._options.layout
         assert len(buffers) == layout.shard_count, "one buffer per shard"
         assert all(buffer.nbytes == layout.slot_bytes for buffer in buffers), "whole slots, padding included"

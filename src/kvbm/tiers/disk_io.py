@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvbm.block import BlockKey, SlotIndex
+from kvbm.tiers.block_io import Buffer
 from kvbm.tiers.contract import Completion
 
 
@@ -20,7 +21,7 @@ class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
     job_id: int
     key: BlockKey
     slot: SlotIndex
-    targets: Sequence[memoryview]
+    targets: Sequence[Buffer]
 
 
 class StoreJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +32,7 @@ class StoreJob(msgspec.Struct, frozen=True, kw_only=True):
     parent: BlockKey | None
     slot: SlotIndex
     sequence: int
-    sources: Sequence[memoryview]
+    sources: Sequence[Buffer]
 
 
 Job = LoadJob | StoreJob

@@ -12,7 +12,7 @@ offset bytes
 8      8     sequence: grows with every store, higher is newer
 16     32    block key
 48     32    parent key, or zeros
-80     16    checksum of the bytes (`block_checksum`)
+80     16    checksum of the bytes (`BlockIo.checksum`)
 96     8     length of the bytes
 104    8     slot, so that a record that lands in the wrong place is not believed
 112    8     first 8 bytes of the namespace's fingerprint
@@ -54,7 +54,7 @@ class DamagedRecord(Exception):
 
 
 class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal knows of one resident block. `checksum` is of its `length` bytes (see `block_checksum`)."""
+    """What the journal knows of one resident block. `checksum` is of its `length` bytes (see `BlockIo`)."""
 
     slot: SlotIndex
     key: BlockKey

@@ -19,6 +19,7 @@ from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
 from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
+from kvbm.tiers.block_io import BlockIo, Buffer
 from kvbm.tiers.contract import RecoveredBlock
 from kvbm.tiers.disk_directory import (
     JOURNAL_NAME,
@@ -32,7 +33,7 @@ from kvbm.tiers.disk_directory import (
     remove_directory,
 )
 from kvbm.tiers.disk_geometry import RECORD_BYTES, DiskGeometry, plan_geometry
-from kvbm.tiers.disk_journal import BlockRecord, DamagedRecord, Journal, block_checksum
+from kvbm.tiers.disk_journal import BlockRecord, DamagedRecord, Journal
 from kvbm.tiers.disk_slabs import SlabFiles, slab_name
 from kvbm.tiers.disk_syscalls import Syscalls
 
@@ -84,6 +85,7 @@ class DiskMedium:
         slabs: SlabFiles,
         fingerprint: bytes,
         syscalls: Syscalls,
+        io: BlockIo,
     ) -> None:
         self._directory = directory
         self._journal_fd = journal_fd
@@ -91,6 +93,7 @@ class DiskMedium:
         self._slabs = slabs
         self._fingerprint = fingerprint
         self._syscalls = syscalls
+        self._io = io
         self.path = directory.path
 
     @property
@@ -104,10 +107,10 @@ class DiskMedium:
         parent: BlockKey | None,
         slot: SlotIndex,
         sequence: int,
-        sources: Sequence[memoryview],
+        sources: Sequence[Buffer],
     ) -> None:
         """Make the slot hold this block. Raises OSError; the slot then holds nothing."""
-        checksum = block_checksum(self._fingerprint, key, sources)
+        checksum = self._io.checksum(self._fingerprint, key, sources)
         self._journal.void(slot)
         self._slabs.write(slot, sources)
         length = sum(source.nbytes for source in sources)
@@ -116,7 +119,7 @@ class DiskMedium:
         )
         self._journal.write(record)
 
-    def load(self, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]) -> LoadVerdict:
+    def load(self, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> LoadVerdict:
         """Fill the targets with the block and verify it; unless it is a HIT their contents mean nothing.
 
         What fails verification is voided. Raises OSError.
@@ -135,7 +138,7 @@ class DiskMedium:
                 # A sector that cannot be read stays so: without this, each return to service would end here again.
                 self.try_void(slot)
             raise
-        if block_checksum(self._fingerprint, key, targets) == record.checksum:
+        if self._io.checksum(self._fingerprint, key, targets) == record.checksum:
             return _HIT
         if not self._journal_says(slot, record):
             return _MISS  # overwritten while we read it
@@ -207,7 +210,7 @@ class DiskMedium:
 
 
 def open_medium(
-    options: DiskOptions, syscalls: Syscalls, clock: Clock, within_s: float | None = None
+    options: DiskOptions, syscalls: Syscalls, io: BlockIo, clock: Clock, within_s: float | None = None
 ) -> DiskMedium:
     """Claim a directory, keep the blocks in it that may be kept, and make it as large as it should be.
 
@@ -226,7 +229,7 @@ def open_medium(
     found = directory.found
     kept = options.persist and found is not None and found.same_blocks(meta)
     try:
-        return _open_files(directory, options, meta, kept, syscalls, within_time)
+        return _open_files(directory, options, meta, kept, syscalls, io, within_time)
     except BaseException as error:
         directory.release(remove=not kept)
         if isinstance(error, OSError):
@@ -241,12 +244,13 @@ def _open_files(
     meta: DirectoryMeta,
     kept: bool,
     syscalls: Syscalls,
+    io: BlockIo,
     within_time: Callable[[], None],
 ) -> DiskMedium:
     geometry = meta.geometry
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     journal_fd = syscalls.open(JOURNAL_NAME, flags, dir_fd=directory.dir_fd)
-    slabs = SlabFiles(syscalls, geometry, str(directory.path), options.o_direct)
+    slabs = SlabFiles(syscalls, io, geometry, str(directory.path), options.o_direct)
     try:
         if not kept:
             # Voids every record before anything else: what follows may be interrupted, and other geometry or
@@ -269,7 +273,7 @@ def _open_files(
         raise
     fingerprint = options.namespace.fingerprint
     journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
-    return DiskMedium(directory, journal_fd, journal, slabs, fingerprint, syscalls)
+    return DiskMedium(directory, journal_fd, journal, slabs, fingerprint, syscalls, io)
 
 
 def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:

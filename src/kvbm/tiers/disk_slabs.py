@@ -1,4 +1,4 @@
-"""The slab files: preallocated, whole slots only, read and written with one vectored call per block."""
+"""The slab files: preallocated, whole slots only, read and written block by block through a `BlockIo`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 from kvbm.block import SlotIndex
 from kvbm.layout import PAGE_BYTES
+from kvbm.tiers.block_io import BlockIo, Buffer
 from kvbm.tiers.disk_geometry import DiskGeometry
-from kvbm.tiers.disk_syscalls import Syscalls, read_fully, write_fully
+from kvbm.tiers.disk_syscalls import Syscalls, write_fully
 
 log = logging.getLogger("kvbm.tiers.disk")
 
@@ -31,8 +32,11 @@ class SlabFiles:
     Thread-safe after `open`: reads and writes share nothing but descriptors.
     """
 
-    def __init__(self, syscalls: Syscalls, geometry: DiskGeometry, where: str, o_direct: bool) -> None:
+    def __init__(
+        self, syscalls: Syscalls, io: BlockIo, geometry: DiskGeometry, where: str, o_direct: bool
+    ) -> None:
         self._syscalls = syscalls
+        self._io = io
         self._geometry = geometry
         self._where = where
         self._fds: list[int] = []
@@ -41,7 +45,8 @@ class SlabFiles:
     def open(self, dir_fd: int, zerofill: bool, within_time: Callable[[], None]) -> None:
         """Open and preallocate every slab.
 
-        Raises OSError, and whatever `within_time` raises: it is called between the steps of a slow preallocation.
+        Raises OSError, DirectRefused, and whatever `within_time` raises: it is called between the steps of a slow
+        preallocation.
         """
         for slab in range(self._geometry.slab_count):
             fd = self._open_one(slab_name(slab), dir_fd)
@@ -50,14 +55,16 @@ class SlabFiles:
             self._allocate(fd, self._geometry.slab_bytes(slab), zerofill, within_time)
         if self.direct:
             self._probe_direct()
+        files = [(fd, self._geometry.slab_bytes(slab)) for slab, fd in enumerate(self._fds)]
+        self._io.attach(dir_fd, files, self.direct)
 
-    def read(self, slot: SlotIndex, targets: Sequence[memoryview]) -> None:
+    def read(self, slot: SlotIndex, targets: Sequence[Buffer]) -> None:
         """Fill the targets with the slot's bytes. Raises OSError."""
-        self._transfer(read_fully, slot, targets)
+        self._transfer(self._io.read, slot, targets)
 
-    def write(self, slot: SlotIndex, sources: Sequence[memoryview]) -> None:
+    def write(self, slot: SlotIndex, sources: Sequence[Buffer]) -> None:
         """Write the sources into the slot. Raises OSError."""
-        self._transfer(write_fully, slot, sources)
+        self._transfer(self._io.write, slot, sources)
 
     def vanished(self) -> str:
         """Empty, or one phrase saying which file was removed or cut short. Raises OSError."""
@@ -70,6 +77,7 @@ class SlabFiles:
         return ""
 
     def close(self) -> None:
+        self._io.detach()
         while self._fds:
             self._syscalls.close(self._fds.pop())
 
@@ -116,17 +124,19 @@ class SlabFiles:
                 raise
             self._fall_back("the filesystem refuses transfers with O_DIRECT")
 
-    def _transfer(self, call: Callable[..., None], slot: SlotIndex, buffers: Sequence[memoryview]) -> None:
+    def _transfer(
+        self, call: Callable[[int, Sequence[Buffer], int], None], slot: SlotIndex, buffers: Sequence[Buffer]
+    ) -> None:
         slab, offset = self._geometry.locate(slot)
         assert sum(buffer.nbytes for buffer in buffers) == self._geometry.block_bytes
         direct = self.direct  # another thread may fall back while this call is on its way
         try:
-            call(self._syscalls, self._fds[slab], buffers, offset)
+            call(self._fds[slab], buffers, offset)
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
             self._fall_back("a transfer with O_DIRECT was refused")
-            call(self._syscalls, self._fds[slab], buffers, offset)
+            call(self._fds[slab], buffers, offset)
 
     def _fall_back(self, reason: str) -> None:
         """Go on through the page cache. May be called by several I/O threads at once: it is idempotent."""

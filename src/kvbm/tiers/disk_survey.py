@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvbm.layout import PAGE_BYTES
+from kvbm.tiers.block_io import Checksum, host_checksum
 from kvbm.tiers.disk_directory import (
     DIRECTORY_PREFIX,
     JOURNAL_NAME,
@@ -21,7 +22,7 @@ from kvbm.tiers.disk_directory import (
     read_meta,
 )
 from kvbm.tiers.disk_geometry import RECORD_BYTES, DiskGeometry
-from kvbm.tiers.disk_journal import BlockRecord, DamagedRecord, Journal, block_checksum
+from kvbm.tiers.disk_journal import BlockRecord, DamagedRecord, Journal
 from kvbm.tiers.disk_slabs import slab_name
 from kvbm.tiers.disk_syscalls import Syscalls, read_fully
 
@@ -103,7 +104,8 @@ def verify_directory(
     Raises OSError when the journal or the directory cannot be read.
     """
     meta = read_meta(path / META_NAME)
-    if meta is None:
+    checksum = host_checksum(meta.namespace) if meta is not None else None
+    if meta is None or checksum is None:
         return VerifyReport(
             path=str(path),
             readable=False,
@@ -122,7 +124,7 @@ def verify_directory(
         for done, entry in enumerate(entries, start=1):
             if not isinstance(entry, BlockRecord):
                 corrupt_slots.append(entry)
-            elif files.holds(entry, buffer):
+            elif files.holds(entry, buffer, checksum):
                 verified += 1
             elif files.still_says(entry):
                 corrupt_slots.append(entry.slot)
@@ -167,7 +169,7 @@ class _OpenDirectory:
         for fd in (self._journal_fd, *self._slab_fds.values()):
             os.close(fd)
 
-    def holds(self, record: BlockRecord, buffer: memoryview) -> bool:
+    def holds(self, record: BlockRecord, buffer: memoryview, checksum: Checksum) -> bool:
         """True when the slot's bytes are the record's."""
         slab, offset = self._geometry.locate(record.slot)
         try:
@@ -176,7 +178,7 @@ class _OpenDirectory:
             os.posix_fadvise(fd, offset, len(buffer), os.POSIX_FADV_DONTNEED)
         except OSError:
             return False
-        return block_checksum(self._fingerprint, record.key, [buffer]) == record.checksum
+        return checksum(self._fingerprint, record.key, [buffer]) == record.checksum
 
     def still_says(self, record: BlockRecord) -> bool:
         """True when the journal has not changed its mind since: the bytes are wrong, not merely new."""

@@ -6,21 +6,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
-from kvbm.errors import SettingsError
+from kvbm.errors import KvbmError, SettingsError
 from kvbm.layout import PAGE_BYTES, BlockLayout
 from kvbm.tiers.block_io import Buffer, DeviceSpan
 from kvbm.tiers.nixl_agent import Segment
 from kvbm.tiers.page_sums import PAGE_WORDS, coefficients
 from kvbm.transfer.cuda_device import STORE_PRIORITY, TorchDevice, TorchStream, first_line
+from kvbm.transfer.cuda_driver import CudaDriver
 
 _CHUNK_PAGES = 1024
 """Pages summed at once: widened to 64 bits and multiplied they take 16 MiB."""
+
+
+CPU = torch.device("cpu")
+
+
+def cuda_device(name: str) -> torch.device | str:
+    """The CUDA device of that name, the present one for "", or why there is none."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        device = torch.device(name or "cuda")
+    except RuntimeError as error:
+        return first_line(error)
+    if device.type != "cuda":
+        return f"{name} is no CUDA device"
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 class DeviceArena:
@@ -65,9 +84,13 @@ class DeviceArena:
 
 
 class DeviceMemory:
-    """A `TransferMemory` over an arena. Work on a CUDA device is put on a stream of the calling thread's own."""
+    """A `TransferMemory` over an arena.
+
+    Work on a CUDA device is put on a stream of the calling thread's own, which must be one of ours.
+    """
 
     def __init__(self, arena: DeviceArena) -> None:
+        """Raises RuntimeError where the device fails."""
         self._bytes = arena.bytes
         device = self._bytes.device
         self._cuda = TorchDevice(device) if device.type == "cuda" else None
@@ -78,6 +101,10 @@ class DeviceMemory:
         self.device_index = 0 if self._cuda is None else self._cuda.index
         self.probe: Buffer = DeviceSpan(self._base + self._bytes.numel() - PAGE_BYTES, PAGE_BYTES)
         self._regions = [(self._base, self._bytes.numel())]
+
+    def active(self) -> AbstractContextManager[object]:
+        """Makes the device the calling thread's present one, and what that was before afterwards."""
+        return contextlib.nullcontext() if self._cuda is None else self._cuda.active()
 
     def regions(self) -> list[tuple[int, int]]:
         return self._regions
@@ -125,12 +152,14 @@ class DeviceMemory:
                     return work()
                 with self._cuda.active():
                     return self._on_stream(self._cuda, work)
-        except RuntimeError as error:
+        except (RuntimeError, KvbmError) as error:
             raise OSError(errno.EIO, f"{self._bytes.device}: {first_line(error)}") from error
 
     def _on_stream(self, cuda: TorchDevice, work: Callable[[], bytes]) -> bytes:
         stream: TorchStream | None = getattr(self._threads, "stream", None)
         if stream is None:
+            # The engine may be capturing a CUDA graph meanwhile: what this thread asks for must not end that.
+            CudaDriver().adopt_thread(cuda.index)
             stream = self._threads.stream = cuda.new_stream(STORE_PRIORITY)
         results: list[bytes] = []
         stream.run(lambda: results.append(work()))

@@ -40,6 +40,9 @@ class DeviceCopier:
         self._cuda = TorchDevice(arena.device) if arena.device.type == "cuda" else None
         self._layers = {name: [region] for name, region in cache.layers.items()}
 
+    def adopt_thread(self) -> None:
+        """The calling thread's own stream is used: nothing to prepare."""
+
     def mark(self) -> DeviceEvent | None:
         """The present end of the engine's work; None on a CPU, where work ends with its call."""
         return None if self._cuda is None else self._cuda.mark()

@@ -31,6 +31,11 @@ class PoolBlocks:
             entry = entry.next_free_block
         return blocks
 
+    def forget_all(self) -> None:
+        """Take every block out of the prefix cache, those in use as well."""
+        if self.pool is not None:
+            self.pool.evict_blocks(set(range(len(self.pool.blocks))))
+
     def on_device(self, block_hashes: Sequence[Any]) -> int:
         """How many leading blocks of a request are in the prefix cache at this moment; a hint, not a promise."""
         if self.pool is None:

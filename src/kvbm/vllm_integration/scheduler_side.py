@@ -12,7 +12,7 @@ from typing import Any
 from kvbm.block import Tier
 from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
-from kvbm.leader.leader import Scheduled
+from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
 from kvbm.settings import Settings, size_notices
 from kvbm.vllm_integration import stats
@@ -62,7 +62,8 @@ class SchedulerSide:
             clock=time.monotonic,
             load_always=settings.onboard == "always",
             layerwise=settings.onboard_mode == "layerwise",
-            device=self._blocks if settings.offload_mode == "lazy" else None,
+            lazy=settings.offload_mode == "lazy",
+            device=self._blocks,
         )
 
     def bind_block_pool(self, pool: Any) -> None:

@@ -1,0 +1,49 @@
+"""A request in the leader's words: what the engine says of it, what it is answered, what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from kvbm.block import BlockKey
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """How many blocks after the computed ones can be loaded. With `later`, the engine should ask again.
+
+    With `layerwise` the request may be computed in the very step that loads them.
+    """
+
+    blocks: int = 0
+    later: bool = False
+    layerwise: bool = False
+
+
+class Scheduled(NamedTuple):
+    """A request in an engine step: how many of its leading blocks are complete after it, and its block table.
+
+    The table is only asked for when there is something to store.
+    """
+
+    request: str
+    complete_blocks: int
+    device_blocks: Callable[[], Sequence[int]]
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request of the engine, as far as the leader follows it."""
+
+    hashes: Sequence[bytes]
+    extras: bytes
+    keys: list[BlockKey] = field(default_factory=list)
+    keyed_for: bytes = b""
+    stored: int = 0
+    computed: int = 0
+    layerwise: bool = False
+    asked_from: int | None = None
+    asked_blocks: int = 0
+    outdated: bool = False
