@@ -231,6 +231,7 @@ def machine(rig: Rig) -> dict[str, str]:
             "device": torch.cuda.get_device_name(),
             "driver": f"CUDA {version // 1000}.{version % 1000 // 10}",
             "triton": triton.__version__,
+            **{f"without {method}": f"({reason})" for method, reason in rig.refused.items()},
         }
     return found
 

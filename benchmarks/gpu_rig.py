@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvbm.errors import KvbmError
 from kvbm.transfer import Copier, CpuCopier, DeviceCache, arena_tensor
 
 PAGE = 4096
@@ -78,12 +79,28 @@ class Rig:
         self.rounds = 15 if self.cuda else 1
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.methods = ["cpu"]
+        self.refused: dict[str, str] = {}
+        """Ways of copying that fail here, and why."""
         if self.cuda:
             from kvbm.transfer.cuda_choice import methods
             from kvbm.transfer.cuda_device import TorchDevice
             from kvbm.transfer.cuda_driver import CudaDriver
 
-            self.methods = list(methods(CudaDriver(), TorchDevice(self.device)))
+            offered = methods(CudaDriver(), TorchDevice(self.device))
+            self.methods = [method for method in offered if self._works(method)]
+
+    def _works(self, method: str) -> bool:
+        """A kernel shows only at its first use that a compiler is missing; the rest is measured all the same."""
+        cache = DeviceCache.from_tensors(
+            {"layer": torch.zeros(2, 1, 16, 64, dtype=torch.uint8, device=self.device)}, 2
+        )
+        try:
+            with self.copier(cache, shared_arena(2, PAGE), method) as copier:
+                copier.store([(0, 1)])
+        except (KvbmError, RuntimeError) as error:
+            self.refused[method] = str(error).strip().partition("\n")[0]
+            print(f"  {method} is left out: {self.refused[method]}", flush=True)
+        return method not in self.refused
 
     @contextmanager
     def copier(

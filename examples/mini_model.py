@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors import SafetensorError, safe_open
 
 from kvbm import SettingsError
 
@@ -123,7 +122,10 @@ class Model:
     @classmethod
     def load(cls, directory: Path, device: str = "cpu", dtype: torch.dtype | None = None) -> Model:
         """Read `config.json` and `*.safetensors`; `dtype` None is the checkpoint's. Raises SettingsError."""
-        from kvbm.weights import changed_since, weights_digest  # what is random has no files
+        # What is random has no files, and needs neither.
+        from safetensors import SafetensorError, safe_open
+
+        from kvbm.weights import changed_since, weights_digest
 
         begun_s = time.time()
         weights: dict[str, torch.Tensor] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
@@ -19,6 +21,17 @@ def cpus_of_node(node: int) -> set[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus
+
+
+def keep_thread_on(node: int) -> None:
+    """Let the calling thread, which must be one of ours, run on those CPUs of a node that it may use, if there are any.
+
+    The kernel places a page where the thread runs that touches it first.
+    """
+    cpus = cpus_of_node(node) & os.sched_getaffinity(0)
+    if cpus:
+        with contextlib.suppress(OSError):  # a mask that shrank meanwhile: it runs where the kernel lets it
+            os.sched_setaffinity(0, cpus)
 
 
 def cpus_near(cpus: set[int]) -> set[int]:

@@ -91,16 +91,16 @@ def _open_direct(
 ) -> Staging:
     """Raises DirectRefused where this backend cannot be used, SettingsError and TierError as everywhere."""
     from kvbm.tiers.nixl_io import open_nixl
+    from kvbm.transfer.cuda_device import first_line
     from kvbm.transfer.device_arena import DeviceArena, DeviceMemory
 
     arena = DeviceArena(layout, options.slot_count, device)
     try:
         memory = DeviceMemory(arena)
     except RuntimeError as error:
-        raise DirectRefused(f"{device} fails ({str(error).partition(chr(10))[0]})") from error
-    with (
-        memory.active()
-    ):  # NIXL changes the thread's present device, which may be another one of the engine's
+        raise DirectRefused(f"{device} fails ({first_line(error)})") from error
+    # NIXL changes the thread's present device, which may be another one of the engine's.
+    with memory.active():
         io = open_nixl(backend, memory, _IO_THREADS)
     tier = open_disk_tier(
         options.disk_dir,

@@ -26,7 +26,7 @@ def test_layer_by_layer(launcher: Launcher, reference: Reference, tmp_path: Path
     assert differences(reference, answers) == []
     assert differences(reference, engine.run(again(workload(), "+")), "+") == []
     whole, by_layer = engine.call(reach.layers_counted, timeout_s=20.0)
-    assert whole > 20
+    assert whole > 5
     assert by_layer > 100
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()

@@ -17,7 +17,7 @@ import sys
 
 class OnlyTorch:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("msgspec", "blake3", "xxhash", "prometheus_client", "rich", "typer"):
+        if name.split(".")[0] in ("msgspec", "blake3", "xxhash", "prometheus_client", "rich", "safetensors", "typer"):
             raise ImportError(f"{name} is not on a bare machine")
 
 sys.meta_path.insert(0, OnlyTorch())

@@ -177,8 +177,14 @@ def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..
     assert not bench.leader._shares_unconfirmed(bench.leader._requests["stranger"], 5)
     bench.leader.finished("r")
     assert bench.leader.matched("twin", 5, 9).later, "though it was aborted, its blocks may be found"
+    bench.manager.ready(False)
+    assert bench.leader.matched("twin", 5, 9).later, "nor does the manager's end confirm them"
+    bench.manager.ready()
+    bench.step()
+    bench.manager.said()
+    bench.add("r")  # a client may use the name again
     bench.leader.updated(StepReport(loaded={"r": 0.25}), (), set())
-    assert not bench.leader._shares_unconfirmed(bench.leader._requests["twin"], 5)
+    assert bench.leader._unconfirmed == {}
 
 
 def test_a_failed_load_that_nobody_has_read_costs_only_itself(make_bench: Callable[..., Bench]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvbm import numa
 from kvbm.errors import DeviceLost, KvbmError
-from kvbm.transfer import cuda, page_lock
+from kvbm.transfer import arena_tensor, cuda, page_lock
 from kvbm.transfer.cuda import CudaCopier
 from kvbm.transfer.cuda_driver import CudaError
 from unit.cuda_model import DEADLINE_S, LOST_TEXT, PAGE, Model
@@ -82,10 +86,40 @@ def test_layers_are_loaded_through_the_buffer_too() -> None:
     bench.cpu.load([(block, 8 - block) for block in range(9)])
     expected = bench.device_bytes()
     scramble(bench.views, seed=4)
+    rows = bench.copier._staging._rows
     for name in bench.views:
+        rows.fill_(0xEE)
         bench.copier.begin_load([(block, 8 - block) for block in range(9)], layer=name).wait()
+        touched = (rows != 0xEE).any(0).sum().item()
+        assert 0 < touched <= bench.cache.layers[name].bytes_per_block, "no other layer's bytes are staged"
     assert all(torch.equal(a, b) for a, b in zip(bench.device_bytes(), expected, strict=True))
     bench.close()
+
+
+def test_pages_that_locking_brings_forth_lie_next_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = sorted(os.sched_getaffinity(0))
+    (tmp_path / "node3").mkdir()
+    (tmp_path / "node3" / "cpulist").write_text(f"{own[0]}\n")
+    monkeypatch.setattr(numa, "NODES", tmp_path)
+    model = Model()
+    seen: list[set[int]] = []
+    lock_pages = model.driver.lock_pages
+
+    def seen_from(address: int, size: int) -> None:
+        seen.append(os.sched_getaffinity(0))
+        lock_pages(address, size)
+
+    monkeypatch.setattr(model.driver, "lock_pages", seen_from)
+    bench = new_bench(model).prepared()
+    arena = arena_tensor(mmap.mmap(-1, PAGE), 1, PAGE)
+    near = CudaCopier(bench.cache, arena, "each", model.driver, model.device, numa_node=3)
+    assert near.prepared(DEADLINE_S)
+    near.close()
+    bench.close()
+    assert seen == [set(own)] * (len(seen) - 1) + [{own[0]}]
+    assert os.sched_getaffinity(0) == set(own), "nobody else moves"
 
 
 def test_the_buffer_is_bounded() -> None:

@@ -125,11 +125,13 @@ class Leader:
         """
         tracked = self._requests.get(request)
         self._receive()
-        if tracked is None or not self.ready:
+        if tracked is None:
             return Answer()
         tracked.computed = computed
         if self._shares_unconfirmed(tracked, computed):
-            return Answer(later=True)
+            return Answer(later=True)  # with or without a manager: the ranks confirm it
+        if not self.ready:
+            return Answer()
         search = self._lookups.get(request)
         if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
             # Never asked, or only for what followed blocks that the device has dropped since.
@@ -235,6 +237,8 @@ class Leader:
         loaded = report.loaded if report is not None else {}
         # Those that no engine call tells of: every rank ends them before its step does.
         by_layer = [request for request in loaded if self._lookups.loads_by_layer(request)]
+        for request in loaded:
+            self._unconfirmed.pop(request, None)
         for request in (*arrived, *by_layer):
             self._end_load(request, loaded.get(request, 0.0))
 
@@ -372,7 +376,6 @@ class Leader:
         )
 
     def _end_load(self, request: str, seconds: float) -> None:
-        self._unconfirmed.pop(request, None)
         arrived, failed = self._lookups.end_load(request, seconds)
         for source in arrived:
             self.loaded_blocks[Tier(source)] += 1

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout
-from kvbm.numa import cpus_of_node
+from kvbm.numa import keep_thread_on
 
 log = logging.getLogger("kvbm.tiers")
 
@@ -84,9 +84,8 @@ class HostArena:
         if shard in self._touched:
             return
         self._touched.add(shard)
-        cpus = cpus_of_node(numa_node) & os.sched_getaffinity(0)
         for part in range(self._touch_threads):
-            arguments = (self._regions[shard], part, cpus)
+            arguments = (self._regions[shard], part, numa_node)
             name = f"kvbm-touch-{shard}-{part}"
             thread = threading.Thread(target=self._touch, args=arguments, name=name, daemon=True)
             self._touchers.append(thread)
@@ -130,13 +129,9 @@ class HostArena:
         for fd in (*self.region_fds, self.generation_fd):
             os.close(fd)
 
-    def _touch(self, region: mmap.mmap, part: int, cpus: set[int]) -> None:
-        """Populate every `touch_threads`-th chunk of a region, from one of these CPUs if any are named."""
-        if cpus:
-            try:
-                os.sched_setaffinity(0, cpus)  # of this thread alone
-            except OSError as error:
-                log.debug("pages are touched wherever the kernel runs us: %s", error)
+    def _touch(self, region: mmap.mmap, part: int, numa_node: int) -> None:
+        """Populate every `touch_threads`-th chunk of a region."""
+        keep_thread_on(numa_node)
         step = self._touch_threads * _TOUCH_CHUNK_BYTES
         for start in range(part * _TOUCH_CHUNK_BYTES, len(region), step):
             if self._closing.is_set():

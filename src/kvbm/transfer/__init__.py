@@ -28,20 +28,24 @@ __all__ = [
 
 
 def make_copier(
-    cache: DeviceCache, arena: torch.Tensor, cuda_method: str = "auto", by_engine: bool = False
+    cache: DeviceCache,
+    arena: torch.Tensor,
+    cuda_method: str = "auto",
+    by_engine: bool = False,
+    numa_node: int = -1,
 ) -> Copier:
     """The copier for the device that `cache` lies on; `arena` is uint8 `[slots, slot_bytes]` in host memory.
 
-    `cuda_method` forces a way of copying on CUDA (see `CudaCopier`); `by_engine` says that the engine's own thread
-    calls (see `CpuCopier`). Raises `KvbmError` for a kind of device that
-    has no copier, and where a CUDA device cannot be used.
+    `cuda_method` forces a way of copying on CUDA, and `numa_node` is where pages lie that locking brings forth (see
+    `CudaCopier`); `by_engine` says that the engine's own thread calls (see `CpuCopier`). Raises `KvbmError` for a kind
+    of device that has no copier, and where a CUDA device cannot be used.
     """
     if cache.device.type == "cpu":
         return CpuCopier(cache, arena, by_engine=by_engine)
     if cache.device.type == "cuda":
         from kvbm.transfer.cuda import CudaCopier
 
-        return CudaCopier(cache, arena, cuda_method)
+        return CudaCopier(cache, arena, cuda_method, numa_node=numa_node)
     raise KvbmError(f"copying KV on device {cache.device}: accepted are cpu and cuda")
 
 
@@ -52,4 +56,7 @@ def numa_node(device: torch.device) -> int:
     from kvbm.transfer.cuda_driver import CudaDriver
 
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return node_of_pci_device(CudaDriver().pci_bus_id(index))
+    try:
+        return node_of_pci_device(CudaDriver().pci_bus_id(index))
+    except KvbmError:
+        return -1  # a driver that says nothing of its place costs nobody the cache

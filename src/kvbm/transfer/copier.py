@@ -32,6 +32,16 @@ class Copying(Protocol):
         """Block until `done`, without the GIL. Raises as `done` does."""
 
 
+class Over:
+    """Copies that ended before anybody could ask (see `Copying`)."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
 class Copier(Protocol):
     """Moves whole blocks between the engine's device memory (G1) and the host arena (G2), in one worker.
 

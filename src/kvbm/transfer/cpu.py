@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from kvbm.numa import cpus_near
-from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked, runs
+from kvbm.transfer.copier import Copying, DeviceEvent, Over, Pairs, assert_arena, checked, runs
 from kvbm.transfer.device_cache import DeviceCache
 
 _log = logging.getLogger(__name__)
@@ -35,16 +35,6 @@ _CHUNK_VIEWS_MAX = 512
 
 _KEPT_VIEWS_MAX = 1 << 15
 """Views kept per side: some 20 MB at most."""
-
-
-class _Over:
-    """Copies that ended before anybody could ask."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 class CpuCopier:
@@ -84,14 +74,14 @@ class CpuCopier:
         """Device blocks → slots."""
         del after  # there is nothing to wait for
         self._copy(pairs, self._device, self._slots, to_device=False)
-        return _Over()
+        return Over()
 
     def begin_load(self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None) -> Copying:
         """Slots → device blocks."""
         del after  # there is nothing to wait for
         device, slots = (self._device, self._slots) if layer is None else self._layer(layer)
         self._copy(pairs, device, slots, to_device=True)
-        return _Over()
+        return Over()
 
     def hold(self, copying: Copying) -> None:
         """What is over holds nobody."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvbm.errors import DeviceLost, KvbmError
+from kvbm.numa import keep_thread_on
 from kvbm.transfer import cuda_choice
 from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked
 from kvbm.transfer.cuda_choice import AUTO, Choice, Method
@@ -54,7 +55,8 @@ class CudaCopier:
     """See `Copier`. `method` is one of `cuda_choice.METHODS`, or `auto`: what was measured to be fastest here.
 
     A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
-    are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock.
+    are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
+    nobody has touched before lie on `numa_node` then (-1: anywhere).
     Copies are begun by one thread at a time.
 
     Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
@@ -68,6 +70,7 @@ class CudaCopier:
         method: str = AUTO,
         driver: Driver | None = None,
         device: Device | None = None,
+        numa_node: int = -1,
     ) -> None:
         assert_arena(arena, cache)
         self._cache = cache
@@ -77,6 +80,7 @@ class CudaCopier:
         self._slots = SlotRows(arena.data_ptr(), arena.stride(0))
         self._pieces = pieces_of(cache.regions)
         self._layers: dict[str, Pieces] = {}
+        self._numa_node = numa_node
         self._closed = False
         with self._device.active():
             offered = cuda_choice.methods(self._driver, self._device)
@@ -175,6 +179,7 @@ class CudaCopier:
                         stream,
                         self._arena,
                         unlocked,
+                        pieces.slot_span,
                         to_device=to_device,
                     )
                 return CudaCopying(stream.record())
@@ -201,13 +206,14 @@ class CudaCopier:
         row_bytes = self._arena.shape[1]
         rows = max(1, min(STAGING_BYTES_MAX // row_bytes, self._arena.shape[0]))
         try:
-            return _Staging(self._device.pinned(rows, row_bytes), self._cache.shard_bytes)
+            return _Staging(self._device.pinned(rows, row_bytes))
         except RuntimeError as error:
             raise KvbmError(
                 f"page-locking a buffer of {rows * row_bytes} bytes for copies: {first_line(error)}"
             ) from error
 
     def _prepare(self, offered: dict[str, Method]) -> None:
+        keep_thread_on(self._numa_node)
         try:
             self._driver.adopt_thread(self._device.index)
             if offered:
@@ -235,9 +241,8 @@ class CudaCopier:
 class _Staging:
     """A few page-locked rows that stand for slots which are not locked. Copies through it end before it returns."""
 
-    def __init__(self, rows: torch.Tensor, shard_bytes: int) -> None:
+    def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
-        self._shard_bytes = shard_bytes
 
     def copy(
         self,
@@ -245,15 +250,16 @@ class _Staging:
         stream: Stream,
         arena: torch.Tensor,
         pairs: Pairs,
+        span: slice,
         *,
         to_device: bool,
     ) -> None:
-        """Copy the pairs in batches of as many as there are rows; `begin` puts one batch on the stream."""
+        """Copy `span` of the pairs' slots in batches of as many as there are rows; `begin` puts one on the stream."""
         rows = SlotRows(self._rows.data_ptr(), self._rows.stride(0))
         for start in range(0, len(pairs), len(self._rows)):
             batch = pairs[start : start + len(self._rows)]
-            staged = [self._rows[row, : self._shard_bytes] for row in range(len(batch))]
-            slots = [arena[slot, : self._shard_bytes] for _, slot in batch]
+            staged = [self._rows[row, span] for row in range(len(batch))]
+            slots = [arena[slot, span] for _, slot in batch]
             if to_device:
                 torch._foreach_copy_(staged, slots)
             begin([(block, row) for row, (block, _) in enumerate(batch)], rows)

@@ -7,19 +7,9 @@ import contextlib
 import torch
 
 from kvbm.errors import KvbmError
-from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked
+from kvbm.transfer.copier import Copying, DeviceEvent, Over, Pairs, assert_arena, checked
 from kvbm.transfer.cuda_device import TorchDevice
 from kvbm.transfer.device_cache import DeviceCache, Region
-
-
-class _Ended:
-    """A copy that ended before anybody could ask."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 class DeviceCopier:
@@ -49,12 +39,12 @@ class DeviceCopier:
 
     def begin_store(self, pairs: Pairs, after: DeviceEvent | None = None) -> Copying:
         self._copy(pairs, self._cache.regions, after, to_slots=True)
-        return _Ended()
+        return Over()
 
     def begin_load(self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None) -> Copying:
         regions = self._cache.regions if layer is None else self._layers[layer]
         self._copy(pairs, regions, after, to_slots=False)
-        return _Ended()
+        return Over()
 
     def hold(self, copying: Copying) -> None:
         """What is over holds nobody."""

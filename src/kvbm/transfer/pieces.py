@@ -38,6 +38,11 @@ class Pieces(NamedTuple):
         return int(self.size.sum())
 
     @property
+    def slot_span(self) -> slice:
+        """The bytes of a slot from the first piece to the last."""
+        return slice(int(self.slot_offset[0]), int(self.slot_offset[-1] + self.size[-1]))
+
+    @property
     def alignment(self) -> int:
         """`common_alignment` of all addresses and sizes."""
         return common_alignment(int(np.bitwise_or.reduce(np.concatenate(self[:4]))))

@@ -74,7 +74,7 @@ class GuardedScheduler:
                 _failing(request, blocks, request in self._by_layer) for request, blocks in self._owed.items()
             )
             self._owed.clear()
-            return StepPlan(loads=failing, stores=plan.stores if plan is not None else ())
+            return StepPlan(loads=failing)
         return plan if plan is not None else StepPlan()
 
     def updated(self, connector_output: Any, report: StepReport | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from kvbm.numa import keep_thread_on
 from kvbm.protocol import Welcome
 from kvbm.tiers.host import open_arena, populate
 from kvbm.transfer import Copier, DeviceCache, arena_tensor, make_copier
@@ -13,10 +14,18 @@ _POPULATE_CHUNK_BYTES = 32 << 20
 
 
 class Mapping:
-    """The mapped arena, the slots' generations and a copier over both. Valid for `epoch` only."""
+    """The mapped arena, the slots' generations and a copier over both. Valid for `epoch` only.
+
+    `numa_node` is where pages of the arena should lie that nobody has touched yet; -1 is anywhere.
+    """
 
     def __init__(
-        self, welcome: Welcome, fds: Sequence[int], cache: DeviceCache, cuda_method: str = "auto"
+        self,
+        welcome: Welcome,
+        fds: Sequence[int],
+        cache: DeviceCache,
+        cuda_method: str = "auto",
+        numa_node: int = -1,
     ) -> None:
         self.epoch = welcome.epoch
         self.layers = tuple(cache.layers)
@@ -25,7 +34,8 @@ class Mapping:
         self._generation_map = generations
         self._generations = memoryview(generations).cast("Q")
         arena = arena_tensor(region, welcome.slot_count, welcome.slot_bytes)
-        self.copier: Copier = make_copier(cache, arena, cuda_method)
+        self.copier: Copier = make_copier(cache, arena, cuda_method, numa_node=numa_node)
+        self._numa_node = numa_node
         self._closing = threading.Event()
         # A page of the arena that this process never touched costs a fault on the first copy: take them early.
         self._populator = threading.Thread(target=self._populate, name="kvbm-populate", daemon=True)
@@ -48,6 +58,7 @@ class Mapping:
         self._generations.release()
 
     def _populate(self) -> None:
+        keep_thread_on(self._numa_node)  # the manager's threads may not have come as far
         size = len(self._region)
         for start in range(0, size, _POPULATE_CHUNK_BYTES):
             if self._closing.is_set() or not populate(

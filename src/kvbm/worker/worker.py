@@ -40,7 +40,10 @@ class Worker:
         # On a CPU a copy and a forward pass would only take the cores from one another.
         self._copies_beside = cache.device.type != "cpu"
         self._mover = Mover(
-            finder, hello, lambda welcome, fds: Mapping(welcome, fds, cache, cuda_method), clock
+            finder,
+            hello,
+            lambda welcome, fds: Mapping(welcome, fds, cache, cuda_method, hello.numa_node),
+            clock,
         )
         self._mark: Mark | None = None
         self._marked: StepPlan | None = None
@@ -68,10 +71,15 @@ class Worker:
         self._set_mark(plan)
         if plan.stores:
             self._begin_stores(plan)
+        held = False
         for store in plan.released if self._copies_beside else ():
             job = self._storing.get(store)
             if job is not None and self._await(job):
                 self._hold(job, store)
+                held = True
+        if held and plan.loads:
+            # The engine may load into blocks that it got back in this very step: those stores come first.
+            self._mark_now()
 
     def load(self, plan: StepPlan) -> None:
         """Start the plan's loads; they end in `finished`."""
@@ -150,7 +158,11 @@ class Worker:
         """The end of the engine's work before this step, once a step: what its copies come after."""
         if self._marked is plan or not (plan.stores or plan.loads):
             return
-        self._mark, self._marked = None, plan
+        self._marked = plan
+        self._mark_now()
+
+    def _mark_now(self) -> None:
+        self._mark = None
         try:
             self._mark = self._mover.mark()
         except RuntimeError as error:
