@@ -321,7 +321,9 @@ class BlockManager:
             if cache.description != (self._device_layout or cache.description):
                 raise SettingsError("kv_cache", cache.description, self._device_layout)
             self._device_layout = cache.description
-            if len(self._copiers) >= _KV_CACHES_MAX:
+            # On CUDA a copier page-locks the slots, which only one at a time can.
+            kept_max = _KV_CACHES_MAX - 1 if cache.device.type != "cuda" else 0
+            while len(self._copiers) > kept_max:
                 self._copiers.pop(next(iter(self._copiers))).close()
             copier = self._copiers[identity] = self._new_copier(cache)
         return copier

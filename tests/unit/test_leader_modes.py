@@ -10,7 +10,7 @@ import pytest
 from kvbm.block import BlockKey
 from kvbm.hashing import split_keys
 from kvbm.leader.lazy import Unsaved
-from kvbm.leader.tracked import Answer
+from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import Commit, LoadPlan, Reserve, StepReport
 from unit.leader_bench import TABLE, Bench, keys
 
@@ -254,6 +254,22 @@ def test_a_block_that_went_meanwhile_is_not_committed(
     bench.report(plan)
     (commit,) = bench.manager.said()
     assert commit.failed == (1,)
+
+
+def test_a_block_that_is_named_before_its_bytes_are_there_is_not_committed(
+    make_bench: Callable[..., Bench], engine: Engine
+) -> None:
+    """It was handed out, and comes back for the same content: named so already, computed only in this step."""
+    bench = make_bench(lazy=True, device=engine)
+    full(bench, engine)
+    (reserve,) = leave(bench, engine, TABLE[3])
+    bench.grant(reserve)
+    engine.free = []
+    entry = Scheduled("s", 4, lambda: TABLE[:4], written_from=2)
+    (plan,) = bench.leader.step([entry], (), 0, idle=False).stores
+    bench.report(plan)
+    commits = [message for message in bench.manager.said() if isinstance(message, Commit)]
+    assert [commit.failed for commit in commits] == [(2, 3)]
 
 
 def test_when_all_went_nothing_is_copied(make_bench: Callable[..., Bench], engine: Engine) -> None:

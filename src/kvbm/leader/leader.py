@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
@@ -204,7 +204,8 @@ class Leader:
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
             self._wait_left_s = STEP_WAIT_S
-        stores = self._stores.plan(self._gone, self._device.tag if self._device is not None else None)
+        scheduled = list(scheduled)
+        stores = self._stores.plan(self._gone, self._tag_behind(scheduled))
         released = self._stores.released(self._gone)
         self._gone.clear()
         for entry in scheduled:
@@ -354,6 +355,21 @@ class Leader:
             tracked.stored = end
         elif self._stores.ask(entry.request, parent, keys[start:end], table[start:end]):
             tracked.stored = end
+
+    def _tag_behind(self, scheduled: Sequence[Scheduled]) -> Callable[[int], Hashable | None]:
+        """What device blocks hold before this step; None for those that it writes to.
+
+        An engine names a block's content as soon as it has made room for it: the name may be that of old, and the
+        bytes not there yet.
+        """
+        assert self._device is not None or self._unsaved is None
+        written: set[int] = set()
+        if self._unsaved is not None and self._stores.plans_free_blocks:
+            for entry in scheduled:
+                written.update(entry.device_blocks()[entry.written_from :])
+            for load in self._new_loads:
+                written.update(load.device_blocks)
+        return lambda block: None if block in written or self._device is None else self._device.tag(block)
 
     def _store_leaving(self) -> None:
         """Lazy offload: ask for slots for what the engine is about to hand out."""

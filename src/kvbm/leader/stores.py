@@ -61,6 +61,11 @@ class Stores:
         since_s = self._clock() - SETTLE_S_MAX
         return any(store.asked_s > since_s for store in (*self._asked.values(), *self._planned.values()))
 
+    @property
+    def plans_free_blocks(self) -> bool:
+        """The next plan may copy blocks of no request."""
+        return any(store.tags and store.slots is not None for store in self._asked.values())
+
     def ask(
         self,
         request: str,

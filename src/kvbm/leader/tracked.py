@@ -25,12 +25,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Scheduled(NamedTuple):
     """A request in an engine step: how many of its leading blocks are complete after it, and its block table.
 
-    The table is only asked for when there is something to store.
+    The step writes to blocks of the table from `written_from` on. The table is only asked for when it is needed.
     """
 
     request: str
     complete_blocks: int
     device_blocks: Callable[[], Sequence[int]]
+    written_from: int = 0
 
 
 @dataclass(slots=True)

@@ -127,7 +127,9 @@ class SchedulerSide:
             if request is None:
                 continue
             complete = (request.num_computed_tokens + token_count) // self.block_tokens
-            entries.append(Scheduled(request_id, complete, partial(self._tables.get, request_id)))
+            written_from = request.num_computed_tokens // self.block_tokens
+            table = partial(self._tables.get, request_id)
+            entries.append(Scheduled(request_id, complete, table, written_from))
         preempted = getattr(output, "preempted_req_ids", None) or ()
         return self._leader.step(
             entries,
