@@ -23,7 +23,7 @@ test: setup check test-pythons  ## set everything up and pass every check and te
 test-fast: setup  ## the tests that start no engine
 	@$(BIN)/python -m pytest -m "not engine" $(ARGS)
 
-test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.10, 3.12 and 3.13 where installed
+test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.10 and 3.13 where installed
 	@$(BIN)/python scripts/other_pythons.py
 
 check: setup  ## style, types, import rules, tidiness

@@ -1,7 +1,7 @@
-"""Run the tests that need no engine and no torch on the other installed Pythons: 3.10, 3.12 and 3.13.
+"""Run the tests that need no engine and no torch on the oldest and the newest Python: 3.10 and 3.13, if installed.
 
 Each gets a small environment of its own under `.venvs/`. A Python that is not installed is named and passed over;
-`--require 3.12` makes that an error instead. Other arguments go to pytest.
+`--require 3.13` makes that an error instead. Other arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from venvs import ROOT, Venv, find_pythons, fingerprint, say
 
-VERSIONS = [(3, 10), (3, 12), (3, 13)]
+VERSIONS = [(3, 10), (3, 13)]
 
 
 def prepare(interpreter: str, version: tuple[int, int]) -> Venv:

@@ -55,6 +55,7 @@ def test_a_table_a_file_and_a_picture(scale, tmp_path: Path) -> None:
         for row in document["rows"]
     )
     assert document["settings"]["policy"] == "lru"
+    pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib; it is not installed")
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
