@@ -17,7 +17,7 @@ setup:  ## make .venv: vLLM for this machine, kvbm, the tools
 demo: setup  ## set everything up and run the prefix-reuse experiment on real vLLM servers
 	@$(BIN)/kvbm demo $(ARGS)
 
-test: setup check test-pythons  ## set everything up and pass every check and test
+test: setup check  ## set everything up and pass every check and test on this Python
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-fast: setup  ## the tests that start no engine
