@@ -1,6 +1,7 @@
 """All tests: first those that start no engine, as many at a time as there are cores, then the engines one by one.
 
-Arguments go to pytest, both times. An engine takes every core for itself, so nothing runs beside it.
+Arguments go to pytest, both times. An engine takes every core for itself, so nothing runs beside it. Engine tests that
+are marked slow are left to `make support-matrix`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import subprocess
 import sys
 
 NOTHING_COLLECTED = 5
-PARTS = (["-m", "not engine", "-n", "auto", "--dist", "loadfile"], ["-m", "engine"])
+PARTS = (["-m", "not engine", "-n", "auto", "--dist", "loadfile"], ["-m", "engine and not slow"])
 
 
 def main() -> int:

@@ -55,6 +55,7 @@ def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mod
     launcher.assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, reference: Reference) -> None:
     stored = {}
     for name, mode in (("eager", {}), ("lazy", LAZY)):
@@ -68,6 +69,7 @@ def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, referenc
     assert 0 < stored["lazy"] < stored["eager"]
 
 
+@pytest.mark.slow
 def test_a_layout_that_the_backend_cannot_read_is_only_a_wish(
     launcher: Launcher, reference: Reference
 ) -> None:
