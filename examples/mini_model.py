@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  # as all of torch calls it
 
 from kvbm import SettingsError
 
@@ -135,7 +135,7 @@ class Model:
             identity = weights_digest([directory], MEMO)
             for path in sorted(directory.glob("*.safetensors")):
                 with safe_open(path, "pt") as file:
-                    for name in file.keys():  # noqa: SIM118
+                    for name in file.keys():  # noqa: SIM118  # it is no mapping and cannot be iterated over
                         if name.removesuffix("bias").removesuffix("weight") + "weight" in shapes:
                             weights[name] = file.get_tensor(name).to(device, dtype, copy=True)
             for name, shape in shapes.items():

@@ -26,7 +26,7 @@ def test_layer_by_layer(launcher: Launcher, reference: Reference, tmp_path: Path
     assert differences(reference, answers) == []
     assert differences(reference, engine.run(again(workload(), "+")), "+") == []
     whole, by_layer = engine.call(reach.layers_counted, timeout_s=20.0)
-    assert whole > 5
+    assert whole >= 20
     assert by_layer > 100
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
@@ -61,9 +61,10 @@ def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, referenc
     for name, mode in (("eager", {}), ("lazy", LAZY)):
         engine = launcher.start({**host(), **mode})
         assert differences(reference, engine.run(workload())) == []
+        assert differences(reference, engine.run(again(workload(), "+")), "+") == []
         metrics = launcher.metrics()
         stored[name] = metrics["kvbm_offload_blocks_d2h"]
-        assert metrics["kvbm_onboard_blocks_h2d"] > 20
+        assert metrics["kvbm_onboard_blocks_h2d"] > 100
         launcher.assert_nothing_held()
         launcher.stop()
     assert 0 < stored["lazy"] < stored["eager"]

@@ -61,7 +61,7 @@ class Trace:
         before = numpy.full(self.unique_blocks, -1)
         before[self.flat[1:]] = self.flat[:-1]
         before[self.flat[self.starts[:-1]]] = -1
-        return before.tolist()  # type: ignore[no-any-return]
+        return before.tolist()  # type: ignore[no-any-return]  # numpy is not typed here
 
     @property
     def seconds(self) -> float:
