@@ -58,12 +58,18 @@ class Result:
     machine: dict[str, str]
     rows: list[Row] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """What this machine cannot run, and why."""
 
     def add(
         self, what: str, value: float, unit: str = "", bar: float | None = None, at_most: bool = False
     ) -> None:
         self.rows.append(Row(what, value, unit, bar, at_most))
         print(f"  {what}: {value:.3g} {unit}", flush=True)
+
+    def leave_out(self, what: str, why: object) -> None:
+        self.left_out[what] = str(why).strip().partition("\n")[0]
+        print(f"  {what} is left out: {self.left_out[what]}", flush=True)
 
     def check(self, what: str, right: bool) -> None:
         if not right:
@@ -76,6 +82,8 @@ class Rig:
 
     def __init__(self, rehearse: bool) -> None:
         self.cuda = not rehearse
+        if rehearse:
+            torch.set_num_threads(1)  # what is computed is too small to be shared out
         self.rounds = 15 if self.cuda else 1
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.methods = ["cpu"]
@@ -99,7 +107,6 @@ class Rig:
                 copier.store([(0, 1)])
         except (KvbmError, RuntimeError) as error:
             self.refused[method] = str(error).strip().partition("\n")[0]
-            print(f"  {method} is left out: {self.refused[method]}", flush=True)
         return method not in self.refused
 
     @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,14 +164,20 @@ class Model:
                 weight.fill_(2.0)  # attention becomes peaky, and what is said depends on the KV that is read
         return cls(config, weights, f"random-{seed}-{torch.__version__}-{device}-{dtype}-{config}")
 
-    def forward(self, kv: torch.Tensor, step: Step) -> torch.Tensor:
-        """Logits `[S, vocab]`. Writes to and reads from `kv` `[blocks, layers, 2, tokens, KV heads, D]`."""
+    def forward(
+        self, kv: torch.Tensor, step: Step, before_layer: Callable[[int], None] = lambda layer: None
+    ) -> torch.Tensor:
+        """Logits `[S, vocab]`. Writes to and reads from `kv` `[blocks, layers, 2, tokens, KV heads, D]`.
+
+        `before_layer` is called before each layer's KV is touched: loads that run beside can be waited for there.
+        """
         angles = step.positions[..., None, None].float() * self.inv_freq
         turn = angles.cos().to(self.embedding.dtype), angles.sin().to(self.embedding.dtype)
         places = torch.arange(step.tables.shape[1] * kv.shape[3], device=kv.device)
         ahead = places > step.positions[..., None]
         x = F.embedding(step.ids, self.embedding)
         for i in range(self.config.layers):
+            before_layer(i)
             name = f"model.layers.{i}"
             h = self._norm(x, f"{name}.input_layernorm")
             x = x + self._attend(f"{name}.self_attn", h, kv[:, i], step, turn, ahead)

@@ -37,8 +37,30 @@ def test_it_rehearses_without_our_dependencies(tmp_path: Path) -> None:
     assert written["wrong"] == []
     told = {row["what"] for row in written["rows"]}
     assert {"both ways at once", "decode step", "4 KiB pieces, chosen, up", "one copy, down"} <= told
+    assert "prefill step, 48 tokens before it loaded layer by layer" in told
+    # What needs more than torch is named, with the reason.
+    assert set(written["left_out"]) == {
+        "outputs with and without eviction",
+        "first tokens with and without KVBM",
+    }
+    assert all("is not on a bare machine" in why for why in written["left_out"].values())
     # The table comes last, and says where it was made.
-    assert "device CPU, rehearsal" in answer.stdout.splitlines()[-len(told) - 2]
+    assert "device CPU, rehearsal" in answer.stdout.splitlines()[-len(told) - 4]
+
+
+def test_with_our_dependencies_it_runs_the_engine_too(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--output", str(output)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    written = json.loads(output.read_text())
+    assert written["wrong"] == []
+    # NIXL is not installed everywhere.
+    assert set(written["left_out"]) <= {"outputs with disk alone, directly"}
+    values = {row["what"]: row["value"] for row in written["rows"]}
+    for tier in ("host memory", "host memory and disk", "disk alone"):
+        assert values[f"blocks that came back from {tier}"] > 0
+    assert values["first token after 128 tokens, from host memory"] > 0
 
 
 def test_without_a_card_it_says_so() -> None:

@@ -1,0 +1,175 @@
+"""Copies beside the forward pass: what stores cost the steps beside them, and what loads cost before or within one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kvbm.transfer import Copier, DeviceCache
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from mini_model import Config, Model, Step
+
+from gpu_rig import Result, Rig, Sizes, shared_arena
+
+BLOCK_TOKENS = 16
+
+
+def large_model(rig: Rig, sizes: Sizes) -> Model:
+    """Random weights of the size of a 1.7 B Qwen3; on a CPU of hardly any."""
+    config = Config(
+        layers=sizes.layers,
+        hidden=2048 if rig.cuda else 64,
+        intermediate=6144 if rig.cuda else 128,
+        heads=16 if rig.cuda else 2,
+        kv_heads=8 if rig.cuda else 1,
+        head_dim=128 if rig.cuda else 32,
+        qk_norm=True,
+    )
+    return Model.random(config, str(rig.device), torch.bfloat16)
+
+
+def kv_of(model: Model, rig: Rig, blocks: int) -> torch.Tensor:
+    """KV of so many blocks, blocks outermost as in the mini engine: `[blocks, layers, 2, tokens, KV heads, D]`."""
+    config = model.config
+    shape = (blocks, config.layers, 2, BLOCK_TOKENS, config.kv_heads, config.head_dim)
+    return torch.zeros(shape, dtype=torch.bfloat16, device=rig.device)
+
+
+def step_of(rig: Rig, sequences: int, start: int, count: int) -> Step:
+    """`count` tokens of each sequence, from position `start` on. Sequences lie one behind the other in the cache."""
+    width = -(-(start + count) // BLOCK_TOKENS)
+    positions = range(start, start + count)
+    values = (
+        [[5 + position % 1000 for position in positions]] * sequences,
+        [list(positions)] * sequences,
+        [[row * width + i for i in range(width)] for row in range(sequences)],
+        list(range(sequences * count)),
+        [row * width + position // BLOCK_TOKENS for row in range(sequences) for position in positions],
+        [position % BLOCK_TOKENS for _ in range(sequences) for position in positions],
+        [(row + 1) * count - 1 for row in range(sequences)],
+    )
+    return Step(*(torch.tensor(value, device=rig.device) for value in values))
+
+
+def time_stores(rig: Rig, result: Result, sizes: Sizes) -> None:
+    """Steps with and without stores beside them, as eager offloading gives them; lazy offloading has at best none.
+
+    A decode step gets more than an engine's (four sequences fill a block in four steps), a prefill step what it fills.
+    """
+    model = large_model(rig, sizes)
+    prefill = min(512, sizes.tokens // 2)
+    for title, sequences, count, stored, bar in (
+        ("decode step", 4, 1, 8, 0.03),
+        (f"prefill step of {prefill} tokens", 1, prefill, prefill // BLOCK_TOKENS, None),
+    ):
+        step = step_of(rig, sequences, sizes.tokens - count, count)
+        kv = kv_of(model, rig, int(step.tables.max()) + 1)
+        cache = DeviceCache.from_tensors({"kv": kv}, len(kv))
+        with rig.copier(cache, shared_arena(len(kv), cache.shard_bytes), "auto") as copier:
+            beside = StepsBeside(model, kv, step, copier)
+            alone_s, beside_s = rig.median_s(
+                partial(beside.run, sizes.steps, 0), partial(beside.run, sizes.steps, stored)
+            )
+            result.add(title, alone_s / sizes.steps * 1e3, "ms")
+            result.add(
+                f"{title}, {stored} blocks stored beside each",
+                beside_s / alone_s - 1,
+                "slower",
+                bar,
+                at_most=True,
+            )
+            with storing_all_the_time(copier, len(kv)):
+                full_s = rig.median_s(partial(beside.run, sizes.steps, 0))[0]
+            result.add(f"{title}, stores at all the link's speed", full_s / alone_s - 1, "slower")
+            result.check(f"{title}: it computed something", beside.finite)
+
+
+class StepsBeside:
+    """The same step again and again, with so many blocks stored beside each, other ones every time."""
+
+    def __init__(self, model: Model, kv: torch.Tensor, step: Step, copier: Copier) -> None:
+        self._model, self._kv, self._step, self._copier = model, kv, step, copier
+        self._place = 0
+        self.finite = False
+
+    def run(self, steps: int, stored: int) -> None:
+        """Each step ends as an engine's does: the tokens are read."""
+        for _ in range(steps):
+            mark = self._copier.mark()
+            out = self._model.forward(self._kv, self._step)
+            if stored:
+                picked = [(self._place + i) % len(self._kv) for i in range(stored)]
+                self._place = (self._place + stored) % len(self._kv)
+                self._copier.begin_store([(block, block) for block in picked], mark)
+            out.argmax(-1).tolist()
+        self.finite = bool(out.isfinite().all())
+
+
+@contextmanager
+def storing_all_the_time(copier: Copier, blocks: int) -> Iterator[None]:
+    """A thread that stores one batch of blocks after the other."""
+    over = threading.Event()
+
+    def run() -> None:
+        copier.adopt_thread()
+        pairs = [(block, block) for block in range(min(64, blocks))]
+        while not over.is_set():
+            copier.begin_store(pairs, copier.mark()).wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def check_layerwise(rig: Rig, result: Result, sizes: Sizes) -> None:
+    """The tail of a prompt is computed, its prefix comes from host memory: before the step, or layer by layer in it."""
+    model = large_model(rig, sizes)
+    prefix_blocks = sizes.tokens // BLOCK_TOKENS * 3 // 4
+    prefix = prefix_blocks * BLOCK_TOKENS
+    tail = step_of(rig, 1, prefix, sizes.tokens - prefix)
+    kv = kv_of(model, rig, int(tail.tables.max()) + 1)
+    cache = DeviceCache.from_tensors({f"layers.{i}": kv[:, i] for i in range(model.config.layers)}, len(kv))
+    arena = shared_arena(prefix_blocks, cache.shard_bytes)
+    pairs = [(block, prefix_blocks - 1 - block) for block in range(prefix_blocks)]
+    model.forward(kv, step_of(rig, 1, 0, prefix))
+    expected = model.forward(kv, tail)
+    with (
+        rig.copier(cache, arena, "auto") as copier,
+        ThreadPoolExecutor(1, initializer=copier.adopt_thread) as beside,
+    ):
+        copier.store(pairs, copier.mark())
+
+        def alone() -> torch.Tensor:
+            return model.forward(kv, tail)
+
+        def before() -> torch.Tensor:
+            copier.hold(copier.begin_load(pairs, copier.mark()))
+            return model.forward(kv, tail)
+
+        def layerwise() -> torch.Tensor:
+            mark = copier.mark()
+            loads = [beside.submit(copier.begin_load, pairs, mark, layer) for layer in cache.layers]
+            return model.forward(kv, tail, lambda i: copier.hold(loads[i].result()))
+
+        for title, load in (("before the step", before), ("layer by layer", layerwise)):
+            kv[:prefix_blocks].zero_()
+            result.check(f"logits of a prompt loaded {title}", torch.equal(load(), expected))
+        kv[:prefix_blocks].zero_()
+        result.check("without its prefix a prompt has other logits", not torch.equal(alone(), expected))
+        alone_s, before_s, layerwise_s = rig.median_s(alone, before, layerwise)
+    what = f"prefill step, {prefix} tokens before it"
+    result.add(f"{what} on the device", alone_s * 1e3, "ms")
+    result.add(f"{what} loaded first", before_s / alone_s - 1, "slower")
+    result.add(f"{what} loaded layer by layer", layerwise_s / alone_s - 1, "slower")

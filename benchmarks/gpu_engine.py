@@ -1,0 +1,99 @@
+"""The mini engine on the card: are its outputs the same with and without eviction, and how soon do they begin."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from types import ModuleType
+from typing import Any
+
+from gpu_beside import BLOCK_TOKENS, large_model
+from gpu_rig import Result, Rig, Sizes
+
+ROUNDS = 8
+
+
+def example() -> ModuleType:
+    """examples/mini_engine.py. Raises ImportError where a dependency of kvbm is missing: a bare machine has none."""
+    import mini_engine
+
+    return mini_engine
+
+
+def check_outputs(rig: Rig, result: Result) -> None:
+    """Conversations in fp32, every token computed in the same shapes: the outputs must be the same, to the token."""
+    try:
+        mini = example()
+        import kvbm
+    except ImportError as error:
+        result.leave_out("outputs with and without eviction", error)
+        return
+    import torch
+
+    model = mini.Model.random(mini.MADE_UP, str(rig.device), torch.float32)
+    for title, tiers in (
+        ("host memory", {"host": "64MB"}),
+        ("host memory and disk", {"host": "2MB", "disk": "128MB"}),
+        ("disk alone", {"host": None, "disk": "128MB", "disk_direct": "off"}),
+        (
+            "disk alone, directly",
+            {"host": None, "disk": "128MB", "disk_direct": "GDS" if rig.cuda else "POSIX"},
+        ),
+    ):
+        with tempfile.TemporaryDirectory(prefix="kvbm-gpu-") as directory:
+            try:
+                plain, evicting, kept = mini.compare(
+                    model, conversations=3, turns=2, device_blocks=40, disk_dir=directory, **tiers
+                )
+            except kvbm.KvbmError as error:
+                result.leave_out(f"outputs with {title}", error)
+                continue
+        result.check("outputs with eviction", evicting.talks == plain.talks)
+        result.check(f"outputs with eviction and {title}", kept.talks == plain.talks)
+        came = kept.counts["blocks onboarded"]
+        lost = plain.counts["blocks found on device"] - kept.counts["blocks found on device"]
+        # Not all of it has to: host memory gives up what the disk, slower than this, has not taken yet.
+        result.check(f"blocks that were evicted came from {title}", 0 < came <= lost)
+        result.add(f"blocks that came back from {title}", came, f"of {lost}")
+
+
+def time_hits(rig: Rig, result: Result, sizes: Sizes) -> None:
+    """Long prompts that come again and again: computed, found on the device, and brought from host memory."""
+    try:
+        mini = example()
+        import kvbm
+    except ImportError as error:
+        result.leave_out("first tokens with and without KVBM", error)
+        return
+    model = large_model(rig, sizes)
+    rng, vocabulary = random.Random(0), range(model.config.vocab)
+    prompts = [rng.choices(vocabulary, k=2 * sizes.tokens) for _ in range(4)]
+    width = -(-(2 * sizes.tokens + 2) // BLOCK_TOKENS)
+
+    def first_tokens(engine: Any) -> tuple[float, list[list[int]]]:
+        """The median of a prefill's seconds, the first round left out, and what was said in the last one."""
+        taken_s, said = [], []
+        for turn in range(ROUNDS if rig.cuda else 2):
+            said = []
+            for prompt in prompts:
+                request, before_s = mini.Request(prompt, 2), engine.prefill_s
+                engine.serve([request])
+                said.append(request.output)
+                if turn:
+                    taken_s.append(engine.prefill_s - before_s)
+        return statistics.median(taken_s), said
+
+    computed_s, _ = first_tokens(mini.Engine(model, width, exact=False))
+    on_device_s, expected = first_tokens(mini.Engine(model, len(prompts) * width, exact=False))
+    engine = mini.Engine(model, width, exact=False)
+    host = len(prompts) * width * engine.layout.block_bytes
+    with kvbm.BlockManager(engine.layout, host=host, namespace=engine.namespace) as engine.manager:
+        from_host_s, said = first_tokens(engine)
+    # A device hit computes the same tail in the same shapes: in bf16, too, the bits must be the same.
+    result.check("first tokens from host memory are those of a device hit", said == expected)
+    what = f"first token after {2 * sizes.tokens} tokens"
+    result.add(f"{what}, computed", computed_s * 1e3, "ms")
+    result.add(f"{what}, found on the device", on_device_s * 1e3, "ms")
+    result.add(f"{what}, from host memory", from_host_s * 1e3, "ms")
+    result.add(f"{what}, faster than computed", computed_s / from_host_s, "×")
