@@ -44,6 +44,8 @@ class Answers:
 
     outputs: dict[str, list[int]] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    """Ended by the engine with an error, or never asked because the request before it was."""
     aborted: int = 0
     steps: int = 0
     empty_steps: int = 0
@@ -130,6 +132,10 @@ class Engine:
             for request in list(todo):
                 if len(open_requests) >= concurrency:
                     break
+                if request.parent in run.failed:
+                    todo.remove(request)
+                    run.failed.add(request.name)
+                    continue
                 if request.parent and request.parent not in said:
                     continue
                 todo.remove(request)
@@ -153,6 +159,9 @@ class Engine:
                 if request is None or not output.finished:
                     continue
                 del open_requests[output.request_id]
+                if output.outputs[0].finish_reason == "error":
+                    run.failed.add(request.name)
+                    continue
                 answer = list(output.outputs[0].token_ids)
                 said[request.name] = said.get(request.parent, ()) + request.tokens + tuple(answer)
                 run.cached_tokens[request.name] = output.num_cached_tokens or 0

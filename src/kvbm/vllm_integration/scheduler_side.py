@@ -20,6 +20,7 @@ from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_a
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables
 from kvbm.vllm_integration.namespace import Adapters
+from kvbm.vllm_integration.support import layerwise_refusal
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -54,6 +55,13 @@ class SchedulerSide:
             engine=transfer.engine_id,
             rank_count=int(vllm_config.parallel_config.world_size),
         )
+        layerwise = settings.onboard_mode == "layerwise"
+        refusal = layerwise_refusal(vllm_config) if layerwise else ""
+        if refusal:
+            log.warning(
+                "hits are loaded before their requests, not layer by layer, though CUDA graphs stay piecewise: %s",
+                refusal,
+            )
         self._leader = Leader(
             finder,
             hello,
@@ -61,7 +69,7 @@ class SchedulerSide:
             promise_early=transfer.kv_load_failure_policy == "recompute",
             clock=time.monotonic,
             load_always=settings.onboard == "always",
-            layerwise=settings.onboard_mode == "layerwise",
+            layerwise=layerwise and not refusal,
             lazy=settings.offload_mode == "lazy",
             device=self._blocks,
         )

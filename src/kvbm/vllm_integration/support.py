@@ -47,6 +47,21 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     return ""
 
 
+def layerwise_refusal(vllm_config: Any) -> str:
+    """Why loads cannot run beside the forward pass that needs them, in one line; empty when they can.
+
+    Such a load that fails has its request computed again. vLLM then keeps a place for the token of the step that
+    it had planned ahead, and reads one that was never computed (its issue 45138; seen in 0.32).
+    """
+    transfer, scheduler = vllm_config.kv_transfer_config, vllm_config.scheduler_config
+    if getattr(scheduler, "async_scheduling", False) and transfer.kv_load_failure_policy == "recompute":
+        return (
+            "under asynchronous scheduling vLLM does not survive such a load's failure with "
+            "kv_load_failure_policy=recompute; start it with --no-async-scheduling"
+        )
+    return ""
+
+
 def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """How many consecutive ranks hold identical KV (MLA under tensor parallelism), at least 1."""
     known = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
