@@ -6,6 +6,7 @@ of another one and a hung engine is ended with all it started.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from kvbm.testing.tiny_model import SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK_TOKENS = 128
@@ -154,6 +157,23 @@ def end_with_children() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every benchmark that starts engines, and where a measurement in its own process writes to."""
+    parser.add_argument("--size", choices=sorted(SHAPES), default="small", help="which of our own models")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights, KV and computation"
+    )
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one engine may take")
+    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where model and JSON go")
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+
+
+def passed_on(options: argparse.Namespace, **others: object) -> list[str]:
+    """The arguments of a measurement in a process of its own: the model, the directory, and `others` by name."""
+    chosen = {"size": options.size, "dtype": options.dtype, "output": options.output.absolute(), **others}
+    return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
 
 def in_own_process(module: str, arguments: list[str], timeout_s: float) -> Any:

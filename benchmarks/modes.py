@@ -20,7 +20,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import BLOCK_TOKENS, Engine, end_with_children, in_own_process, prompt
+from benchmarks.engine import (
+    BLOCK_TOKENS,
+    Engine,
+    add_engine_arguments,
+    end_with_children,
+    in_own_process,
+    passed_on,
+    prompt,
+)
 from benchmarks.ttft import scenario
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
@@ -76,10 +84,15 @@ def main() -> int:
     for number in range(options.rounds):
         # The order turns round by round, so that no mode always runs on the warmer machine.
         for mode in MODES if number % 2 == 0 else reversed(MODES):
-            arguments = ["--size", size, "--dtype", options.dtype, "--output", str(options.output.absolute())]
-            arguments += ["--conversations", str(options.conversations), "--turns", str(options.turns)]
-            arguments += ["--mode", mode, "--round", str(number)]
-            measured[mode].append(in_own_process("benchmarks.modes", arguments, options.timeout))
+            chosen = {
+                "conversations": options.conversations,
+                "turns": options.turns,
+                "mode": mode,
+                "round": number,
+            }
+            measured[mode].append(
+                in_own_process("benchmarks.modes", passed_on(options, **chosen), options.timeout)
+            )
             print(f"round {number + 1}, {mode}: {measured[mode][-1]}", file=sys.stderr)
     rows = [summarise(mode, runs, measured["plain"]) for mode, runs in measured.items()]
     (options.output / "modes.json").write_text(json.dumps({"rows": rows, "runs": measured}, indent=2) + "\n")
@@ -109,18 +122,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=sorted(SHAPES), default="small", help="which of our own models")
+    add_engine_arguments(parser)
     parser.add_argument("--conversations", type=int, default=6, help="how many take turns")
     parser.add_argument("--turns", type=int, default=4, help="of each, a thousand tokens longer every time")
     parser.add_argument("--rounds", type=int, default=3, help="how often the engines take turns")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights, KV and computation"
-    )
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one engine may take")
-    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where model and JSON go")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -19,7 +19,15 @@ from typing import cast
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import BLOCK_TOKENS, Engine, end_with_children, in_own_process, prompt
+from benchmarks.engine import (
+    BLOCK_TOKENS,
+    Engine,
+    add_engine_arguments,
+    end_with_children,
+    in_own_process,
+    passed_on,
+    prompt,
+)
 from benchmarks.ttft import scenario
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
@@ -68,18 +76,8 @@ def main() -> int:
     for number in range(options.rounds):
         # The order turns round by round, so that neither side always runs on the warmer machine.
         for side in sides if number % 2 == 0 else reversed(sides):
-            arguments = [
-                "--size",
-                size,
-                "--dtype",
-                options.dtype,
-                "--tokens",
-                str(options.tokens),
-                "--prompts",
-                str(options.prompts),
-            ]
-            arguments += ["--output", str(options.output.absolute()), "--side", side, "--round", str(number)]
-            times = in_own_process("benchmarks.overhead", arguments, options.timeout)
+            chosen = {"tokens": options.tokens, "prompts": options.prompts, "side": side, "round": number}
+            times = in_own_process("benchmarks.overhead", passed_on(options, **chosen), options.timeout)
             measured[side] += times
             console.print(f"round {number + 1}, {side}: {', '.join(f'{seconds:.3f}' for seconds in times)} s")
     rows = summarise(measured)
@@ -121,19 +119,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=sorted(SHAPES), default="small", help="which of our own models")
+    add_engine_arguments(parser)
     parser.add_argument("--tokens", type=int, default=8000, help="length of a prompt")
     parser.add_argument("--prompts", type=int, default=4, help="measured prompts per engine")
     parser.add_argument("--rounds", type=int, default=3, help="how often the engines take turns")
     parser.add_argument("--disk", action="store_true", help="also with little host memory and a disk")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights, KV and computation"
-    )
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one engine may take")
-    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where model and JSON go")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -27,8 +27,10 @@ from benchmarks.engine import (
     CONNECTOR,
     Engine,
     Scenario,
+    add_engine_arguments,
     end_with_children,
     in_own_process,
+    passed_on,
     prompt,
 )
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
@@ -204,18 +206,8 @@ def main() -> int:
     measured: dict[str, dict[str, list[float]]] = {}
     for name in options.only:
         console.print(f"measuring {name}")
-        passed_on = [
-            "--tokens",
-            str(options.tokens),
-            "--repeats",
-            str(options.repeats),
-            "--size",
-            size,
-            "--dtype",
-            options.dtype,
-        ]
-        passed_on += ["--output", str(options.output.absolute()), "--scenario", name]
-        measured[name] = in_own_process("benchmarks.ttft", passed_on, options.timeout)
+        chosen = {"tokens": options.tokens, "repeats": options.repeats, "scenario": name}
+        measured[name] = in_own_process("benchmarks.ttft", passed_on(options, **chosen), options.timeout)
         medians = {kind: f"{statistics.median(times):.3f}" for kind, times in measured[name].items() if times}
         console.print(f"  medians in s: {medians}")
     rows = summarise(measured, moved, copy_rate, disk_rate)
@@ -231,14 +223,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=sorted(SHAPES), default="small", help="which of our own models")
+    add_engine_arguments(parser)
     parser.add_argument("--tokens", type=int, default=8000, help="length of a prompt")
     parser.add_argument("--repeats", type=int, default=12, help="measured hits per engine")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights, KV and computation"
-    )
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one engine may take")
-    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where model and JSON go")
     parser.add_argument(
         "--only",
         type=lambda text: tuple(name for name in SCENARIOS if name in text.split(",")),
@@ -246,7 +233,6 @@ def _arguments() -> argparse.Namespace:
         help="comma-separated: " + ", ".join(SCENARIOS),
     )
     parser.add_argument("--scenario", choices=SCENARIOS, help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""All tests: first those that start no engine, as many at a time as there are cores, then the engines one by one.
+"""All tests: first those that start no engine, then those that do; files side by side, one for each core.
 
-Arguments go to pytest, both times. An engine takes every core for itself, so nothing runs beside it. Engine tests that
-are marked slow are left to `make support-matrix`.
+Arguments go to pytest, both times. An engine computes on one core and takes memory, so there are at most four. Engine
+tests that are marked slow are left to `make support-matrix`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import subprocess
 import sys
 
 NOTHING_COLLECTED = 5
-PARTS = (["-m", "not engine", "-n", "auto", "--dist", "loadfile"], ["-m", "engine and not slow"])
+FILES_BESIDE = ["-n", "auto", "--dist", "loadfile"]
+PARTS = (
+    ["-m", "not engine", *FILES_BESIDE],
+    ["-m", "engine and not slow", *FILES_BESIDE, "--maxprocesses", "4"],
+)
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 from engine.engine_child import Child
@@ -16,16 +15,16 @@ from engine.engine_child import Child
 _undo: list[Callable[[], None]] = []
 
 
-def _nothing(*arguments: Any, **more: Any) -> None:
-    pass
+class _Order:
+    """A stream, or an event: whatever is asked of it has happened. A class, because vLLM names both in types."""
 
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        pass
 
-def _stream(*arguments: Any, **more: Any) -> Any:
-    return SimpleNamespace(wait_stream=_nothing, wait_event=_nothing, synchronize=_nothing)
+    def _nothing(self, *arguments: Any, **more: Any) -> None:
+        pass
 
-
-def _event(*arguments: Any, **more: Any) -> Any:
-    return SimpleNamespace(record=_nothing, wait=_nothing, synchronize=_nothing)
+    record = wait = synchronize = wait_stream = wait_event = _nothing
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -46,10 +45,10 @@ def schedule_ahead(child: Child) -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     _replace(CpuPlatform, "check_and_update_config", classmethod(check_and_turn_on))
-    _replace(torch.cuda, "Event", _event)
-    _replace(torch.cuda, "Stream", _stream)
+    _replace(torch.cuda, "Event", _Order)
+    _replace(torch.cuda, "Stream", _Order)
     _replace(torch.cuda, "stream", lambda stream: nullcontext())
-    _replace(torch.cuda, "current_stream", _stream)
+    _replace(torch.cuda, "current_stream", lambda device=None: _Order())
 
 
 def schedule_as_before(child: Child) -> None:

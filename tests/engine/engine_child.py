@@ -159,10 +159,9 @@ class Engine:
                 if request is None or not output.finished:
                     continue
                 del open_requests[output.request_id]
+                answer = list(output.outputs[0].token_ids)
                 if output.outputs[0].finish_reason == "error":
                     run.failed.add(request.name)
-                    continue
-                answer = list(output.outputs[0].token_ids)
                 said[request.name] = said.get(request.parent, ()) + request.tokens + tuple(answer)
                 run.cached_tokens[request.name] = output.num_cached_tokens or 0
                 if request.abort_after is None:

@@ -246,7 +246,15 @@ def abort_while_loading(child: Child, requests: Sequence[Request], kill_manager:
     for request in requests:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
         engine.core.add_request(request.name, {"prompt_token_ids": list(request.tokens)}, params)
-    lookups = _leader(engine)._lookups
+    leader = _leader(engine)
+    lookups = leader._lookups
+
+    def answered() -> bool:
+        leader._receive()
+        return not lookups.unanswered
+
+    # A request whose answer is late is computed, and its store waits behind the gate, and the engine for the store.
+    manager_probe.wait_for(answered, 20.0, "the manager does not answer")
     deadline_s = time.monotonic() + 10.0
     while time.monotonic() < deadline_s and not lookups.loading:
         engine.core.step()
