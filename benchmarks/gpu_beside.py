@@ -115,14 +115,14 @@ class StepsBeside:
 
 @contextmanager
 def storing_all_the_time(copier: Copier, blocks: int) -> Iterator[None]:
-    """A thread that stores one batch of blocks after the other."""
-    over = threading.Event()
+    """A thread that stores one batch of blocks after the other, and waits for nothing that is computed meanwhile."""
+    over, before = threading.Event(), copier.mark()
 
     def run() -> None:
         copier.adopt_thread()
         pairs = [(block, block) for block in range(min(64, blocks))]
         while not over.is_set():
-            copier.begin_store(pairs, copier.mark()).wait()
+            copier.begin_store(pairs, before).wait()
 
     thread = threading.Thread(target=run)
     thread.start()
