@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import distributions
@@ -22,46 +24,74 @@ from pathlib import Path
 
 import torch
 
-from kvbm.transfer import CpuCopier, DeviceCache
+from kvbm.transfer import Copier, DeviceCache
+from kvbm.transfer.cuda import CudaCopier
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_beside import check_layerwise, time_stores
 from gpu_bytes import check_bytes, check_order
 from gpu_engine import check_outputs, time_hits
-from gpu_rig import Result, Rig, Sizes, shared_arena, views
+from gpu_rig import PREPARED_S, Result, Rig, Sizes, shared_arena, views
 
 
 def time_copies(rig: Rig, result: Result, sizes: Sizes) -> None:
-    """64 blocks down and up, in large and in small pieces, by every method, beside one contiguous copy."""
+    """64 blocks down and up, in large and in small pieces, by every method, beside one contiguous copy.
+
+    The bars are on the device's time; what the host adds before and after is told beside it.
+    """
     total = sizes.blocks * sizes.block_bytes
     flat, host = torch.zeros(total, dtype=torch.uint8, device=rig.device), rig.pinned(total)
+    plain_down, plain_up = (
+        partial(there.copy_, here, non_blocking=True) for there, here in ((host, flat), (flat, host))
+    )
     for name, order, bar in (("64 KiB", "LBNHC", 0.95), ("4 KiB", "LHBNC", 0.85), ("one run", "BLNHC", 0.95)):
         cache = DeviceCache.from_tensors(views(rig, order, sizes, 2 * sizes.blocks), 2 * sizes.blocks)
         arena = shared_arena(2 * sizes.blocks, sizes.block_bytes)
         pairs = [((37 * i) % (2 * sizes.blocks), i) for i in range(sizes.blocks)]
-        best = {"down": 0.0, "up": 0.0}
         for method in (*rig.methods, "auto"):
             with rig.copier(cache, arena, method) as copier:
-                plain_down, down, plain_up, up = rig.median_s(
-                    partial(host.copy_, flat, non_blocking=True),
-                    partial(copier.store, pairs),
-                    partial(flat.copy_, host, non_blocking=True),
-                    partial(copier.load, pairs),
-                )
-                if method == "auto":
-                    best = {"down": plain_down / down, "up": plain_up / up}
+                works = (plain_down, *both(copier, pairs), plain_up)
+                alone_down, down, up, alone_up = rig.median_device_s(*works)
+                chosen = isinstance(copier, CudaCopier) and method == "auto"
+                by = (copier.choice.store.name, copier.choice.load.name) if chosen else (method, method)
+                if method != "auto":
+                    result.add(f"{name} pieces, {method}, down", alone_down / down, "of one copy")
+                    result.add(f"{name} pieces, {method}, up", alone_up / up, "of one copy")
                     continue
-                result.add(f"{name} pieces, {method}, down", plain_down / down, "of one copy")
-                result.add(f"{name} pieces, {method}, up", plain_up / up, "of one copy")
-        result.add(f"{name} pieces, chosen, down", best["down"], "of one copy", bar)
-        result.add(f"{name} pieces, chosen, up", best["up"], "of one copy", bar)
+                result.add(f"{name} pieces, chosen ({by[0]}), down", alone_down / down, "of one copy", bar)
+                result.add(f"{name} pieces, chosen ({by[1]}), up", alone_up / up, "of one copy", bar)
+                alone_down, down, up, alone_up = rig.median_s(*works)
+                result.add(
+                    f"{name} pieces, chosen, down, with the host's part", alone_down / down, "of one copy"
+                )
+                result.add(f"{name} pieces, chosen, up, with the host's part", alone_up / up, "of one copy")
+                if name == "one run":
+                    time_plain(rig, result, flat, host, arena.view(-1)[:total])
         time_gather(rig, result, name, cache, host, pairs)
-    result.add(
-        "one copy, down", total / rig.median_s(lambda: host.copy_(flat, non_blocking=True))[0] / 1e9, "GB/s"
+
+
+def both(copier: Copier, pairs: list[tuple[int, int]]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A store and a load of the pairs, for the end of which the present stream waits."""
+    return (
+        lambda: copier.hold(copier.begin_store(pairs, copier.mark())),
+        lambda: copier.hold(copier.begin_load(pairs, copier.mark())),
     )
-    result.add(
-        "one copy, up", total / rig.median_s(lambda: flat.copy_(host, non_blocking=True))[0] / 1e9, "GB/s"
+
+
+def time_plain(
+    rig: Rig, result: Result, flat: torch.Tensor, host: torch.Tensor, locked: torch.Tensor
+) -> None:
+    """The ceiling itself, and the same copy to and from the arena: memory may lie nearer or farther."""
+    down, arena_down, up, arena_up = rig.median_device_s(
+        lambda: host.copy_(flat, non_blocking=True),
+        lambda: locked.copy_(flat, non_blocking=True),
+        lambda: flat.copy_(host, non_blocking=True),
+        lambda: flat.copy_(locked, non_blocking=True),
     )
+    result.add("one copy, down", flat.nbytes / down / 1e9, "GB/s")
+    result.add("one copy, up", flat.nbytes / up / 1e9, "GB/s")
+    result.add("one copy to the arena", down / arena_down, "of one copy")
+    result.add("one copy from the arena", up / arena_up, "of one copy")
 
 
 def time_gather(
@@ -74,7 +104,7 @@ def time_gather(
     there = host[: staged.nbytes].view(region.dtype).view(staged.shape)
 
     def down() -> None:
-        staged.copy_(region.index_select(0, blocks))
+        torch.index_select(region, 0, blocks, out=staged)
         there.copy_(staged, non_blocking=True)
 
     def up() -> None:
@@ -82,7 +112,7 @@ def time_gather(
         region.index_copy_(0, blocks, staged)
 
     flat, target = staged.view(-1), there.view(-1)
-    plain_down, down_s, plain_up, up_s = rig.median_s(
+    plain_down, down_s, plain_up, up_s = rig.median_device_s(
         lambda: target.copy_(flat, non_blocking=True), down, lambda: flat.copy_(target, non_blocking=True), up
     )
     result.add(f"{name} pieces, torch index_select/index_copy_, down", plain_down / down_s, "of one copy")
@@ -97,8 +127,13 @@ def time_both_ways(rig: Rig, result: Result, sizes: Sizes) -> None:
 
     def plain() -> None:
         for index, ((device, host), stream) in enumerate(zip(sides, streams, strict=True)):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 (host if index else device).copy_(device if index else host, non_blocking=True)
+        for stream in streams:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
 
     cache = DeviceCache.from_tensors(views(rig, "LBNHC", sizes, 2 * sizes.blocks), 2 * sizes.blocks)
     arena = shared_arena(2 * sizes.blocks, sizes.block_bytes)
@@ -109,9 +144,9 @@ def time_both_ways(rig: Rig, result: Result, sizes: Sizes) -> None:
         def ours() -> None:
             mark = copier.mark()
             for copying in (copier.begin_store(down, mark), copier.begin_load(up, mark)):
-                copying.wait()
+                copier.hold(copying)
 
-        plain_s, ours_s = rig.median_s(plain, ours)
+        plain_s, ours_s = rig.median_device_s(plain, ours)
     result.add("both ways at once", plain_s / ours_s, "of two copies", 0.9)
     result.add("two copies at once", 2 * total / plain_s / 1e9, "GB/s")
 
@@ -119,6 +154,8 @@ def time_both_ways(rig: Rig, result: Result, sizes: Sizes) -> None:
 def time_arena(rig: Rig, result: Result, sizes: Sizes) -> None:
     """What a large arena costs the engine's start, and how long its pages take to be locked behind it."""
     cache = DeviceCache.from_tensors(views(rig, "LBNHC", sizes, 4), 4)
+    if hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()  # an engine that starts has no page-locked memory to use again
     begun_s = time.perf_counter()
     arena = shared_arena(sizes.arena_bytes // sizes.block_bytes, sizes.block_bytes)
     result.add("arena, pages touched", time.perf_counter() - begun_s, "s")
@@ -126,13 +163,15 @@ def time_arena(rig: Rig, result: Result, sizes: Sizes) -> None:
     with rig.copier(cache, arena, prepared=False) as copier:
         result.add("arena, the engine's start waits", time.perf_counter() - begun_s, "s", 0.2, at_most=True)
         copier.begin_store([(1, len(arena) - 1)], copier.mark()).wait()
-        if isinstance(copier, CpuCopier):
-            return
-        copier.prepared(300.0)
-        result.add("arena, all pages locked after", time.perf_counter() - begun_s, "s")
+        if isinstance(copier, CudaCopier):
+            result.check("all pages are locked in time", copier.prepared(PREPARED_S))
+            result.add("arena, all pages locked after", time.perf_counter() - begun_s, "s")
 
 
 # ---- the whole
+
+SMALL = Sizes(layers=4, heads=4, piece=2048, blocks=8, arena_bytes=1 << 24, tokens=64, steps=2)
+"""What is checked byte by byte, and all that a rehearsal does."""
 
 
 def machine(rig: Rig) -> dict[str, str]:
@@ -151,28 +190,32 @@ def machine(rig: Rig) -> dict[str, str]:
     return found
 
 
-def run_parts(rig: Rig, result: Result, output: Path | None) -> None:
+PARTS: dict[str, Callable[[Rig, Result, Sizes], None]] = {
+    "bytes": lambda rig, result, sizes: check_bytes(rig, result, SMALL),
+    "order": lambda rig, result, sizes: check_order(rig, result, SMALL),
+    "copies": time_copies,
+    "both-ways": time_both_ways,
+    "arena": time_arena,
+    "stores": time_stores,
+    "layers": check_layerwise,
+    "outputs": lambda rig, result, sizes: check_outputs(rig, result),
+    "hits": time_hits,
+}
+
+
+def run_parts(rig: Rig, result: Result, names: list[str], output: Path | None) -> None:
     """Every part, whatever became of those before it; what there is so far is written after each."""
-    small = Sizes(layers=4, heads=4, piece=2048, blocks=8, arena_bytes=1 << 24, tokens=64, steps=2)
-    sizes = Sizes() if rig.cuda else small
     begun_s = time.perf_counter()
-    for title, part in (
-        ("bytes", lambda: (check_bytes(rig, result, small), check_order(rig, result, small))),
-        ("copies", lambda: time_copies(rig, result, sizes)),
-        ("both ways", lambda: time_both_ways(rig, result, sizes)),
-        ("arena", lambda: time_arena(rig, result, sizes)),
-        ("stores beside the forward pass", lambda: time_stores(rig, result, sizes)),
-        ("loads beside the forward pass", lambda: check_layerwise(rig, result, sizes)),
-        ("the engine's outputs", lambda: check_outputs(rig, result)),
-        ("the engine's first tokens", lambda: time_hits(rig, result, sizes)),
-    ):
-        print(f"{title} ({time.perf_counter() - begun_s:.0f} s)", flush=True)
+    for name in names:
+        print(f"{name} ({time.perf_counter() - begun_s:.0f} s)", flush=True)
         try:
-            part()
+            PARTS[name](rig, result, Sizes() if rig.cuda else SMALL)
         except Exception as error:
             # A card is rare: what one part ran into must not cost the figures of the others.
             traceback.print_exc()
-            result.check(f"{title} ended early ({type(error).__name__}: {error})", right=False)
+            result.check(f"{name} ended early ({type(error).__name__}: {error})", right=False)
+        for what, why in rig.refused.items():
+            result.left_out.setdefault(what, why)
         if output:
             rows = [{**asdict(row), "met": row.met} for row in result.rows]
             output.write_text(json.dumps({**asdict(result), "rows": rows}, indent=2) + "\n")
@@ -199,15 +242,22 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small: the figures mean nothing")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"some parts alone: {', '.join(PARTS)}",
+    )
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="  %(name)s: %(message)s")
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("no CUDA card is there; --rehearse runs the same code on a CPU")
     begun_s = time.perf_counter()
     rig = Rig(options.rehearse)
     result = Result(machine(rig))
-    for method, reason in rig.refused.items():
-        result.leave_out(f"copies by {method}", reason)
-    run_parts(rig, result, options.output)
+    run_parts(rig, result, options.only, options.output)
     print_table(result)
     print(f"wrong: {', '.join(result.wrong) or 'nothing'}; {time.perf_counter() - begun_s:.0f} s")
     return bool(result.wrong)

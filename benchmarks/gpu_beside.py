@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -74,7 +75,7 @@ def time_stores(rig: Rig, result: Result, sizes: Sizes) -> None:
         kv = kv_of(model, rig, int(step.tables.max()) + 1)
         cache = DeviceCache.from_tensors({"kv": kv}, len(kv))
         with rig.copier(cache, shared_arena(len(kv), cache.shard_bytes), "auto") as copier:
-            beside = StepsBeside(model, kv, step, copier)
+            beside = StepsBeside(rig, model, kv, step, copier)
             alone_s, beside_s = rig.median_s(
                 partial(beside.run, sizes.steps, 0), partial(beside.run, sizes.steps, stored)
             )
@@ -86,51 +87,77 @@ def time_stores(rig: Rig, result: Result, sizes: Sizes) -> None:
                 bar,
                 at_most=True,
             )
-            with storing_all_the_time(copier, len(kv)):
+            with storing_all_the_time(copier, cache) as stored_bytes_per_s:
                 full_s = rig.median_s(partial(beside.run, sizes.steps, 0))[0]
+                rate = stored_bytes_per_s()
             result.add(f"{title}, stores at all the link's speed", full_s / alone_s - 1, "slower")
+            result.add(f"{title}, those stores", rate / 1e9, "GB/s")
+            result.check(f"{title}: the stores beside it went on", rate > 0)
             result.check(f"{title}: it computed something", beside.finite)
 
 
 class StepsBeside:
-    """The same step again and again, with so many blocks stored beside each, other ones every time."""
+    """The same step again and again, with so many blocks stored beside each, other ones every time.
 
-    def __init__(self, model: Model, kv: torch.Tensor, step: Step, copier: Copier) -> None:
-        self._model, self._kv, self._step, self._copier = model, kv, step, copier
+    On a card the step is replayed as a CUDA graph, as engines do: else Python's part of it would be what is timed.
+    """
+
+    def __init__(self, rig: Rig, model: Model, kv: torch.Tensor, step: Step, copier: Copier) -> None:
+        self._blocks, self._copier = len(kv), copier
         self._place = 0
         self.finite = False
+        self._forward: Callable[[], object] = partial(self._compute, model, kv, step)
+        self._forward()
+        if rig.cuda:
+            rig.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._forward()
+            self._forward = graph.replay
+
+    def _compute(self, model: Model, kv: torch.Tensor, step: Step) -> None:
+        self._out = model.forward(kv, step)
 
     def run(self, steps: int, stored: int) -> None:
         """Each step ends as an engine's does: the tokens are read."""
         for _ in range(steps):
             mark = self._copier.mark()
-            out = self._model.forward(self._kv, self._step)
+            self._forward()
             if stored:
-                picked = [(self._place + i) % len(self._kv) for i in range(stored)]
-                self._place = (self._place + stored) % len(self._kv)
+                picked = [(self._place + i) % self._blocks for i in range(stored)]
+                self._place = (self._place + stored) % self._blocks
                 self._copier.begin_store([(block, block) for block in picked], mark)
-            out.argmax(-1).tolist()
-        self.finite = bool(out.isfinite().all())
+            self._out.argmax(-1).tolist()
+        self.finite = bool(self._out.isfinite().all())
 
 
 @contextmanager
-def storing_all_the_time(copier: Copier, blocks: int) -> Iterator[None]:
-    """A thread that stores one batch of blocks after the other, and waits for nothing that is computed meanwhile."""
-    over, before = threading.Event(), copier.mark()
+def storing_all_the_time(copier: Copier, cache: DeviceCache) -> Iterator[Callable[[], float]]:
+    """A thread that stores one batch of blocks after the other, and waits for nothing that is computed meanwhile.
+
+    Gives the bytes per second so far; raises at the end what the thread raised.
+    """
+    over, before, batches = threading.Event(), copier.mark(), 0
+    pairs = [(block, block) for block in range(min(64, cache.block_count))]
+    begun_s = time.perf_counter()
 
     def run() -> None:
+        nonlocal batches
         copier.adopt_thread()
-        pairs = [(block, block) for block in range(min(64, blocks))]
         while not over.is_set():
             copier.begin_store(pairs, before).wait()
+            batches += 1
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    def bytes_per_s() -> float:
+        return batches * len(pairs) * cache.shard_bytes / (time.perf_counter() - begun_s)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            yield bytes_per_s
+        finally:
+            over.set()
+        running.result()
 
 
 def check_layerwise(rig: Rig, result: Result, sizes: Sizes) -> None:

@@ -1,7 +1,8 @@
-"""All tests: first those that start no engine, then those that do; files side by side, one for each core.
+"""All tests: first those that start no engine, as many at a time as there are cores, then the engines one by one.
 
-Arguments go to pytest, both times. An engine computes on one core and takes memory, so there are at most four. Engine
-tests that are marked slow are left to `make support-matrix`.
+Arguments go to pytest, both times. An engine and its manager take two cores, so nothing runs beside them: a manager
+that gets no time grants no slots, and what tests expect to be stored is not. Engine tests that are marked slow are left
+to `make support-matrix`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,7 @@ import subprocess
 import sys
 
 NOTHING_COLLECTED = 5
-FILES_BESIDE = ["-n", "auto", "--dist", "loadfile"]
-PARTS = (
-    ["-m", "not engine", *FILES_BESIDE],
-    ["-m", "engine and not slow", *FILES_BESIDE, "--maxprocesses", "4"],
-)
+PARTS = (["-m", "not engine", "-n", "auto", "--dist", "loadfile"], ["-m", "engine and not slow"])
 
 
 def main() -> int:

@@ -34,7 +34,9 @@ def ahead_launcher(launcher: Launcher) -> Iterator[Launcher]:
         launcher.process.call(ahead.schedule_as_before, timeout_s=20.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "eager")]
+)
 def test_scheduled_ahead(ahead_launcher: Launcher, reference: Reference, tmp_path: Path, mode: str) -> None:
     launcher = ahead_launcher
     # Layer by layer is refused where failures are recomputed, see below.
@@ -95,6 +97,7 @@ def test_layer_by_layer_is_refused_where_a_failure_would_be_recomputed(
     assert by_layer == 0
 
 
+@pytest.mark.slow
 def test_stores_beside_steps_that_were_planned_ahead(ahead_launcher: Launcher, reference: Reference) -> None:
     launcher = ahead_launcher
     engine = launcher.start(host())

@@ -36,7 +36,13 @@ def test_it_rehearses_without_our_dependencies(tmp_path: Path) -> None:
     written = json.loads(output.read_text())
     assert written["wrong"] == []
     told = {row["what"] for row in written["rows"]}
-    assert {"both ways at once", "decode step", "4 KiB pieces, chosen, up", "one copy, down"} <= told
+    assert {
+        "both ways at once",
+        "decode step",
+        "4 KiB pieces, chosen (auto), up",
+        "one copy, down",
+        "one copy from the arena",
+    } <= told
     assert "prefill step, 48 tokens before it loaded layer by layer" in told
     # What needs more than torch is named, with the reason.
     assert set(written["left_out"]) == {

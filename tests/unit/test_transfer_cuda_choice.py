@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,6 +39,23 @@ def test_auto_takes_the_fastest_for_each_direction(store: str, load: str) -> Non
     check_loads(bench)
     assert {call.name for call in model.calls} == {load}
     bench.close()
+
+
+class _Named(NamedTuple):
+    name: str
+
+    def begin(self, *args: object, **more: object) -> None:
+        raise AssertionError("nothing is copied here")
+
+
+@pytest.mark.parametrize(("kernel", "taken"), [(1.04, "batch"), (1.06, "kernel")])
+def test_the_kernel_is_taken_where_it_is_clearly_faster(kernel: float, taken: str) -> None:
+    """It takes compute units from the engine's step."""
+    engines, own = (
+        cuda_choice.Measured(_Named(name), rate, rate) for name, rate in (("batch", 1.0), ("kernel", kernel))
+    )
+    choice = cuda_choice.best([engines, own], cuda_choice.Choice(engines.method, engines.method))
+    assert (choice.store.name, choice.load.name) == (taken, taken)
 
 
 def test_a_way_that_fails_is_left_out_with_one_line(caplog: pytest.LogCaptureFixture) -> None:

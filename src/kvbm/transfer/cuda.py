@@ -104,6 +104,11 @@ class CudaCopier:
         """The ways of copying in use."""
         return self._choice
 
+    @property
+    def locks(self) -> PageLocks:
+        """How much of the arena is page-locked by now, and what was refused."""
+        return self._locks
+
     def prepared(self, timeout_s: float) -> bool:
         """Wait until the arena is locked and the ways of copying are measured; False when it takes longer."""
         return self._locks.finished.wait(timeout_s)
