@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -150,7 +150,9 @@ class Rig:
         return self._medians(self._wall_s, works)
 
     def median_device_s(self, *works: Callable[[], object]) -> list[float]:
-        """The median time that the device takes for each work, all taken by turns; what the host does is hidden.
+        """The median time that the device takes for each work, all taken by turns.
+
+        What the host does first is hidden, as far as it takes less than the delay before.
 
         A work ends when the present stream has got past it, so one on another stream must be held for.
         """
@@ -177,7 +179,7 @@ class Rig:
     def _device_s(self, work: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
-        self.delay()  # all of the work is submitted while the device still does this
+        self.delay()  # meanwhile the work is submitted
         begin.record()
         work()
         end.record()
@@ -190,7 +192,8 @@ def shared_arena(slots: int, slot_bytes: int, threads: int = 8) -> torch.Tensor:
     file = os.memfd_create("arena")
     os.ftruncate(file, slots * slot_bytes)
     memory = mmap.mmap(file, slots * slot_bytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     arena = arena_tensor(memory, slots, slot_bytes)
     os.close(file)
     flat = arena.view(-1)

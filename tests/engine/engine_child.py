@@ -160,7 +160,7 @@ class Engine:
                     continue
                 del open_requests[output.request_id]
                 answer = list(output.outputs[0].token_ids)
-                if output.outputs[0].finish_reason == "error":
+                if output.outputs[0].finish_reason == "error" and request.abort_after is None:
                     run.failed.add(request.name)
                 said[request.name] = said.get(request.parent, ()) + request.tokens + tuple(answer)
                 run.cached_tokens[request.name] = output.num_cached_tokens or 0

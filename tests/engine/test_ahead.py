@@ -27,11 +27,15 @@ Reference = dict[str, list[int]]
 @pytest.fixture
 def ahead_launcher(launcher: Launcher) -> Iterator[Launcher]:
     """Its engines schedule ahead."""
-    launcher.process.call(ahead.schedule_ahead, timeout_s=60.0)
-    yield launcher
-    if launcher.process.alive:
-        launcher.process.stop()
-        launcher.process.call(ahead.schedule_as_before, timeout_s=20.0)
+    try:
+        launcher.process.call(ahead.schedule_ahead, timeout_s=60.0)
+        yield launcher
+    finally:
+        if launcher.process.alive:
+            try:
+                launcher.process.stop()
+            finally:
+                launcher.process.call(ahead.schedule_as_before, timeout_s=20.0)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +49,11 @@ def test_scheduled_ahead(ahead_launcher: Launcher, reference: Reference, tmp_pat
         {**disk(tmp_path, SMALL_HOST_BLOCKS), **MODES[mode]}, transfer={**KV_CONNECTOR, **policy}
     )
     assert engine.call(ahead.steps_in_flight, timeout_s=20.0) == 2
+    engine.call(reach.count_layers, timeout_s=20.0)
     for turn in ("", "+"):
         answers = engine.run(again(workload(), turn))
         assert differences(reference, answers, turn) == []
+    assert (engine.call(reach.layers_counted, timeout_s=20.0)[1] > 0) == (mode == "layer by layer")
     assert answers.preempted > 0
     metrics = launcher.metrics()
     assert metrics["kvbm_onboard_blocks_h2d"] > 100
@@ -76,7 +82,7 @@ def test_layers_fail_and_so_do_their_requests_alone(ahead_launcher: Launcher, re
         answers = engine.run(again(workload(), turn))
         assert {name + turn for name in differences(reference, answers, turn)} == answers.failed
         failed += len(answers.failed)
-    assert 0 < failed < len(reference)
+    assert 0 < failed < 3 * len(reference)
     assert engine.call(reach.layers_counted, timeout_s=20.0)[1] > 100
     launcher.assert_nothing_held()
 

@@ -1,7 +1,7 @@
 """Which way of copying a layout gets on this device: measured where it will run, or named by the user.
 
 Whether copy engines or the kernel are faster depends on the size of the pieces, the direction, the card, the link and
-the driver. All ways copy the same few megabytes a few times; it takes milliseconds, and the table goes to the log.
+the driver. All ways copy the same few megabytes a few times, beside the engine's start, and the table goes to the log.
 """
 
 from __future__ import annotations
