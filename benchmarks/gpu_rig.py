@@ -142,6 +142,14 @@ class Rig:
         if self.cuda:
             torch.cuda._sleep(DELAY_CYCLES)
 
+    def under_way(self) -> Callable[[], bool]:
+        """Ask later whether what the present stream has to do now is still under way; on a CPU it counts as such."""
+        if not self.cuda:
+            return lambda: True
+        end = torch.cuda.Event()
+        end.record()
+        return lambda: not end.query()
+
     def pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.cuda)
 

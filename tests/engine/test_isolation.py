@@ -51,7 +51,7 @@ def test_reset_drops_everything(launcher: Launcher, tmp_path: Path) -> None:
     asked = prompts(2, count=8)
     engine.run(asked)
     launcher.assert_nothing_held()
-    assert launcher.metrics()['kvbm_pool_blocks{tier="disk",state="resident"}'] > 20
+    assert launcher.metrics()['kvbm_pool_blocks{tier="disk",state="resident"}'] > 60
     assert engine.call(reach.reset, connector=True, timeout_s=20.0)
     assert cached(engine, renamed(asked, "+1")) == [0] * 8
     # Host memory holds four of these prompts at a time; who finds it full of leases computes.
@@ -68,9 +68,6 @@ def test_cache_salt_isolates(launcher: Launcher) -> None:
     engine = launcher.start(host())
     asked = prompts(3)
     assert cached(engine, renamed(asked, "a", salt="one")) == [0] * 4
-    cached(
-        engine, renamed(asked, "a again", salt="one")
-    )  # a manager without time may have granted no slots before
     before = launcher.metrics()
     assert cached(engine, renamed(asked, "b", salt="other")) == [0] * 4
     assert cached(engine, renamed(asked, "c")) == [0] * 4

@@ -39,7 +39,7 @@ def test_it_rehearses_without_our_dependencies(tmp_path: Path) -> None:
     assert {
         "both ways at once",
         "decode step",
-        "4 KiB pieces, chosen (auto), up",
+        "4 KiB pieces, chosen (cpu), up",
         "one copy, down",
         "one copy from the arena",
     } <= told
