@@ -1,24 +1,49 @@
 """A digest of a model's weights: what makes KV of other weights under the same path never hit.
 
-The whole content of every weight file is hashed, once: results are remembered by the file's identity (device,
-inode, size, modification and change time), as a version control system remembers files it has seen.
+What is digested is content: of safetensors every tensor with its name, type and shape, however the tensors are spread
+over files; of everything else that shapes KV the file. Paths, the number of shards and what only names a model do not
+count. The whole content is read, once: results are remembered by the file's identity (device, inode, size, modification
+and change time), as a version control system remembers files it has seen.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from blake3 import blake3
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-CONFIG_SUFFIXES = (".json", ".py", ".model")
+CONFIG_SUFFIXES = (".json", ".py")
+
+NOT_COMPUTED_WITH = (
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Files between text and token ids, or about sampling: KV is computed from token ids."""
+_SHARD_INDEX_SUFFIX = ".index.json"
+
+PRESENTATION_KEYS = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
+"""Entries of a model's configuration that name it or who wrote it, and say nothing of what it computes."""
+
 _MEMO_ENTRIES_MAX = 10_000
+_MEMO_VERSION = "2"
 _SETTLED_S = 2.0
+_HEADER_BYTES_MAX = 100 << 20
+_THREADS_FROM_BYTES = 1 << 20
+_SUM_BITS = 256
 
 
 class WeightsMemo:
@@ -33,15 +58,14 @@ class WeightsMemo:
         self._changed = False
 
     def digest(self, path: Path) -> str:
-        """Hex blake3 of the file's content."""
+        """Hex digest of what the file holds (`_content_digest`)."""
         status = path.stat()
-        identity = (
-            f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
-        )
+        parts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        identity = ":".join(map(str, (_MEMO_VERSION, *parts)))
         known = self._known.get(identity)
         if known is not None:
             return known
-        value = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        value = _content_digest(path)
         # A file changed a moment ago could change again without its times moving: hash it again next time.
         if time.time() - max(status.st_ctime, status.st_mtime) > _SETTLED_S:
             self._known[identity] = value
@@ -63,11 +87,10 @@ class WeightsMemo:
 
 
 def weight_files(location: Path) -> list[Path]:
-    """The files that make a model what it is, sorted by name: one file, or those of a directory's top level."""
+    """The files that make a model what it computes, sorted by name: one file, or those of a directory's top level."""
     if location.is_file():
         return [location]
-    suffixes = WEIGHT_SUFFIXES + CONFIG_SUFFIXES
-    return sorted(p for p in location.iterdir() if p.suffix in suffixes and p.is_file())
+    return sorted(path for path in location.iterdir() if _computed_with(path.name) and path.is_file())
 
 
 def changed_since(locations: Iterable[Path], moment_s: float) -> Path | None:
@@ -91,7 +114,7 @@ def process_start_s() -> float:
 
 
 def weights_digest(locations: Iterable[Path], memo_path: Path) -> str | None:
-    """Hex digest over names and contents at the locations; None when one of them holds no weights."""
+    """Hex digest over what the locations hold; None when one of them holds no weights. Raises OSError."""
     memo = WeightsMemo(memo_path)
     digest = hashlib.sha256()
     for location in locations:
@@ -100,7 +123,88 @@ def weights_digest(locations: Iterable[Path], memo_path: Path) -> str | None:
         files = weight_files(location)
         if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
             return None
-        for path in files:
-            digest.update(f"{path.name}\0{memo.digest(path)}\0".encode())
+        # A sum: in which file a tensor lies, and in which order the files come, makes no difference.
+        total = sum(int(memo.digest(path), 16) for path in files) % (1 << _SUM_BITS)
+        digest.update(total.to_bytes(_SUM_BITS // 8, "little"))
     memo.save()
     return digest.hexdigest()
+
+
+def canonical_config(config: dict[str, Any]) -> str:
+    """A model's configuration as text, equal for configurations that compute the same: without names, in order."""
+    return json.dumps(_without_names(config), sort_keys=True, default=str)
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_names(item) for key, item in value.items() if key not in PRESENTATION_KEYS}
+    if isinstance(value, list | tuple):
+        return [_without_names(item) for item in value]
+    return value
+
+
+def _computed_with(name: str) -> bool:
+    if name in NOT_COMPUTED_WITH or name.endswith(_SHARD_INDEX_SUFFIX):
+        return False
+    return name.endswith(WEIGHT_SUFFIXES + CONFIG_SUFFIXES)
+
+
+def _content_digest(path: Path) -> str:
+    """32 bytes in hex: of safetensors the sum of their tensors' digests, of other files the digest of name and bytes.
+
+    A configuration counts without what only names the model.
+    """
+    if path.name == "config.json":
+        try:
+            config = json.loads(path.read_bytes())
+        except ValueError:
+            config = None
+        if isinstance(config, dict):
+            return blake3(b"config\0" + canonical_config(config).encode()).hexdigest()
+    if path.stat().st_size == 0:
+        return blake3(f"file\0{path.name}\0".encode()).hexdigest()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+        data = memoryview(content)
+        try:
+            tensors = list(_tensors(data)) if path.suffix == ".safetensors" else []
+            if not tensors:
+                return _digest(f"file\0{path.name}\0", data).hex()
+            total = 0
+            for header, start, end in tensors:
+                total += int.from_bytes(_digest(header, data[start:end]), "big")
+            return (total % (1 << _SUM_BITS)).to_bytes(_SUM_BITS // 8, "big").hex()
+        finally:
+            data.release()
+
+
+def _digest(header: str, data: memoryview) -> bytes:
+    digest = blake3(max_threads=blake3.AUTO if len(data) >= _THREADS_FROM_BYTES else 1)
+    digest.update(header.encode())
+    with data:
+        digest.update(data)
+    return digest.digest()
+
+
+def _tensors(data: memoryview) -> Iterator[tuple[str, int, int]]:
+    """Each tensor of a safetensors file: what it is, in one line, and where its bytes begin and end.
+
+    The format is an 8-byte little-endian length, a JSON object of that length, and the tensors' bytes. Nothing for a
+    file that is not of this form, or whose tensors do not lie in it.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 0 < size <= min(len(data) - 8, _HEADER_BYTES_MAX):
+        return
+    try:
+        header = json.loads(bytes(data[8 : 8 + size]))
+        entries = [
+            (name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return
+    base = 8 + size
+    if not all(0 <= start <= end <= len(data) - base for *_, start, end in entries):
+        return
+    for name, dtype, shape, start, end in entries:
+        yield f"tensor\0{name}\0{dtype}\0{shape}\0", base + start, base + end

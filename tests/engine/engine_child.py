@@ -64,11 +64,11 @@ class Engine:
         import vllm
         from vllm.config import KVTransferConfig
 
-        from kvbm.vllm_integration import namespace
+        from kvbm.vllm_integration import engine_start
 
         # This process is older than models that tests make for an engine in it.
         began_s = time.time()
-        namespace.engine_start_s = lambda: began_s
+        engine_start.engine_start_s = lambda: began_s
 
         arguments = {
             "dtype": "float32",
@@ -175,12 +175,15 @@ class Engine:
         return run
 
     def settle(self) -> None:
-        """A few steps with nothing to do: what the last requests stored is copied and committed in them.
+        """Steps with nothing to do until what the last requests stored is copied and committed, a few seconds at most.
 
-        vLLM's own loop takes one such step when the last request has ended, and the next when another one comes.
+        vLLM's own loop takes one such step when the last request has ended, and more while a connector asks for them.
         """
-        for _ in range(3):
+        pending = getattr(self.leader_half, "has_pending_push_work", lambda: False)
+        for _ in range(300):
             self.core.step()
+            if not pending():
+                break
             time.sleep(0.01)
 
     def _adapter(self, directory: str) -> Any:

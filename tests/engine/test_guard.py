@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvbm.protocol import LoadPlan, StepPlan
+from kvbm.vllm_integration.adapters import Adapters
+from kvbm.vllm_integration.engine_start import engine_start_s
 from kvbm.vllm_integration.guard import GuardedScheduler
-from kvbm.vllm_integration.namespace import Adapters, engine_start_s
 from kvbm.weights import changed_since
 
 
@@ -111,7 +112,7 @@ def test_an_adapter_younger_than_the_engine_is_kept_for_this_engine_alone(
     engines = [Adapters(tmp_path / "memo.json") for _ in range(2)]
     extras = [engine.extras(str(weights.parent)) for engine in engines for _ in range(2)]
     assert extras[0] == extras[1] != extras[2] == extras[3]
-    monkeypatch.setattr("kvbm.vllm_integration.namespace.engine_start_s", lambda: time.time() + 10)
+    monkeypatch.setattr("kvbm.vllm_integration.engine_start.engine_start_s", lambda: time.time() + 10)
     older = [Adapters(tmp_path / "memo.json").extras(str(weights.parent)) for _ in range(2)]
     assert older[0] == older[1]
 
@@ -122,7 +123,7 @@ def test_where_the_start_is_unknown_every_file_is_younger(
     def unknown() -> float:
         raise OSError("/proc/stat has no btime")
 
-    monkeypatch.setattr("kvbm.vllm_integration.namespace.process_start_s", unknown)
+    monkeypatch.setattr("kvbm.vllm_integration.engine_start.process_start_s", unknown)
     old = tmp_path / "model.safetensors"
     old.write_bytes(b"weights")
     os.utime(old, (1, 1))

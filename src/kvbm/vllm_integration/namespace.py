@@ -1,111 +1,224 @@
-"""What must agree before two vLLM engines share bytes."""
+"""What must agree before two vLLM engines share bytes: what their ranks run after loading, not a list of settings.
+
+Taken in the worker, when the model is loaded and its KV cache exists. Models write what they decide into their
+configuration (Llama 4 its attention temperature, from `max_model_len`), so that is read then, too. Left out is what
+only names things (paths, served names, versions of files' writers) and what changes results by no more than rounding.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from kvbm.errors import KvbmError
 from kvbm.layout import Namespace
-from kvbm.weights import changed_since, process_start_s, weight_files, weights_digest
+from kvbm.vllm_integration import engine_start
+from kvbm.vllm_integration.rotary import rotary_digest, rotary_modules
+from kvbm.weights import canonical_config, changed_since, weights_digest
 
 log = logging.getLogger("kvbm.vllm")
+
+UNKNOWN_WEIGHTS = "unknown-"
+
+_ATTENTION_FACTS = (
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "scale",
+    "sliding_window",
+    "logits_soft_cap",
+    "alibi_slopes",
+    "attn_type",
+    "kv_cache_dtype",
+    "kv_sharing_target_layer_name",
+    "use_mm_prefix",
+)
+_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+_ENCODER_FACTS = (
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+_ADAPTER_FACTS = ("lora_dtype", "lora_target_modules", "target_modules", "enable_tower_connector_lora")
+
+
+class RankPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank runs, as far as it may differ between ranks. `error`: it could not be found out."""
+
+    weights: str = ""
+    rotary: str = ""
+    attention: str = ""
+    kv_scales: str = ""
+    packing: str = ""
+    device_layout: str = ""
+    error: str = ""
 
 
 def engine_namespace(
     vllm_config: Any, kv_cache_config: Any, device_layout: str, memo_path: Path
 ) -> Namespace:
-    """The namespace of a worker. `device_layout` describes what the bytes of a block mean on the device."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    """The namespace of an engine; every rank calls this at the same point, and gets the same one.
+
+    `device_layout` describes what the bytes of a block mean on this rank's device. Raises KvbmError in one line when
+    some rank cannot tell what it runs.
+    """
     parallel = vllm_config.parallel_config
+    rank, rank_count = int(parallel.rank), int(parallel.world_size)
+    try:
+        part = _rank_part(vllm_config, kv_cache_config, device_layout)
+        if rank % rank_count == 0:  # the files are the same for all: one reads them
+            part = msgspec.structs.replace(part, weights=_weights(vllm_config, memo_path))
+    except Exception as error:  # another rank waits for our part, whatever happened
+        log.debug("what this rank runs could not be found out", exc_info=True)
+        part = RankPart(error=f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}")
+    parts = _gather(part, rank_count)
+    errors = [part.error for part in parts if part.error]
+    if errors:
+        raise KvbmError(f"what the engine runs could not be found out: {errors[0]}")
+    return _compose(vllm_config, kv_cache_config, parts)
+
+
+def cpu_packing(vllm_config: Any, spec: Any, layers: Iterable[Any]) -> str:
+    """How this CPU's attention packs a block: blocks of one instruction set are garbage to another.
+
+    The packing is a kernel's, and its shape does not show it: another release may pack otherwise under the same name.
+    """
+    import vllm
+
+    release = ".".join(vllm.__version__.split(".")[:2])
+    chosen = sorted({str(layer.isa) for layer in layers if getattr(layer, "isa", None)})
+    if not chosen:
+        chosen = [_instruction_set(vllm_config.model_config.dtype, spec)]
+    return f"{'+'.join(chosen)}/{release}"
+
+
+def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]) -> Namespace:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    weights = _weights(vllm_config, memo_path)
-    fields = (
+    weights = parts[0].weights
+    fields = [
         ("weights", weights),
-        ("config", _digest(model.hf_config.to_json_string(use_diff=False))),
+        ("loading", _loading(vllm_config)),
+        ("config", _digest(canonical_config(model.hf_config.to_dict()))),
+        ("implementation", str(getattr(model, "model_impl", "auto"))),
         ("dtype", str(model.dtype)),
         ("quantization", str(model.quantization)),
         ("kv_dtype", str(cache.cache_dtype)),
         ("block_tokens", str(spec.block_size)),
-        ("packing", cpu_packing(model, spec) if device_layout.startswith("cpu") or _on_cpu() else "none"),
-        ("device_layout", _digest(device_layout)),
-        ("tensor_parallel", str(parallel.tensor_parallel_size)),
-    )
+        ("tensor_parallel", str(vllm_config.parallel_config.tensor_parallel_size)),
+    ]
+    for name in ("rotary", "attention", "kv_scales", "packing", "device_layout"):
+        values = [getattr(part, name) for part in parts]
+        fields.append((name, values[0] if len(set(values)) == 1 else _digest(repr(values))))
+    fields += [(name, value) for name, value in _optional_facts(vllm_config).items() if value]
+    # Scales that are computed from the first prompt are this engine's own.
+    own_scales = bool(getattr(cache, "calculate_kv_scales", False))
+    ephemeral = weights.startswith(UNKNOWN_WEIGHTS) or own_scales
+    if own_scales:
+        fields.append(("computed_kv_scales", _instance(vllm_config)))
     name = str(model.served_model_name or model.model)
-    return Namespace(model=name, fields=fields, ephemeral=weights.startswith("unknown-"))
+    return Namespace(model=name, fields=tuple(fields), ephemeral=ephemeral)
 
 
-def cpu_packing(model: Any, spec: Any) -> str:
-    """How this CPU's attention packs a block: blocks of one instruction set are garbage to another."""
+def _rank_part(vllm_config: Any, kv_cache_config: Any, device_layout: str) -> RankPart:
+    group = kv_cache_config.kv_cache_groups[0]
+    context = vllm_config.compilation_config.static_forward_context
+    layers = {name: context[name] for name in group.layer_names if name in context}
+    return RankPart(
+        rotary=rotary_digest(rotary_modules()),
+        attention=_digest("\n".join(_attention(layer) for layer in layers.values())),
+        kv_scales=_digest("\n".join(_scales(layer) for layer in layers.values())),
+        packing=cpu_packing(vllm_config, group.kv_cache_spec, layers.values()) if _on_cpu() else "none",
+        device_layout=_digest(device_layout),
+    )
+
+
+def _gather(part: RankPart, rank_count: int) -> tuple[RankPart, ...]:
+    """The parts of all ranks, in their order."""
+    if rank_count == 1:
+        return (part,)
+    from vllm.distributed import get_tp_group
+
+    gathered: list[bytes] = [b""] * rank_count
+    torch.distributed.all_gather_object(
+        gathered, msgspec.json.encode(part), group=get_tp_group().cpu_group
+    )
+    return tuple(msgspec.json.decode(encoded, type=RankPart) for encoded in gathered)
+
+
+def _attention(layer: Any) -> str:
+    """What one attention layer computes, and in which way it keeps K and V."""
+    implementation: Any = getattr(layer, "impl", None)
+    backend: Any = getattr(layer, "attn_backend", None)
+    facts = [type(layer).__name__, type(implementation).__name__]
+    facts.append(str(backend.get_name()) if backend is not None else "")
+    for name in _ATTENTION_FACTS:
+        value = getattr(implementation, name, None)
+        facts.append(f"{name}={_plain(getattr(layer, name, None) if value is None else value)}")
+    facts.append(f"sinks={_plain(getattr(implementation, 'sinks', None))}")
+    return " ".join(facts)
+
+
+def _scales(layer: Any) -> str:
+    """The factors with which a quantized cache keeps K and V; queries' change what deeper layers see."""
+    return " ".join(f"{name}={_plain(getattr(layer, name, None))}" for name in _SCALES)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.detach().float().cpu().tolist())
+    return str(value)
+
+
+def _instruction_set(dtype: torch.dtype, spec: Any) -> str:
+    """What vLLM chooses where its layers do not say."""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     except ImportError:
         return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-    head_size = getattr(spec, "head_size", None)
-    return str(_get_attn_isa(model.dtype, spec.block_size, head_size))
+    return str(_get_attn_isa(dtype, spec.block_size, getattr(spec, "head_size", None)))
 
 
-class Adapters:
-    """What adapters add to the keys of their requests: their content, which vLLM's hash of name and path leaves out.
-
-    An adapter whose files changed while the engine runs may or may not have been loaded again, and one that is in no
-    local file cannot be told from another: requests that use such an adapter neither look up nor store. One that is
-    younger than the engine may have changed between its loading and our first look: its keys mean something to this
-    engine alone.
-    """
-
-    def __init__(self, memo_path: Path) -> None:
-        self._memo_path = memo_path
-        self._seen: dict[str, tuple[tuple[object, ...], bytes]] = {}
-        self._unkept: set[str] = set()
-        self._only_here = os.urandom(16)
-
-    def extras(self, lora_path: str) -> bytes | None:
-        """The extras of a request that uses the adapter at this path; None when its blocks must not be kept."""
-        if lora_path in self._unkept:
-            return None
-        try:
-            identity = _identity(Path(lora_path))
-            if lora_path not in self._seen:
-                digest = weights_digest([Path(lora_path)], self._memo_path)
-                if digest is None:
-                    self._keep_no_more(lora_path, "is in no local file that could be digested")
-                    return None
-                young = changed_since([Path(lora_path)], engine_start_s()) is not None
-                self._seen[lora_path] = identity, digest.encode() + (self._only_here if young else b"")
-        except OSError as error:
-            self._keep_no_more(lora_path, f"cannot be read ({error})")
-            return None
-        first, extras = self._seen[lora_path]
-        if identity != first:
-            self._keep_no_more(lora_path, "changed while the engine runs")
-            return None
-        return extras
-
-    def _keep_no_more(self, lora_path: str, why: str) -> None:
-        self._unkept.add(lora_path)
-        log.warning("adapter %s %s: from now on its blocks are not kept", lora_path, why)
+def _loading(vllm_config: Any) -> str:
+    """Which of the files become which weights."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    facts: Mapping[str, Any] = {
+        "format": str(load.load_format),
+        "ignored": load.ignore_patterns,
+        "extra": load.model_loader_extra_config,
+        "quantization": getattr(model, "quantization_config", None),
+        "classes": getattr(model, "model_class_overrides", None),
+    }
+    return _digest(repr(sorted((name, str(value)) for name, value in facts.items() if value)))
 
 
-def engine_start_s() -> float:
-    """No weights were loaded before this moment, in seconds of the system's clock; 0 where that is not known."""
-    try:
-        return process_start_s()
-    except OSError:
-        return 0.0
+def _optional_facts(vllm_config: Any) -> dict[str, str]:
+    """What only some engines have: an encoder for images and sound, adapters, a draft model."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    lora = getattr(vllm_config, "lora_config", None)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return {
+        "encoder": _facts(multimodal, _ENCODER_FACTS),
+        "adapters": _facts(lora, _ADAPTER_FACTS),
+        "speculative": str(getattr(speculative, "method", "")) if speculative is not None else "",
+    }
 
 
-def _identity(location: Path) -> tuple[object, ...]:
-    """What changes when any of an adapter's files does."""
-    return tuple(
-        (path.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for path in weight_files(location)
-        for status in (path.stat(),)
-    )
+def _facts(config: Any, names: Iterable[str]) -> str:
+    if config is None:
+        return ""
+    found = [(name, str(getattr(config, name))) for name in names if getattr(config, name, None) is not None]
+    return _digest(repr(found))
 
 
 def _weights(vllm_config: Any, memo_path: Path) -> str:
@@ -113,14 +226,14 @@ def _weights(vllm_config: Any, memo_path: Path) -> str:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) in ("dummy", "LoadFormat.DUMMY"):
         return f"dummy-seed-{model.seed}"
-    models = [(model.model, model.revision)]
+    models = [(getattr(model, "model_weights", "") or model.model, model.revision)]
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     if draft is not None and draft.model != model.model:
         models.append((draft.model, draft.revision))
     locations = [_location(name, revision) for name, revision in models]
     known = [location for location in locations if location is not None]
     digest = weights_digest(known, memo_path) if len(known) == len(locations) else None
-    young = changed_since(known, engine_start_s()) if digest is not None else None
+    young = changed_since(known, engine_start.engine_start_s()) if digest is not None else None
     if digest is None or young is not None:
         log.warning(
             "weights of %s %s: its blocks are kept for this engine only",
@@ -129,9 +242,13 @@ def _weights(vllm_config: Any, memo_path: Path) -> str:
             if young is not None
             else "are in no local file that could be digested",
         )
-        # All ranks of this start have the instance in common; the engine's name may be a fixed one of the user's.
-        return f"unknown-{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
+        return f"{UNKNOWN_WEIGHTS}{_instance(vllm_config)}"
     return digest
+
+
+def _instance(vllm_config: Any) -> str:
+    """This start of the engine, the same on all its ranks; its name alone may be a fixed one of the user's."""
+    return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
 def _location(name: str, revision: str | None) -> Path | None:

@@ -16,10 +16,10 @@ from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
 from kvbm.settings import Settings, size_notices
 from kvbm.vllm_integration import stats
+from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables
-from kvbm.vllm_integration.namespace import Adapters
 from kvbm.vllm_integration.support import layerwise_refusal
 
 try:
@@ -186,4 +186,6 @@ class SchedulerSide:
         lora = request.lora_request
         if lora is None:
             return b""
+        if getattr(lora, "lora_tensors", None) is not None:
+            return None  # weights without a file
         return self._adapters.extras(lora.lora_path)

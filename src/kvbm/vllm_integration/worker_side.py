@@ -56,9 +56,12 @@ class WorkerSide:
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
         replicas = kv_replicas(config, self._kv_cache_config)
-        namespace = engine_namespace(
-            config, self._kv_cache_config, cache.description, Path(settings.runtime_dir) / "weights.json"
-        )
+        memo_path = Path(settings.runtime_dir) / "weights.json"
+        try:
+            namespace = engine_namespace(config, self._kv_cache_config, cache.description, memo_path)
+        except KvbmError as error:
+            log.warning("KVBM is off for this engine: %s", error)
+            return
         hello = Hello(
             version=PROTOCOL_VERSION,
             role="worker",
