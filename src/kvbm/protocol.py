@@ -115,7 +115,8 @@ class FenceDone(Message, frozen=True, kw_only=True, tag="fence_done"):
 
 
 class Reset(Message, frozen=True, kw_only=True, tag="reset"):
-    """Drop every block of the engine's namespace (admin: of all) that is not in use. `tier` empty means all."""
+    """Drop every block of the engine's namespace that is not in use, unless another engine has that namespace too
+    (admin: of all namespaces in any case). `tier` empty means all."""
 
     tier: str = ""
 
@@ -272,24 +273,28 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step asks of every worker. `idle`: the step computes nothing, so waiting costs nobody.
 
     `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this
-    step on: their copies come first.
+    step on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank
+    that knows of a later one refuses what the step would store and load.
     """
 
     stores: tuple[StorePlan, ...] = ()
     loads: tuple[LoadPlan, ...] = ()
     idle: bool = False
     released: tuple[int, ...] = ()
+    weights: int = 0
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What workers did since the last report: stores with the positions that failed, and seconds of copying.
 
     `stored` maps a store id to (ranks that report it, failed positions, longest seconds); `loaded` maps a request
-    to its longest seconds of copying.
+    to its longest seconds of copying. `weights_changed`: a rank's weights did, and no plan has shown that the leader
+    knows.
     """
 
     stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
     loaded: dict[str, float] = {}
+    weights_changed: bool = False
 
     def merge(self, other: StepReport) -> StepReport:
         """The report of two groups of ranks together."""
@@ -301,7 +306,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         loaded = dict(self.loaded)
         for request, seconds in other.loaded.items():
             loaded[request] = max(loaded.get(request, 0.0), seconds)
-        return StepReport(stored=stored, loaded=loaded)
+        changed = self.weights_changed or other.weights_changed
+        return StepReport(stored=stored, loaded=loaded, weights_changed=changed)
 
 
 ToManager: TypeAlias = (

@@ -10,12 +10,12 @@ import pytest
 from kvbm.block import KEY_BYTES, Tier
 from kvbm.clock import ManualClock
 from kvbm.hashing import join_keys, split_keys
-from kvbm.leader import leader as leader_module
 from kvbm.leader.leader import Leader
 from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
+    Commit,
     Finished,
     Hello,
     Lookup,
@@ -23,7 +23,6 @@ from kvbm.protocol import (
     Refused,
     Release,
     Reset,
-    ResetReply,
     StepPlan,
     StepReport,
     encode,
@@ -285,13 +284,12 @@ def test_how_deep_a_step_computed_counts(bench: Bench) -> None:
     assert deep == pytest.approx(4 * 2e-3, rel=1e-3)
 
 
-# ---- reset
+# ---- reset, and weights that change
 
 
-def test_after_a_reset_no_key_is_what_it_was(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_module, "RESET_WAIT_S", 0.01)
+def test_after_a_reset_no_key_is_what_it_was(bench: Bench) -> None:
     before = bench.add("a")
-    assert not bench.leader.reset(), "nobody answered"
+    assert bench.leader.reset(), "whoever holds what in the manager: nothing of it is found any more"
     assert [type(m) for m in bench.manager.said()] == [Release, Reset]
     after = bench.add("b")
     assert not set(split_keys(before.keys)) & set(split_keys(after.keys))
@@ -302,16 +300,67 @@ def test_after_a_reset_no_key_is_what_it_was(bench: Bench, monkeypatch: pytest.M
     assert not set(split_keys(before.keys)) & set(split_keys(reserve.keys))
 
 
-@pytest.mark.parametrize(("in_use", "clean"), [(0, True), (3, False)])
-def test_a_reset_is_clean_when_nothing_was_in_use(bench: Bench, in_use: int, clean: bool) -> None:
-    bench.manager.send(ResetReply(dropped=5, in_use=in_use))
-    assert bench.leader.reset() is clean
-
-
-def test_a_reset_without_a_manager_has_nothing_to_drop(bench: Bench) -> None:
+def test_a_reset_waits_for_nobody_but_says_that_a_load_runs(bench: Bench) -> None:
+    plan = bench.load(3)
+    assert not bench.leader.reset(), "it writes into device blocks"
+    bench.arrive(plan)
+    assert bench.leader.reset()
     bench.manager.die()
     bench.step()
     assert bench.leader.reset()
+
+
+@pytest.mark.parametrize("change", ["reset", "weights_changed"])
+def test_what_is_on_its_way_is_not_kept_under_the_old_keys(bench: Bench, change: str) -> None:
+    """The device's memory may not hold it any more when it is copied."""
+    bench.add("a")
+    planned = bench.store("a")
+    bench.step({"a": 6})
+    (asked,) = bench.manager.said()
+    getattr(bench.leader, change)()
+    assert bench.step().stores == ()
+    given_back = [m for m in bench.manager.said() if isinstance(m, Commit)]
+    assert [(m.store, m.failed) for m in given_back] == [(asked.store, (0, 1))]
+    bench.report(planned)
+    (commit,) = bench.manager.said()
+    assert commit.failed == tuple(range(len(planned.slots)))
+
+
+def test_changed_weights_rise_in_every_plan(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    before = bench.add("a")
+    assert bench.step().weights == 0
+    bench.leader.weights_changed()
+    assert bench.step().weights == 1
+    bench.leader.updated(StepReport(weights_changed=True), (), set())
+    assert bench.step().weights == 2
+    bench.manager.said()
+    assert not set(split_keys(before.keys)) & set(split_keys(bench.add("b").keys))
+    told = [r for r in caplog.records if "this engine's life only" in r.getMessage()]
+    assert len(told) == 1
+
+
+def test_a_named_version_has_keys_that_others_can_have_too() -> None:
+    def keys_of(*words: str, begins_as: str = "") -> list[bytes]:
+        bench = Bench(weights_version=begins_as)
+        for word in words:
+            bench.leader.weights_changed()
+            bench.leader.weights_named(word)
+        found = split_keys(bench.add("r").keys)
+        bench.leader.close()
+        bench.manager.close()
+        return list(found)
+
+    assert keys_of("one") == keys_of("two", "one") == keys_of(begins_as="one")
+    assert not {*keys_of("one")} & {*keys_of("two"), *keys_of()}
+
+
+def test_naming_the_same_version_again_drops_nothing(bench: Bench) -> None:
+    bench.leader.weights_named("one")
+    bench.promise(3)
+    bench.leader.weights_named("one")
+    assert bench.leader.matched("r", 0) == Answer(blocks=3)
+    bench.leader.weights_named("two")
+    assert bench.leader.matched("r", 0).later, "it is asked again, with other keys"
 
 
 # ---- a walk

@@ -244,6 +244,21 @@ def test_status_and_reset(manager: ManagerBench) -> None:
     assert leader.lookup(3, KEYS[:3]).ready == 1
 
 
+def test_a_reset_leaves_what_another_engine_uses(manager: ManagerBench) -> None:
+    """The engine that resets has other keys from then on; the other goes on hitting."""
+    leader, worker = manager.engine()
+    other, other_worker = manager.engine("other")
+    store(leader, worker, 1, KEYS[:3])
+    leader.send(Reset())
+    assert leader.expect(ResetReply) == ResetReply(dropped=0, in_use=0)
+    assert other.lookup(1, KEYS[:3]).ready == 3
+    for client in (other, other_worker):
+        client.close()
+    manager.until(lambda: manager.server.engine_count == 1)
+    leader.send(Reset())
+    assert leader.expect(ResetReply).dropped == 3
+
+
 def test_a_reset_gives_back_stores_under_way(manager: ManagerBench) -> None:
     leader, worker = manager.engine()
     slots = leader.reserve(1, KEYS[:2])

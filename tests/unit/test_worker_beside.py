@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
 from kvbm.protocol import StepPlan
+from kvbm.worker.jobs import DrainJob, FinishedLoad, Mark, StoreJob
 from kvbm.worker.worker import Worker
 from unit.beside_bench import DEADLINE_S, HELLO, LAYERS, Device, load, make_mover, stores, told
 
@@ -127,3 +128,79 @@ def test_a_device_without_events_costs_the_copies(worker: Any, mover: Any, devic
     worker.store(StepPlan(stores=stores(4)))
     mover._take_jobs()
     assert worker.report().stored[4][1] == (0,)
+
+
+# ---- weights that change in memory
+
+
+@pytest.fixture
+def changes() -> list[int]:
+    """How often the rank's weights changed, at its end."""
+    return [0]
+
+
+@pytest.fixture
+def watched(device: Device, mover: Any, changes: list[int]) -> Any:
+    """A worker that is told of its weights."""
+    cache: Any = SimpleNamespace(layers=dict.fromkeys(LAYERS), device=SimpleNamespace(type="cuda"))
+    finder: Any = SimpleNamespace(attempt=lambda: None)
+    made: Any = Worker(finder, HELLO, cache, weights_changes=lambda: changes[-1])
+    made._mover = mover
+    return made
+
+
+def test_a_plan_that_knows_nothing_of_new_weights_is_refused(
+    watched: Any, mover: Any, device: Device, changes: list[int]
+) -> None:
+    changes.append(1)
+    plan = StepPlan(stores=stores(1), loads=(load(),))
+    watched.store(plan)
+    watched.load(plan)
+    mover._take_jobs()
+    assert device.begun == [], "neither the bytes of one nor the name of the other"
+    (failed,) = watched.finished(plan)
+    assert failed.failed == load().device_blocks
+    report = watched.report()
+    assert report.weights_changed
+    assert report.stored[1][1] == tuple(range(len(stores(1)[0].slots)))
+    watched.store(StepPlan(stores=stores(3)))
+    assert watched.report().weights_changed, "until a plan shows that the leader knows"
+    watched.store(StepPlan(stores=stores(4), weights=1))
+    mover._take_jobs()
+    assert [copying.what for copying in device.begun] == ["store"]
+    assert watched.report() is None
+
+
+def test_a_leader_that_knew_first_is_told_nothing(watched: Any, changes: list[int]) -> None:
+    changes.append(3)
+    watched.store(StepPlan(weights=1))
+    assert watched.report() is None
+
+
+def test_a_load_that_began_before_the_change_failed(
+    watched: Any, mover: Any, device: Device, changes: list[int]
+) -> None:
+    """Whatever it brought, the request is computed with weights that would have given other KV."""
+    plan = load()
+    watched.store(StepPlan())
+    watched.load(StepPlan(loads=(plan,)))
+    changes.append(1)
+    watched.store(StepPlan(weights=1))
+    mover.loads.put(FinishedLoad(request=plan.request, failed=(), seconds=0.1))
+    (over,) = watched.finished(StepPlan(weights=1))
+    assert over.failed == plan.device_blocks
+
+
+def test_nothing_touches_the_device_after_a_drain(mover: Any, device: Device) -> None:
+    mover.put(StoreJob(stores(1), Mark(device, "mark")))  # type: ignore[arg-type]
+    waiting = DrainJob()
+    mover.put(waiting)
+    engine = threading.Thread(target=mover._take_jobs)
+    engine.start()
+    while not device.begun:
+        engine.join(0.001)
+    assert not waiting.done.is_set()
+    device.begun[0].end()
+    engine.join(DEADLINE_S)
+    assert waiting.done.is_set()
+    assert mover.stores.get_nowait().failed == ()

@@ -20,6 +20,7 @@ from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.lazy import Unsaved
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
+from kvbm.leader.salt import KeySalt
 from kvbm.leader.stores import Stores
 from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.protocol import (
@@ -31,7 +32,6 @@ from kvbm.protocol import (
     Progress,
     ReserveReply,
     Reset,
-    ResetReply,
     StepPlan,
     StepReport,
 )
@@ -44,7 +44,6 @@ IDLE_WAIT_S = 0.005
 """The same where it has none, for a lookup's answer."""
 LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
-RESET_WAIT_S = 5.0
 LEAVING_BLOCKS = 512
 """Lazy offload looks that far ahead, and stores about so many blocks a step at most."""
 _IN_FLIGHT_MAX = 2
@@ -56,7 +55,7 @@ class Leader:
     `hashes` of a request is the engine's own list of block hashes; it may grow as tokens come in. `promise_early`
     is True for an engine that recomputes what does not arrive. `layerwise`: loads may run beside the forward pass
     that reads them. `lazy`: blocks are stored when the engine is about to hand them out, not when they are full; both
-    need `device`.
+    need `device`. `weights_version` names the weights that the engine begins with, where their files do not.
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class Leader:
         layerwise: bool = False,
         lazy: bool = False,
         device: DeviceBlocks | None = None,
+        weights_version: str = "",
     ) -> None:
         assert device is not None or not (layerwise or lazy)
         self._clock = clock
@@ -87,14 +87,14 @@ class Leader:
         self._requests: dict[str, Tracked] = {}
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
-        self._salt = b""
+        self._salt = KeySalt(weights_version)
+        self._weights = 0
         self._life = 0
         self._wait_left_s = STEP_WAIT_S
         # Steps that were scheduled and not heard of: prompt tokens, how deep they lie in the mean, and when. An engine
         # may schedule one ahead.
         self._in_flight: deque[tuple[int, float, float]] = deque(maxlen=_IN_FLIGHT_MAX)
         self._updated_s = 0.0
-        self._reset_reply: ResetReply | None = None
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_blocks = 0
         self._receive()
@@ -216,7 +216,7 @@ class Leader:
             self._wait_a_little(IDLE_WAIT_S)
         if not idle:
             self._in_flight.append((prefill_tokens, prefill_position, self._clock()))
-        return StepPlan(stores=stores, loads=loads, idle=idle, released=released)
+        return StepPlan(stores=stores, loads=loads, idle=idle, released=released, weights=self._weights)
 
     @property
     def settling(self) -> bool:
@@ -229,6 +229,8 @@ class Leader:
         self._receive()
         if report is not None:
             self._stores.reported(report)
+            if report.weights_changed:
+                self.weights_changed()
         if invalid and self._lookups.note_failures(invalid):
             assert self._device is not None
             self._stores.doubt()
@@ -256,11 +258,36 @@ class Leader:
     # ---- all of it
 
     def reset(self) -> bool:
-        """Forget everything: the manager drops what is not in use; False when something was, or nobody answered.
+        """Forget everything; False only while a load of ours writes into device blocks.
 
-        Keys change as well: what engines compute from now on (perhaps with other weights) never meets older bytes.
+        Keys change: what the engine computes from now on (perhaps with other weights) never meets older bytes. The
+        manager drops those, unless another engine uses them.
         """
-        self._salt = os.urandom(16)
+        self._renew_keys()
+        self._link.send(Reset())
+        return not self._lookups.loading
+
+    def weights_changed(self) -> None:
+        """The ranks compute with other weights: nothing that was computed before is found or kept any more."""
+        self._weights += 1
+        self._renew_keys()
+
+    def weights_named(self, version: str) -> None:
+        """The trainer says which weights the ranks have: what they compute may outlive this engine.
+
+        Two engines that were started with the same files and were given the same version share their blocks.
+        """
+        if self._salt.name(version):
+            self._forget_keys()
+
+    def _renew_keys(self) -> None:
+        self._salt.renew()
+        self._forget_keys()
+
+    def _forget_keys(self) -> None:
+        """Keys mean something else from now on. What is on its way under the old ones is not committed: device memory
+        may not hold it any more when it is copied."""
+        self._stores.doubt()
         if self._unsaved is not None:
             self._unsaved.clear()
         for request, tracked in self._requests.items():
@@ -269,11 +296,6 @@ class Leader:
             tracked.keyed_for = b""
             # What runs on may stand on KV of before: it is not kept, until the engine computes it afresh.
             tracked.outdated = True
-        self._reset_reply = None
-        if not self._link.send(Reset()):
-            return True
-        reply = self._await_reset()
-        return reply is not None and reply.in_use == 0
 
     def close(self) -> None:
         self._link.close()
@@ -288,8 +310,6 @@ class Leader:
                 self._lookups.progressed(message)
             elif isinstance(message, ReserveReply):
                 self._stores.replied(message)
-            elif isinstance(message, ResetReply):
-                self._reset_reply = message
         if self._life != self._link.life:
             self._life = self._link.life
             self._stores.lost()
@@ -299,15 +319,6 @@ class Leader:
         """What requests on the device have filled is offered anew; the manager says what it holds already."""
         for tracked in self._requests.values():
             tracked.stored = 0
-
-    def _await_reset(self) -> ResetReply | None:
-        """An operator asked and waits: so do we, up to a bound."""
-        deadline_s = self._clock() + RESET_WAIT_S
-        while self._clock() < deadline_s and self._link.wait(RESET_WAIT_S):
-            self._receive()
-            if self._reset_reply is not None:
-                break
-        return self._reset_reply
 
     def _wait_a_little(self, seconds: float) -> None:
         started_s = self._clock()
@@ -319,10 +330,11 @@ class Leader:
         """The keys of the first `count` blocks, as far as the engine has hashed them."""
         ready = self._link.ready
         assert ready is not None
-        namespace = ready.fingerprint + self._salt
+        salt = self._salt.value
+        namespace = ready.fingerprint + salt
         if tracked.keyed_for != namespace:
             tracked.keys, tracked.keyed_for = [], namespace
-        extras = tracked.extras + self._salt
+        extras = tracked.extras + salt
         for block_hash in tracked.hashes[len(tracked.keys) : count]:
             tracked.keys.append(derive_key(ready.fingerprint, block_hash, extras))
         return tracked.keys[:count]

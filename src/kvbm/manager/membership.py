@@ -49,6 +49,10 @@ class Membership:
         engine = self.of(session)
         return engine if engine is not None and engine.leader is session and engine.ready else None
 
+    def shared(self, engine: Engine) -> bool:
+        """Whether other engines use the space of this one."""
+        return any(other.space is engine.space for other in self if other is not engine)
+
     def admit(self, session: Session, hello: Hello) -> Space | None:
         """Let a session in as what it says it is; a worker's space. Raises an error that names what is accepted."""
         if session.hello is not None:
@@ -114,8 +118,7 @@ class Membership:
             if engine.empty:
                 log.info("engine %s has gone", engine.name)
                 del self._engines[engine.name]
-                used = any(other.space is engine.space for other in self)
-                if not used and self._spaces.namespace_of(engine.space).ephemeral:
+                if not self.shared(engine) and self._spaces.namespace_of(engine.space).ephemeral:
                     self._on_unused(engine.space)
 
     def announce_tiers(self) -> None:

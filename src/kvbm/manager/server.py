@@ -241,7 +241,11 @@ class Server:
     def _reset(self, session: Session, message: Message) -> None:
         assert isinstance(message, Reset)
         engine = self._membership.of(session)
-        spaces = [engine.space] if engine is not None else [space for _, space in self.spaces]
+        if engine is None:
+            spaces = [space for _, space in self.spaces]
+        else:
+            # Its keys are other ones from now on; what another engine hits under the old ones is that engine's.
+            spaces = [] if self._membership.shared(engine) else [engine.space]
         results = [space.clear(message.tier) for space in spaces]
         session.send(ResetReply(dropped=sum(r[0] for r in results), in_use=sum(r[1] for r in results)))
 

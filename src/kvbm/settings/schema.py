@@ -70,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     consolidator_mode: str = "dedup"
     leader_pub_port: int = 56001
     trtllm_events_port: int | None = None
+    weights_version: str | None = None
     log_level: str = "info"
 
     @property
@@ -395,6 +396,15 @@ SCHEMA: tuple[Setting, ...] = (
         1,
         PORT_MAX,
         no_effect=_NO_CONSOLIDATOR,
+    ),
+    Setting(
+        "weights_version",
+        "DYN_KVBM_WEIGHTS_VERSION",
+        "",
+        Kind.TEXT,
+        "what a trainer calls the weights that the engine begins with, where it may change them in memory: engines of "
+        "the same files and version share blocks, over restarts too",
+        ours=True,
     ),
     Setting(
         "log_level",

@@ -11,6 +11,15 @@ class PoolBlocks:
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self._index: Any = None
+
+    def take_reset(self) -> bool:
+        """Whether the engine has emptied its prefix cache since the last call: it makes a new index then."""
+        index = getattr(self.pool, "cached_block_hash_to_block", None)
+        if index is self._index:
+            return False
+        first, self._index = self._index is None, index
+        return not first
 
     def tag(self, block: int) -> Hashable | None:
         """The block's hash; None while it has none."""

@@ -95,6 +95,14 @@ class GuardedScheduler:
         """Forget everything; True when we are off, because then nothing is kept."""
         return self._call(True, self._side.reset)
 
+    def weights_changed(self) -> None:
+        """The ranks compute with other weights."""
+        self._call(None, self._side.weights_changed)
+
+    def weights_named(self, version: str) -> None:
+        """The trainer says which weights these are."""
+        self._call(None, self._side.weights_named, version)
+
     def take_stats(self) -> KvbmStats | None:
         """What was counted since the last call."""
         return self._call(None, self._side.take_stats)

@@ -150,9 +150,7 @@ def _gather(part: RankPart, rank_count: int) -> tuple[RankPart, ...]:
     from vllm.distributed import get_tp_group
 
     gathered: list[bytes] = [b""] * rank_count
-    torch.distributed.all_gather_object(
-        gathered, msgspec.json.encode(part), group=get_tp_group().cpu_group
-    )
+    torch.distributed.all_gather_object(gathered, msgspec.json.encode(part), group=get_tp_group().cpu_group)
     return tuple(msgspec.json.decode(encoded, type=RankPart) for encoded in gathered)
 
 

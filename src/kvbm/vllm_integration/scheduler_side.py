@@ -46,6 +46,9 @@ class SchedulerSide:
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
         self._tiers_told = False
+        self._weights_may_change = getattr(vllm_config, "weight_transfer_config", None) is not None or bool(
+            getattr(vllm_config.model_config, "enable_sleep_mode", False)
+        )
         finder = ManagerFinder(
             ManagerAddress.of(settings, transfer.engine_id), settings, environment, time.monotonic
         )
@@ -72,6 +75,7 @@ class SchedulerSide:
             layerwise=layerwise and not refusal,
             lazy=settings.offload_mode == "lazy",
             device=self._blocks,
+            weights_version=settings.weights_version or "",
         )
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -80,6 +84,7 @@ class SchedulerSide:
 
     def added(self, request: Any) -> None:
         """A request arrived: ask the manager now, long before it is scheduled."""
+        self._notice_reset()
         self._requests[request.request_id] = request
         extras = self._extras(request)
         if extras is None:
@@ -118,6 +123,7 @@ class SchedulerSide:
 
     def step(self, output: Any) -> StepPlan:
         """The plan that goes to the ranks with this step's scheduler output."""
+        self._notice_reset()
         if not self._tiers_told and self._leader.tiers:
             self._tiers_told = True
             for line in size_notices(self._leader.tiers.get("host", 0), self._device_blocks):
@@ -165,7 +171,17 @@ class SchedulerSide:
         return self._leader.settling
 
     def reset(self) -> bool:
+        """Forget everything. The reset of the device's own cache that comes with it is no second one."""
+        self._blocks.take_reset()
         return self._leader.reset()
+
+    def weights_changed(self) -> None:
+        """The ranks compute with other weights: so may they again."""
+        self._weights_may_change = True
+        self._leader.weights_changed()
+
+    def weights_named(self, version: str) -> None:
+        self._leader.weights_named(version)
 
     def take_stats(self) -> stats.KvbmStats | None:
         """What was counted since the last call; None when nothing was."""
@@ -180,6 +196,11 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._leader.close()
+
+    def _notice_reset(self) -> None:
+        """A trainer that has updated weights empties the device's cache, often without a word to connectors."""
+        if self._blocks.take_reset() and self._weights_may_change:
+            self._leader.weights_changed()
 
     def _extras(self, request: Any) -> bytes | None:
         """What vLLM's block hash leaves out: an adapter's content. None: nothing of this request is kept."""

@@ -16,6 +16,7 @@ from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
 from kvbm.settings import Settings
 from kvbm.transfer import DeviceCache, numa_node
+from kvbm.vllm_integration import weight_changes
 from kvbm.vllm_integration.namespace import engine_namespace
 from kvbm.vllm_integration.support import kv_replicas
 from kvbm.worker import Worker
@@ -23,6 +24,7 @@ from kvbm.worker import Worker
 log = logging.getLogger("kvbm.vllm")
 
 SHARED_TIMEOUT_S = 5.0
+QUIESCE_TIMEOUT_S = 30.0
 
 
 class WorkerSide:
@@ -79,8 +81,14 @@ class WorkerSide:
             ),
         )
         self._worker = Worker(
-            self._finder, hello, cache, stores_here=rank % replicas == 0, cuda_method=settings.cuda_copy
+            self._finder,
+            hello,
+            cache,
+            stores_here=rank % replicas == 0,
+            cuda_method=settings.cuda_copy,
+            weights_changes=weight_changes.updates_seen,
         )
+        weight_changes.count_updates(self)
         try:
             self._worker.attach(self._timeout_s())
         except (ManagerUnavailable, ManagerRefused) as error:
@@ -133,6 +141,13 @@ class WorkerSide:
 
     def report(self) -> StepReport | None:
         return self._worker.report() if self._worker is not None else None
+
+    def quiesce(self) -> None:
+        """The device's memory is about to go: have nothing copied from or to it."""
+        if self._worker is not None and not self._worker.quiesce(QUIESCE_TIMEOUT_S):
+            log.error(
+                "copies are still under way after %g s while the engine goes to sleep", QUIESCE_TIMEOUT_S
+            )
 
     def close(self) -> None:
         if self._worker is not None:

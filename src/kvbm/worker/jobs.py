@@ -73,6 +73,13 @@ class StoreJob:
 
 
 @dataclass(slots=True)
+class DrainJob:
+    """`done` is set when nothing that was put in before touches the device."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True)
 class StoreUnderWay:
     """One plan of a job, being copied."""
 

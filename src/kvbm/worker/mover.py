@@ -22,6 +22,7 @@ from kvbm.launch import ManagerFinder
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
 from kvbm.transfer import Copying
 from kvbm.worker.jobs import (
+    DrainJob,
     FinishedLoad,
     FinishedStore,
     LoadJob,
@@ -60,7 +61,7 @@ class Mover:
         self._hello = hello
         self._make_mapping = make_mapping
         self._clock = clock
-        self._inbox: queue.SimpleQueue[StoreJob | LoadJob | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loads: deque[LoadJob] = deque()
         self._storing: deque[StoreUnderWay] = deque()
@@ -90,10 +91,21 @@ class Mover:
         """Start the thread; it reconnects by itself from now on."""
         self._thread.start()
 
-    def put(self, job: StoreJob | LoadJob) -> None:
+    def put(self, job: StoreJob | LoadJob | DrainJob) -> None:
         """Hand the thread a job; never blocks."""
         self._inbox.put(job)
         os.eventfd_write(self._wake, 1)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing that was put in before touches the device any more; False after `timeout_s`.
+
+        Loads end with what is ready by now.
+        """
+        if not self._thread.is_alive():
+            return True
+        job = DrainJob()
+        self.put(job)
+        return job.done.wait(timeout_s)
 
     @property
     def connected(self) -> bool:
@@ -179,8 +191,18 @@ class Mover:
                 self._stopping = True
             elif isinstance(job, StoreJob):
                 self._store(job)
+            elif isinstance(job, DrainJob):
+                self._drain(job)
             else:
                 self._begin_load(job)
+
+    def _drain(self, job: DrainJob) -> None:
+        try:
+            while self._storing:
+                self._collect_stores(wait=True)
+            self._end_loads()
+        finally:
+            job.done.set()
 
     def _store(self, job: StoreJob) -> None:
         try:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Callable
+
+import msgspec
 
 from kvbm.clock import Clock
 from kvbm.launch import ManagerFinder
@@ -33,8 +36,14 @@ class Worker:
         stores_here: bool = True,
         clock: Clock = time.monotonic,
         cuda_method: str = "auto",
+        weights_changes: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`weights_changes` counts how often this rank's weights were changed in memory, from any number on."""
         self._clock = clock
+        self._weights_changes = weights_changes
+        self._changes_seen = weights_changes()
+        self._weights_known = 0
+        self._weights_unknown = False
         self._stores_here = stores_here
         self._layers = cache.layers
         # On a CPU a copy and a forward pass would only take the cores from one another.
@@ -50,6 +59,8 @@ class Worker:
         self._storing: dict[int, StoreJob] = {}
         self._by_layer: list[tuple[LayerGate, LoadJob]] = []
         self._not_begun: list[FinishedLoad] = []
+        # Of each load that runs: what `_weights_known` was when it began, and its device blocks.
+        self._begun: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._open_loads = 0
         self._stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
         self._loaded: dict[str, float] = {}
@@ -68,6 +79,7 @@ class Worker:
         Called before anything else of the step. On a device that copies by itself its stream waits, not this thread.
         What does not begin in time is abandoned: the mover reports it as failed once it has let go of the slots.
         """
+        self._compare_weights(plan)
         self._set_mark(plan)
         if plan.stores:
             self._begin_stores(plan)
@@ -86,10 +98,17 @@ class Worker:
         self._set_mark(plan)
         now_s = self._clock()
         for load in plan.loads:
-            if load.layerwise and not self._mover.connected:
-                # The copying thread may be busy joining a manager, and the forward pass would wait for it.
+            # The copying thread may be busy joining a manager, and the forward pass would wait for it.
+            unattended = load.layerwise and not self._mover.connected
+            if unattended or self._weights_unknown:
+                self._open_loads += not load.layerwise
                 self._not_begun.append(
-                    FinishedLoad(request=load.request, failed=load.device_blocks, seconds=0.0, layerwise=True)
+                    FinishedLoad(
+                        request=load.request,
+                        failed=load.device_blocks,
+                        seconds=0.0,
+                        layerwise=load.layerwise,
+                    )
                 )
                 continue
             job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, heard_s=now_s)
@@ -98,6 +117,7 @@ class Worker:
                 self._by_layer.append((job.layers, job))
             else:
                 self._open_loads += 1
+            self._begun[load.request] = self._weights_known, load.device_blocks
             self._mover.put(job)
 
     def wait_for_layer(self, layer: str) -> None:
@@ -134,7 +154,14 @@ class Worker:
         self._open_loads -= sum(not load.layerwise for load in done)
         for load in done:
             self._loaded[load.request] = load.seconds
-        return done
+        return [self._unless_outdated(load) for load in done]
+
+    def _unless_outdated(self, load: FinishedLoad) -> FinishedLoad:
+        """A load that began before the weights changed brought KV that they would not have computed."""
+        known, blocks = self._begun.pop(load.request, (self._weights_known, load.failed))
+        if known == self._weights_known and not self._weights_unknown:
+            return load
+        return msgspec.structs.replace(load, failed=blocks)
 
     def report(self) -> StepReport | None:
         """What there is to tell the leader, or None."""
@@ -145,14 +172,27 @@ class Worker:
                 break
             self._storing.pop(store.store, None)
             self._stored.setdefault(store.store, (1, store.failed, store.seconds))
-        if not self._stored and not self._loaded:
+        if not self._stored and not self._loaded and not self._weights_unknown:
             return None
-        report = StepReport(stored=self._stored, loaded=self._loaded)
+        report = StepReport(stored=self._stored, loaded=self._loaded, weights_changed=self._weights_unknown)
         self._stored, self._loaded = {}, {}
         return report
 
+    def quiesce(self, timeout_s: float) -> bool:
+        """Have nothing copied from or to the device any more, before its memory goes; False after `timeout_s`."""
+        return self._mover.drain(timeout_s)
+
     def close(self) -> None:
         self._mover.stop()
+
+    def _compare_weights(self, plan: StepPlan) -> None:
+        """Whether the leader knows with which weights this rank computes by now; once a step, before all else."""
+        changes = self._weights_changes()
+        if changes != self._changes_seen:
+            self._changes_seen, self._weights_unknown = changes, True
+        if plan.weights > self._weights_known:
+            # It knows of a change, and of the latest: nothing was computed since the plan before.
+            self._weights_known, self._weights_unknown = plan.weights, False
 
     def _set_mark(self, plan: StepPlan) -> None:
         """The end of the engine's work before this step, once a step: what its copies come after."""
@@ -180,8 +220,9 @@ class Worker:
         if not self._stores_here:
             self._stored.update({store.store: (1, (), 0.0) for store in plan.stores})
             return
-        if not self._mover.connected:
-            # Nothing could be committed, and the copying thread may be busy joining a manager.
+        if not self._mover.connected or self._weights_unknown:
+            # Nothing could be committed, and the copying thread may be busy joining a manager. Or what was computed
+            # with other weights would be kept under the name of those before.
             self._stored.update({s.store: (1, tuple(range(len(s.slots))), 0.0) for s in plan.stores})
             return
         job = StoreJob(plan.stores, self._mark)

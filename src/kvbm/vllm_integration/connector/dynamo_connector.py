@@ -29,7 +29,7 @@ from kvbm.settings import (
     process_environment,
     shared_manager_notices,
 )
-from kvbm.vllm_integration import stats
+from kvbm.vllm_integration import stats, weight_changes
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.support import unsupported_reason
@@ -84,6 +84,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         if is_scheduler:
             side = SchedulerSide(vllm_config, kv_cache_config, loaded.settings, environment)
             self._scheduler = GuardedScheduler(side)
+            weight_changes.listen(self._scheduler)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, loaded.settings, environment)
 

@@ -1,0 +1,148 @@
+"""Weights that change while the engine runs: KV of other weights is neither read nor kept under their name."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine import reach, weight_swaps
+from engine.engine_child import Answers
+from engine.engine_process import EngineProcess
+from engine.launcher import Launcher
+from engine.tier_settings import disk, host
+from engine.workload import Request, again, random_tokens
+
+TRANSFER = {"weight_transfer_config": {"backend": weight_swaps.BACKEND}}
+PLAIN = {"transfer": None, "num_gpu_blocks_override": 1000}
+HIT = 320
+
+
+def prompts(count: int = 6) -> list[Request]:
+    """Long prompts of their own."""
+    source = random.Random(42)
+    return [Request(f"p{i}", random_tokens(source, HIT + 5), 6) for i in range(count)]
+
+
+def texts(answers: Answers) -> list[list[int]]:
+    return [tokens for _, tokens in sorted(answers.outputs.items())]
+
+
+def answer(engine: EngineProcess, name: str) -> Answers:
+    """Ask all prompts, when the device's own cache is empty."""
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    assert engine.call(reach.reset, connector=False, timeout_s=20.0)
+    return engine.run(again(prompts(), name))
+
+
+def hits(answers: Answers) -> int:
+    return sum(tokens == HIT for tokens in answers.cached_tokens.values())
+
+
+@pytest.fixture
+def expected(launcher: Launcher) -> dict[int, list[list[int]]]:
+    """The texts without a cache by number of the weights; 0 are those of the files."""
+    engine = launcher.start(**PLAIN)
+    found = {}
+    for number in (0, 1, 2, 3):
+        if number:
+            engine.call(weight_swaps.swap, number, timeout_s=30.0)
+        found[number] = texts(answer(engine, f"/{number}"))
+    assert len({str(text) for text in found.values()}) == len(found), "the weights do not show"
+    return found
+
+
+def test_sleep_swap_wake(launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path) -> None:
+    """And what is on disk still means the files' weights: an engine that starts with them hits it or computes."""
+    settings = disk(tmp_path / "cache", host_blocks=200)
+    engine = launcher.start(settings)
+    assert texts(answer(engine, "a")) == expected[0]
+    assert hits(answer(engine, "b")) == 6
+    for number in (1, 2):
+        engine.call(weight_swaps.sleep, timeout_s=30.0)
+        engine.call(weight_swaps.swap, number, timeout_s=30.0)
+        engine.call(weight_swaps.wake, timeout_s=30.0)
+        assert texts(answer(engine, f"c{number}")) == expected[number]
+        before = launcher.metrics()["kvbm_onboard_blocks_h2d"]
+        assert texts(engine.run(again(prompts(), f"d{number}"))) == expected[number]
+        loaded = launcher.metrics()["kvbm_onboard_blocks_h2d"] - before
+        assert loaded > 10, "the device holds half of it; what was computed since is kept for this engine"
+    assert engine.log().count("for this engine's life only") == 1
+    launcher.stop()
+    assert texts(answer(launcher.start(settings), "e")) == expected[0]
+
+
+def test_updates_in_a_loop(launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path) -> None:
+    """As a trainer does it: update, then empty the device's cache, without a word to the connector."""
+    launcher.process.call(weight_swaps.register, timeout_s=60.0)
+    settings = disk(tmp_path / "cache", host_blocks=200)
+    engine = launcher.start(settings, **TRANSFER)
+    assert texts(answer(engine, "a")) == expected[0]
+    for number in (1, 2, 3, 1):
+        engine.call(weight_swaps.update, number, timeout_s=30.0)
+        for turn in ("b", "c"):
+            answers = answer(engine, f"{turn}{number}")
+            assert texts(answers) == expected[number]
+        launcher.assert_nothing_held()
+    launcher.stop()
+    again_from_files = answer(launcher.start(settings, **TRANSFER), "d")
+    assert texts(again_from_files) == expected[0]
+    assert hits(again_from_files) == 6, "from start on an engine that may be updated keeps its blocks"
+
+
+@pytest.mark.parametrize("how", [weight_swaps.update, weight_swaps.update_unseen, weight_swaps.swap])
+def test_an_update_that_nobody_tells_of(
+    launcher: Launcher, expected: dict[int, list[list[int]]], how: object, tmp_path: Path
+) -> None:
+    """No reset follows (`pause(clear_cache=False)`), the engine core never hears of it, or it is no update by name."""
+    launcher.process.call(weight_swaps.register, timeout_s=60.0)
+    settings = disk(tmp_path / "cache", host_blocks=200)
+    engine = launcher.start(settings, **TRANSFER)
+    first, second = prompts()[:3], prompts()[3:]
+    engine.run(first)
+    engine.call(how, 1, timeout_s=30.0)
+    # What the device holds of before is vLLM's to serve; these prompts are new to it.
+    assert texts(engine.run(second)) == expected[1][3:]
+    launcher.stop()
+    engine = launcher.start(settings, **TRANSFER)
+    answers = answer(engine, "+")
+    assert texts(answers) == expected[0]
+    assert hits(answers) == 3, "the prompts of before the update are kept, and no others"
+
+
+def test_an_update_while_requests_run_and_wait(
+    launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path
+) -> None:
+    """What runs goes on with KV of both; nothing of it is kept."""
+    launcher.process.call(weight_swaps.register, timeout_s=60.0)
+    settings = disk(tmp_path / "cache", host_blocks=200)
+    engine = launcher.start(settings, **TRANSFER, max_num_seqs=2)
+    engine.call(weight_swaps.update_between, prompts(), 1, timeout_s=90.0)
+    assert texts(answer(engine, "+")) == expected[1]
+    launcher.stop()
+    assert texts(answer(launcher.start(settings, **TRANSFER), "-")) == expected[0]
+
+
+def test_a_named_version_outlives_the_engine(
+    launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path
+) -> None:
+    launcher.process.call(weight_swaps.register, timeout_s=60.0)
+    settings = disk(tmp_path / "cache", host_blocks=200)
+    for turn in range(2):
+        engine = launcher.start(settings, **TRANSFER)
+        engine.call(weight_swaps.update, 1, "step-100", timeout_s=30.0)
+        answers = answer(engine, f"a{turn}")
+        assert texts(answers) == expected[1]
+        assert hits(answers) == (6 if turn else 0)
+        engine.call(weight_swaps.update, 2, "step-200", timeout_s=30.0)
+        assert texts(answer(engine, f"b{turn}")) == expected[2]
+        launcher.stop()
+
+
+def test_a_call_that_changes_nothing_costs_nothing(launcher: Launcher) -> None:
+    engine = launcher.start(host())
+    answer(engine, "a")
+    engine.call(weight_swaps.look_around, timeout_s=30.0)
+    assert hits(answer(engine, "b")) == 6
+    assert "for this engine's life only" not in engine.log()
