@@ -146,3 +146,15 @@ def test_a_call_that_changes_nothing_costs_nothing(launcher: Launcher) -> None:
     engine.call(weight_swaps.look_around, timeout_s=30.0)
     assert hits(answer(engine, "b")) == 6
     assert "for this engine's life only" not in engine.log()
+
+
+@pytest.mark.slow
+def test_updates_of_two_ranks(
+    launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path
+) -> None:
+    """Each rank samples and counts its own weights."""
+    engine = launcher.start(disk(tmp_path / "cache", host_blocks=200), tensor_parallel_size=2)
+    assert texts(answer(engine, "a")) == expected[0]
+    for number in (1, 2):
+        engine.call(weight_swaps.swap, number, timeout_s=60.0)
+        assert texts(answer(engine, f"b{number}")) == expected[number]
