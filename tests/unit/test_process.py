@@ -26,7 +26,6 @@ from kvbm.launch import (
     ERROR_SUFFIX,
     ManagerAddress,
     ManagerFinder,
-    make_runtime_dir,
 )
 from kvbm.manager.process import _sweep, take_lock
 from kvbm.protocol import (
@@ -40,6 +39,7 @@ from kvbm.protocol import (
     ReserveReply,
     Welcome,
 )
+from kvbm.runtime_dir import make_runtime_dir
 from kvbm.settings import Settings
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import open_arena
