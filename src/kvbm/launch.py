@@ -40,6 +40,9 @@ SOCKET_NAME = "manager.sock"
 ERROR_SUFFIX = ".error"
 """A private manager that cannot start leaves its one line in a file of this name, beside its socket."""
 
+_told: dict[str, str] = {}
+"""What was last said of each address: a leader and a rank in one process have the same to say."""
+
 
 class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where an engine's manager listens, and whether it is ours to start."""
@@ -88,7 +91,7 @@ class ManagerFinder:
         self._environment = dict(environment)
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
-        self._trouble = self._untrusted = self._told = ""
+        self._trouble = self._untrusted = ""
         self._next_try_s = -1.0
         self._backoff_s = RETRY_S_MIN
 
@@ -114,7 +117,7 @@ class ManagerFinder:
     def welcomed(self) -> None:
         """The manager took us: when it goes, the first attempt may be at once again."""
         self._backoff_s, self._next_try_s = RETRY_S_MIN, -1.0
-        self._told = ""
+        _told.pop(self.address.socket_path, None)
 
     def establish(
         self, hello: Hello, timeout_s: float, pause: Callable[[float], object]
@@ -150,9 +153,9 @@ class ManagerFinder:
             pause(_CONNECT_POLL_S)
 
     def tell(self, trouble: str) -> None:
-        """Say in one line why there is no cache; once, while it is the same."""
-        if trouble and trouble != self._told:
-            self._told = trouble
+        """Say in one line why there is no cache; once in a process, while it is the same."""
+        if trouble and trouble != _told.get(self.address.socket_path):
+            _told[self.address.socket_path] = trouble
             log.warning("no KV cache for now: %s", trouble)
 
     def _connect(self) -> Channel:
