@@ -27,7 +27,7 @@ def site_of_this() -> str:
 def refuse_mixture() -> None:
     """Raise MixedInstallation when another distribution shares our folder, or files of ours are missing.
 
-    For `kvbm` itself to call: it takes a millisecond, and does not read the files.
+    For `kvbm` itself to call: it takes a few milliseconds, and does not read the files.
     """
     line = trouble(site_of_this(), read_files=False)
     if line:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,7 +224,6 @@ def test_last_words_do_not_go_through_a_link(tmp_path: Path) -> None:
     assert read_private(str(words)) == b"no memory"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="named pipes")
 def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "memo")
     with pytest.raises(OSError, match="no plain file"):
