@@ -35,11 +35,16 @@ def check_runtime_dir(path: str) -> bool:
     if mode < 0:
         return False
     if mode & 0o077:
-        fd = os.open(_bare(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            os.fchmod(fd, 0o700)
-        finally:
-            os.close(fd)
+            fd = os.open(_bare(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fchmod(fd, 0o700)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise SettingsError(
+                FIELD, path, f"{_ACCEPTED}; this has mode {mode:o} ({error.strerror})"
+            ) from None
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -89,6 +90,21 @@ def test_one_that_others_can_only_read_is_closed_to_them(tmp_path: Path, mode: i
     assert mode_of(path) == mode, "a socket that was named, a memo: their directory is not ours to close"
     assert check_runtime_dir(str(path))
     assert mode_of(path) == 0o700
+
+
+def test_one_that_cannot_be_closed_to_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only mount, say: what it is read for would be on view, and an engine must not fail on it."""
+
+    def read_only(fd: int, mode: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(os, "fchmod", read_only)
+    with pytest.raises(SettingsError, match=r"this has mode 755 \(Read-only file system\)"):
+        check_runtime_dir(str(tmp_path))
+    assert finder_in(tmp_path, ManualClock()).attempt() is None
 
 
 @pytest.mark.parametrize(("plant", "found"), PLANTED)
