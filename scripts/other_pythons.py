@@ -23,7 +23,7 @@ def prepare(interpreter: str, version: tuple[int, int]) -> Venv:
     if not venv.is_current(wanted):
         venv.path.parent.mkdir(exist_ok=True)
         venv.create(interpreter, version)
-        venv.install("-e", f"{ROOT}[test]")
+        venv.install_checkout("test")
         venv.finish(wanted)
     return venv
 

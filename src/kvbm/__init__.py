@@ -1,13 +1,16 @@
 """KVBM: keeps an LLM engine's KV cache in host memory and on disk, and brings it back.
 
 `BlockManager` is the library; engines use `kvbm.vllm_integration`, operators the `kvbm` command. Importing this
-package imports nothing: each name is fetched from its module when it is first asked for.
+package imports nothing: each name is fetched from its module when it is first asked for. It only looks whether the
+files around it are its own: the distribution is `openkvbm`, and NVIDIA's `kvbm` would share this folder.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from openkvbm.installation import refuse_mixture
 
 if TYPE_CHECKING:
     from kvbm.block import BlockKey, BlockState, Outcome, Tier
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+refuse_mixture()
 
 _MODULES = {
     "block": ("BlockKey", "BlockState", "Outcome", "Tier"),

@@ -10,7 +10,8 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from kvbm.errors import ManagerRefused, ManagerUnavailable, ProtocolError
+from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, ProtocolError
+from kvbm.peers import accepted_users, is_trusted, peer_uid
 from kvbm.protocol import (
     FrameBuffer,
     FromManager,
@@ -54,8 +55,11 @@ class Channel:
         self.fds: list[int] = []
 
     @classmethod
-    def connect(cls, socket_path: str) -> Channel:
-        """Connect at once or raise ManagerUnavailable."""
+    def connect(cls, socket_path: str, peer_uids: Iterable[int] = ()) -> Channel:
+        """Connect at once or raise ManagerUnavailable.
+
+        Raises ManagerUntrusted when another user listens there: not ourselves, not root, none of `peer_uids`.
+        """
         try:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # no descriptor left
@@ -69,6 +73,13 @@ class Channel:
         except OSError as error:
             connection.close()
             raise ManagerUnavailable(f"no manager at {socket_path}: {error.strerror}") from None
+        uid = peer_uid(connection)
+        if not is_trusted(uid, peer_uids):
+            connection.close()
+            raise ManagerUntrusted(
+                f"user {uid} listens at {socket_path}: accepted there are {accepted_users(peer_uids)} "
+                "(DYN_KVBM_PEER_UIDS lists others, for a socket that you name)"
+            )
         return cls(connection)
 
     def fileno(self) -> int:

@@ -35,6 +35,10 @@ class ManagerRefused(KvbmError):
     """The manager answered and said no: another version, another namespace, another user."""
 
 
+class ManagerUntrusted(ManagerRefused):
+    """What is at the other end, or where it would be, may be somebody else's: we refuse it. No reason not to serve."""
+
+
 class ManagerUnavailable(KvbmError):
     """No manager could be reached within the deadline."""
 

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -22,8 +21,9 @@ import msgspec
 
 from kvbm.channel import Channel
 from kvbm.clock import Clock
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
+from kvbm.runtime_dir import check_runtime_dir, make_runtime_dir, open_lock, read_private
 from kvbm.settings import Settings
 
 log = logging.getLogger("kvbm.launch")
@@ -32,12 +32,16 @@ RETRY_S_MIN = 0.1
 RETRY_S_MAX = 5.0
 _CONNECT_POLL_S = 0.02
 _HELLO_TIMEOUT_S = 30.0
+_WORDS_MAX = 4096
 
 SOCKET_NAME = "manager.sock"
 """A shared manager listens here, in the runtime directory, unless it is told otherwise."""
 
 ERROR_SUFFIX = ".error"
 """A private manager that cannot start leaves its one line in a file of this name, beside its socket."""
+
+_told: dict[str, str] = {}
+"""What was last said of each address: a leader and a rank in one process have the same to say."""
 
 
 class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,28 +59,14 @@ class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return cls(socket_path=os.path.join(settings.runtime_dir, f"private-{name}.sock"), private=True)
 
 
-def make_runtime_dir(path: str) -> None:
-    """Create the directory of sockets, 0700; refuse one that others own or can write to."""
-    try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        status = os.stat(path)
-    except OSError as error:
-        raise SettingsError(
-            "DYN_KVBM_RUNTIME_DIR", path, f"a directory that can be made ({error.strerror})"
-        ) from None
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise SettingsError(
-            "DYN_KVBM_RUNTIME_DIR", path, "a directory that only you own and can write to (0700)"
-        )
-
-
 def find_manager(settings: Settings) -> str:
     """The socket of the shared manager that the settings name, else of the one that runs in the runtime directory.
 
-    Raises SettingsError when there is none, or it is not clear which.
+    Raises SettingsError when there is none, it is not clear which, or others could have put it there.
     """
     if settings.manager:
         return settings.manager
+    check_runtime_dir(settings.runtime_dir)
     there = sorted(Path(settings.runtime_dir).glob("*.sock"))
     shared = [path for path in there if path.name == SOCKET_NAME]
     if len(shared or there) == 1:
@@ -101,7 +91,7 @@ class ManagerFinder:
         self._environment = dict(environment)
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
-        self._trouble = self._told = ""
+        self._trouble = self._untrusted = ""
         self._next_try_s = -1.0
         self._backoff_s = RETRY_S_MIN
 
@@ -113,23 +103,29 @@ class ManagerFinder:
         # Each attempt is later than the one before, also where a manager is there and refuses us every time.
         self._next_try_s = now_s + self._backoff_s
         self._backoff_s = min(self._backoff_s * 1.5, RETRY_S_MAX)
+        self._untrusted = ""
         try:
-            return Channel.connect(self.address.socket_path)
+            return self._connect()
         except ManagerUnavailable:
             if self.address.private:
                 self._start_quietly()
-            return None
+        except (ManagerUntrusted, SettingsError) as error:
+            self._untrusted = str(error)
+        self.tell(self._untrusted)
+        return None
 
     def welcomed(self) -> None:
         """The manager took us: when it goes, the first attempt may be at once again."""
         self._backoff_s, self._next_try_s = RETRY_S_MIN, -1.0
+        _told.pop(self.address.socket_path, None)
 
     def establish(
         self, hello: Hello, timeout_s: float, pause: Callable[[float], object]
     ) -> tuple[Channel, Welcome]:
         """Connect and introduce ourselves, waiting up to `timeout_s`.
 
-        Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it says no or cannot start.
+        Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it says no or cannot start,
+        ManagerUntrusted when what is found there may be somebody else's.
         """
         assert hello.version == PROTOCOL_VERSION
         deadline_s = self._clock() + timeout_s
@@ -146,6 +142,8 @@ class ManagerFinder:
                 except BaseException:
                     channel.close()
                     raise
+            if self._untrusted:
+                raise ManagerUntrusted(self._untrusted)
             if self._trouble:
                 raise ManagerRefused(self._trouble)
             if self._clock() >= deadline_s:
@@ -153,6 +151,21 @@ class ManagerFinder:
                     f"no manager answers at {self.address.socket_path} after {timeout_s:g} s"
                 )
             pause(_CONNECT_POLL_S)
+
+    def tell(self, trouble: str) -> None:
+        """Say in one line why there is no cache; once in a process, while it is the same."""
+        if trouble and trouble != _told.get(self.address.socket_path):
+            _told[self.address.socket_path] = trouble
+            log.warning("no KV cache for now: %s", trouble)
+
+    def _connect(self) -> Channel:
+        """To a private manager only where nobody else could have put its socket."""
+        path = self.address.socket_path
+        if not self.address.private:
+            return Channel.connect(path, self._settings.trusted_peer_uids)
+        if not check_runtime_dir(os.path.dirname(path)):
+            raise ManagerUnavailable(f"no manager at {path}: there is no such directory yet")
+        return Channel.connect(path)
 
     def _start_quietly(self) -> None:
         """`_start`, with what goes wrong kept in `_trouble`: an engine that runs goes on without a cache."""
@@ -162,11 +175,11 @@ class ManagerFinder:
                 self._child = None  # whoever asks again starts another one
             else:
                 self._start()
+        except SettingsError as error:  # the directory: an engine can serve without it
+            self._untrusted = str(error)
         except (KvbmError, OSError) as error:
             self._trouble = f"private manager could not be started: {error}"
-        if self._trouble and self._trouble != self._told:
-            self._told = self._trouble
-            log.warning("no KV cache for now: %s", self._trouble)
+        self.tell(self._trouble)
 
     def _last_words(self) -> str:
         """Why the manager that we started could not serve, in its own words; empty when it did not say so.
@@ -176,9 +189,8 @@ class ManagerFinder:
         if self._child is None:
             return ""
         try:
-            with open(self.address.socket_path + ERROR_SUFFIX, encoding="utf-8") as file:
-                return file.read(4096).strip()
-        except OSError:
+            return read_private(self.address.socket_path + ERROR_SUFFIX)[:_WORDS_MAX].decode().strip()
+        except (OSError, UnicodeDecodeError):
             return ""
 
     def _start(self) -> None:
@@ -189,7 +201,7 @@ class ManagerFinder:
         if self._child is not None and self._child.poll() is None:
             return
         make_runtime_dir(os.path.dirname(self.address.socket_path))
-        lock_fd = os.open(self.address.socket_path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock_fd = open_lock(self.address.socket_path + ".lock")
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock_fd), os.stat(self.address.socket_path + ".lock")):

@@ -8,8 +8,10 @@ and change time), as a version control system remembers files it has seen.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 import mmap
 import os
 import time
@@ -19,6 +21,11 @@ from typing import Any
 
 import msgspec
 from blake3 import blake3
+
+from kvbm.errors import SettingsError
+from kvbm.runtime_dir import is_ours, make_own_dir, read_private, replace_private
+
+log = logging.getLogger("kvbm.weights")
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 CONFIG_SUFFIXES = (".json", ".py")
@@ -47,15 +54,27 @@ _SUM_BITS = 256
 
 
 class WeightsMemo:
-    """Digests already known, in one small file. A file that cannot be read or written only costs hashing again."""
+    """Digests already known, in one small file. A file that cannot be read or written only costs hashing again.
+
+    Who can write to it can give other weights the name of ours. So it is used only where nobody else can: a memo or a
+    directory of another user's, one that others can write to, or a link, is left alone, with one line that says so.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-        except (OSError, msgspec.MsgspecError):
-            self._known = {}
+        self._known: dict[str, str] = {}
         self._changed = False
+        self._in_use = True
+        try:
+            if is_ours(str(path.parent)):
+                self._known = msgspec.json.decode(read_private(str(path)), type=dict[str, str])
+        except FileNotFoundError:
+            pass  # nothing was digested yet
+        except msgspec.MsgspecError:
+            pass  # of another version, or cut short: it is replaced
+        except (OSError, SettingsError) as error:
+            self._in_use = False
+            _tell_unused(str(path), str(error))
 
     def digest(self, path: Path) -> str:
         """Hex digest of what the file holds (`_content_digest`)."""
@@ -74,16 +93,20 @@ class WeightsMemo:
 
     def save(self) -> None:
         """Write what was learnt, replacing the file as a whole."""
-        if not self._changed:
+        if not self._changed or not self._in_use:
             return
         newest = dict(list(self._known.items())[-_MEMO_ENTRIES_MAX:])
-        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            scratch.write_bytes(msgspec.json.encode(newest))
-            scratch.replace(self._path)
-        except OSError:
+            make_own_dir(str(self._path.parent), "the directory")
+            replace_private(str(self._path), msgspec.json.encode(newest))
+        except (OSError, SettingsError):
             return
+
+
+@functools.cache
+def _tell_unused(path: str, why: str) -> None:
+    """Once in a process."""
+    log.warning("digests of weights are not remembered in %s, and are made anew each time: %s", path, why)
 
 
 def weight_files(location: Path) -> list[Path]:

@@ -116,6 +116,24 @@ def test_metrics_port_in_use(launcher: Launcher) -> None:
     assert "free port" in message
 
 
+def test_runtime_directory_that_somebody_else_may_have_made(
+    launcher: Launcher, reference: Reference, tmp_path: Path
+) -> None:
+    """That is no reason not to serve: one line, no manager, nothing written, and no cache."""
+    (tmp_path / "target").mkdir()
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "target")
+    engine = launcher.start({**host(), "DYN_KVBM_RUNTIME_DIR": str(link)})
+    said = lines_with(engine, "DYN_KVBM_RUNTIME_DIR")
+    assert len(said) == 1
+    assert "no KV cache for now" in said[0]
+    assert "this is a link" in said[0]
+    assert differences(reference, engine.run(workload())) == []
+    assert private_managers(str(link)) == private_managers(str(tmp_path / "target")) == []
+    assert list((tmp_path / "target").iterdir()) == []
+    assert len(lines_with(engine, "DYN_KVBM_RUNTIME_DIR")) == 1
+
+
 def test_unknown_setting(launcher: Launcher) -> None:
     """A warning with the nearest real name."""
     engine = launcher.start({**host(), "DYN_KVBM_CPU_CACHE_GBS": "4"})

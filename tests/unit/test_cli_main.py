@@ -193,4 +193,4 @@ def test_config_show_with_a_bad_value(kvbm, monkeypatch):
 
 def test_the_installed_command_is_this_one():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'kvbm = "kvbm.cli.main:main"' in text
+    assert 'kvbm = "openkvbm.entry:main"' in text, "which asks whose files these are, and runs kvbm.cli.main"

@@ -63,6 +63,7 @@ VALUES = {
     Kind.PATH: ("/tmp/elsewhere", "/tmp/elsewhere"),
     Kind.SOCKET: ("/tmp/x/m.sock", "/tmp/x/m.sock"),
     Kind.TEXT: ("0.0.0.0", "0.0.0.0"),
+    Kind.USERS: ("1000,2000", (1000, 2000)),
 }
 FLAGGED = [setting for setting in SCHEMA if setting.flag]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import mmap
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvbm import numa
-from kvbm.errors import SettingsError
+from kvbm.errors import ManagerUntrusted, SettingsError
 from kvbm.layout import BlockLayout
 from kvbm.tiers import host
 from kvbm.tiers.host import HostArena, open_arena
@@ -56,6 +60,90 @@ def test_a_worker_sees_the_same_bytes_and_generations(arena: HostArena) -> None:
     counters.release()
     generations.close()
     region.close()
+
+
+def received(arena: HostArena, shard: int = 0) -> list[int]:
+    """What a worker gets over the socket."""
+    return [os.dup(arena.region_fds[shard]), os.dup(arena.generation_fd)]
+
+
+def test_nobody_can_change_the_size_of_what_others_have_mapped(arena: HostArena) -> None:
+    """A page beyond the end of a file that was cut short kills every process that touches it."""
+    for fd in received(arena):
+        size = os.fstat(fd).st_size
+        writable = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        for file in (fd, writable):
+            for other_bytes in (0, size - 4096, size + 4096):
+                with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
+                    os.ftruncate(file, other_bytes)
+            with pytest.raises(PermissionError):
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        with pytest.raises(OSError, match=r"not permitted"):
+            os.posix_fallocate(writable, size, 4096)
+        assert os.fstat(fd).st_size == size
+        os.close(fd)
+        os.close(writable)
+
+
+def test_a_worker_cannot_write_to_the_generations(arena: HostArena) -> None:
+    """Nor can it by opening the file anew: a rank that did could make stale slots look whole to all others."""
+    region_fd, fd = received(arena)
+    size = os.fstat(fd).st_size
+    before = list(arena.generations(range(4)))
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    for file in (fd, again):
+        with pytest.raises(PermissionError):
+            mmap.mmap(file, size)
+        with pytest.raises(OSError, match=r"not permitted|Bad file descriptor"):
+            os.pwrite(file, b"x" * size, 0)
+    _, table = open_arena([region_fd, fd])
+    libc = ctypes.CDLL(None, use_errno=True)
+    with memoryview(table) as view:
+        address = ctypes.c_void_p(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+        assert libc.mprotect(address, ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE) == -1
+    arena.invalidate(1)
+    assert list(arena.generations(range(4))) == [before[0], before[1] + 1, *before[2:]], "the manager can"
+    os.close(again)
+
+
+def test_an_older_kernel_hands_out_no_writable_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 5.1 there is no seal against writing; the descriptor is read-only all the same."""
+    monkeypatch.setattr(host, "_SEAL_FUTURE_WRITE", 1 << 30)
+    arena = HostArena(LAYOUT, 4)
+    with pytest.raises(PermissionError):
+        mmap.mmap(arena.generation_fd, os.fstat(arena.generation_fd).st_size)
+    region, generations = open_arena(received(arena))
+    region.close()
+    generations.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("odd", ["region", "table", "file", "empty", "one", "count"])
+def test_memory_that_could_change_under_us_is_not_mapped(arena: HostArena, odd: str, tmp_path: Path) -> None:
+    before = open_fds()
+    fds = received(arena)
+    count = 4
+    if odd in ("region", "table", "file", "empty"):
+        which = int(odd == "table")
+        size = 0 if odd == "empty" else os.fstat(fds[which]).st_size
+        os.close(fds[which])
+        flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if odd == "empty" else 0)
+        fds[which] = os.memfd_create("unsealed", flags)
+        if odd == "file":
+            os.close(fds[which])
+            fds[which] = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(fds[which], size)
+        if odd == "empty":
+            fcntl.fcntl(fds[which], fcntl.F_ADD_SEALS, host._SIZE_SEALS)
+    elif odd == "one":
+        os.close(fds.pop())
+    else:
+        count = 5
+    says = "not sealed" if odd in ("region", "table", "file") else "expected are"
+    with pytest.raises(ManagerUntrusted, match=says) as caught:
+        open_arena(fds, count, LAYOUT.slot_bytes)
+    assert "\n" not in str(caught.value)
+    assert open_fds() == before
 
 
 def test_a_slot_that_is_invalidated_keeps_its_bytes(arena: HostArena) -> None:

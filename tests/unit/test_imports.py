@@ -23,7 +23,7 @@ SOURCES = {path.relative_to(ROOT / "src").as_posix(): path.read_text() for path 
 ENGINES = {"vllm": "vllm_integration", "tensorrt_llm": "trtllm_integration", "sglang": "sglang_integration"}
 NOT_DECLARED = {"torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", *ENGINES}
 """Comes with an engine; never a dependency of ours."""
-ENTRY_POINTS = {"kvbm", "kvbm.cli.main", "kvbm.vllm_integration.plugin"}
+ENTRY_POINTS = {"kvbm", "kvbm.cli.main", "openkvbm.entry"}
 """Modules that the outside names: the package, the console script, the engine's plug-in."""
 PUBLIC_PACKAGES = ("kvbm.testing", "kvbm._core", "kvbm.utils", "kvbm.vllm_integration.connector")
 """Import paths for users and for other people's tests, below which nothing of ours needs to lead."""
@@ -106,7 +106,7 @@ def declared(requirements: list[str]) -> set[str]:
 def third_party(source: str) -> set[str]:
     """Top-level packages that are neither the standard library's nor ours."""
     names = {name.split(".")[0] for name in imports(source)}
-    return names - set(sys.stdlib_module_names) - {"kvbm", "tomllib"}
+    return names - set(sys.stdlib_module_names) - {"kvbm", "openkvbm", "tomllib"}
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -67,7 +67,7 @@ def test_attempts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     finder = ManagerFinder(address, Settings(), {}, clock)
     tries: list[float] = []
 
-    def refuse(path: str) -> Channel:
+    def refuse(path: str, peer_uids: tuple[int, ...]) -> Channel:
         tries.append(clock())
         raise ManagerUnavailable("nobody")
 
@@ -139,7 +139,7 @@ def test_a_manager_that_refuses_is_not_asked_again_at_once(
         ManagerAddress(socket_path=str(tmp_path / "m.sock"), private=False), Settings(), {}, clock
     )
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(Channel, "connect", lambda path: Channel(ours))
+    monkeypatch.setattr(Channel, "connect", lambda path, peer_uids: Channel(ours))
     attempts = 0
     for _ in range(1000):
         attempts += finder.attempt() is not None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvbm.channel import Channel
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted
 from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.protocol import (
     Commit,
@@ -25,6 +25,7 @@ from kvbm.protocol import (
     StorePlan,
 )
 from kvbm.testing.fake_tier import FakeTier
+from kvbm.tiers import host
 from kvbm.transfer import DeviceCache
 from kvbm.worker import mover as mover_module
 from kvbm.worker.jobs import LoadJob, StoreJob
@@ -363,6 +364,34 @@ def test_a_worker_of_another_namespace_is_told_why(tmp_path: Path) -> None:
     rank.bench.until(lambda: errors)
     thread.join()
     assert "cannot be served" in str(errors[0])
+    rank.close()
+
+
+def test_memory_that_is_not_sealed_is_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start and when it connects again: the rank goes on without, and says so once."""
+    rank = Rank(tmp_path)
+    monkeypatch.setattr("kvbm.worker.mover.ADOPT_RETRY_S", 0.0)
+    refusals = 0
+    genuine = host._sealed_bytes
+
+    def refuse(fd: int) -> int:
+        nonlocal refusals
+        refusals += 1
+        raise ManagerUntrusted("the manager's memory is not sealed")
+
+    monkeypatch.setattr(host, "_sealed_bytes", refuse)
+    with pytest.raises(ManagerUntrusted):
+        rank.attach()
+    rank.worker.start()
+    rank.bench.until(lambda: refusals > 2)
+    assert not rank.mover.connected
+    assert [record.getMessage() for record in caplog.records if "sealed" in record.getMessage()] == [
+        "no KV cache for now: the manager's memory is not sealed"
+    ]
+    monkeypatch.setattr(host, "_sealed_bytes", genuine)
+    rank.bench.until(lambda: rank.mover.connected)
     rank.close()
 
 

@@ -107,8 +107,8 @@ def test_the_page_cache_in_between_is_an_error_at_start(tmp_path: Path, agent: M
 
 
 def test_no_nixl_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbm.tiers.nixl_agent.PACKAGES", ("no_such_package",))
-    with pytest.raises(DirectRefused, match=r"NIXL is not installed \(no-such-package\)"):
+    monkeypatch.setattr("kvbm.tiers.nixl_package.PACKAGES", ("no_such_package",))
+    with pytest.raises(DirectRefused, match=r"NIXL is not installed; pip install 'openkvbm\[nixl-cu12\]'"):
         NixlAgent("GDS_MT", {})
 
 

@@ -20,13 +20,12 @@ import msgspec
 import pytest
 
 from kvbm.channel import Channel
-from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
+from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
 from kvbm.hashing import join_keys
 from kvbm.launch import (
     ERROR_SUFFIX,
     ManagerAddress,
     ManagerFinder,
-    make_runtime_dir,
 )
 from kvbm.manager.process import _sweep, take_lock
 from kvbm.protocol import (
@@ -40,6 +39,7 @@ from kvbm.protocol import (
     ReserveReply,
     Welcome,
 )
+from kvbm.runtime_dir import make_runtime_dir
 from kvbm.settings import Settings
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import open_arena
@@ -275,6 +275,21 @@ def test_a_runtime_directory_that_others_can_write_to_is_refused(make: Callable[
     os.chmod(node.settings.runtime_dir, 0o777)
     with pytest.raises(ManagerRefused, match=r"DYN_KVBM_RUNTIME_DIR.*only you own"):
         node.join()
+
+
+def test_a_directory_that_was_mended_is_used_at_the_next_attempt(
+    make: Callable[..., Node], tmp_path: Path
+) -> None:
+    node = make()
+    (tmp_path / "target").mkdir()
+    os.symlink(tmp_path / "target", node.settings.runtime_dir)
+    finder = node.finder()
+    with pytest.raises(ManagerUntrusted, match="this is a link"):
+        node.join(finder=finder)
+    assert os.listdir(tmp_path / "target") == []
+    os.unlink(node.settings.runtime_dir)
+    channel, _ = node.join(finder=finder)
+    assert channel.fileno() >= 0
 
 
 def test_what_an_earlier_manager_died_of_is_not_believed(make: Callable[..., Node]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvbm.errors import SettingsError
 from kvbm.settings import FIELDS, GB, SCHEMA, Kind, Settings, admission_name, load_settings
 from kvbm.settings.ineffective import INEFFECTIVE
-from kvbm.settings.schema import default_runtime_dir, runtime_dir_under
+from kvbm.settings.places import default_runtime_dir, runtime_dir_under
 
 HOST = {"DYN_KVBM_CPU_CACHE_GB": "4"}
 
@@ -124,6 +124,7 @@ def test_each_field_has_four_sources(setting, tmp_path):
         Kind.SOCKET: ("/a", "/b", "/c"),
         Kind.CHOICE: (*setting.choices[:2], setting.choices[-1]) if setting.choices else (),
         Kind.LOG: ("error", "warn", "debug"),
+        Kind.USERS: ("1", "2,3", "4"),
     }
     in_environment, in_file, on_line = words.get(setting.kind, ("31", "32", "33"))
     base = dict(HOST) if not setting.field.startswith("host") else {"DYN_KVBM_DISK_CACHE_GB": "1"}

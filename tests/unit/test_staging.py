@@ -20,8 +20,8 @@ from kvbm.staging import StagingOptions, open_staging
 from kvbm.testing.tier_contract import make_key
 from kvbm.tiers import nixl_io
 from kvbm.tiers.block_io import DirectRefused
-from kvbm.tiers.nixl_agent import PACKAGES
 from kvbm.tiers.nixl_io import NixlBlockIo, TransferMemory
+from kvbm.tiers.nixl_package import PACKAGES
 from kvbm.tiers.page_sums import host_page_sums
 from unit.nixl_model import ModelAgent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from kvbm import weights
 from kvbm.weights import changed_since, process_start_s, weight_files, weights_digest
+from unit.other_user import NOBODY
 
 YEAR_2020 = 1_577_836_800
 
@@ -103,6 +105,81 @@ def test_a_memo_that_cannot_be_written_only_costs_time(
     monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
     (tmp_path / "file").write_text("no directory")
     assert weights_digest([model], tmp_path / "file" / "memo.json") == digest(model)
+
+
+FALSE = "f" * 64
+"""A digest that no file has: what somebody who can write to the memo would have us believe."""
+
+
+def lying_memo(model: Path, path: Path) -> None:
+    """A memo that gives every file of the model a false digest."""
+    entries = {}
+    for file in weight_files(model):
+        status = file.stat()
+        key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+        entries[key] = FALSE
+    path.write_text(json.dumps(entries))
+    path.chmod(0o600)
+
+
+def behind_a_link(memo: Path) -> None:
+    memo.rename(memo.with_name("target"))
+    memo.symlink_to(memo.with_name("target"))
+
+
+def in_a_linked_directory(memo: Path) -> None:
+    memo.parent.rename(memo.parent.with_name("elsewhere"))
+    memo.parent.symlink_to(memo.parent.with_name("elsewhere"))
+
+
+PLANTED = {
+    "a link": behind_a_link,
+    "behind a link": in_a_linked_directory,
+    "a group's": lambda memo: memo.chmod(0o660),
+    "in a group's directory": lambda memo: memo.parent.chmod(0o770),
+    "in anybody's directory": lambda memo: memo.parent.chmod(0o1777),
+}
+if os.geteuid() == 0:
+    PLANTED["another user's"] = lambda memo: os.chown(memo, NOBODY, NOBODY)
+    PLANTED["in another user's directory"] = lambda memo: os.chown(memo.parent, NOBODY, NOBODY)
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_a_planted_memo_is_neither_believed_nor_touched(
+    how: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    right = weights_digest([model], tmp_path / "fresh" / "memo.json")
+    memo = tmp_path / "run" / "memo.json"
+    memo.parent.mkdir(mode=0o700)
+    lying_memo(model, memo)
+    content = memo.read_text()
+    believed = weights_digest([model], memo)
+    assert believed != right, "a memo of ours is believed: the lie is one that would be noticed"
+    PLANTED[how](memo)
+    for _ in range(2):
+        assert weights_digest([model], memo) == right
+    assert memo.read_text() == content
+    assert len(list(memo.parent.iterdir())) == len({memo.name, memo.resolve().name})
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert str(memo) in said[0]
+
+
+def test_a_memo_is_for_its_owner_alone(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    before = os.umask(0)
+    try:
+        weights_digest([model], tmp_path / "run" / "memo.json")
+    finally:
+        os.umask(before)
+    assert os.listdir(tmp_path / "run") == ["memo.json"], "nothing is left of how it was written"
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "run" / "memo.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_files_younger_than_a_moment_are_found(model: Path) -> None:

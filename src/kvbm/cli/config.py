@@ -78,6 +78,8 @@ def _readable(field: str, value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "-"
     if FIELDS[field].kind is Kind.SIZE and isinstance(value, int):
         return format_bytes(value)
     return str(value)

@@ -99,7 +99,7 @@ def _conclude(console: Console, options: Options, results: Results) -> int:
     if picture.draw(results, options.output / "results.png"):
         written.append(str(options.output / "results.png"))
     else:
-        console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
+        console.print("no picture: matplotlib is not installed (pip install 'openkvbm[demo]')", markup=False)
     console.print("written: " + ", ".join(written), highlight=False)
     found = report.problems(results, same_text_required=options.dtype == "float32")
     difference = report.first_difference(results)

@@ -94,7 +94,7 @@ def _show_version(wanted: bool) -> None:
         # Half of what `--help` would take; only this option needs it.
         metadata = importlib.import_module("importlib.metadata")
         try:
-            version = metadata.version("kvbm")
+            version = metadata.version("openkvbm")
         except metadata.PackageNotFoundError:
             version = "(not installed)"
         print(f"kvbm {version}")

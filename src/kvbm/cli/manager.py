@@ -12,6 +12,7 @@ import typer
 
 from kvbm.launch import SOCKET_NAME
 from kvbm.observe.log import configure
+from kvbm.runtime_dir import make_own_dir
 from kvbm.settings import (
     FIELDS,
     Kind,
@@ -73,6 +74,7 @@ def manager(
     metrics_host: Annotated[Text, _option("metrics_host", "ADDRESS")] = None,
     metrics_port: Annotated[Text, _option("metrics_port")] = None,
     manager: Annotated[Text, _option("manager", meaning=_SOCKET)] = None,
+    peer_uids: Annotated[Text, _option("peer_uids", "UIDS")] = None,
     runtime_dir: Annotated[Text, _option("runtime_dir", "DIR")] = None,
     log_level: Annotated[Text, _option("log_level", "LEVEL")] = None,
     namespaces: Annotated[
@@ -105,6 +107,9 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
         log.warning("%s", line)
     for line in loaded.notices:
         log.info("%s", line)
+    if settings.trusted_peer_uids:
+        # They have to get to the socket; what else lies there is for us alone.
+        make_own_dir(os.path.dirname(socket_path), FIELDS["manager"].variable, mode=0o711)
     # The manager's code is not needed for --help or for a wrong setting.
     process = importlib.import_module("kvbm.manager.process")
     lock_fd = process.take_lock(socket_path)

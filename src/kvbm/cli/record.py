@@ -74,9 +74,10 @@ def record(
       kvbm record monday.jsonl.gz --seconds 3600
       kvbm simulate monday.jsonl.gz --policy gittins,lru --host 1%,5%,20%
     """
-    socket_path = manager or find_manager(load_settings(process_environment(), {}).settings)
+    settings = load_settings(process_environment(), {"manager": manager or None}).settings
     console = Console(stderr=True)
-    channel = Channel.connect(socket_path)
+    socket_path = find_manager(settings)
+    channel = Channel.connect(socket_path, settings.trusted_peer_uids)
     with _create(file) as opened, _told_to_stop() as stopped:
         recorder = Recorder(opened, namespace)
         end_s = time.monotonic() + seconds if seconds else float("inf")

@@ -68,6 +68,8 @@ def conclude(
         if plot is not None and draw(plot):
             console.print(f"written: {plot}", markup=False)
         elif plot is not None:
-            console.print("no picture: matplotlib is not installed (pip install 'kvbm[demo]')", markup=False)
+            console.print(
+                "no picture: matplotlib is not installed (pip install 'openkvbm[demo]')", markup=False
+            )
     except OSError as error:
         raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error

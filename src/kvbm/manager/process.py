@@ -20,7 +20,7 @@ import msgspec
 
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.launch import ERROR_SUFFIX, make_runtime_dir
+from kvbm.launch import ERROR_SUFFIX
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.leases import Lease
 from kvbm.manager.server import Server
@@ -29,12 +29,14 @@ from kvbm.observe.exporter import MetricsServer
 from kvbm.observe.exposition import render
 from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
+from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
 from kvbm.settings import Settings
 
 log = logging.getLogger("kvbm.manager")
 
 PRIVATE_GRACE_S = 0.2
 PRIVATE_FIRST_ENGINE_S = 120.0
+SOCKET_FIELD = "DYN_KVBM_MANAGER"
 _BACKLOG = 128
 _SWEEP_MAX = 256
 
@@ -59,9 +61,12 @@ def serve(
     def make_spaces(on_progress: Callable[[Lease], None]) -> SpaceTable:
         return SpaceTable(settings, namespaces, metrics, clock, on_progress)
 
+    if not settings.manager:
+        make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
+    peer_uids = settings.trusted_peer_uids
     # Who can connect is served: the socket comes when nothing else can fail.
-    with _scraped(settings, metrics), _listening(socket_path) as listener:
-        server = Server(listener, make_spaces, traffic, clock)
+    with _scraped(settings, metrics), _listening(socket_path, 0o666 if peer_uids else 0o600) as listener:
+        server = Server(listener, make_spaces, traffic, clock, peer_uids)
         signals = _Signals(server)
         log.info(
             start_line(
@@ -98,9 +103,9 @@ def _size(size_bytes: int | None, blocks: int | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _listening(path: str) -> Iterator[socket.socket]:
-    """The listening socket at `path`, in a directory that is ours alone; removed at the end."""
-    make_runtime_dir(os.path.dirname(os.path.abspath(path)))
+def _listening(path: str, mode: int) -> Iterator[socket.socket]:
+    """The listening socket at `path`, in a directory that nobody else can write to; removed at the end."""
+    make_own_dir(os.path.dirname(os.path.abspath(path)), SOCKET_FIELD)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -108,10 +113,9 @@ def _listening(path: str) -> Iterator[socket.socket]:
         try:
             listener.bind(path)
         except OSError as error:
-            raise SettingsError(
-                "DYN_KVBM_MANAGER", path, f"a socket path under 108 bytes ({error})"
-            ) from None
-        os.chmod(path, 0o600)
+            raise SettingsError(SOCKET_FIELD, path, f"a socket path under 108 bytes ({error})") from None
+        # Where other users are listed, whoever reaches it may knock: each is asked who it is as it is accepted.
+        os.chmod(path, mode)
         listener.listen(_BACKLOG)
         yield listener
     finally:
@@ -157,8 +161,12 @@ class _Signals:
 
 def take_lock(socket_path: str) -> int:
     """The lock of a manager at `socket_path`, held until the descriptor closes; SettingsError when another has it."""
-    make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
-    fd = os.open(socket_path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_own_dir(os.path.dirname(os.path.abspath(socket_path)), SOCKET_FIELD)
+    try:
+        fd = open_lock(socket_path + ".lock")
+    except OSError as error:
+        accepted = f"a path beside which {socket_path}.lock can be opened ({error.strerror})"
+        raise SettingsError("--socket", socket_path, accepted) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -172,7 +180,13 @@ def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PR
     # Leave the engine's process tree: vLLM kills all of it when it stops, and we have blocks to write by then.
     if os.fork():
         os._exit(0)
-    _sweep(os.path.dirname(socket_path))
+    directory = os.path.dirname(socket_path)
+    try:
+        make_runtime_dir(directory)
+    except SettingsError as error:  # it changed since our engine looked: leave no trace in it
+        log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
+        return 2
+    _sweep(directory)
     # An engine pins its ranks to cores; our I/O threads inherit that mask and would all share one core.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -198,15 +212,15 @@ def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PR
 
 def _leave_word(socket_path: str, reason: str) -> None:
     """Say why, in one line, to the engine that started us (see `launch.ERROR_SUFFIX`)."""
-    with contextlib.suppress(OSError), open(socket_path + ERROR_SUFFIX, "w", encoding="utf-8") as file:
-        file.write(" ".join(reason.split()))
+    with contextlib.suppress(OSError):
+        replace_private(socket_path + ERROR_SUFFIX, " ".join(reason.split()).encode())
 
 
 def _sweep(runtime_dir: str) -> None:
     """Remove sockets and locks that killed private managers left behind."""
     for lock_path in glob.glob(os.path.join(glob.escape(runtime_dir), "private-*.lock"))[:_SWEEP_MAX]:
         with contextlib.suppress(OSError):
-            fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 base = lock_path.removesuffix(".lock")

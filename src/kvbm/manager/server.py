@@ -17,7 +17,7 @@ import logging
 import os
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from kvbm.clock import Clock
@@ -31,6 +31,7 @@ from kvbm.manager.requests import Requests
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
+from kvbm.peers import is_trusted
 from kvbm.protocol import (
     Commit,
     FenceDone,
@@ -59,6 +60,7 @@ class Server:
     """Serves one listening Unix socket until `stop`.
 
     `spaces` and `traffic` (metrics, hit rates, the line a minute) are owned by the loop's thread while it runs.
+    `peer_uids` are the users that are served besides our own and root.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Server:
         spaces: Callable[[Callable[[Lease], None]], SpaceTable],
         traffic: Traffic,
         clock: Clock,
+        peer_uids: Iterable[int] = (),
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.spaces = spaces(self._announce)
@@ -75,6 +78,7 @@ class Server:
         self.last_busy_s = clock()
         self.refused_count = 0
         self._clock = clock
+        self._peer_uids = frozenset(peer_uids)
         self._listener = listener
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -149,8 +153,11 @@ class Server:
         self._accept_failed = False
         session = Session(connection, next(self._numbers))
         refusal = ""
-        if session.peer_uid() not in (os.getuid(), 0):
-            refusal = f"user {session.peer_uid()} cannot be served: this manager is user {os.getuid()}'s"
+        if not is_trusted(session.peer_uid(), self._peer_uids):
+            refusal = (
+                f"user {session.peer_uid()} cannot be served: this manager is user {os.geteuid()}'s "
+                "(DYN_KVBM_PEER_UIDS lists others, for a socket that it is told to listen on)"
+            )
         elif len(self._sessions) >= SESSIONS_MAX:
             refusal = f"{len(self._sessions)} sessions are open: accepted are {SESSIONS_MAX}"
         if refusal:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import struct
 from collections.abc import Sequence
 
 from kvbm.manager.leases import Owner
+from kvbm.peers import peer_uid
 from kvbm.protocol import FrameBuffer, Hello, Message, ToManager, decode_to_manager, encode
 
 OUTGOING_BYTES_MAX = 32 << 20
@@ -47,12 +47,8 @@ class Session:
         return self.hello is not None and self.hello.role == "worker"
 
     def peer_uid(self) -> int:
-        """The user id of the process at the other end (SO_PEERCRED)."""
-        size = struct.calcsize("3i")
-        _, uid, _ = struct.unpack(
-            "3i", self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        )
-        return int(uid)
+        """The user id of the process at the other end."""
+        return peer_uid(self.connection)
 
     def receive(self) -> list[ToManager]:
         """The messages that arrived; `closed` becomes True when the client has gone or talks nonsense."""

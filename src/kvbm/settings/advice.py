@@ -77,6 +77,11 @@ def notices(settings: Settings) -> list[str]:
             "metrics are served on 127.0.0.1 only;"
             " set DYN_KVBM_METRICS_HOST=0.0.0.0 to scrape them from elsewhere"
         )
+    if settings.peer_uids and not settings.manager:
+        lines.append(
+            f"{FIELDS['peer_uids'].variable} has no effect: a socket that nobody named"
+            f" ({FIELDS['manager'].variable}) is for one user"
+        )
     counted = settings.host_blocks or settings.disk_blocks
     if not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0):
         lines.append(

@@ -15,14 +15,8 @@ from kvbm.errors import SettingsError
 from kvbm.settings import parse
 from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, format_bytes, notices
 from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective
-from kvbm.settings.schema import (
-    FIELDS,
-    FILE_VARIABLE,
-    PREFIX,
-    SCHEMA,
-    Settings,
-    runtime_dir_under,
-)
+from kvbm.settings.places import runtime_dir_under
+from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA, Settings
 from kvbm.settings.setting import Kind, Setting
 
 if sys.version_info >= (3, 11):
@@ -193,6 +187,8 @@ def _parse(setting: Setting, label: str, text: str, *, in_gb: bool) -> object:
         return parse.parse_path(label, text)
     if kind is Kind.SOCKET:
         return parse.parse_socket_path(label, text)
+    if kind is Kind.USERS:
+        return parse.parse_user_ids(label, text)
     what = {Kind.COUNT: "a whole number", Kind.PORT: "a port", Kind.SECONDS: "a whole number of seconds"}[
         kind
     ]

@@ -16,6 +16,8 @@ GB = 1_000_000_000
 """Bytes in one GB; the `…_GB` variables and `GB` on the command line both mean this."""
 
 BYTES_MAX = 2**63 - 1
+USER_ID_MAX = 2**32 - 2
+USER_IDS_MAX = 64
 TEXT_CHARACTERS_MAX = 64
 SOCKET_PATH_BYTES_MAX = 107
 """The longest path of a Unix socket on Linux: `sun_path` is 108 bytes with its closing zero."""
@@ -40,6 +42,7 @@ UNITS: dict[str, int] = {
 _DECIMAL = re.compile(r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 _SIZE = re.compile(r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*([A-Za-z]*)")
 _WHOLE = re.compile(r"\+?[0-9]+")
+_DIGITS = re.compile(r"[0-9]+")
 
 _SIZE_FORMS = "a size such as 4GB, 512MB, 1.5GiB or 4096 (bytes)"
 
@@ -134,6 +137,19 @@ def parse_socket_path(field: str, text: str) -> str:
     if len(path.encode("utf-8", "surrogateescape")) > SOCKET_PATH_BYTES_MAX:
         raise reject(field, text, f"a socket path of at most {SOCKET_PATH_BYTES_MAX} bytes")
     return path
+
+
+def parse_user_ids(field: str, text: str) -> tuple[int, ...]:
+    """User ids as numbers, separated by commas; a name means other users in other containers."""
+    words = [word.strip() for word in text.split(",")]
+    ids = [int(word) for word in words if len(word) <= len(str(USER_ID_MAX)) and _DIGITS.fullmatch(word)]
+    if len(ids) < len(words) or len(ids) > USER_IDS_MAX or max(ids) > USER_ID_MAX:
+        raise reject(
+            field,
+            text,
+            f"at most {USER_IDS_MAX} user ids from 0 to {USER_ID_MAX}, as numbers, separated by commas",
+        )
+    return tuple(dict.fromkeys(ids))
 
 
 def parse_log_filter(field: str, text: str) -> str:

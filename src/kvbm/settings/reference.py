@@ -61,6 +61,7 @@ _DEFAULTS: dict[str, str] = {
     "disk_admission": "`filter`",
     "disk_write_budget_bytes": "no bound",
     "host_bytes": "see above",
+    "peer_uids": "none",
     "runtime_dir": "`$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`",
 }
 

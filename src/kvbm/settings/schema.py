@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from kvbm.settings.parse import BYTES_MAX, LOG_LEVELS
+from kvbm.settings.places import default_runtime_dir
 from kvbm.settings.setting import Kind, Setting
 
 PREFIX = "DYN_KVBM_"
 PORT_MAX = 65535
 CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
-
-
-def default_runtime_dir() -> str:
-    """The directory of sockets and locks when none is set: `$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`."""
-    return runtime_dir_under(os.environ.get("XDG_RUNTIME_DIR", ""))
-
-
-def runtime_dir_under(xdg_runtime_dir: str) -> str:
-    """`default_runtime_dir` for a given `$XDG_RUNTIME_DIR`; one that cannot be written counts as unset."""
-    if os.path.isabs(xdg_runtime_dir) and os.access(xdg_runtime_dir, os.W_OK | os.X_OK):
-        return os.path.join(xdg_runtime_dir, "kvbm")
-    return f"/tmp/kvbm-{os.getuid()}"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 6880
     manager: str | None = None
+    peer_uids: tuple[int, ...] = ()
     runtime_dir: str = msgspec.field(default_factory=default_runtime_dir)
     init_timeout_s: int = 1800
     stats_window_requests: int = 1000
@@ -82,6 +70,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def disk_on(self) -> bool:
         """Whether there is a disk tier."""
         return bool(self.disk_blocks or self.disk_bytes)
+
+    @property
+    def trusted_peer_uids(self) -> tuple[int, ...]:
+        """Who besides ourselves and root may be at the other end: nobody, unless the socket was named."""
+        return self.peer_uids if self.manager else ()
 
 
 _NO_CONSOLIDATOR = "this build has no event consolidator"
@@ -326,6 +319,15 @@ SCHEMA: tuple[Setting, ...] = (
         "--socket",
         Kind.SOCKET,
         "socket of a shared manager; unset, an engine starts a private one",
+        ours=True,
+    ),
+    Setting(
+        "peer_uids",
+        "DYN_KVBM_PEER_UIDS",
+        "--peer-uids",
+        Kind.USERS,
+        "user ids besides one's own and root's that may be at the other end of an explicitly named socket, as between "
+        "containers; to be set at both ends",
         ours=True,
     ),
     Setting(

@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     TEXT = "text"
     PATH = "path"
     SOCKET = "socket path"
+    USERS = "user ids"
     LOG = "log filter"
 
 

@@ -5,7 +5,7 @@
             return MyAdmission(slot_count, now_s)
 
 `CheckedAdmission` asks policies as the manager does and fails when an answer breaks the contract; use it alone to check
-a policy under traffic of your own. Needs pytest and hypothesis: the extra `kvbm[test]`.
+a policy under traffic of your own. Needs pytest and hypothesis: the extra `openkvbm[test]`.
 """
 
 from __future__ import annotations

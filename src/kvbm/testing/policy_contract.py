@@ -5,7 +5,7 @@
             return MyPolicy(slot_count)
 
 `checked_tier.CheckedTier` drives policies as the manager does and fails when an answer breaks the contract; use it
-alone to check a policy under traffic of your own. Needs pytest and hypothesis: the extra `kvbm[test]`.
+alone to check a policy under traffic of your own. Needs pytest and hypothesis: the extra `openkvbm[test]`.
 """
 
 from __future__ import annotations

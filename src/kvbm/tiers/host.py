@@ -3,11 +3,17 @@
 No file is left behind and a container's /dev/shm limit does not matter. Beside the regions lies a table with one
 *generation* per slot (u64): it rises whenever a slot stops holding what it held. A worker that copies out of a
 slot compares the generation before and after, so a lease that ended under it can never turn into wrong bytes.
+
+Every file is sealed: nobody who has a descriptor can make it shorter, under the feet of those that mapped it, or
+longer. Only the manager's own mapping, made before the seal, can write to the table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -15,7 +21,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 
-from kvbm.errors import SettingsError
+from kvbm.errors import ManagerUntrusted, SettingsError
 from kvbm.layout import BlockLayout
 from kvbm.numa import keep_thread_on
 
@@ -24,6 +30,9 @@ log = logging.getLogger("kvbm.tiers")
 _TOUCH_CHUNK_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23
 GENERATION_BYTES = 8
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEAL_FUTURE_WRITE = 0x0010
+"""F_SEAL_FUTURE_WRITE, from Linux 5.1 on; Python has no name for it."""
 
 
 class HostArena:
@@ -51,11 +60,15 @@ class HostArena:
         fds: list[int] = []
         try:
             for i, size in enumerate(sizes):
-                fds.append(os.memfd_create(f"kvbm-region-{i}", os.MFD_CLOEXEC))
+                name = f"kvbm-region-{i}"
+                fds.append(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
                 os.ftruncate(fds[-1], size)
             maps = [mmap.mmap(fd, size) for fd, size in zip(fds, sizes, strict=True)]
             for region in maps:
                 ask_for_huge_pages(region)
+            for fd in fds[:-1]:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            fds[-1] = _seal_for_reading(fds[-1])
         except (OSError, OverflowError) as error:
             for fd in fds:
                 os.close(fd)
@@ -158,17 +171,59 @@ def ask_for_huge_pages(region: mmap.mmap) -> None:
         log.debug("no huge pages: %s", error)
 
 
-def open_arena(fds: Sequence[int]) -> tuple[mmap.mmap, mmap.mmap]:
-    """A worker's side: map its shard's region and the generation table from received descriptors (closes them)."""
+def open_arena(
+    fds: Sequence[int], slot_count: int | None = None, slot_bytes: int = 0
+) -> tuple[mmap.mmap, mmap.mmap]:
+    """A worker's side: map its shard's region and the generation table from received descriptors (closes them).
+
+    Raises ManagerUntrusted for files that could be made shorter under us, and, with `slot_count`, for files of another
+    size than that many slots need.
+    """
     try:
-        region_fd, generation_fd = fds
-        region = mmap.mmap(region_fd, os.fstat(region_fd).st_size)
+        if len(fds) != 2:
+            raise ManagerUntrusted(f"the manager sent {len(fds)} files of memory: expected are 2")
+        sizes = [_sealed_bytes(fd) for fd in fds]
+        expected = [slot_count * slot_bytes, slot_count * GENERATION_BYTES] if slot_count else sizes
+        if sizes != expected or not all(sizes):
+            raise ManagerUntrusted(f"the manager's memory has {sizes} bytes: expected are {expected}")
+        region = mmap.mmap(fds[0], sizes[0])
         ask_for_huge_pages(region)
-        generations = mmap.mmap(generation_fd, os.fstat(generation_fd).st_size, prot=mmap.PROT_READ)
+        generations = mmap.mmap(fds[1], sizes[1], prot=mmap.PROT_READ)
     finally:
         for fd in fds:
             os.close(fd)
     return region, generations
+
+
+def _sealed_bytes(fd: int) -> int:
+    """The size of a file that nobody can change any more. Raises ManagerUntrusted."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no memfd
+        seals = 0
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise ManagerUntrusted(
+            "the manager's memory is not sealed, and its size could change under us: "
+            "install the same kvbm on both sides"
+        )
+    return os.fstat(fd).st_size
+
+
+def _seal_for_reading(fd: int) -> int:
+    """A read-only descriptor in place of one that is mapped already; nobody can make a writable one of it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if (
+            error.errno != errno.EINVAL
+        ):  # a kernel before 5.1: all that is left is not to hand out a writable one
+            raise
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+    with contextlib.suppress(OSError):  # no /proc here: the seal has to do
+        readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        os.close(fd)
+        return readable
+    return fd
 
 
 def refuse_beyond_memory(wanted_bytes: int, limit_bytes: int | None, field: str) -> None:

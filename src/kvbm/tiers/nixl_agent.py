@@ -15,17 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
-import logging
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from kvbm.tiers.block_io import DirectRefused
+from kvbm.tiers.nixl_package import import_nixl
 
-log = logging.getLogger("kvbm.tiers.disk")
-
-PACKAGES = ("nixl_cu13", "nixl_cu12")
 Region = tuple[int, int, int]
 """(address or file offset, bytes, device number or file descriptor)."""
 
@@ -66,7 +61,7 @@ class NixlAgent:
 
     def __init__(self, backend: str, parameters: dict[str, str]) -> None:
         """Raises DirectRefused where NIXL or its backend cannot be used."""
-        package = _import_nixl()
+        package = import_nixl()
         self._backend = backend
         self._name = "kvbm-disk"
         try:
@@ -113,20 +108,3 @@ class NixlAgent:
             return getattr(self._agent, name)(*arguments)
         except Exception as error:
             raise OSError(errno.EIO, f"NIXL {self._backend}: {name}: {error}") from error
-
-
-def _import_nixl() -> ModuleType:
-    """The NIXL package that is installed. Raises DirectRefused."""
-    for name in PACKAGES:
-        try:
-            package = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise DirectRefused(f"{name} cannot be imported ({error})") from error
-        except (ImportError, OSError, RuntimeError) as error:
-            raise DirectRefused(f"{name} cannot be imported ({error})") from error
-        else:
-            # It writes every step to the standard output otherwise.
-            logging.getLogger("nixl").setLevel(max(logging.WARNING, logging.getLogger("nixl").level))
-            return package
-    raise DirectRefused(f"NIXL is not installed ({' or '.join(name.replace('_', '-') for name in PACKAGES)})")

@@ -1,4 +1,7 @@
-"""`vllm.general_plugins` entry point: makes the connectors known by name, in every process of vLLM."""
+"""vLLM's plug-in: makes the connectors known by name, in every process of vLLM.
+
+Called by `openkvbm.entry`, the `vllm.general_plugins` entry point, once it knows whose files these are.
+"""
 
 from __future__ import annotations
 

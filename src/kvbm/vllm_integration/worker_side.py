@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
 from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
@@ -49,7 +49,8 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The device's KV tensors exist: join the manager.
 
-        A tier that cannot be had stops the engine's start with one line; a shared manager that is not there does not.
+        A tier that cannot be had stops the engine's start with one line; a shared manager that is not there does not,
+        nor does what somebody else put in its place.
         """
         if not kv_caches:
             return
@@ -91,6 +92,8 @@ class WorkerSide:
         weight_changes.count_updates(self)
         try:
             self._worker.attach(self._timeout_s())
+        except ManagerUntrusted as error:
+            self._finder.tell(str(error))
         except (ManagerUnavailable, ManagerRefused) as error:
             # Weights that only this engine can name may find the shared manager full; a setting that is wrong stays so.
             waits = isinstance(error, ManagerUnavailable) or namespace.ephemeral

@@ -29,7 +29,7 @@ class Mapping:
     ) -> None:
         self.epoch = welcome.epoch
         self.layers = tuple(cache.layers)
-        region, generations = open_arena(fds)
+        region, generations = open_arena(fds, welcome.slot_count, welcome.slot_bytes)
         self._region = region
         self._generation_map = generations
         self._generations = memoryview(generations).cast("Q")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from kvbm.channel import Channel, readable_among
 from kvbm.clock import Clock
-from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
+from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable, ManagerUntrusted
 from kvbm.launch import ManagerFinder
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
 from kvbm.transfer import Copying
@@ -385,20 +385,26 @@ class Mover:
             welcome = channel.introduce(self._hello, _WELCOME_TIMEOUT_S)
         except (ManagerRefused, ManagerUnavailable) as error:
             channel.close()
-            if str(error) != self._refused:
-                self._refused = str(error)
-                log.warning("no KV cache for now: %s", error)
+            self._tell_refused(error)
             return
-        self._refused = ""
         self._finder.welcomed()
         try:
             self._adopt(channel, welcome)
-        except BaseException:
+        except BaseException as error:
             # Mapping or page-locking may be refused every time: do not spin on it.
             self._retry_at_s = self._clock() + ADOPT_RETRY_S
             channel.close()
+            if isinstance(error, ManagerUntrusted):
+                self._tell_refused(error)
+                return
             raise
+        self._refused = ""
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
+
+    def _tell_refused(self, error: Exception) -> None:
+        if str(error) != self._refused:
+            self._refused = str(error)
+            log.warning("no KV cache for now: %s", error)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""

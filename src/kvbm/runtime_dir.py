@@ -1,0 +1,137 @@
+"""The directory of sockets, locks and memos, and what may be believed in it.
+
+It often lies at a path that anybody can guess (`/tmp/kvbm-<uid>`) and that somebody else may have made first. So it
+is looked at before anything in it is read or written: it must be a directory, no link, its owner must be us, and
+nobody else may write to it. What is read or written in it is never reached through a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+
+from kvbm.errors import SettingsError
+
+FIELD = "DYN_KVBM_RUNTIME_DIR"
+_ACCEPTED = "a directory that only you own and can write to (0700), not through a link"
+_READ_BYTES_MAX = 64 << 20
+
+
+def make_runtime_dir(path: str) -> None:
+    """Make the directory, 0700. Raises SettingsError for one that is not ours alone; see `check_runtime_dir`."""
+    make_own_dir(path, FIELD)
+    check_runtime_dir(path)
+
+
+def check_runtime_dir(path: str) -> bool:
+    """Whether the directory is there. Raises SettingsError, in one line, for one that may not be used.
+
+    One that is ours and that others can only read or enter is closed to them.
+    """
+    mode = _check(path, FIELD)
+    if mode < 0:
+        return False
+    if mode & 0o077:
+        try:
+            fd = os.open(_bare(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fchmod(fd, 0o700)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise SettingsError(
+                FIELD, path, f"{_ACCEPTED}; this has mode {mode:o} ({error.strerror})"
+            ) from None
+    return True
+
+
+def make_own_dir(path: str, field: str, mode: int = 0o700) -> None:
+    """Make a directory that somebody named, with this mode. One that is there keeps its own: others may enter it.
+
+    Raises SettingsError, which names `field`, when it is not ours or others can write to it.
+    """
+    if _check(path, field) >= 0:
+        return
+    try:
+        os.makedirs(path, mode=mode, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(field, path, f"a directory that can be made ({error.strerror})") from None
+    # Somebody else may have been faster.
+    if _check(path, field) < 0:
+        raise SettingsError(field, path, f"{_ACCEPTED}; it was removed at once")
+
+
+def is_ours(path: str) -> bool:
+    """Whether what is written into this directory was written by us; False where there is none.
+
+    Raises SettingsError, in one line, when somebody else could have written it.
+    """
+    return _check(path, "the directory") >= 0
+
+
+def read_private(path: str) -> bytes:
+    """The content of a file of ours.
+
+    Raises OSError for a link, for what is no plain file, and for a file that others own or can write to.
+    """
+    # A pipe or a device must not hold us up.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EPERM, "it is no plain file")
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise OSError(errno.EPERM, f"user {status.st_uid} owns it, mode {stat.S_IMODE(status.st_mode):o}")
+        return file.read(_READ_BYTES_MAX)
+
+
+def replace_private(path: str, content: bytes) -> None:
+    """Write a file of ours, 0600, as a whole: a reader finds the old content or the new. Raises OSError."""
+    scratch = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise
+
+
+def open_lock(path: str) -> int:
+    """The descriptor of a lock file of ours, made 0600 when it is not there. Raises OSError, for a link too."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _check(path: str, field: str) -> int:
+    """The mode of a directory that is ours; -1 where there is none."""
+    try:
+        status = os.lstat(_bare(path))
+    except FileNotFoundError:
+        return -1
+    except OSError as error:
+        raise SettingsError(field, path, f"{_ACCEPTED} ({error.strerror})") from None
+    mode = stat.S_IMODE(status.st_mode)
+    found = ""
+    if stat.S_ISLNK(status.st_mode):
+        found = f"this is a link that user {status.st_uid} made"
+    elif not stat.S_ISDIR(status.st_mode):
+        found = "this is no directory"
+    elif status.st_uid != os.geteuid():
+        found = f"this is user {status.st_uid}'s, and you are user {os.geteuid()}"
+    elif mode & 0o022:
+        found = f"this has mode {mode:o}"
+    if found:
+        raise SettingsError(field, path, f"{_ACCEPTED}; {found}")
+    return mode
+
+
+def _bare(path: str) -> str:
+    """The path without what would make the kernel follow a link at its end."""
+    while len(path) > 1 and path.endswith(("/", "/.")):
+        path = path[:-1]
+    return path

@@ -1,0 +1,60 @@
+"""Where the outside enters: the `kvbm` command and vLLM's plug-in. Both first ask whose files they are about to run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.machinery import ModuleSpec
+
+from openkvbm.installation import MixedInstallation, shadow, site_of_this, trouble
+
+log = logging.getLogger("openkvbm")
+
+ERROR_EXIT_CODE = 2
+
+
+def main() -> None:
+    """The `kvbm` command. Exits with 2 and one line when the files are not ours."""
+    line = _line()
+    if line:
+        print(f"kvbm: {line}", file=sys.stderr)
+        sys.exit(ERROR_EXIT_CODE)
+    from kvbm.cli.main import main as run
+
+    run()
+
+
+def register() -> None:
+    """`vllm.general_plugins` entry point, in every process of vLLM.
+
+    vLLM calls it whether KVBM is used or not. So a mixture does not end it: an engine that asks for a connector of
+    `kvbm` is refused with the line, by its import, and every other engine only logs it.
+    """
+    if any(isinstance(finder, _Refusal) for finder in sys.meta_path):
+        return  # plug-ins may be loaded several times
+    line = _line()
+    if line:
+        log.error("%s", line)
+        sys.meta_path.insert(0, _Refusal(line))
+        return
+    from kvbm.vllm_integration.plugin import register as register_connectors
+
+    register_connectors()
+
+
+def _line() -> str:
+    site = site_of_this()
+    return trouble(site) or shadow(site)
+
+
+class _Refusal:
+    """A finder of modules that raises for everything in `kvbm`."""
+
+    def __init__(self, line: str) -> None:
+        self._line = line
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Raises MixedInstallation, or leaves the name to the next finder."""
+        if name.partition(".")[0] == "kvbm":
+            raise MixedInstallation(self._line)
+        return None
