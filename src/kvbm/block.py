@@ -17,6 +17,10 @@ SlotIndex = NewType("SlotIndex", int)
 
 KEY_BYTES = 32
 
+GROUP_MAX = 0xFFFF
+"""A *group* is the blocks of one kind of layers in a model that has several; a number from 0, which means "the only
+kind", to this."""
+
 
 class BlockState(enum.IntEnum):
     """The state of one slot.

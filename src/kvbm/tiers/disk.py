@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvbm.block import KEY_BYTES, BlockKey, Outcome, SlotIndex
+from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
@@ -145,8 +145,11 @@ class DiskTier:
         parent: BlockKey | None,
         slot: SlotIndex,
         sources: Sequence[Buffer],
+        engine_hash: bytes = b"",
+        group: int = 0,
     ) -> Outcome:
         assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
+        assert len(engine_hash) in (0, KEY_BYTES) and 0 <= group <= GROUP_MAX
         self._check_buffers(sources)
         self._watch()
         if self._fault or self._closed:
@@ -162,6 +165,8 @@ class DiskTier:
                 slot=slot,
                 sequence=self._sequence,
                 sources=tuple(sources),
+                engine_hash=engine_hash,
+                group=group,
             )
         )
         return Outcome.PENDING
@@ -264,15 +269,15 @@ class DiskTier:
         start_s = self._clock()
         try:
             if isinstance(job, StoreJob):
-                medium.store(job.key, job.parent, job.slot, job.sequence, job.sources)
-                return self._moved(job.job_id, start_s)
+                medium.store(job)
+                return self._moved(job, start_s)
             verdict = medium.load(job.key, job.slot, job.targets)
         except Exception as error:
             verb = "writing" if isinstance(job, StoreJob) else "reading"
             self._turn_off(f"{verb} slot {job.slot} in {medium.path}", error)
             return self._abandon(job, unsettled=isinstance(error, UnsettledTransfer))
         if verdict.outcome is Outcome.HIT:
-            return self._moved(job.job_id, start_s)
+            return self._moved(job, start_s, verdict.engine_hash, verdict.group)
         if verdict.corrupt:
             log.warning("disk tier: slot %d in %s failed verification and was dropped", job.slot, medium.path)
         return Completion(
@@ -282,12 +287,14 @@ class DiskTier:
             seconds=self._clock() - start_s,
         )
 
-    def _moved(self, job_id: int, start_s: float) -> Completion:
+    def _moved(self, job: Job, start_s: float, engine_hash: bytes = b"", group: int = 0) -> Completion:
         return Completion(
-            job_id=job_id,
+            job_id=job.job_id,
             outcome=Outcome.HIT,
             bytes_moved=self._options.layout.block_bytes,
             seconds=self._clock() - start_s,
+            engine_hash=engine_hash,
+            group=group,
         )
 
     def _abandon(self, job: Job, unsettled: bool = False) -> Completion:

@@ -27,7 +27,7 @@ from kvbm.tiers.disk_syscalls import Syscalls, write_fully
 log = logging.getLogger("kvbm.tiers.disk")
 
 DIRECTORY_PREFIX = "dynamo-kvbm-disk-cache-"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_COUNT_MAX = 256
 META_BYTES_MAX = 1 << 20
 _PID_BYTES_MAX = 32

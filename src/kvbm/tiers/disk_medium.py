@@ -33,6 +33,7 @@ from kvbm.tiers.disk_directory import (
     remove_directory,
 )
 from kvbm.tiers.disk_geometry import RECORD_BYTES, DiskGeometry, plan_geometry
+from kvbm.tiers.disk_io import StoreJob
 from kvbm.tiers.disk_journal import BlockRecord, DamagedRecord, Journal
 from kvbm.tiers.disk_slabs import SlabFiles, slab_name
 from kvbm.tiers.disk_syscalls import Syscalls
@@ -54,13 +55,15 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
-    """How a load ended: HIT, or MISS with `corrupt` telling whether something was there that could not be believed."""
+    """How a load ended: HIT, with what the record says of the block beside its key, or MISS with `corrupt` telling
+    whether something was there that could not be believed."""
 
     outcome: Outcome
     corrupt: bool = False
+    engine_hash: bytes = b""
+    group: int = 0
 
 
-_HIT = LoadVerdict(Outcome.HIT)
 _MISS = LoadVerdict(Outcome.MISS)
 _CORRUPT = LoadVerdict(Outcome.MISS, corrupt=True)
 
@@ -101,21 +104,20 @@ class DiskMedium:
         """True while transfers bypass the page cache."""
         return self._slabs.direct
 
-    def store(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        slot: SlotIndex,
-        sequence: int,
-        sources: Sequence[Buffer],
-    ) -> None:
+    def store(self, job: StoreJob) -> None:
         """Make the slot hold this block. Raises OSError; the slot then holds nothing."""
-        checksum = self._io.checksum(self._fingerprint, key, sources)
-        self._journal.void(slot)
-        self._slabs.write(slot, sources)
-        length = sum(source.nbytes for source in sources)
+        checksum = self._io.checksum(self._fingerprint, job.key, job.sources)
+        self._journal.void(job.slot)
+        self._slabs.write(job.slot, job.sources)
         record = BlockRecord(
-            slot=slot, key=key, parent=parent, checksum=checksum, length=length, sequence=sequence
+            slot=job.slot,
+            key=job.key,
+            parent=job.parent,
+            checksum=checksum,
+            length=sum(source.nbytes for source in job.sources),
+            sequence=job.sequence,
+            engine_hash=job.engine_hash,
+            group=job.group,
         )
         self._journal.write(record)
 
@@ -139,7 +141,7 @@ class DiskMedium:
                 self.try_void(slot)
             raise
         if self._io.checksum(self._fingerprint, key, targets) == record.checksum:
-            return _HIT
+            return LoadVerdict(Outcome.HIT, engine_hash=record.engine_hash, group=record.group)
         if not self._journal_says(slot, record):
             return _MISS  # overwritten while we read it
         self._journal.void(slot)
@@ -168,7 +170,12 @@ class DiskMedium:
                 rejected.append(entry)
                 continue
             found = RecoveredBlock(
-                key=entry.key, slot=entry.slot, sequence=entry.sequence, parent=entry.parent
+                key=entry.key,
+                slot=entry.slot,
+                sequence=entry.sequence,
+                parent=entry.parent,
+                engine_hash=entry.engine_hash,
+                group=entry.group,
             )
             rival = newest.get(entry.key)
             if rival is None or rival.sequence < found.sequence:
