@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from kvbm.settings.parse import BYTES_MAX, LOG_LEVELS
+from kvbm.settings.runtime_dir import default_runtime_dir
 from kvbm.settings.setting import Kind, Setting
 
 PREFIX = "DYN_KVBM_"
 PORT_MAX = 65535
 CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
-
-
-def default_runtime_dir() -> str:
-    """The directory of sockets and locks when none is set: `$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`."""
-    return runtime_dir_under(os.environ.get("XDG_RUNTIME_DIR", ""))
-
-
-def runtime_dir_under(xdg_runtime_dir: str) -> str:
-    """`default_runtime_dir` for a given `$XDG_RUNTIME_DIR`; one that cannot be written counts as unset."""
-    if os.path.isabs(xdg_runtime_dir) and os.access(xdg_runtime_dir, os.W_OK | os.X_OK):
-        return os.path.join(xdg_runtime_dir, "kvbm")
-    return f"/tmp/kvbm-{os.getuid()}"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_blocks: int | None = None
     disk_dir: str = "/tmp/"
     disk_persist: bool = True
+    disk_unowned_bytes: int | None = None
     disk_allocator: str = "default"
     disk_zerofill_fallback: bool = False
     disk_o_direct: bool = True
@@ -129,6 +117,17 @@ SCHEMA: tuple[Setting, ...] = (
         "--disk-persist",
         Kind.SWITCH,
         "keep the disk tier's blocks over a restart",
+        ours=True,
+    ),
+    Setting(
+        "disk_unowned_bytes",
+        "DYN_KVBM_DISK_UNOWNED_GB",
+        "--disk-unowned",
+        Kind.SIZE,
+        "most that directories nobody owns may take in the directory of the disk tier, over all models, the least "
+        "recently used going first; unset, eight times the largest tier there; 0 keeps none",
+        0,
+        BYTES_MAX,
         ours=True,
     ),
     Setting(

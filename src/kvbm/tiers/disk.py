@@ -47,6 +47,8 @@ def open_disk_tier(
     o_direct: bool = True,
     zerofill_fallback: bool = False,
     persist: bool = True,
+    unowned_bytes: int | None = None,
+    tier_count: int = 1,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
@@ -58,6 +60,8 @@ def open_disk_tier(
     - `o_direct`: bypass the page cache; where the filesystem cannot, a warning is logged and it is used after all.
     - `zerofill_fallback`: on a filesystem without fallocate, write zeros at start instead of making sparse files.
     - `persist`: keep the blocks for the next run; otherwise start empty and leave nothing behind.
+    - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
+      go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
 
@@ -75,6 +79,8 @@ def open_disk_tier(
         o_direct=o_direct,
         zerofill_fallback=zerofill_fallback,
         persist=persist,
+        unowned_bytes=unowned_bytes,
+        tier_count=tier_count,
     )
     try:
         return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
@@ -218,7 +224,9 @@ class DiskTier:
             self._medium = None
         self._recovered = []
         try:
-            medium = open_medium(self._options, self._syscalls, self._io, self._clock, HEAL_LIMIT_S)
+            medium = open_medium(
+                self._options, self._syscalls, self._io, self._clock, HEAL_LIMIT_S, self._home
+            )
             self._attach(medium)
         except (SettingsError, TierError) as error:
             self._fault = str(error)
@@ -259,6 +267,7 @@ class DiskTier:
             ) from error
         self._sequence = max([self._sequence, *(block.sequence for block in self._recovered)])
         self._medium = medium
+        self._home = medium.path
         self._watched_s = self._clock()
 
     def _execute(self, job: Job) -> Completion:
