@@ -10,7 +10,7 @@ import enum
 from typing import NewType
 
 BlockKey = NewType("BlockKey", bytes)
-"""What identifies a block's content: 32 bytes, a chained hash inside a namespace (see `hashing`)."""
+"""What identifies a block's content inside its namespace: 32 bytes, a chained hash (see `hashing`)."""
 
 SlotIndex = NewType("SlotIndex", int)
 """A slot's position in one tier; slot i is the same block on every rank."""

@@ -13,7 +13,7 @@ from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, load, make_key, store
-from kvbm.tiers import disk_geometry
+from kvbm.tiers import disk_geometry, disk_room
 from kvbm.tiers.disk import DiskTier, open_disk_tier
 from kvbm.tiers.disk_directory import DIRECTORY_PREFIX
 from kvbm.tiers.disk_room import LEFT_BYTES_MAX, LEFT_SHARE, UNOWNED_TIERS, Room, list_unowned
@@ -143,8 +143,6 @@ def test_one_that_cannot_be_removed_does_not_stand_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = leave(tmp_path, 3)
-    from kvbm.tiers import disk_room
-
     remove = disk_room.remove_directory
     monkeypatch.setattr(disk_room, "remove_directory", lambda path: path != left[0] and remove(path))
     tier = open_tier(tmp_path, unowned_bytes=2 * size_of(left[0]))
@@ -156,8 +154,6 @@ def test_one_that_finds_an_owner_meanwhile_counts_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = leave(tmp_path, 3)
-    from kvbm.tiers import disk_room
-
     remove, owners = disk_room.remove_directory, []
 
     def overtaken(path: Path) -> bool:
@@ -172,6 +168,23 @@ def test_one_that_finds_an_owner_meanwhile_counts_no_more(
     assert [path.exists() for path in left] == [True, False, True]
     for each in (tier, *owners):
         each.close(keep=False)
+
+
+def test_one_that_another_claim_removes_meanwhile_counts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = leave(tmp_path, 3)
+    remove, done = disk_room.remove_directory, []
+
+    def overtaken(path: Path) -> bool:
+        if not done:
+            done.append(remove(path))
+        return remove(path)
+
+    monkeypatch.setattr(disk_room, "remove_directory", overtaken)
+    tier = open_tier(tmp_path, unowned_bytes=2 * size_of(left[0]))
+    assert [path.exists() for path in left] == [False, True, True]
+    tier.close(keep=False)
 
 
 def is_there(tier: DiskTier) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -56,9 +56,13 @@ class Tracked:
         The manager keeps a namespace's blocks apart from all others. So the engine's own hash is the key, unless it is
         of another length or there are `extras`, which it leaves out.
         """
-        for block_hash in self.hashes[len(self.keys) : count]:
+        fresh = cast(Sequence[BlockKey], self.hashes[len(self.keys) : count])
+        if not extras and set(map(len, fresh)) <= {KEY_BYTES}:
+            self.keys.extend(fresh)  # thousands at once, in the scheduler's thread
+            return
+        for block_hash in fresh:
             whole = not extras and len(block_hash) == KEY_BYTES
-            self.keys.append(BlockKey(block_hash) if whole else derive_key(fingerprint, block_hash, extras))
+            self.keys.append(block_hash if whole else derive_key(fingerprint, block_hash, extras))
 
     def engine_hashes(self, start: int, end: int) -> bytes:
         """What a reservation says of these blocks beside their keys: the engine's own hash of each, in `keys` or not.

@@ -72,13 +72,13 @@ def bound_unowned(
         removed = remove_directory(directory.path)
         if removed:
             log.warning(
-                "disk tier: removed %s, used last of all that nobody owns: they may take %.3f GB together "
-                "(DYN_KVBM_DISK_UNOWNED_GB)",
+                "disk tier: removed %s, the least recently used that nobody owns: such directories may take %.3f GB "
+                "together (DYN_KVBM_DISK_UNOWNED_GB)",
                 directory.path,
                 limit_bytes / 1e9,
             )
-        if removed or is_locked(directory.path):  # else it could not be removed, and others have to go
-            total_bytes -= directory.medium_bytes
+        if removed or is_locked(directory.path) or not directory.path.exists():
+            total_bytes -= directory.medium_bytes  # else it could not be removed, and others have to go
 
 
 def require_space(
