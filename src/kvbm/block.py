@@ -10,12 +10,16 @@ import enum
 from typing import NewType
 
 BlockKey = NewType("BlockKey", bytes)
-"""What identifies a block's content: 32 bytes, a chained hash inside a namespace (see `hashing`)."""
+"""What identifies a block's content inside its namespace: 32 bytes, a chained hash (see `hashing`)."""
 
 SlotIndex = NewType("SlotIndex", int)
 """A slot's position in one tier; slot i is the same block on every rank."""
 
 KEY_BYTES = 32
+
+GROUP_MAX = 0xFFFF
+"""A *group* is the blocks of one kind of layers in a model that has several; a number from 0, which means "the only
+kind", to this."""
 
 
 class BlockState(enum.IntEnum):

@@ -2,7 +2,7 @@
 
 `key = H(namespace fingerprint, parent key, token ids, extras)`, 32 bytes of blake3 in its keyed mode (the key is
 the fingerprint), deterministic across processes and restarts. Where an engine already has a deterministic chained
-hash that covers tokens and extras, `derive_key` binds that hash to the namespace instead of hashing tokens again.
+hash that covers tokens and extras, that hash is the key; where it leaves something out, `derive_key` adds that to it.
 A `Chain` keeps the keys of a sequence while it grows.
 """
 

@@ -1,7 +1,8 @@
 """KV geometry and the namespace: everything that must agree before bytes may be shared.
 
 A block's bytes are opaque to the manager. What they mean is fixed by the *namespace*, and the namespace's
-hash, the *fingerprint*, is part of every block key, of every session and of every disk directory.
+hash, the *fingerprint*, is part of every session, of every disk directory and of every checksum. A block key means
+something inside one namespace only.
 """
 
 from __future__ import annotations

@@ -17,12 +17,15 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MESSAGE_BYTES_MAX = 8 << 20
 LENGTH_BYTES = 4
 
 KEYS_PER_MESSAGE_MAX = 131_072
 """Blocks of a request beyond this many are neither looked up nor stored in one go."""
+
+STORED_KEYS_MAX = KEYS_PER_MESSAGE_MAX // 2
+"""The most keys of one `Reserve`: with a hash for each, it is as long as a `Lookup` may be."""
 
 HELD = -1
 """In `ReserveReply.slots`: the manager holds this block already, or somebody is storing it."""
@@ -80,11 +83,18 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
-    """Ask for slots for consecutive blocks of one chain; `parent` is the key before the first, or empty."""
+    """Ask for slots for consecutive blocks of one chain; `parent` is the key before the first, or empty.
+
+    `hashes` is the engine's own hash of each block, 32 bytes each and zeros where it has none of 32 bytes; empty where
+    the keys are those hashes. `group` is the blocks' kind of layers. Blocks are found by key alone: the keys of
+    different groups must differ.
+    """
 
     store: int
     parent: bytes
     keys: bytes
+    hashes: bytes = b""
+    group: int = 0
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):

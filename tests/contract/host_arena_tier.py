@@ -62,6 +62,7 @@ class HostArenaTier:
         self._arena = HostArena(layout, slot_count, touch_threads=1)
         self._ranks = [RankMapping.of(self._arena, shard) for shard in range(layout.shard_count)]
         self._promised: dict[tuple[BlockKey, SlotIndex], int] = {}
+        self._names: dict[SlotIndex, tuple[bytes, int]] = {}
         self._done: list[Completion] = []
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -77,6 +78,8 @@ class HostArenaTier:
         parent: BlockKey | None,
         slot: SlotIndex,
         sources: Sequence[memoryview],
+        engine_hash: bytes = b"",
+        group: int = 0,
     ) -> Outcome:
         if (refusal := self._refusal()) is not None:
             return refusal
@@ -85,6 +88,7 @@ class HostArenaTier:
             with view:
                 view[:] = source
         self._promised[key, slot] = self._arena.generation(slot)
+        self._names[slot] = engine_hash, group
         return self._complete(job_id, Outcome.HIT)
 
     def submit_load(
@@ -100,7 +104,7 @@ class HostArenaTier:
             whole = whole and rank.intact(slot, generation)
             target[:] = rank.read(slot)
             whole = whole and rank.intact(slot, generation)
-        return self._complete(job_id, Outcome.HIT if whole else Outcome.MISS)
+        return self._complete(job_id, Outcome.HIT if whole else Outcome.MISS, *self._names[slot])
 
     def forget(self, slot: SlotIndex) -> None:
         """The promises stay: whoever has one must find out by himself."""
@@ -141,9 +145,13 @@ class HostArenaTier:
             return Outcome.RETRY
         return Outcome.THROTTLED if len(self._done) >= self.pending_limit else None
 
-    def _complete(self, job_id: int, outcome: Outcome) -> Outcome:
+    def _complete(self, job_id: int, outcome: Outcome, engine_hash: bytes = b"", group: int = 0) -> Outcome:
         moved = self._arena.layout.block_bytes if outcome is Outcome.HIT else 0
         if not self._done:
             os.eventfd_write(self._event, 1)
-        self._done.append(Completion(job_id=job_id, outcome=outcome, bytes_moved=moved))
+        self._done.append(
+            Completion(
+                job_id=job_id, outcome=outcome, bytes_moved=moved, engine_hash=engine_hash, group=group
+            )
+        )
         return Outcome.PENDING

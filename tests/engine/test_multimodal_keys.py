@@ -21,12 +21,9 @@ from vllm.v1.request import Request
 
 from engine.vllm_versions import VERSION
 from kvbm.block import BlockKey
-from kvbm.hashing import derive_key
-from kvbm.layout import Namespace
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 
 BLOCK_TOKENS = 16
-FINGERPRINT = Namespace(model="multimodal keys", fields=()).fingerprint
 TOKENS = [7] * 160
 """Nothing but placeholders: only the images tell such prompts apart."""
 
@@ -59,11 +56,11 @@ def make_request(images: Sequence[Image], tokens: Sequence[int] = TOKENS, salt: 
 
 
 def engine_keys(request: Request) -> list[BlockKey]:
-    return [derive_key(FINGERPRINT, block_hash) for block_hash in EngineHashes(request)]
+    return [BlockKey(block_hash) for block_hash in EngineHashes(request)]
 
 
 def own_keys(request: Request) -> list[BlockKey]:
-    return [derive_key(FINGERPRINT, block_hash) for block_hash in OwnHashes(request, BLOCK_TOKENS)]
+    return [BlockKey(block_hash) for block_hash in OwnHashes(request, BLOCK_TOKENS)]
 
 
 def equal_blocks(keys: Keys, one: Request, other: Request) -> int:

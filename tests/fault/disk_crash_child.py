@@ -109,15 +109,19 @@ class Load:
         self.pending[job] = (slot, number)
 
 
-def store_in_the_wrong_order(medium, key, parent, slot, sequence, sources):  # type: ignore[no-untyped-def]
+def store_in_the_wrong_order(medium, job):  # type: ignore[no-untyped-def]
     """What `DiskMedium.store` must never become."""
-    checksum = block_io.block_checksum(medium._fingerprint, key, sources)
     medium._journal.write(
         disk_medium.BlockRecord(
-            slot=slot, key=key, parent=parent, checksum=checksum, length=LAYOUT.block_bytes, sequence=sequence
+            slot=job.slot,
+            key=job.key,
+            parent=job.parent,
+            checksum=block_io.block_checksum(medium._fingerprint, job.key, job.sources),
+            length=LAYOUT.block_bytes,
+            sequence=job.sequence,
         )
     )
-    medium._slabs.write(slot, sources)
+    medium._slabs.write(job.slot, job.sources)
 
 
 def main() -> None:

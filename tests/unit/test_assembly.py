@@ -16,7 +16,7 @@ from kvbm.policy.admission_ghost import GhostAdmission
 from kvbm.policy.write_budget import WriteBudget
 from kvbm.protocol import Commit
 from kvbm.testing.fake_tier import FakeTier
-from kvbm.tiers.disk_directory import claim_directory
+from kvbm.tiers.disk_directory import claim_directory, read_meta
 from kvbm.tiers.disk_syscalls import Syscalls
 from unit.manager_bench import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, refusal, store
 
@@ -173,8 +173,10 @@ def test_what_an_ephemeral_namespace_left_behind_in_a_crash_is_removed(
     settings = {"disk_blocks": 4, "disk_dir": str(disk)}
     make_manager(**settings).worker(namespace=EPHEMERAL)
     (owned,) = disk.iterdir()
-    crashed = claim_directory(disk, EPHEMERAL, Syscalls())
-    (crashed.path / "meta.json").write_bytes((owned / "meta.json").read_bytes())
+    meta = read_meta(owned / "meta.json")
+    assert meta is not None
+    crashed = claim_directory(disk, meta, Syscalls())
+    crashed.write_meta(meta)
     crashed.release(remove=False)
     make_manager(**settings).worker(namespace=NAMESPACE)
     assert not crashed.path.exists()

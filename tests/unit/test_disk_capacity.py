@@ -154,7 +154,7 @@ def test_a_directory_of_another_format_starts_empty(tmp_path: Path, damage: str)
     meta = tier.path / "meta.json"
     tier.close(keep=True)
     if damage == "version":
-        meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
+        meta.write_text(meta.read_text().replace('"format": 2', '"format": 1'))
     elif damage == "garbage":
         meta.write_bytes(b"\0" * 100)
     else:
@@ -163,7 +163,7 @@ def test_a_directory_of_another_format_starts_empty(tmp_path: Path, damage: str)
     assert found_slots(tier) == []
     assert load(tier, LAYOUT, make_key(0), 0).outcome is Outcome.MISS
     tier.close(keep=True)
-    assert '"format": 1' in meta.read_text()
+    assert '"format": 2' in meta.read_text()
 
 
 def test_without_persistence_nothing_is_taken_over_and_nothing_left(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from kvbm.cli.disk import app
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, load, make_key, store
 from kvbm.tiers.disk import DiskTier, open_disk_tier
+from kvbm.tiers.disk_geometry import RECORD_BYTES
 
 runner = CliRunner()
 
@@ -71,7 +72,7 @@ def test_verify_names_what_is_corrupt(tmp_path: Path, owned: DiskTier, name: str
     path = left_path(tmp_path) / name
     if name == "journal":
         with path.open("r+b") as file:
-            file.seek(128 + 40)
+            file.seek(RECORD_BYTES + 40)
             file.write(b"??")
     else:
         flip(path)
@@ -121,7 +122,18 @@ def test_nothing_there_and_no_directory(tmp_path: Path, command: str) -> None:
 def test_a_directory_that_cannot_be_read_is_shown_as_such(
     tmp_path: Path, owned: DiskTier, command: str
 ) -> None:
-    (left_path(tmp_path) / "meta.json").write_text("{")
-    result = runner.invoke(app, [command, str(tmp_path)])
-    assert result.exit_code == 0
-    assert "unreadable" in result.stdout
+    meta = left_path(tmp_path) / "meta.json"
+    for content in (meta.read_text().replace('"format": 2', '"format": 1'), "{"):
+        meta.write_text(content)
+        result = runner.invoke(app, [command, str(tmp_path)])
+        assert result.exit_code == 0
+        assert "unreadable" in result.stdout
+
+
+def test_the_groups_of_blocks_are_shown_to_programs(tmp_path: Path, owned: DiskTier) -> None:
+    store(owned, LAYOUT, make_key(5), 5, group=3)
+    entries = json.loads(runner.invoke(app, ["ls", str(tmp_path), "--json"]).stdout)["directories"]
+    assert {entry["namespace"]: entry["groups"] for entry in entries} == {
+        NAMESPACE.short: [0, 3],
+        OTHER_NAMESPACE.short: [0],
+    }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -15,9 +17,12 @@ from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import NAMESPACE, OTHER_NAMESPACE
 from kvbm.tiers.disk_directory import (
     DIRECTORY_PREFIX,
+    FORMAT_VERSION,
     ClaimedDirectory,
+    DirectoryMeta,
     claim_directory,
     describe,
+    encode_meta,
     is_locked,
     list_directories,
     owner_pid,
@@ -33,10 +38,11 @@ META = describe(
     BlockLayout(block_tokens=16, shard_bytes=4096),
     DiskGeometry(block_bytes=4096, slot_count=4, slab_slots=4),
 )
+OTHER_META = describe(OTHER_NAMESPACE, BlockLayout(block_tokens=16, shard_bytes=4096), META.geometry)
 
 
 def claim(root: Path) -> ClaimedDirectory:
-    return claim_directory(root, NAMESPACE, Syscalls())
+    return claim_directory(root, META, Syscalls())
 
 
 def test_two_owners_get_two_directories(tmp_path: Path) -> None:
@@ -65,22 +71,127 @@ def test_what_was_left_behind_is_taken_over_with_its_meta(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
 
 
-def test_leftovers_behind_ours_are_removed_and_owned_ones_are_not(tmp_path: Path) -> None:
-    owners = [claim(tmp_path) for _ in range(4)]
-    for index in (0, 2):
-        owners[index].release(remove=False)
-    stranger = claim_directory(tmp_path, OTHER_NAMESPACE, Syscalls())
-    stranger.release(remove=False)
-    claimed = claim(tmp_path)
-    assert claimed.path.name == f"{STEM}-0"
-    assert [path.name for path in list_directories(tmp_path, NAMESPACE.short)] == [
-        f"{STEM}-0",
-        f"{STEM}-1",
-        f"{STEM}-3",
-    ]
-    assert stranger.path in list_directories(tmp_path)
-    for owner in (claimed, owners[1], owners[3]):
+def leave(root: Path, meta: DirectoryMeta, used_s: float = 100.0) -> Path:
+    """A directory with this content that nobody owns, used last at this time. Index as it comes."""
+    index = len(list_directories(root, meta.namespace.short))
+    path = root / f"{DIRECTORY_PREFIX}{meta.namespace.short}-{index}"
+    path.mkdir(0o700, parents=True)
+    (path / "meta.json").write_bytes(encode_meta(meta))
+    (path / "journal").write_bytes(b"")
+    os.utime(path / "journal", (used_s, used_s))
+    return path
+
+
+def resized(slot_count: int, slab_slots: int = 4, format_version: int = FORMAT_VERSION) -> DirectoryMeta:
+    return msgspec.structs.replace(META, slot_count=slot_count, slab_slots=slab_slots, format=format_version)
+
+
+def test_what_others_left_stays_whoever_comes_back_first(tmp_path: Path) -> None:
+    paths = {leave(tmp_path, META) for _ in range(4)} | {leave(tmp_path, OTHER_META)}
+    owners = [claim(tmp_path) for _ in range(2)]
+    assert set(list_directories(tmp_path)) == paths
+    owners += [claim(tmp_path) for _ in range(3)]
+    assert [owner.created for owner in owners] == [False] * 4 + [True]
+    assert {owner.path for owner in owners} >= paths - {tmp_path / f"{STEM}-4"} - set(
+        list_directories(tmp_path, OTHER_NAMESPACE.short)
+    )
+    for owner in owners:
         owner.release(remove=False)
+
+
+def test_the_one_used_last_is_taken_first(tmp_path: Path) -> None:
+    order = [leave(tmp_path, META, used_s) for used_s in (200.0, 400.0, 300.0)]
+    owners = [claim(tmp_path) for _ in range(3)]
+    assert [owner.path for owner in owners] == [order[1], order[2], order[0]]
+    for owner in owners:
+        owner.release(remove=False)
+
+
+def test_one_of_the_wanted_size_is_taken_before_others(tmp_path: Path) -> None:
+    """A replica with less room would cut off what one with more has left."""
+    large = leave(tmp_path, resized(8), 400.0)
+    small, equal = leave(tmp_path, resized(2), 200.0), leave(tmp_path, META, 300.0)
+    owners = [claim(tmp_path) for _ in range(3)]
+    assert [owner.path for owner in owners] == [equal, small, large]
+    for owner in owners:
+        owner.release(remove=False)
+
+
+def test_one_that_was_held_before_is_taken_again(tmp_path: Path) -> None:
+    paths = [leave(tmp_path, META, used_s) for used_s in (100.0, 300.0, 200.0)]
+    again = claim_directory(tmp_path, META, Syscalls(), before=paths[2])
+    assert again.path == paths[2]
+    first = claim_directory(tmp_path, META, Syscalls(), before=paths[2])
+    assert first.path == paths[1], "its new owner keeps it"
+    for owner in (again, first):
+        owner.release(remove=False)
+
+
+@pytest.mark.parametrize(
+    "useless", [resized(4, slab_slots=2), resized(4, format_version=1), OTHER_META], ids=str
+)
+def test_blocks_that_cannot_be_used_are_passed_over_while_others_can(
+    tmp_path: Path, useless: DirectoryMeta
+) -> None:
+    first = leave(tmp_path, META)
+    (first / "meta.json").write_bytes(encode_meta(useless))
+    os.utime(first / "journal", (900.0, 900.0))
+    second = leave(tmp_path, META)
+    owners = [claim(tmp_path), claim(tmp_path)]
+    assert [owner.path for owner in owners] == [second, first]
+    assert owners[1].found == useless, "the first free one is better than none"
+    assert "\n" not in useless.difference(META)
+    for owner in owners:
+        owner.release(remove=False)
+
+
+def test_one_that_was_taken_and_changed_meanwhile_is_given_back(tmp_path: Path) -> None:
+    path = leave(tmp_path, META)
+
+    class Overtaken(Syscalls):
+        """Somebody of another size had the directory between our look and our lock."""
+
+        def open(self, path_: str, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+            (path / "meta.json").write_bytes(encode_meta(resized(4, slab_slots=2)))
+            return super().open(path_, flags, mode, dir_fd=dir_fd)
+
+    claimed = claim_directory(tmp_path, META, Overtaken())
+    assert claimed.found == resized(4, slab_slots=2)
+    assert is_locked(path)
+    claimed.release(remove=False)
+
+
+def test_many_at_once_get_one_each(tmp_path: Path) -> None:
+    """Threads hold locks of their own as processes do: each opens the lock file anew."""
+    paths = {leave(tmp_path, META) for _ in range(6)}
+    start = threading.Barrier(6)
+
+    def come() -> ClaimedDirectory:
+        start.wait(20)
+        return claim(tmp_path)
+
+    with ThreadPoolExecutor(6) as pool:
+        owners = [come.result() for come in [pool.submit(come) for _ in range(6)]]
+    assert {owner.path for owner in owners} == paths
+    for owner in owners:
+        owner.release(remove=False)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "writable by all", "another user's"])
+def test_a_directory_that_is_not_ours_alone_is_not_taken_for_its_blocks(tmp_path: Path, kind: str) -> None:
+    first = leave(tmp_path / "elsewhere" if kind == "symlink" else tmp_path, META)
+    if kind == "symlink":
+        (tmp_path / first.name).symlink_to(first)
+    elif kind == "writable by all":
+        first.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(first, 12345, -1)
+    else:
+        pytest.skip("only root can give a directory to another user")
+    claimed = claim(tmp_path)
+    assert claimed.path.name == f"{STEM}-1"
+    claimed.release(remove=True)
+    assert first.exists()
 
 
 def test_indexes_sort_as_numbers(tmp_path: Path) -> None:
@@ -105,7 +216,7 @@ def test_somebody_who_looks_does_not_drive_a_claim_away(tmp_path: Path) -> None:
                 fcntl.flock(looker, fcntl.LOCK_UN)
             return super().open(path, flags, mode, dir_fd=dir_fd)
 
-    claimed = claim_directory(tmp_path, NAMESPACE, LooksAway())
+    claimed = claim_directory(tmp_path, META, LooksAway())
     assert claimed.path.name == f"{STEM}-0"
     assert LooksAway.opens == 3
     claimed.release(remove=True)
@@ -124,7 +235,7 @@ def test_a_directory_removed_between_opening_and_locking_is_not_used(tmp_path: P
                 RemovesOnce.removed = remove_directory(tmp_path / f"{STEM}-0")
             return fd
 
-    claimed = claim_directory(tmp_path, NAMESPACE, RemovesOnce())
+    claimed = claim_directory(tmp_path, META, RemovesOnce())
     assert RemovesOnce.removed
     assert claimed.path.name == f"{STEM}-0"
     assert claimed.vanished() == ""
@@ -182,10 +293,10 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_read_only_root_is_refused_and_a_failing_one_is_a_fault(tmp_path: Path) -> None:
     read_only = FaultySyscalls(0, FaultRule(operation="mkdir", fault=Fault.EROFS))
     with pytest.raises(SettingsError, match=r"DYN_KVBM_DISK_CACHE_DIR.*Read-only"):
-        claim_directory(tmp_path, NAMESPACE, read_only)
+        claim_directory(tmp_path, META, read_only)
     failing = FaultySyscalls(0, FaultRule(operation="mkdir", fault=Fault.EIO))
     with pytest.raises(TierError, match="Input/output error"):
-        claim_directory(tmp_path, NAMESPACE, failing)
+        claim_directory(tmp_path, META, failing)
 
 
 def test_a_missing_root_is_made(tmp_path: Path) -> None:
@@ -220,4 +331,4 @@ def test_a_pipe_in_place_of_a_file_holds_nobody_up(tmp_path: Path) -> None:
     assert read_meta(stranger / "meta.json") is None
     assert not is_locked(stranger)
     assert owner_pid(stranger) is None
-    claim_directory(tmp_path, NAMESPACE, Syscalls()).release(remove=True)
+    claim_directory(tmp_path, META, Syscalls()).release(remove=True)

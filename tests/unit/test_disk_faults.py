@@ -27,6 +27,7 @@ from kvbm.testing.tier_contract import (
 )
 from kvbm.tiers import disk
 from kvbm.tiers.disk import WATCH_PERIOD_S, DiskTier, open_disk_tier
+from kvbm.tiers.disk_io import StoreJob
 from kvbm.tiers.disk_syscalls import Syscalls
 
 SLOT_COUNT = 8
@@ -240,9 +241,15 @@ def test_a_block_overwritten_while_it_is_read_is_a_miss_and_no_corruption(tmp_pa
             if tier is not None and "slab" in os.readlink(f"/proc/self/fd/{fd}"):
                 self.overtake = None
                 assert tier._medium is not None
-                tier._medium.store(
-                    make_key(2), None, SlotIndex(0), 99, BlockBuffers.of(make_key(2), LAYOUT).views
+                overwrite = StoreJob(
+                    job_id=9,
+                    key=make_key(2),
+                    parent=None,
+                    slot=SlotIndex(0),
+                    sequence=99,
+                    sources=BlockBuffers.of(make_key(2), LAYOUT).views,
                 )
+                tier._medium.store(overwrite)
                 moved = super().preadv(fd, buffers, offset)
             return moved
 

@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvbm.block import BlockKey, SlotIndex
+from kvbm.block import GROUP_MAX, BlockKey, SlotIndex
 from kvbm.testing.tier_contract import make_key
 from kvbm.tiers.disk_geometry import RECORD_BYTES
 from kvbm.tiers.disk_journal import (
@@ -53,15 +54,26 @@ def test_a_record_comes_back(parent: BlockKey | None) -> None:
     assert decode_record(raw, SlotIndex(3), LENGTH, FINGERPRINT) == record
 
 
+@pytest.mark.parametrize(("engine_hash", "group"), [(b"", 7), (b"h" * 32, 0), (bytes(31) + b"\1", GROUP_MAX)])
+def test_a_record_keeps_what_the_engine_calls_its_block(engine_hash: bytes, group: int) -> None:
+    record = msgspec.structs.replace(make_record(3), engine_hash=engine_hash, group=group)
+    assert decode_record(encode_record(record, FINGERPRINT), SlotIndex(3), LENGTH, FINGERPRINT) == record
+
+
 def test_the_layout_is_the_documented_one() -> None:
     raw = encode_record(make_record(3, sequence=0x0102, parent=make_key(4)), FINGERPRINT)
-    assert raw[:8] == b"KVBR\x01\x00\x02\x01"
+    assert raw[:8] == b"KVBR\x02\x00\x02\x01"
     assert raw[8:16] == b"\x02\x01" + bytes(6)
     assert raw[16:48] == make_key(3)
     assert raw[48:80] == make_key(4)
     assert raw[80:96] == bytes([3] * 16)
     assert raw[96:112] == LENGTH.to_bytes(8, "little") + (3).to_bytes(8, "little")
-    assert raw[112:124] == FINGERPRINT[:8] + bytes(4)
+    assert raw[112:120] == FINGERPRINT[:8]
+    assert raw[120:252] == bytes(132)
+    named = msgspec.structs.replace(make_record(3), engine_hash=bytes(range(32)), group=0x0102)
+    raw = encode_record(named, FINGERPRINT)
+    assert raw[120:152] == bytes(range(32))
+    assert raw[152:252] == b"\x02\x01" + bytes(98)
 
 
 def test_every_flipped_bit_is_noticed() -> None:

@@ -49,7 +49,7 @@ def test_a_real_filesystem_that_fills_up_turns_the_tier_off_until_there_is_room(
     with pytest.raises(OSError, match="No space left"):
         fill_up(small_mount / "other")
     assert store(tier, LAYOUT, make_key(1), 1).outcome is Outcome.RETRY
-    assert "No space left on device (ENOSPC)" in tier.fault
+    assert "of the filesystem are left to others (ENOSPC)" in tier.fault
     assert not tier.heal()
     assert "GB free" in tier.fault
     (small_mount / "other").unlink()

@@ -169,7 +169,7 @@ def test_two_namespaces_are_kept_apart(make_manager: MakeBench) -> None:
     leader_a, worker_a = manager.engine("a")
     leader_b, worker_b = manager.engine("b", namespace=OTHER)
     assert worker_a.welcome.slot_count == worker_b.welcome.slot_count == 8, "each has its share"
-    # Even with equal keys (which the fingerprint rules out) nothing would meet.
+    # Engines of two models that are asked the same have the same keys.
     slots = store(leader_a, worker_a, 1, KEYS[:2])
     assert leader_b.lookup(2, KEYS[:2]).slots == ()
     slots_b = leader_b.reserve(3, KEYS[:2])

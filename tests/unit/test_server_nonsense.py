@@ -82,6 +82,11 @@ def test_nonsense_ends_its_session_alone(manager: ManagerBench, data: bytes, wor
     [
         (Lookup(lookup=1, keys=b"x" * 33), "33 bytes"),
         (Reserve(store=1, parent=b"x", keys=b""), "1 bytes"),
+        (Reserve(store=1, parent=b"", keys=join_keys(KEYS[:2]), hashes=b"x" * 33), "hashes of 33 bytes"),
+        (Reserve(store=1, parent=b"", keys=join_keys(KEYS[:2]), hashes=b"x" * 32), "none, or 64"),
+        (Reserve(store=1, parent=b"", keys=join_keys(KEYS[:2]), hashes=b"x" * 96), "hashes of 96 bytes"),
+        (Reserve(store=1, parent=b"", keys=join_keys(KEYS[:1]), group=-1), "group=-1"),
+        (Reserve(store=1, parent=b"", keys=join_keys(KEYS[:1]), group=65536), "0 to 65535"),
         (Lookup(lookup=1, keys=join_keys(KEYS[:2]), skip=3), "skip=3"),
         (Lookup(lookup=1, keys=join_keys(KEYS[:2]), skip=-1), "skip=-1"),
         (Hello(version=PROTOCOL_VERSION, role="leader"), "second Hello"),

@@ -9,23 +9,25 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from kvbm.block import BlockKey
+from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.leader.device import DeviceBlocks
 
 
 class Chain(NamedTuple):
-    """Blocks to store, parents first; `parent` is the key before the first one."""
+    """Blocks to store, parents first; `parent` is the key before the first one, `hashes` as in `Reserve`."""
 
     parent: BlockKey | None
     keys: list[BlockKey]
     device_blocks: list[int]
     tags: list[Hashable]
+    hashes: bytes
 
 
 class _Entry(NamedTuple):
     key: BlockKey
     parent: BlockKey | None
     tag: Hashable
+    engine_hash: bytes
 
 
 class Unsaved:
@@ -39,15 +41,22 @@ class Unsaved:
     def __len__(self) -> int:
         return len(self._by_block)
 
-    def note(self, parent: BlockKey | None, keys: Sequence[BlockKey], device_blocks: Sequence[int]) -> None:
-        """A request has filled these device blocks, or shares them."""
-        for key, block in zip(keys, device_blocks, strict=True):
+    def note(
+        self,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        device_blocks: Sequence[int],
+        hashes: bytes = b"",
+    ) -> None:
+        """A request has filled these device blocks, or shares them. `hashes` is as in `Reserve`."""
+        for place, (key, block) in enumerate(zip(keys, device_blocks, strict=True)):
             tag = self._device.tag(block)
             self._forget(block)
             # The same content may lie in two blocks: the later one stands for it.
             self._forget(self._block_of.get(key, -1))
             if tag is not None:
-                self._by_block[block] = _Entry(key, parent, tag)
+                engine_hash = hashes[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+                self._by_block[block] = _Entry(key, parent, tag, engine_hash)
                 self._block_of[key] = block
             parent = key
 
@@ -88,11 +97,13 @@ class Unsaved:
             found.append((place, entry))
             place = self._block_of.get(entry.parent) if entry.parent is not None else None
         found.reverse()
+        derived = any(entry.engine_hash for _, entry in found)
         return Chain(
             found[0][1].parent,
             [entry.key for _, entry in found],
             [block for block, _ in found],
             [entry.tag for _, entry in found],
+            b"".join(entry.engine_hash or entry.key for _, entry in found) if derived else b"",
         )
 
     def _forget(self, block: int) -> None:

@@ -11,9 +11,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from kvbm.block import BlockKey, Tier
+from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
-from kvbm.hashing import derive_key
 from kvbm.launch import ManagerFinder
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
@@ -25,6 +24,7 @@ from kvbm.leader.stores import Stores
 from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
+    STORED_KEYS_MAX,
     Finished,
     Hello,
     LoadPlan,
@@ -334,9 +334,7 @@ class Leader:
         namespace = ready.fingerprint + salt
         if tracked.keyed_for != namespace:
             tracked.keys, tracked.keyed_for = [], namespace
-        extras = tracked.extras + salt
-        for block_hash in tracked.hashes[len(tracked.keys) : count]:
-            tracked.keys.append(derive_key(ready.fingerprint, block_hash, extras))
+        tracked.extend_keys(count, ready.fingerprint, tracked.extras + salt)
         return tracked.keys[:count]
 
     def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
@@ -357,15 +355,16 @@ class Leader:
         if end <= start:
             return
         table = entry.device_blocks()
-        end = min(end, len(table), start + KEYS_PER_MESSAGE_MAX)
+        end = min(end, len(table), start + STORED_KEYS_MAX)
         keys = self._keys(tracked, end)
         parent = keys[start - 1] if start else None
         if end <= start:
             return
+        hashes = tracked.engine_hashes(start, end)
         if self._unsaved is not None:
-            self._unsaved.note(parent, keys[start:end], table[start:end])
+            self._unsaved.note(parent, keys[start:end], table[start:end], hashes)
             tracked.stored = end
-        elif self._stores.ask(entry.request, parent, keys[start:end], table[start:end]):
+        elif self._stores.ask(entry.request, parent, keys[start:end], table[start:end], hashes=hashes):
             tracked.stored = end
 
     def _tag_behind(self, scheduled: Sequence[Scheduled]) -> Callable[[int], Hashable | None]:
@@ -388,10 +387,12 @@ class Leader:
         if self._unsaved is None or not self.ready:
             return
         for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS):
-            for start in range(0, len(chain.keys), KEYS_PER_MESSAGE_MAX):
-                part = slice(start, start + KEYS_PER_MESSAGE_MAX)
+            for start in range(0, len(chain.keys), STORED_KEYS_MAX):
+                part = slice(start, start + STORED_KEYS_MAX)
                 parent = chain.keys[start - 1] if start else chain.parent
-                self._stores.ask("", parent, chain.keys[part], chain.device_blocks[part], chain.tags[part])
+                hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
+                keys, blocks, tags = chain.keys[part], chain.device_blocks[part], chain.tags[part]
+                self._stores.ask("", parent, keys, blocks, tags, hashes)
 
     def _shares_unconfirmed(self, tracked: Tracked, computed: int) -> bool:
         """Whether the engine found blocks on the device that another request's forward pass is still loading.

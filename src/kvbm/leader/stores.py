@@ -73,10 +73,12 @@ class Stores:
         keys: Sequence[BlockKey],
         device_blocks: Sequence[int],
         tags: Sequence[Hashable] = (),
+        hashes: bytes = b"",
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
         With `tags` the blocks are free ones, of no request: `tags[i]` is what the engine says that block i holds.
+        `hashes` is as in `Reserve`.
         """
         assert len(keys) == len(device_blocks) > 0
         assert len(tags) in (0, len(keys))
@@ -84,7 +86,8 @@ class Stores:
         if ready is None or len(self._asked) + len(self._planned) >= OPEN_STORES_MAX:
             return False
         number = next(self._numbers)
-        if not self._link.send(Reserve(store=number, parent=parent or b"", keys=join_keys(keys))):
+        asked = Reserve(store=number, parent=parent or b"", keys=join_keys(keys), hashes=hashes)
+        if not self._link.send(asked):
             return False
         self._asked[number] = _Store(
             number, self._link.life, ready.epoch, request, tuple(device_blocks), self._clock(), tuple(tags)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
-from kvbm.block import BlockKey
+from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.hashing import derive_key
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,3 +49,27 @@ class Tracked:
     asked_from: int | None = None
     asked_blocks: int = 0
     outdated: bool = False
+
+    def extend_keys(self, count: int, fingerprint: bytes, extras: bytes) -> None:
+        """Add the keys of blocks up to number `count`, as far as the engine has hashed them.
+
+        The manager keeps a namespace's blocks apart from all others. So the engine's own hash is the key, unless it is
+        of another length or there are `extras`, which it leaves out.
+        """
+        fresh = cast(Sequence[BlockKey], self.hashes[len(self.keys) : count])
+        if not extras and set(map(len, fresh)) <= {KEY_BYTES}:
+            self.keys.extend(fresh)  # thousands at once, in the scheduler's thread
+            return
+        for block_hash in fresh:
+            whole = not extras and len(block_hash) == KEY_BYTES
+            self.keys.append(block_hash if whole else derive_key(fingerprint, block_hash, extras))
+
+    def engine_hashes(self, start: int, end: int) -> bytes:
+        """What a reservation says of these blocks beside their keys: the engine's own hash of each, in `keys` or not.
+
+        Empty where the keys are those hashes; zeros for a hash that is not as long as a key.
+        """
+        own = list(self.hashes[start:end])
+        if own == self.keys[start:end]:
+            return b""
+        return b"".join(each if len(each) == KEY_BYTES else bytes(KEY_BYTES) for each in own)

@@ -184,6 +184,8 @@ class SpaceTable:
             o_direct=settings.disk_o_direct,
             zerofill_fallback=settings.disk_zerofill_fallback,
             persist=settings.disk_persist and not namespace.ephemeral,
+            unowned_bytes=settings.disk_unowned_bytes,
+            tier_count=share,
             clock=self._clock,
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
+from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
@@ -36,6 +37,7 @@ class Offloader:
     def __init__(
         self,
         host: SlotPool,
+        names: EngineNames,
         arena: HostArena,
         disk: SlotPool,
         tier: SlotTier,
@@ -50,6 +52,7 @@ class Offloader:
         """`on_settled` hears the host slot of each block whose turn has come and gone, written or not. With it blocks
         are written on eviction."""
         self._host = host
+        self._names = names
         self._arena = arena
         self._disk = disk
         self._tier = tier
@@ -189,7 +192,8 @@ class Offloader:
             self._drop(host_slot, "full")
             return True
         job = self._next_job()
-        outcome = self._tier.submit_store(job, key, parent, disk_slot, self._arena.slot_views(host_slot))
+        views = self._arena.slot_views(host_slot)
+        outcome = self._tier.submit_store(job, key, parent, disk_slot, views, *self._names.of(host_slot, key))
         if outcome is Outcome.PENDING:
             if not self._staging:
                 self._host.lease(host_slot)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
 from kvbm.manager.leases import Lease, Place
+from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.tiers.contract import Completion, SlotTier
@@ -34,6 +35,7 @@ class Onboarder:
     def __init__(
         self,
         host: SlotPool,
+        names: EngineNames,
         arena: HostArena,
         disk: SlotPool,
         tier: SlotTier,
@@ -43,6 +45,7 @@ class Onboarder:
         next_job: Callable[[], int],
     ) -> None:
         self._host = host
+        self._names = names
         self._arena = arena
         self._disk = disk
         self._tier = tier
@@ -132,6 +135,7 @@ class Onboarder:
                 "kvbm_transfer_bytes_total", completion.bytes_moved, source="disk", target="host"
             )
             self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
+            self._names.brought(rise.host_slot, rise.key, completion.engine_hash, completion.group)
         elif completion.corrupt:
             self._metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.manager.followers import Followers
@@ -94,12 +94,19 @@ class Requests:
         """Slots for blocks that are not held yet."""
         assert isinstance(message, Reserve)
         keys, parents = _keys(message.keys), _keys(message.parent)
+        hashes, group = message.hashes, message.group
+        if len(hashes) not in (0, len(message.keys)):
+            raise ProtocolError(
+                f"reserve hashes of {len(hashes)} bytes cannot be served: none, or {len(message.keys)}"
+            )
+        if not 0 <= group <= GROUP_MAX:
+            raise ProtocolError(f"reserve group={group} cannot be served: 0 to {GROUP_MAX}")
         engine = self._membership.led_by(session)
         if engine is None:
             slots = [REFUSED] * len(keys)
         else:
             slots = engine.space.reserve(
-                session.number, message.store, parents[-1] if parents else None, keys
+                session.number, message.store, parents[-1] if parents else None, keys, hashes, group
             )
         generations = engine.space.arena.generations([slot for slot in slots if slot >= 0]) if engine else ()
         session.send(ReserveReply(store=message.store, slots=tuple(slots), generations=generations))

@@ -16,6 +16,7 @@ from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.departures import Departures
 from kvbm.manager.leases import HoldTable, Lease, Owner, Place, Reservation
+from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
 from kvbm.manager.pool import SlotPool
@@ -75,6 +76,7 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._usage = Usage()
+        self._names = EngineNames(arena.slot_count)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         eviction = "lru" if options.staging else options.eviction
         policy = make_policy(eviction, arena.slot_count)
@@ -161,9 +163,18 @@ class Space:
     # ---- stores
 
     def reserve(
-        self, owner: Owner, number: int, parent: BlockKey | None, keys: Sequence[BlockKey]
+        self,
+        owner: Owner,
+        number: int,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        hashes: bytes = b"",
+        group: int = 0,
     ) -> list[int]:
-        """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others."""
+        """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others.
+
+        `hashes` is what the engine calls each of them, 32 bytes each; empty where those are the keys.
+        """
         now_s = self._clock()
         if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
@@ -182,6 +193,7 @@ class Space:
                 break  # without its prefix the run could never be found: do not spend slots on it
             # Above a disk, host memory is the way into it: which blocks stay is decided when others need the room.
             slots = self.host.reserve_chain(run, parent, now_s, insist=self._disk_if_on() is not None)
+            self._names.reserved(slots, run, hashes, len(answer), group)
             answer += slots
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]
@@ -343,14 +355,10 @@ class Space:
         found = sorted(tier.recovered(), key=lambda block: block.sequence)
         disk.recover([(block.key, block.parent, block.slot) for block in found], self._clock())
         self.disk = disk
-        self.onboarder = Onboarder(
-            self.host, self.arena, disk, tier, self._metrics, self._clock, self._on_progress, self._next_job
-        )
+        between = self.host, self._names, self.arena, disk, tier
+        self.onboarder = Onboarder(*between, self._metrics, self._clock, self._on_progress, self._next_job)
         self.offloader = Offloader(
-            self.host,
-            self.arena,
-            disk,
-            tier,
+            *between,
             self._admission,
             self._metrics,
             self._clock,
@@ -395,6 +403,7 @@ class Space:
 
     def _host_emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
         self.arena.invalidate(slot)
+        self._names.forget(slot)
 
     def _disk_emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
         if was_resident and self.tier is not None:

@@ -26,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_blocks: int | None = None
     disk_dir: str = "/tmp/"
     disk_persist: bool = True
+    disk_unowned_bytes: int | None = None
     disk_allocator: str = "default"
     disk_zerofill_fallback: bool = False
     disk_o_direct: bool = True
@@ -123,6 +124,17 @@ SCHEMA: tuple[Setting, ...] = (
         "--disk-persist",
         Kind.SWITCH,
         "keep the disk tier's blocks over a restart",
+        ours=True,
+    ),
+    Setting(
+        "disk_unowned_bytes",
+        "DYN_KVBM_DISK_UNOWNED_GB",
+        "--disk-unowned",
+        Kind.SIZE,
+        "most that directories nobody owns may take in the directory of the disk tier, over all models, the least "
+        "recently used going first; unset, eight times the largest tier there; 0 keeps none",
+        0,
+        BYTES_MAX,
         ours=True,
     ),
     Setting(

@@ -27,6 +27,8 @@ class _Entry:
     parent: BlockKey | None
     sequence: int
     digest: bytes
+    engine_hash: bytes
+    group: int
 
 
 class FakeMedium:
@@ -62,6 +64,8 @@ class _Pending:
     parent: BlockKey | None = None
     digest: bytes = b""
     is_store: bool = field(default=False)
+    engine_hash: bytes = b""
+    group: int = 0
 
 
 class FakeTier:
@@ -137,9 +141,11 @@ class FakeTier:
         parent: BlockKey | None,
         slot: SlotIndex,
         sources: Sequence[memoryview],
+        engine_hash: bytes = b"",
+        group: int = 0,
     ) -> Outcome:
-        pending = _Pending(job_id, key, slot, sources, parent, _digest(sources), is_store=True)
-        return self._submit(pending)
+        digest = _digest(sources)
+        return self._submit(_Pending(job_id, key, slot, sources, parent, digest, True, engine_hash, group))
 
     def submit_load(
         self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
@@ -227,6 +233,8 @@ class FakeTier:
                     outcome=outcome,
                     corrupt=not right,
                     bytes_moved=size if right else 0,
+                    engine_hash=entry.engine_hash,
+                    group=entry.group,
                 )
                 if not right:
                     del self.medium.entries[pending.slot]
@@ -242,14 +250,21 @@ class FakeTier:
         for source, target in zip(pending.views, medium.views(pending.slot), strict=True):
             target[:] = source
         medium.sequence += 1
-        medium.entries[pending.slot] = _Entry(pending.key, pending.parent, medium.sequence, pending.digest)
+        medium.entries[pending.slot] = _Entry(
+            pending.key, pending.parent, medium.sequence, pending.digest, pending.engine_hash, pending.group
+        )
 
     def _recover(self) -> list[RecoveredBlock]:
         """What the medium holds; of two blocks with one key the newer."""
         newest: dict[BlockKey, RecoveredBlock] = {}
         for slot, entry in sorted(self.medium.entries.items(), key=lambda item: item[1].sequence):
             newest[entry.key] = RecoveredBlock(
-                key=entry.key, slot=SlotIndex(slot), sequence=entry.sequence, parent=entry.parent
+                key=entry.key,
+                slot=SlotIndex(slot),
+                sequence=entry.sequence,
+                parent=entry.parent,
+                engine_hash=entry.engine_hash,
+                group=entry.group,
             )
         kept = {block.slot for block in newest.values()}
         self.medium.entries = {slot: entry for slot, entry in self.medium.entries.items() if slot in kept}

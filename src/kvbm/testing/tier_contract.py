@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.block import GROUP_MAX, BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.tiers.contract import Completion, RecoveredBlock, SlotTier
 
@@ -29,6 +29,9 @@ DEADLINE_S = 30.0
 PENDING_LIMIT = 8
 SLOT_COUNT = 12
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=9000, shard_count=2)
+_NAMES = ((b"", 0), (bytes(range(32)), 0), (b"", 3), (b"\xff" * 32, GROUP_MAX))
+"""Engine's hash and group of a few blocks."""
+
 NAMESPACE = Namespace(model="contract/model", fields=(("weights", "0123"), ("dtype", "bfloat16")))
 OTHER_NAMESPACE = Namespace(model="contract/model", fields=(("weights", "4567"), ("dtype", "bfloat16")))
 
@@ -76,11 +79,18 @@ def collect(tier: SlotTier, count: int, deadline_s: float = DEADLINE_S) -> dict[
 
 
 def store(
-    tier: SlotTier, layout: BlockLayout, key: BlockKey, slot: int, parent: BlockKey | None = None
+    tier: SlotTier,
+    layout: BlockLayout,
+    key: BlockKey,
+    slot: int,
+    parent: BlockKey | None = None,
+    engine_hash: bytes = b"",
+    group: int = 0,
 ) -> Completion:
     """Store the key's own bytes and wait."""
-    buffers = BlockBuffers.of(key, layout)
-    assert tier.submit_store(slot, key, parent, SlotIndex(slot), buffers.views) is Outcome.PENDING
+    views = BlockBuffers.of(key, layout).views
+    accepted = tier.submit_store(slot, key, parent, SlotIndex(slot), views, engine_hash, group)
+    assert accepted is Outcome.PENDING
     return collect(tier, 1)[slot]
 
 
@@ -141,6 +151,13 @@ class TierContract(abc.ABC):
             assert store(tier, self.layout, make_key(slot), slot).outcome is Outcome.HIT
         for slot in reversed(range(self.slot_count)):
             assert load(tier, self.layout, make_key(slot), slot).outcome is Outcome.HIT
+
+    def test_what_the_engine_calls_a_block_comes_back_with_it(self, tier: SlotTier) -> None:
+        for slot, (engine_hash, group) in enumerate(_NAMES):
+            store(tier, self.layout, make_key(slot), slot, None, engine_hash, group)
+        for slot, name in enumerate(_NAMES):
+            loaded = load(tier, self.layout, make_key(slot), slot)
+            assert (loaded.outcome, loaded.engine_hash, loaded.group) == (Outcome.HIT, *name)
 
     def test_an_empty_slot_is_a_miss(self, tier: SlotTier) -> None:
         missed = load(tier, self.layout, make_key(1), 0)
@@ -271,6 +288,18 @@ class PersistentTierContract(TierContract):
             assert load(tier, self.layout, make_key(slot), slot).outcome is Outcome.HIT
         sequences = [found[slot].sequence for slot in range(self.slot_count)]
         assert sequences == sorted(set(sequences)), "later stores have higher sequences"
+        tier.close(keep=False)
+
+    def test_what_the_engine_calls_a_block_survives_a_restart(self, tmp_path: Path) -> None:
+        tier = self.make(tmp_path)
+        for slot, (engine_hash, group) in enumerate(_NAMES):
+            store(tier, self.layout, make_key(slot), slot, None, engine_hash, group)
+        tier = self.reopen(tier, tmp_path)
+        found = by_slot(tier.recovered())
+        for slot, name in enumerate(_NAMES):
+            assert (found[slot].engine_hash, found[slot].group) == name
+            loaded = load(tier, self.layout, make_key(slot), slot)
+            assert (loaded.outcome, loaded.engine_hash, loaded.group) == (Outcome.HIT, *name)
         tier.close(keep=False)
 
     def test_sequences_go_on_after_a_restart(self, tmp_path: Path) -> None:

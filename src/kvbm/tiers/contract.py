@@ -2,7 +2,8 @@
 
 A tier stores blocks in slots that the *manager* chooses; it moves bytes, keeps what it needs to find them
 again after a restart, and decides nothing else. Every method is called by the manager's one owner thread and
-none of them may block on the medium: work is submitted, and its completion is collected by `poll`.
+none of them may block on the medium: work is submitted, and its completion is collected by `poll`. What a tier is told
+of a block beside its key, the engine's own hash and the group, it hands back with the block: here it means nothing.
 
 Guarantees that every tier gives, checked by `kvbm.testing.tier_contract`:
 
@@ -28,7 +29,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     `outcome` is HIT (bytes moved and, for a load, verified), MISS (not there, or it failed verification: then
     `corrupt` is True) or RETRY (the medium failed; `error` says how, in one line). `unsettled`: the medium may go on
-    writing to the targets of a load, which must not be used again before `heal` returned True.
+    writing to the targets of a load, which must not be used again before `heal` returned True. A load with HIT brings
+    the `engine_hash` and `group` that the block was stored with.
     """
 
     job_id: int
@@ -38,15 +40,19 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     corrupt: bool = False
     error: str = ""
     unsettled: bool = False
+    engine_hash: bytes = b""
+    group: int = 0
 
 
 class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A block found after a restart. `sequence` grows with the time of its store: higher is newer."""
+    """A block found after a restart, as it was stored. `sequence` grows with the time of its store: higher is newer."""
 
     key: BlockKey
     slot: SlotIndex
     sequence: int
     parent: BlockKey | None = None
+    engine_hash: bytes = b""
+    group: int = 0
 
 
 class SlotTier(Protocol):
@@ -66,10 +72,13 @@ class SlotTier(Protocol):
         parent: BlockKey | None,
         slot: SlotIndex,
         sources: Sequence[memoryview],
+        engine_hash: bytes = b"",
+        group: int = 0,
     ) -> Outcome:
         """Start writing one block (one page-aligned buffer per shard). PENDING, THROTTLED or RETRY (tier is off).
 
-        The caller keeps the sources unchanged until the completion is polled.
+        The caller keeps the sources unchanged until the completion is polled. `engine_hash` is what the engine calls
+        the block, 32 bytes, or empty where that is not known; `group` is 0 to `block.GROUP_MAX`.
         """
 
     def submit_load(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvbm.block import KEY_BYTES, BlockKey, Outcome, SlotIndex
+from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
@@ -47,6 +47,8 @@ def open_disk_tier(
     o_direct: bool = True,
     zerofill_fallback: bool = False,
     persist: bool = True,
+    unowned_bytes: int | None = None,
+    tier_count: int = 1,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
@@ -58,6 +60,8 @@ def open_disk_tier(
     - `o_direct`: bypass the page cache; where the filesystem cannot, a warning is logged and it is used after all.
     - `zerofill_fallback`: on a filesystem without fallocate, write zeros at start instead of making sparse files.
     - `persist`: keep the blocks for the next run; otherwise start empty and leave nothing behind.
+    - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
+      go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
 
@@ -75,6 +79,8 @@ def open_disk_tier(
         o_direct=o_direct,
         zerofill_fallback=zerofill_fallback,
         persist=persist,
+        unowned_bytes=unowned_bytes,
+        tier_count=tier_count,
     )
     try:
         return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
@@ -145,8 +151,11 @@ class DiskTier:
         parent: BlockKey | None,
         slot: SlotIndex,
         sources: Sequence[Buffer],
+        engine_hash: bytes = b"",
+        group: int = 0,
     ) -> Outcome:
         assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
+        assert len(engine_hash) in (0, KEY_BYTES) and 0 <= group <= GROUP_MAX
         self._check_buffers(sources)
         self._watch()
         if self._fault or self._closed:
@@ -162,6 +171,8 @@ class DiskTier:
                 slot=slot,
                 sequence=self._sequence,
                 sources=tuple(sources),
+                engine_hash=engine_hash,
+                group=group,
             )
         )
         return Outcome.PENDING
@@ -213,7 +224,9 @@ class DiskTier:
             self._medium = None
         self._recovered = []
         try:
-            medium = open_medium(self._options, self._syscalls, self._io, self._clock, HEAL_LIMIT_S)
+            medium = open_medium(
+                self._options, self._syscalls, self._io, self._clock, HEAL_LIMIT_S, self._home
+            )
             self._attach(medium)
         except (SettingsError, TierError) as error:
             self._fault = str(error)
@@ -254,6 +267,7 @@ class DiskTier:
             ) from error
         self._sequence = max([self._sequence, *(block.sequence for block in self._recovered)])
         self._medium = medium
+        self._home = medium.path
         self._watched_s = self._clock()
 
     def _execute(self, job: Job) -> Completion:
@@ -264,15 +278,15 @@ class DiskTier:
         start_s = self._clock()
         try:
             if isinstance(job, StoreJob):
-                medium.store(job.key, job.parent, job.slot, job.sequence, job.sources)
-                return self._moved(job.job_id, start_s)
+                medium.store(job)
+                return self._moved(job, start_s)
             verdict = medium.load(job.key, job.slot, job.targets)
         except Exception as error:
             verb = "writing" if isinstance(job, StoreJob) else "reading"
             self._turn_off(f"{verb} slot {job.slot} in {medium.path}", error)
             return self._abandon(job, unsettled=isinstance(error, UnsettledTransfer))
         if verdict.outcome is Outcome.HIT:
-            return self._moved(job.job_id, start_s)
+            return self._moved(job, start_s, verdict.engine_hash, verdict.group)
         if verdict.corrupt:
             log.warning("disk tier: slot %d in %s failed verification and was dropped", job.slot, medium.path)
         return Completion(
@@ -282,12 +296,14 @@ class DiskTier:
             seconds=self._clock() - start_s,
         )
 
-    def _moved(self, job_id: int, start_s: float) -> Completion:
+    def _moved(self, job: Job, start_s: float, engine_hash: bytes = b"", group: int = 0) -> Completion:
         return Completion(
-            job_id=job_id,
+            job_id=job.job_id,
             outcome=Outcome.HIT,
             bytes_moved=self._options.layout.block_bytes,
             seconds=self._clock() - start_s,
+            engine_hash=engine_hash,
+            group=group,
         )
 
     def _abandon(self, job: Job, unsettled: bool = False) -> Completion:

@@ -27,7 +27,7 @@ from kvbm.tiers.disk_syscalls import Syscalls, write_fully
 log = logging.getLogger("kvbm.tiers.disk")
 
 DIRECTORY_PREFIX = "dynamo-kvbm-disk-cache-"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_COUNT_MAX = 256
 META_BYTES_MAX = 1 << 20
 _PID_BYTES_MAX = 32
@@ -67,6 +67,13 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.replace(self, slot_count=other.slot_count, namespace=other.namespace) == other
             and self.namespace.fingerprint == other.namespace.fingerprint
         )
+
+    def difference(self, wanted: DirectoryMeta) -> str:
+        """One line saying why its blocks are not those of `wanted`."""
+        for name in ("format", "block_tokens", "shard_bytes", "shard_count", "block_bytes", "slab_slots"):
+            if getattr(self, name) != getattr(wanted, name):
+                return f"its {name} is {getattr(self, name)}, and {getattr(wanted, name)} is wanted"
+        return "it is of another namespace"
 
     @property
     def geometry(self) -> DiskGeometry:
@@ -157,22 +164,27 @@ class ClaimedDirectory:
             os.close(fd)
 
 
-def claim_directory(root: Path, namespace: Namespace, syscalls: Syscalls) -> ClaimedDirectory:
-    """Take the first of the namespace's directories that nobody holds, and remove those behind it that nobody holds.
+def claim_directory(
+    root: Path, wanted: DirectoryMeta, syscalls: Syscalls, before: Path | None = None
+) -> ClaimedDirectory:
+    """Take one of the namespace's directories that nobody holds.
+
+    One with blocks that can be used comes first, of those the one that was held `before`, then those of the wanted
+    size, then the one used last. So replicas that come back, in whatever order, find what they left, all together.
+    Where there is none it is the first free one. The others stay, but for what ephemeral namespaces left behind.
 
     Raises SettingsError when `root` cannot be used, TierError when all are taken or the medium fails.
     """
+    short = wanted.namespace.short
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for index in range(INDEX_COUNT_MAX):
-            path = root / f"{DIRECTORY_PREFIX}{namespace.short}-{index}"
-            claimed = _claim(path, syscalls)
+        claimed = _claim_usable(root, wanted, syscalls, before)
+        for index in range(INDEX_COUNT_MAX if claimed is None else 0):
+            claimed = _claim(root / f"{DIRECTORY_PREFIX}{short}-{index}", syscalls)
             if claimed is not None:
                 break
-        else:
-            raise TierError(
-                f"disk tier: all {INDEX_COUNT_MAX} directories of {namespace.short} in {root} are taken"
-            )
+        if claimed is None:
+            raise TierError(f"disk tier: all {INDEX_COUNT_MAX} directories of {short} in {root} are taken")
     except OSError as error:
         if error.errno in _UNWRITABLE or isinstance(error, FileExistsError):
             raise SettingsError(
@@ -181,13 +193,32 @@ def claim_directory(root: Path, namespace: Namespace, syscalls: Syscalls) -> Cla
                 f"a directory that this user can write to ({error.strerror})",
             ) from error
         raise TierError(f"disk tier: cannot make a directory in {root}: {error.strerror}") from error
-    ours = {path for path in list_directories(root, namespace.short) if _index(path) > index}
     for path in list_directories(root):
-        # Ours were each as large as the setting allowed, so beside the one in use they would exceed it.
-        useless = path in ours or (path != claimed.path and _is_ephemeral(path))
-        if useless and remove_directory(path):
+        if path != claimed.path and _is_ephemeral(path) and remove_directory(path):
             log.warning("disk tier: removed %s, left behind by a process that has ended", path)
     return claimed
+
+
+def _claim_usable(
+    root: Path, wanted: DirectoryMeta, syscalls: Syscalls, before: Path | None
+) -> ClaimedDirectory | None:
+    """The best of the directories whose blocks can be used; None when there is none that is free. Raises OSError."""
+    found: list[tuple[bool, int, float, int, Path]] = []
+    for path in list_directories(root, wanted.namespace.short):
+        meta = read_meta(path / META_NAME)
+        if meta is None or not meta.same_blocks(wanted):
+            continue
+        # Shrinking one gives up blocks that a replica of that size would have found.
+        fit = 0 if meta.slot_count == wanted.slot_count else 1 if meta.slot_count < wanted.slot_count else 2
+        found.append((path != before, fit, -last_used_s(path), _index(path), path))
+    for *_, path in sorted(found):
+        claimed = _claim(path, syscalls, create=False)
+        if claimed is None:
+            continue
+        if claimed.found is not None and claimed.found.same_blocks(wanted):
+            return claimed
+        claimed.release(remove=False)  # somebody else had it since we looked
+    return None
 
 
 def list_directories(root: Path, short: str = "") -> list[Path]:
@@ -218,6 +249,14 @@ def owner_pid(path: Path) -> int | None:
             return int(file.read(_PID_BYTES_MAX))
     except (OSError, ValueError):
         return None
+
+
+def last_used_s(path: Path) -> float:
+    """When a block was stored or forgotten there last, in seconds of the system's clock; 0 where that is not known."""
+    try:
+        return (path / JOURNAL_NAME).lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def remove_directory(path: Path) -> bool:

@@ -8,7 +8,7 @@ from kvbm.block import SlotIndex
 from kvbm.errors import SettingsError
 from kvbm.layout import PAGE_BYTES, BlockLayout, round_up
 
-RECORD_BYTES = 128
+RECORD_BYTES = 256
 """One slot's record in the journal. It divides a sector, so a record is written whole or not at all."""
 
 SLAB_BYTES = 1 << 30

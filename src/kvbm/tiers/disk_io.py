@@ -33,6 +33,8 @@ class StoreJob(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotIndex
     sequence: int
     sources: Sequence[Buffer]
+    engine_hash: bytes = b""
+    group: int = 0
 
 
 Job = LoadJob | StoreJob

@@ -1,12 +1,12 @@
 """The journal of the disk tier: a fixed table with one checksummed record per slot, updated in place.
 
-Record, 128 bytes, little-endian, at byte `128 * slot`:
+Record, 256 bytes, little-endian, at byte `256 * slot`:
 
 ====== ===== ==========================================================================
 offset bytes
 ====== ===== ==========================================================================
 0      4     magic "KVBR"
-4      2     record version, 1
+4      2     record version, 2
 6      1     state: 2 = resident (`BlockState.RESIDENT`)
 7      1     flags: bit 0 = the block has a parent
 8      8     sequence: grows with every store, higher is newer
@@ -16,11 +16,13 @@ offset bytes
 96     8     length of the bytes
 104    8     slot, so that a record that lands in the wrong place is not believed
 112    8     first 8 bytes of the namespace's fingerprint
-120    4     zero
-124    4     crc32 of bytes 0 to 123
+120    32    the engine's own hash of the block, or zeros: not known
+152    2     group: which kind of layers in a model that has several; 0 otherwise
+154    98    zero, for later
+252    4     crc32 of bytes 0 to 251
 ====== ===== ==========================================================================
 
-128 zero bytes are the void record: the slot holds nothing. Anything else that does not decode is *damaged* and
+256 zero bytes are the void record: the slot holds nothing. Anything else that does not decode is *damaged* and
 counts as void. The order of writes is `DiskMedium`'s: void, then bytes, then record.
 """
 
@@ -33,17 +35,18 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import xxhash
 
-from kvbm.block import KEY_BYTES, BlockKey, BlockState, SlotIndex
+from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, BlockState, SlotIndex
 from kvbm.tiers.disk_geometry import RECORD_BYTES
 from kvbm.tiers.disk_syscalls import Syscalls, read_fully, write_fully
 
-_RECORD = struct.Struct("<4sHBBQ32s32s16sQQ8sI")
+_RECORD = struct.Struct("<4sHBBQ32s32s16sQQ8s32sH98x")
 _CRC = struct.Struct("<I")
 _MAGIC = b"KVBR"
-_VERSION = 1
+_VERSION = 2
 _HAS_PARENT = 1
 _VOID = bytes(RECORD_BYTES)
 _SCAN_BYTES = 1 << 20
+_NO_HASH = bytes(KEY_BYTES)
 CHECKSUM_BYTES = 16
 
 assert _RECORD.size + _CRC.size == RECORD_BYTES
@@ -54,7 +57,8 @@ class DamagedRecord(Exception):
 
 
 class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal knows of one resident block. `checksum` is of its `length` bytes (see `BlockIo`)."""
+    """What the journal knows of one resident block. `checksum` is of its `length` bytes (see `BlockIo`);
+    `engine_hash` is empty where it is not known."""
 
     slot: SlotIndex
     key: BlockKey
@@ -62,6 +66,8 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bytes
     length: int
     sequence: int
+    engine_hash: bytes = b""
+    group: int = 0
 
 
 def block_checksum(fingerprint: bytes, key: BlockKey, buffers: Sequence[memoryview]) -> bytes:
@@ -77,8 +83,9 @@ def block_checksum(fingerprint: bytes, key: BlockKey, buffers: Sequence[memoryvi
 
 
 def encode_record(record: BlockRecord, fingerprint: bytes) -> bytes:
-    """The record's 128 bytes."""
+    """The record's 256 bytes."""
     assert len(record.key) == KEY_BYTES and len(record.checksum) == CHECKSUM_BYTES
+    assert len(record.engine_hash) in (0, KEY_BYTES) and 0 <= record.group <= GROUP_MAX
     body = _RECORD.pack(
         _MAGIC,
         _VERSION,
@@ -91,7 +98,8 @@ def encode_record(record: BlockRecord, fingerprint: bytes) -> bytes:
         record.length,
         record.slot,
         fingerprint[:8],
-        0,
+        record.engine_hash or _NO_HASH,
+        record.group,
     )
     return body + _CRC.pack(zlib.crc32(body))
 
@@ -105,9 +113,9 @@ def decode_record(raw: bytes, slot: SlotIndex, length: int, fingerprint: bytes) 
         return None
     if len(raw) != RECORD_BYTES or _CRC.unpack_from(raw, _RECORD.size)[0] != zlib.crc32(raw[: _RECORD.size]):
         raise DamagedRecord(f"the record of slot {slot} is torn")
-    magic, version, state, flags, sequence, key, parent, checksum, size, place, prefix, _ = (
-        _RECORD.unpack_from(raw)
-    )
+    fields = _RECORD.unpack_from(raw)
+    magic, version, state, flags, sequence, key, parent, checksum, size, place, prefix = fields[:11]
+    engine_hash, group = fields[11:]
     found = (magic, version, state, size, place, prefix)
     if found != (_MAGIC, _VERSION, BlockState.RESIDENT, length, slot, fingerprint[:8]):
         raise DamagedRecord(f"the record of slot {slot} belongs elsewhere")
@@ -118,6 +126,8 @@ def decode_record(raw: bytes, slot: SlotIndex, length: int, fingerprint: bytes) 
         checksum=checksum,
         length=size,
         sequence=sequence,
+        engine_hash=b"" if engine_hash == _NO_HASH else engine_hash,
+        group=group,
     )
 
 

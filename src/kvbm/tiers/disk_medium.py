@@ -27,13 +27,12 @@ from kvbm.tiers.disk_directory import (
     DirectoryMeta,
     claim_directory,
     describe,
-    is_locked,
-    list_directories,
     meta_bytes_bound,
-    remove_directory,
 )
 from kvbm.tiers.disk_geometry import RECORD_BYTES, DiskGeometry, plan_geometry
+from kvbm.tiers.disk_io import StoreJob
 from kvbm.tiers.disk_journal import BlockRecord, DamagedRecord, Journal
+from kvbm.tiers.disk_room import Room, bound_unowned, require_space
 from kvbm.tiers.disk_slabs import SlabFiles, slab_name
 from kvbm.tiers.disk_syscalls import Syscalls
 
@@ -51,16 +50,20 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     o_direct: bool = True
     zerofill_fallback: bool = False
     persist: bool = True
+    unowned_bytes: int | None = None
+    tier_count: int = 1
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
-    """How a load ended: HIT, or MISS with `corrupt` telling whether something was there that could not be believed."""
+    """How a load ended: HIT, with what the record says of the block beside its key, or MISS with `corrupt` telling
+    whether something was there that could not be believed."""
 
     outcome: Outcome
     corrupt: bool = False
+    engine_hash: bytes = b""
+    group: int = 0
 
 
-_HIT = LoadVerdict(Outcome.HIT)
 _MISS = LoadVerdict(Outcome.MISS)
 _CORRUPT = LoadVerdict(Outcome.MISS, corrupt=True)
 
@@ -83,6 +86,7 @@ class DiskMedium:
         journal_fd: int,
         journal: Journal,
         slabs: SlabFiles,
+        room: Room,
         fingerprint: bytes,
         syscalls: Syscalls,
         io: BlockIo,
@@ -91,6 +95,7 @@ class DiskMedium:
         self._journal_fd = journal_fd
         self._journal = journal
         self._slabs = slabs
+        self._room = room
         self._fingerprint = fingerprint
         self._syscalls = syscalls
         self._io = io
@@ -101,21 +106,22 @@ class DiskMedium:
         """True while transfers bypass the page cache."""
         return self._slabs.direct
 
-    def store(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        slot: SlotIndex,
-        sequence: int,
-        sources: Sequence[Buffer],
-    ) -> None:
+    def store(self, job: StoreJob) -> None:
         """Make the slot hold this block. Raises OSError; the slot then holds nothing."""
-        checksum = self._io.checksum(self._fingerprint, key, sources)
-        self._journal.void(slot)
-        self._slabs.write(slot, sources)
-        length = sum(source.nbytes for source in sources)
+        if self._slabs.sparse:  # only now the bytes are taken from the filesystem
+            self._room.require(self._slabs.block_bytes)
+        checksum = self._io.checksum(self._fingerprint, job.key, job.sources)
+        self._journal.void(job.slot)
+        self._slabs.write(job.slot, job.sources)
         record = BlockRecord(
-            slot=slot, key=key, parent=parent, checksum=checksum, length=length, sequence=sequence
+            slot=job.slot,
+            key=job.key,
+            parent=job.parent,
+            checksum=checksum,
+            length=sum(source.nbytes for source in job.sources),
+            sequence=job.sequence,
+            engine_hash=job.engine_hash,
+            group=job.group,
         )
         self._journal.write(record)
 
@@ -139,7 +145,7 @@ class DiskMedium:
                 self.try_void(slot)
             raise
         if self._io.checksum(self._fingerprint, key, targets) == record.checksum:
-            return _HIT
+            return LoadVerdict(Outcome.HIT, engine_hash=record.engine_hash, group=record.group)
         if not self._journal_says(slot, record):
             return _MISS  # overwritten while we read it
         self._journal.void(slot)
@@ -168,7 +174,12 @@ class DiskMedium:
                 rejected.append(entry)
                 continue
             found = RecoveredBlock(
-                key=entry.key, slot=entry.slot, sequence=entry.sequence, parent=entry.parent
+                key=entry.key,
+                slot=entry.slot,
+                sequence=entry.sequence,
+                parent=entry.parent,
+                engine_hash=entry.engine_hash,
+                group=entry.group,
             )
             rival = newest.get(entry.key)
             if rival is None or rival.sequence < found.sequence:
@@ -210,12 +221,18 @@ class DiskMedium:
 
 
 def open_medium(
-    options: DiskOptions, syscalls: Syscalls, io: BlockIo, clock: Clock, within_s: float | None = None
+    options: DiskOptions,
+    syscalls: Syscalls,
+    io: BlockIo,
+    clock: Clock,
+    within_s: float | None = None,
+    before: Path | None = None,
 ) -> DiskMedium:
     """Claim a directory, keep the blocks in it that may be kept, and make it as large as it should be.
 
     Raises SettingsError for a directory or a capacity that cannot be used, TierError when the medium fails, is too
-    full, or is not ready after `within_s` seconds. A directory that was made here and cannot be used is removed.
+    full, or is not ready after `within_s` seconds. A directory that was made here and cannot be used is removed. The
+    directory `before`, which this tier had, is preferred.
     """
     geometry = plan(options)
     deadline = None if within_s is None else clock() + within_s
@@ -224,10 +241,14 @@ def open_medium(
         if deadline is not None and clock() > deadline:
             raise TierError(f"disk tier: {options.root} was not ready within {within_s:g} s")
 
-    directory = claim_directory(options.root, options.namespace, syscalls)
     meta = describe(options.namespace, options.layout, geometry)
+    directory = claim_directory(options.root, meta, syscalls, before)
     found = directory.found
     kept = options.persist and found is not None and found.same_blocks(meta)
+    if options.persist and found is not None and not kept:
+        log.warning("disk tier: %s starts empty: %s", directory.path, found.difference(meta))
+    tier_bytes = geometry.total_bytes(meta_bytes_bound(options.namespace, options.layout))
+    bound_unowned(options.root, directory.path, tier_bytes, options.unowned_bytes, options.tier_count)
     try:
         return _open_files(directory, options, meta, kept, syscalls, io, within_time)
     except BaseException as error:
@@ -257,14 +278,15 @@ def _open_files(
             # another namespace must find nothing here.
             syscalls.ftruncate(journal_fd, 0)
         _trim(directory, geometry, journal_fd, syscalls)
-        _require_space(directory, options, geometry, syscalls)
+        require_space(directory, options.root, geometry, syscalls)
+        room = Room(syscalls, directory.path)
         try:
             syscalls.fallocate(journal_fd, 0, geometry.journal_bytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             syscalls.ftruncate(journal_fd, geometry.journal_bytes)
-        slabs.open(directory.dir_fd, options.zerofill_fallback, within_time)
+        slabs.open(directory.dir_fd, options.zerofill_fallback, within_time, room.require)
         if directory.found != meta:
             directory.write_meta(meta)
     except BaseException:
@@ -273,7 +295,7 @@ def _open_files(
         raise
     fingerprint = options.namespace.fingerprint
     journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
-    return DiskMedium(directory, journal_fd, journal, slabs, fingerprint, syscalls, io)
+    return DiskMedium(directory, journal_fd, journal, slabs, room, fingerprint, syscalls, io)
 
 
 def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:
@@ -294,41 +316,3 @@ def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, 
                 syscalls.ftruncate(fd, expected[name])
             finally:
                 syscalls.close(fd)
-
-
-def _require_space(
-    directory: ClaimedDirectory, options: DiskOptions, geometry: DiskGeometry, syscalls: Syscalls
-) -> None:
-    """Raise TierError unless the filesystem has room for all that is not allocated yet.
-
-    Before giving up it removes other namespaces' directories that nobody owns, the least recently used first: they
-    would otherwise keep the space for a model that may never be served again.
-    """
-    present = sum(
-        os.stat(name, dir_fd=directory.dir_fd, follow_symlinks=False).st_blocks * 512
-        for name in os.listdir(directory.dir_fd)
-    )
-    needed = geometry.slot_count * geometry.block_bytes + geometry.journal_bytes - present
-    leftovers = [
-        path for path in list_directories(options.root) if path != directory.path and not is_locked(path)
-    ]
-    leftovers.sort(key=_last_used)
-    while True:
-        free = syscalls.free_bytes(str(directory.path))
-        if free >= needed:
-            return
-        if not leftovers:
-            raise TierError(
-                f"disk tier: {directory.path} needs {needed / 1e9:.3f} GB more and {options.root} has "
-                f"{free / 1e9:.3f} GB free: lower DYN_KVBM_DISK_CACHE_GB or free some space"
-            )
-        path = leftovers.pop(0)
-        if remove_directory(path):
-            log.warning("disk tier: removed %s of another namespace, left behind, to make room", path)
-
-
-def _last_used(path: Path) -> float:
-    try:
-        return (path / JOURNAL_NAME).stat().st_mtime
-    except OSError:
-        return 0.0

@@ -27,7 +27,8 @@ def slab_name(slab: int) -> str:
 
 
 class SlabFiles:
-    """The slabs of one directory, open. `direct` tells whether O_DIRECT is in use.
+    """The slabs of one directory, open. `direct` tells whether O_DIRECT is in use, `sparse` whether the filesystem
+    could not reserve their bytes.
 
     Thread-safe after `open`: reads and writes share nothing but descriptors.
     """
@@ -41,18 +42,26 @@ class SlabFiles:
         self._where = where
         self._fds: list[int] = []
         self.direct = o_direct and _O_DIRECT != 0
+        self.sparse = False
+        self.block_bytes = geometry.block_bytes
 
-    def open(self, dir_fd: int, zerofill: bool, within_time: Callable[[], None]) -> None:
+    def open(
+        self,
+        dir_fd: int,
+        zerofill: bool,
+        within_time: Callable[[], None],
+        require_room: Callable[[int], None] = lambda size_bytes: None,
+    ) -> None:
         """Open and preallocate every slab.
 
-        Raises OSError, DirectRefused, and whatever `within_time` raises: it is called between the steps of a slow
-        preallocation.
+        Raises OSError, DirectRefused, and whatever `within_time` and `require_room` raise: the first is called between
+        the steps of a slow preallocation, the second before each, with the bytes that it takes.
         """
         for slab in range(self._geometry.slab_count):
             fd = self._open_one(slab_name(slab), dir_fd)
             self._fds.append(fd)
             within_time()
-            self._allocate(fd, self._geometry.slab_bytes(slab), zerofill, within_time)
+            self._allocate(fd, self._geometry.slab_bytes(slab), zerofill, within_time, require_room)
         if self.direct:
             self._probe_direct()
         files = [(fd, self._geometry.slab_bytes(slab)) for slab, fd in enumerate(self._fds)]
@@ -92,10 +101,20 @@ class SlabFiles:
                 self._fall_back("the filesystem refuses O_DIRECT")
         return self._syscalls.open(name, flags, dir_fd=dir_fd)
 
-    def _allocate(self, fd: int, size: int, zerofill: bool, within_time: Callable[[], None]) -> None:
-        present = self._syscalls.fstat(fd).st_size
+    def _allocate(
+        self,
+        fd: int,
+        size: int,
+        zerofill: bool,
+        within_time: Callable[[], None],
+        require_room: Callable[[int], None],
+    ) -> None:
+        status = self._syscalls.fstat(fd)
+        present = status.st_size
         if present > size:
             self._syscalls.ftruncate(fd, size)
+        # Others may have taken since what was free for all slabs together.
+        require_room(size - status.st_blocks * 512)
         try:
             self._syscalls.fallocate(fd, 0, size)
             return
@@ -104,12 +123,14 @@ class SlabFiles:
                 raise
         if not zerofill:
             self._syscalls.ftruncate(fd, size)
+            self.sparse = True
             return
         # An interrupted fill goes on where it stopped: the file is as long as what was filled.
         chunk = memoryview(mmap.mmap(-1, min(size, ZEROFILL_CHUNK_BYTES)))
         position = present - present % PAGE_BYTES
         while position < size:
             length = min(len(chunk), size - position)
+            require_room(length)
             write_fully(self._syscalls, fd, [chunk[:length]], position)
             position += length
             within_time()

@@ -13,6 +13,7 @@ from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.block_io import Checksum, host_checksum
 from kvbm.tiers.disk_directory import (
     DIRECTORY_PREFIX,
+    FORMAT_VERSION,
     JOURNAL_NAME,
     META_NAME,
     DirectoryMeta,
@@ -32,7 +33,8 @@ CORRUPT_SLOTS_SHOWN_MAX = 20
 class DirectorySurvey(msgspec.Struct, frozen=True, kw_only=True):
     """One directory as it was when we looked. `readable` is False when a tier would start empty in it.
 
-    `medium_bytes` is what it takes on the filesystem; `pid` is its owner's, as that process knows itself.
+    `groups` are the groups of its blocks. `medium_bytes` is what it takes on the filesystem; `pid` is its owner's, as
+    that process knows itself.
     """
 
     path: str
@@ -43,6 +45,7 @@ class DirectorySurvey(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     slots_used: int
     slots_total: int
+    groups: list[int]
     medium_bytes: int
     locked: bool
     pid: int | None
@@ -72,15 +75,19 @@ def directories_at(path: Path) -> list[Path]:
 
 def survey_directory(path: Path) -> DirectorySurvey:
     """Look at one directory. Raises OSError when it cannot be read at all."""
-    meta = read_meta(path / META_NAME)
+    meta = _read_present_meta(path)
     locked = is_locked(path)
     medium_bytes = path.stat().st_blocks * 512
     for entry in path.iterdir():
         medium_bytes += entry.lstat().st_blocks * 512
     used = 0
+    groups: set[int] = set()
     if meta is not None and (path / JOURNAL_NAME).exists():
         with _OpenDirectory(path, meta) as files:
-            used = sum(isinstance(entry, BlockRecord) for entry in files.journal.scan())
+            for record in files.journal.scan():
+                if isinstance(record, BlockRecord):
+                    used += 1
+                    groups.add(record.group)
     return DirectorySurvey(
         path=str(path),
         namespace=path.name.removeprefix(DIRECTORY_PREFIX).rpartition("-")[0],
@@ -90,6 +97,7 @@ def survey_directory(path: Path) -> DirectorySurvey:
         block_bytes=meta.block_bytes if meta else 0,
         slots_used=used,
         slots_total=meta.slot_count if meta else 0,
+        groups=sorted(groups),
         medium_bytes=medium_bytes,
         locked=locked,
         pid=owner_pid(path) if locked else None,
@@ -103,7 +111,7 @@ def verify_directory(
 
     Raises OSError when the journal or the directory cannot be read.
     """
-    meta = read_meta(path / META_NAME)
+    meta = _read_present_meta(path)
     checksum = host_checksum(meta.namespace) if meta is not None else None
     if meta is None or checksum is None:
         return VerifyReport(
@@ -141,6 +149,12 @@ def verify_directory(
         verified_bytes=verified * meta.block_bytes,
         corrupt_slots=corrupt_slots[:CORRUPT_SLOTS_SHOWN_MAX],
     )
+
+
+def _read_present_meta(path: Path) -> DirectoryMeta | None:
+    """The directory's meta; None also for one of another format, whose records mean nothing here."""
+    meta = read_meta(path / META_NAME)
+    return meta if meta is not None and meta.format == FORMAT_VERSION else None
 
 
 class _OpenDirectory:

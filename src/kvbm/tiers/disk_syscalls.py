@@ -74,6 +74,11 @@ class Syscalls:
     def unlink(self, path: str, *, dir_fd: int) -> None:
         os.unlink(path, dir_fd=dir_fd)
 
+    def filesystem_bytes(self, path: str) -> int:
+        """The size of the filesystem that holds `path`."""
+        status = os.statvfs(path)
+        return status.f_blocks * status.f_frsize
+
     def free_bytes(self, path: str) -> int:
         """What an unprivileged process may still write to the filesystem that holds `path`."""
         status = os.statvfs(path)
