@@ -142,6 +142,8 @@ class Model:
         self.lock_called = threading.Condition()
         self.refuse_pinned = False
         self.pinned_asked: list[int] = []
+        self.batch_pieces_max = 4096
+        """One batch call takes no more."""
         self.seconds: Mapping[str, tuple[float, float]] = {}
         """Per copy call, how long a store and a load take."""
         self._threads = threading.local()
@@ -274,6 +276,9 @@ class ModelDriver:
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         assert self.has_batch
+        if len(sizes) > self._model.batch_pieces_max:
+            # Real ones end the process.
+            self._model.complain(f"a call with {len(sizes)} pieces")
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         self._model.begin_copies("batch", pieces, stream)
 

@@ -24,6 +24,9 @@ Addresses: TypeAlias = npt.NDArray[np.uint64]
 BATCH_SINCE = 12080
 """`cuMemcpyBatchAsync` came with the driver of CUDA 12.8; asking for that version keeps its first signature."""
 
+BATCH_PIECES_MAX = 4096
+"""So many copies in one such call at most: drivers have crashed on tens of thousands, and none promises any number."""
+
 _REGISTER_PORTABLE_AND_MAPPED = 0x1 | 0x2
 _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _MAX_PITCH = 11  # CU_DEVICE_ATTRIBUTE_MAX_PITCH
@@ -97,7 +100,7 @@ class Driver(Protocol):
         """Let the calling thread, which must be one of ours, make any call, even while others capture a graph."""
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Begin all copies in one call; they may run in any order. Needs `has_batch`."""
+        """Begin up to `BATCH_PIECES_MAX` copies in one call; they may run in any order. Needs `has_batch`."""
 
     def copy_each(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """Begin the copies one by one."""
@@ -159,6 +162,7 @@ class CudaDriver:
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         assert self._batch is not None, self.version
         _assert_alike(targets, sources, sizes)
+        assert len(sizes) <= BATCH_PIECES_MAX, len(sizes)
         failed_at = c_size_t()
         result = self._batch(
             c_void_p(targets.ctypes.data),
