@@ -6,8 +6,8 @@ the engine's steps. Loading takes what it took: seconds per block and tier. Of a
 loaded and the rest is computed, with the cut where both together take least. While one side is unknown everything is
 loaded, which is how it becomes known; a no is checked again now and then.
 
-Whoever measures is never alone on a machine: a thread that had to wait for a processor makes a load look a hundred times
-as slow. So no single measurement decides against loading.
+Whoever measures is never alone on a machine: a thread that had to wait for a processor makes a load look a hundred
+times as slow. So no single measurement decides against loading.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LOADS_MIN = 3
 
 
 class PrefillFit:
-    """Seconds of prefill by position: a token at position p takes a + b · p. b is never below zero, and a no less than a
-    tenth of what a token takes in the mean.
+    """Seconds of prefill by position: a token at position p takes a + b · p. b is never below zero, and a no less than
+    a tenth of what a token takes in the mean.
 
     Least squares over the latest steps, each worth its tokens: a step takes some time whatever is in it, and what
     follows a hit is short and deep, so that small steps would pass that time off as one of depth. A step counts for a
@@ -61,7 +61,9 @@ class PrefillFit:
             return None
         a, b = self._seconds - self._slope * self._position, self._slope
         least = _LEAST_SHARE * self._seconds
-        if a < least:  # the steps of an engine that was busy with other things tilt the line; no token is free
+        if (
+            a < least
+        ):  # the steps of an engine that was busy with other things tilt the line; no token is free
             a, b = least, (self._seconds - least) / self._position
         return (end - start) * (a + b * (start + end) / 2.0)
 
@@ -153,4 +155,3 @@ def _runs(sources: bytes) -> Iterator[tuple[int, int]]:
         rest = sources.lstrip(sources[:1])
         yield sources[0], len(sources) - len(rest)
         sources = rest
-
