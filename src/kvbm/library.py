@@ -302,6 +302,8 @@ class BlockManager:
             sources = self._space.told(bytes(lease.sources[:arrived]))
             self.metrics.add("kvbm_onboard_blocks_h2d", sources.count(Tier.HOST))
             self.metrics.add("kvbm_onboard_blocks_d2d", sources.count(Tier.DISK))
+            size = arrived * self.layout.shard_bytes
+            self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         return arrived
 
     def _copier_for(self, kv_cache: Mapping[str, torch.Tensor]) -> Copier:

@@ -89,6 +89,13 @@ def test_what_is_found_in_a_staging_area_is_a_disk_hit(staged: ManagerBench, bel
     assert value("kvbm_hit_bytes_total", tier="disk") == 4 * LAYOUT.block_bytes
     assert (value("kvbm_onboard_blocks_h2d"), value("kvbm_onboard_blocks_d2d")) == (0, 4)
     assert (value("kvbm_host_cache_hit_rate"), value("kvbm_disk_cache_hit_rate")) == (0.0, 1.0)
+    up = {
+        values
+        for metric, rows in staged.metrics.series()
+        for values, _ in rows
+        if metric.name == "kvbm_tier_up"
+    }
+    assert up == {("disk",)}, "host memory is no tier that was configured"
 
 
 def test_what_has_no_room_to_come_up_is_said_and_is_no_hit(staged: ManagerBench, below: FakeTier) -> None:

@@ -135,7 +135,8 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_pool_blocks",
         kind=_GAUGE,
-        help="Slots of a tier by state; the states add up to the tier's capacity",
+        help="Slots of a tier by state; the states add up to the tier's capacity. Where disk is the only tier, host is "
+        "its staging area",
         labels=(_TIER, Label("state", ("free", "filling", "resident"))),
     ),
     Metric(
