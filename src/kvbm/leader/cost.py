@@ -61,9 +61,8 @@ class PrefillFit:
             return None
         a, b = self._seconds - self._slope * self._position, self._slope
         least = _LEAST_SHARE * self._seconds
-        if (
-            a < least
-        ):  # the steps of an engine that was busy with other things tilt the line; no token is free
+        if a < least:
+            # The steps of an engine that was busy with other things tilt the line; no token is free.
             a, b = least, (self._seconds - least) / self._position
         return (end - start) * (a + b * (start + end) / 2.0)
 

@@ -351,8 +351,8 @@ class Lookups:
             del self._by_request[search.request]
 
     def _reply_deadline_s(self, search: Search) -> float:
-        """How long the manager's answer is waited for: no longer than what it may save, and hardly by others than the
-        first one when none comes at all."""
+        """How long the manager's answer is waited for: as long as what it can save takes, within bounds; and hardly at
+        all while the manager is silent."""
         prefill_s = self._cost.prefill_s(search.wanted - search.skip, search.skip)
         if self._silent or prefill_s is None:
             return REPLY_DEADLINE_S
