@@ -81,10 +81,12 @@ def test_what_the_device_held_by_then_is_not_lost(bench: Bench) -> None:
     assert bench.leader.matched("r", 5) == Answer()
     bench.leader.allocated("r", 0, ())
     assert counted(bench) == told(bench) == {"cost": 2}
-    bench.answer(bench.add("s"), 4)
-    assert bench.leader.matched("s", 4) == Answer()
-    bench.leader.allocated("s", 0, ())
-    assert counted(bench) == {"cost": 2}, "all of it is there"
+    for request, computed in (("s", 4), ("t", 7)):
+        bench.answer(bench.add(request), 4)
+        assert bench.leader.matched(request, computed) == Answer()
+        bench.leader.allocated(request, 0, ())
+        assert counted(bench) == {"cost": 2}, "all of it is there, and perhaps more"
+        assert told(bench) == {}
 
 
 def test_an_answer_that_never_came_in_time(bench: Bench) -> None:

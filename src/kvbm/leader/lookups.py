@@ -176,7 +176,7 @@ class Lookups:
             and now_s - search.asked_s < self._patience_s(search, offset)
         ):
             return None
-        search.missing = len(search.slots) - max(held, offset)
+        search.missing = max(0, len(search.slots) - max(held, offset))
         search.why_missing = "refused" if search.final else "deadline"
         usable = max(0, held - offset)
         if not usable:
@@ -332,6 +332,7 @@ class Lookups:
             self._count(search, reason, min(cut, max(0, end - computed)))
 
     def _count(self, search: Search, reason: str, blocks: int) -> None:
+        assert blocks >= 0, (reason, blocks)
         if blocks:
             self.unloaded[reason] += blocks
             search.unloaded[reason] = search.unloaded.get(reason, 0) + blocks
