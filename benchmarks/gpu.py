@@ -29,7 +29,7 @@ from kvbm.transfer import Copier, DeviceCache
 from kvbm.transfer.cuda import CudaCopier
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_beside import check_layerwise, time_stores
+from gpu_beside import check_captures, check_layerwise, time_stores
 from gpu_bytes import check_bytes, check_order
 from gpu_engine import check_outputs, time_hits
 from gpu_rig import PREPARED_S, Result, Rig, Sizes, shared_arena, views
@@ -194,6 +194,7 @@ def machine(rig: Rig) -> dict[str, str]:
 PARTS: dict[str, Callable[[Rig, Result, Sizes], None]] = {
     "bytes": lambda rig, result, sizes: check_bytes(rig, result, SMALL),
     "order": lambda rig, result, sizes: check_order(rig, result, SMALL),
+    "captures": lambda rig, result, sizes: check_captures(rig, result, SMALL),
     "copies": time_copies,
     "both-ways": time_both_ways,
     "arena": time_arena,

@@ -63,6 +63,11 @@ class Tier(enum.IntEnum):
     REMOTE = 4
 
 
+def counted_as_disk(sources: bytes) -> bytes:
+    """The tiers of blocks, a byte each, where host memory is no tier but the way to disk: there, all are disk's."""
+    return sources.replace(bytes((Tier.HOST,)), bytes((Tier.DISK,)))
+
+
 class Outcome(enum.Enum):
     """How an operation on a tier ended, or where it stands.
 

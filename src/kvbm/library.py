@@ -49,7 +49,7 @@ class Hit:
         self._manager = manager
         self._lease = lease
         self._ended = False
-        sources = bytes(lease.sources) if lease is not None else b""
+        sources = manager._space.told(bytes(lease.sources)) if lease is not None else b""
         self.blocks = len(sources)
         self.tokens = self.blocks * manager.layout.block_tokens
         self.host = sources.count(Tier.HOST)
@@ -215,6 +215,7 @@ class BlockManager:
         self._space.pump()
         lease = self._space.lookup(_OWNER, number, keys, min(skip, len(keys)))
         hit = Hit(self, lease)
+        self.metrics.add("kvbm_matched_tokens", hit.tokens)
         try:
             yield hit
         finally:
@@ -298,6 +299,11 @@ class BlockManager:
         pairs = list(zip(device_blocks[:arrived], lease.slots[:arrived], strict=True))
         if pairs:
             self._copier_for(kv_cache).load(pairs)
+            sources = self._space.told(bytes(lease.sources[:arrived]))
+            self.metrics.add("kvbm_onboard_blocks_h2d", sources.count(Tier.HOST))
+            self.metrics.add("kvbm_onboard_blocks_d2d", sources.count(Tier.DISK))
+            size = arrived * self.layout.shard_bytes
+            self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         return arrived
 
     def _copier_for(self, kv_cache: Mapping[str, torch.Tensor]) -> Copier:

@@ -32,6 +32,11 @@ HELD = -1
 REFUSED = -2
 """In `ReserveReply.slots`: no slot can be had now; the block is not stored."""
 
+UNLOADED_REASONS = ("cost", "deadline", "no_room", "stale", "refused", "failed", "unused")
+"""Why a block that was found is computed all the same: that is faster; the answer or the bytes came too late; host
+memory had no room to bring it up; the lease or the session had ended; the tier below refused it or found it damaged; a
+rank could not copy it; the engine went on without it."""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all messages."""
@@ -73,13 +78,16 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The lease of `lookup` ends. `loaded` blocks from position `first` on reached the device within `seconds`;
-    the next `failed` blocks were promised and did not."""
+    the next `failed` blocks were promised and did not. `unloaded` counts by reason (see `UNLOADED_REASONS`) the blocks
+    that were found, that the device lacked, and that are computed all the same: it may come when the lease has ended.
+    """
 
     lookup: int
     first: int = 0
     loaded: int = 0
     failed: int = 0
     seconds: float = 0.0
+    unloaded: dict[str, int] = {}
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
@@ -178,7 +186,8 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     """What a lookup found, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
 
     The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `sources` has
-    one byte per block, the tier it was found in.
+    one byte per block, the tier it was found in. Behind them the run went on: by `no_room` blocks that host memory has
+    no room for now, after `refused` ones that the tier below does not give.
     """
 
     lookup: int
@@ -186,6 +195,8 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     generations: tuple[int, ...] = ()
     ready: int = 0
     sources: bytes = b""
+    no_room: int = 0
+    refused: int = 0
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):

@@ -15,7 +15,7 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
@@ -55,12 +55,14 @@ class ModelEvent:
 
     def query(self) -> bool:
         self._model.use()
+        self._model.unsafe("cudaEventQuery")
         for _ in range(self._model.random.randrange(4)):
             self._model.advance()
         return self.reached
 
     def synchronize(self) -> None:
         self._model.use()
+        self._model.unsafe("cudaEventSynchronize")
         while not self.reached:
             if not self._model.advance():
                 self._model.complain("deadlock: the event cannot be reached")
@@ -133,6 +135,9 @@ class Model:
         self.complaints: list[str] = []
         self.deferred = self.at_once = False
         self.lost = False
+        self.capturing = False
+        """The engine captures a graph, in the mode that forbids all threads what might be unsafe."""
+        self.unsafe_calls: dict[str, int] = {}
         self.failing: dict[str, int] = {}
         """Per copy call, how many pieces still go well."""
         self.fails_with = (1, "CUDA_ERROR_INVALID_VALUE")
@@ -142,6 +147,8 @@ class Model:
         self.lock_called = threading.Condition()
         self.refuse_pinned = False
         self.pinned_asked: list[int] = []
+        self.batch_pieces_max = 4096
+        """One batch call takes no more."""
         self.seconds: Mapping[str, tuple[float, float]] = {}
         """Per copy call, how long a store and a load take."""
         self._threads = threading.local()
@@ -175,12 +182,23 @@ class Model:
         weakref.finalize(tensor, ranges.discard, place)
         return tensor
 
-    def use(self, *, adopted: bool = False) -> None:
+    def use(self) -> None:
         """A call of torch's, which makes the context current in the calling thread."""
         self._threads.has_context = True
-        self._threads.adopted = adopted or getattr(self._threads, "adopted", False)
         if self.lost:
             raise RuntimeError(LOST_TEXT)
+
+    def relax(self, relaxed: bool) -> bool:
+        """Exchange the calling thread's mode: whether it is CU_STREAM_CAPTURE_MODE_RELAXED."""
+        before, self._threads.relaxed = getattr(self._threads, "relaxed", False), relaxed
+        return before
+
+    def unsafe(self, call: str) -> None:
+        """A call that is potentially unsafe: made in the default mode it ends the capture that somebody runs."""
+        with self.lock:
+            self.unsafe_calls[call] = self.unsafe_calls.get(call, 0) + 1
+        if self.capturing and not getattr(self._threads, "relaxed", False):
+            self.complain(f"{call} by {threading.current_thread().name} ends the engine's capture of a graph")
 
     def enter(self, call: str) -> None:
         """A call to the driver, which does nothing of the kind."""
@@ -269,11 +287,24 @@ class ModelDriver:
 
     def adopt_thread(self, device: int) -> None:
         with contextlib.suppress(RuntimeError):
-            self._model.use(adopted=True)
+            self._model.use()
         self._model.enter("cuCtxSetCurrent")
+        self._model.relax(True)
+
+    @contextlib.contextmanager
+    def beside_captures(self, device: int) -> Iterator[None]:
+        with contextlib.suppress(RuntimeError):
+            self._model.use()
+        before = self._model.relax(True)
+        try:
+            yield
+        finally:
+            self._model.relax(before)
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         assert self.has_batch
+        if len(sizes) > self._model.batch_pieces_max:
+            self._model.complain(f"a call with {len(sizes)} pieces, which ends the process on real devices")
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         self._model.begin_copies("batch", pieces, stream)
 
@@ -320,8 +351,7 @@ class ModelDriver:
         if model.lock_gate is not None:
             assert model.lock_gate.acquire(timeout=DEADLINE_S)
         model.enter("cuMemHostRegister")
-        if not model._threads.adopted:
-            model.complain("pages are locked by a thread that may break the engine's capture of a graph")
+        model.unsafe("cuMemHostRegister")
         with model.lock:
             if address % PAGE or any(a < address + size and address < a + s for a, s in model.locked.items()):
                 model.complain(f"locking {size} bytes that share a page with others")
@@ -331,6 +361,7 @@ class ModelDriver:
 
     def unlock_pages(self, address: int) -> None:
         self._model.enter("cuMemHostUnregister")
+        self._model.unsafe("cuMemHostUnregister")
         with self._model.lock:
             if self._model.locked.pop(address, None) is None:
                 raise CudaError("cuMemHostUnregister", 713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
@@ -353,6 +384,7 @@ class ModelDevice:
 
     def new_stream(self, priority: int) -> ModelStream:
         self._model.use()
+        self._model.unsafe("cudaStreamCreate")
         return self._model.new_stream()
 
     def mark(self) -> ModelEvent:
@@ -364,6 +396,7 @@ class ModelDevice:
     def pinned(self, row_count: int, row_bytes: int) -> torch.Tensor:
         """Full of what must not be taken for KV."""
         self._model.use()
+        self._model.unsafe("cudaHostAlloc")
         self._model.pinned_asked.append(row_count * row_bytes)
         if self._model.refuse_pinned:
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
@@ -372,6 +405,7 @@ class ModelDevice:
 
     def scratch(self, size: int) -> torch.Tensor:
         self._model.use()
+        self._model.unsafe("cudaMalloc")
         return self._model.lend(self._model.memory, torch.full((size,), 0xDD, dtype=torch.uint8))
 
     def seconds(self, stream: Any, work: Callable[[], None]) -> float:

@@ -38,6 +38,12 @@ def bench() -> Iterator[Bench]:
     bench.manager.close()
 
 
+def known(bench: Bench, tier: Tier, seconds: float) -> None:
+    """Loads of one block, enough to be believed."""
+    for _ in range(3):
+        bench.leader.cost.loaded(bytes([tier]), seconds)
+
+
 # ---- without a manager
 
 
@@ -150,7 +156,9 @@ def test_a_reply_that_does_not_come_is_not_waited_for(bench: Bench) -> None:
     bench.leader.allocated("r", 0, ())
     bench.answer(lookup, 4)
     bench.step()
-    assert bench.manager.said() == [Release(lookup=lookup.lookup)], "a late answer gives its lease back"
+    lease, late = bench.manager.said()
+    assert lease == Release(lookup=lookup.lookup), "given back before the answer comes"
+    assert late == Release(lookup=lookup.lookup, unloaded={"deadline": 4})
 
 
 def test_a_reply_with_nothing_is_not_released(bench: Bench) -> None:
@@ -250,19 +258,19 @@ def test_a_request_that_ends_before_its_answer_gives_its_lease_back_at_once(benc
 
 def test_loading_that_is_slower_than_computing_is_left_out(bench: Bench) -> None:
     bench.leader.cost.prefilled(1000, 0.001)
-    bench.leader.cost.loaded(bytes([Tier.HOST]), 10.0)
+    known(bench, Tier.HOST, 10.0)
     lookup = bench.add()
     bench.answer(lookup, 5)
     assert bench.leader.matched("r", 0) == Answer()
     bench.leader.allocated("r", 0, ())
-    assert bench.manager.said() == [Release(lookup=lookup.lookup)]
+    assert bench.manager.said() == [Release(lookup=lookup.lookup, unloaded={"cost": 5})]
 
 
 def test_of_a_run_the_part_that_pays_is_loaded(bench: Bench) -> None:
     """8 ms to compute a block here, 1 to load one from host memory, 20 from disk."""
     bench.leader.cost.prefilled(1000, 2.0)
-    bench.leader.cost.loaded(bytes([Tier.HOST]), 0.001)
-    bench.leader.cost.loaded(bytes([Tier.DISK]), 0.02)
+    known(bench, Tier.HOST, 0.001)
+    known(bench, Tier.DISK, 0.02)
     lookup = bench.add(on_device=1)
     bench.answer(lookup, 6, disk=2)
     assert bench.leader.matched("r", 1) == Answer(blocks=4)
@@ -270,7 +278,9 @@ def test_of_a_run_the_part_that_pays_is_loaded(bench: Bench) -> None:
     (plan,) = bench.step().loads
     assert plan.device_blocks == tuple(TABLE[1:5])
     bench.arrive(plan)
-    assert bench.manager.said() == [Release(lookup=lookup.lookup, loaded=4, seconds=0.5)]
+    assert bench.manager.said() == [
+        Release(lookup=lookup.lookup, loaded=4, seconds=0.5, unloaded={"cost": 2})
+    ]
 
 
 def test_how_deep_a_step_computed_counts(bench: Bench) -> None:

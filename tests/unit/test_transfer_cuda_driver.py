@@ -45,6 +45,7 @@ class Library:
         self.results: dict[str, int] = {}
         self.attributes = {11: 2147483647, 91: 1}
         self.seen: list[tuple[Any, ...]] = []
+        self.mode, self.context = 0, 0xC3
         self.batch = BATCH(self._batch)  # kept: the driver has its address only
 
     def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
@@ -78,7 +79,14 @@ class Library:
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
         self.seen.append(("mode", mode._obj.value))
+        if result := self.results.get("mode", 0):
+            return result
+        self.mode, mode._obj.value = mode._obj.value, self.mode
         return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = self.context
+        return self.results.get("cuCtxGetCurrent", 0)
 
     def cuMemcpy2DAsync_v2(self, copy: Any, stream: Any) -> int:  # noqa: N802
         raw = ctypes.string_at(ctypes.addressof(copy._obj), ctypes.sizeof(copy._obj))
@@ -184,6 +192,31 @@ def test_pages_are_locked_for_every_context_and_mapped(library: Library) -> None
 def test_a_thread_is_adopted_with_its_context_and_beside_captures(library: Library) -> None:
     CudaDriver().adopt_thread(3)
     assert library.seen[1:] == [("cuCtxSetCurrent", 0xC3), ("mode", 2)]
+
+
+def fail_beside_captures(driver: CudaDriver, meanwhile: Callable[[], object]) -> None:
+    with driver.beside_captures(3):
+        meanwhile()
+        raise ZeroDivisionError
+
+
+def test_a_thread_that_is_not_ours_is_beside_captures_for_a_while(library: Library) -> None:
+    driver = CudaDriver()
+    with driver.beside_captures(3):
+        assert library.mode == 2
+    assert library.seen[1:] == [("mode", 2), ("mode", 0)], "it has its context already"
+    library.context = 0
+    with pytest.raises(ZeroDivisionError):
+        fail_beside_captures(driver, lambda: None)
+    assert library.seen[3:] == [("cuCtxSetCurrent", 0xC3), ("mode", 2), ("mode", 0)]
+
+
+def test_a_device_that_is_lost_beside_captures_says_what_was_done_meanwhile(library: Library) -> None:
+    driver = CudaDriver()
+    with pytest.raises(ZeroDivisionError):
+        fail_beside_captures(driver, lambda: library.results.update(mode=700))
+    with pytest.raises(CudaError, match="cuThreadExchangeStreamCaptureMode: "):
+        fail_beside_captures(driver, lambda: None)
 
 
 def test_what_a_device_can_do(library: Library) -> None:

@@ -6,6 +6,7 @@ import functools
 import mmap
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from kvbm.layout import round_up
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor
 from kvbm.transfer.cuda import CudaCopier
-from kvbm.transfer.pieces import common_alignment, pieces_of
+from kvbm.transfer.cuda_driver import BATCH_PIECES_MAX, CudaError
+from kvbm.transfer.cuda_engines import BatchCopy
+from kvbm.transfer.pieces import SlotRows, common_alignment, pieces_of
 from unit.cuda_model import DEADLINE_S, PAGE, Model
 from unit.test_transfer_cpu import PADDING, PAIRS, SLOTS, Views, scramble, separate, stacked
 
@@ -247,3 +250,63 @@ def test_pieces_say_how_they_are_aligned() -> None:
     assert start % 16 == 0
     assert pieces_of(DeviceCache.from_tensors({"a": odd}, BLOCKS).regions).alignment == 4
     assert pieces_of(DeviceCache.from_tensors({"a": page.view(BLOCKS, 64)}, BLOCKS).regions).alignment == 16
+
+
+def wide_pair(model: Model, method: str) -> Bench:
+    """Nine blocks of 8,192 pieces each, and nine slots: a chunk of a prompt has as many in a deep model."""
+    view = torch.zeros(BLOCKS, 8192, 2, dtype=torch.int8)[:, :, :1]
+    return Bench({"layer.0": view}, model, method, slot_count=BLOCKS).prepared()
+
+
+@pytest.mark.parametrize("to_device", [False, True], ids=["store", "load"])
+def test_a_batch_call_takes_a_bounded_number_of_pieces(to_device: bool) -> None:
+    """48,128 pieces: what 8,192 tokens of a model of 94 layers come to. Drivers crash on that many in a call."""
+    model = Model()
+    view = torch.zeros(BLOCKS, 188, 2, dtype=torch.int8)[:, :, :1]
+    bench = Bench({"layer.0": view}, model, "batch", slot_count=BLOCKS).prepared()
+    begun: list[int] = []
+    pieces = pieces_of(bench.cache.regions)
+    assert len(pieces.size) == 188
+    pairs = [(number, number) for number in range(256)]
+    driver = SimpleNamespace(has_batch=True, copy_batch=lambda t, s, n, stream: begun.append(len(n)))
+    slots = SlotRows(bench.arena.data_ptr(), bench.arena.stride(0))
+    BatchCopy(driver).begin(pieces, pairs, slots, to_device=to_device, stream=1)  # type: ignore[arg-type]
+    assert sum(begun) == 48_128
+    assert max(begun) <= BATCH_PIECES_MAX == model.batch_pieces_max
+    assert len(begun) <= 13
+    bench.close()
+
+
+@pytest.mark.parametrize("method", ["batch", "each"])
+def test_blocks_of_more_pieces_than_a_call_takes_are_copied_whole(method: str) -> None:
+    bench = wide_pair(Model(seed=4), method)
+    pairs = [(2, 1), (4, 3), (5, 8)]
+    bench.cpu.store(pairs)
+    expected = bench.arena.clone()
+    bench.arena.fill_(PADDING)
+    bench.copier.store(pairs)
+    assert torch.equal(bench.arena, expected)
+    sizes = [call.pieces for call in bench.model.calls]
+    assert sum(sizes) == 3 * 8192
+    assert method == "each" or sizes == [4096] * 6
+    scramble(bench.views, seed=3)
+    before = bench.device_bytes()
+    bench.cpu.load(pairs)
+    loaded = bench.device_bytes()
+    bench.put_device_bytes(before)
+    bench.copier.load(pairs)
+    assert same(bench.device_bytes(), loaded)
+    bench.close()
+
+
+def test_one_event_ends_all_calls_and_a_later_call_that_fails_fails_the_copy() -> None:
+    bench = wide_pair(Model(seed=4), "batch")
+    copying = bench.copier.begin_store([(2, 1), (4, 3)])
+    stream = bench.copier._store_stream
+    assert [kind for kind in stream.kinds if kind in ("copy", "record")][-5:] == ["copy"] * 4 + ["record"]
+    copying.wait()
+    bench.model.failing["batch"] = 3 * 4096 + 5
+    with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
+        bench.copier.begin_store([(2, 1), (4, 3)])
+    assert not bench.model.copies_under_way(), "the caller may free what was begun"
+    bench.close()

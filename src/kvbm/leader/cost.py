@@ -5,20 +5,30 @@ Computing a token takes longer the more tokens lie before it: seconds = a · tok
 the engine's steps. Loading takes what it took: seconds per block and tier. Of a run that was found the first blocks are
 loaded and the rest is computed, with the cut where both together take least. While one side is unknown everything is
 loaded, which is how it becomes known; a no is checked again now and then.
+
+Whoever measures is never alone on a machine: a thread that had to wait for a processor makes a load look a hundred
+times as slow. So no single measurement decides against loading.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import partial
+from statistics import median_low
 
 _WEIGHT = 0.2
 _PREFILL_TOKENS_MIN = 64
 _POSITION_SPREAD_MIN = 64.0
 _RECHECK_EVERY = 16
+_LEAST_SHARE = 0.1
+_LOADS_KEPT = 5
+_LOADS_MIN = 3
 
 
 class PrefillFit:
-    """Seconds of prefill by position: a token at position p takes a + b · p. Neither is ever below zero.
+    """Seconds of prefill by position: a token at position p takes a + b · p. b is never below zero, and a no less than
+    a tenth of what a token takes in the mean.
 
     Least squares over the latest steps, each worth its tokens: a step takes some time whatever is in it, and what
     follows a hit is short and deep, so that small steps would pass that time off as one of depth. A step counts for a
@@ -50,8 +60,10 @@ class PrefillFit:
         if not self._tokens:
             return None
         a, b = self._seconds - self._slope * self._position, self._slope
-        if a < 0.0:  # the steps of an engine that was busy with other things tilt the line; no token is free
-            a, b = 0.0, self._seconds / self._position
+        least = _LEAST_SHARE * self._seconds
+        if a < least:
+            # The steps of an engine that was busy with other things tilt the line; no token is free.
+            a, b = least, (self._seconds - least) / self._position
         return (end - start) * (a + b * (start + end) / 2.0)
 
 
@@ -63,7 +75,8 @@ class CostModel:
         self._block_tokens = block_tokens
         self._always = always
         self._prefill = PrefillFit()
-        self._load_s_per_block: dict[int, float] = {}
+        # Seconds per block of each tier's latest loads.
+        self._loads: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=_LOADS_KEPT))
         self._refusals = 0
 
     def prefilled(self, tokens: int, seconds: float, position: float = 0.0) -> None:
@@ -79,16 +92,16 @@ class CostModel:
         # All but the deepest tier's blocks take what they are known to take; the rest of the time is that tier's.
         deepest = max(sources)
         others = sources.replace(bytes((deepest,)), b"")
-        rest_s = max(0.0, seconds - sum(self._load_s_per_block.get(tier, 0.0) for tier in others))
-        known = self._load_s_per_block.get(deepest)
-        self._load_s_per_block[deepest] = _average(known, rest_s / (len(sources) - len(others)))
+        explained_s = sum((self._per_block_s(tier) or 0.0) * others.count(tier) for tier in set(others))
+        rest_s = max(0.0, seconds - explained_s)
+        self._loads[deepest].append(rest_s / (len(sources) - len(others)))
 
     def load_s(self, sources: bytes) -> float | None:
-        """What loading these blocks will take, or None while it is unknown."""
+        """What loading these blocks will take, or None while too little of a tier is known to say no by it."""
         total_s = 0.0
         for tier in set(sources):
-            per_block = self._load_s_per_block.get(tier)
-            if per_block is None:
+            per_block = self._per_block_s(tier)
+            if per_block is None or len(self._loads[tier]) < _LOADS_MIN:
                 return None
             total_s += per_block * sources.count(tier)
         return total_s
@@ -106,10 +119,11 @@ class CostModel:
         # Inside a run of one tier each further block takes equally long to load and ever longer to compute, so that
         # the best cut is at one of the run's ends.
         found, depth, load_s = len(sources), 0, 0.0
+        per_block_s = {tier: self._per_block_s(tier) or 0.0 for tier in set(sources)}
         best, best_s = 0, self._compute_s(first, first + found)
         for tier, blocks in _runs(sources):
             depth += blocks
-            load_s += self._load_s_per_block[tier] * blocks
+            load_s += per_block_s[tier] * blocks
             seconds = load_s + self._compute_s(first + depth, first + found)
             if seconds <= best_s:
                 best, best_s = depth, seconds
@@ -118,6 +132,14 @@ class CostModel:
             if self._refusals % _RECHECK_EVERY == 0:
                 return found
         return best
+
+    def _per_block_s(self, tier: int) -> float | None:
+        """Seconds to load one block: the median of the latest loads, or the very latest where that was faster.
+
+        So it takes several slow ones to say no, and one fast one to say yes again.
+        """
+        loads = self._loads.get(tier)
+        return min(median_low(loads), loads[-1]) if loads else None
 
     def _compute_s(self, start: int, end: int) -> float:
         """What computing the prompt's blocks `start` to `end` will take, where that is known."""
@@ -132,7 +154,3 @@ def _runs(sources: bytes) -> Iterator[tuple[int, int]]:
         rest = sources.lstrip(sources[:1])
         yield sources[0], len(sources) - len(rest)
         sources = rest
-
-
-def _average(known: float | None, value: float) -> float:
-    return value if known is None else known + _WEIGHT * (value - known)

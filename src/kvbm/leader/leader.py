@@ -109,6 +109,11 @@ class Leader:
         """Blocks of each tier that is on; empty without a manager."""
         return dict(self._link.ready.tiers) if self._link.ready is not None else {}
 
+    @property
+    def unloaded_blocks(self) -> dict[str, int]:
+        """Blocks that were found and computed all the same, by reason, since the start."""
+        return self._lookups.unloaded
+
     # ---- a request comes
 
     def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:
@@ -162,17 +167,17 @@ class Leader:
         if search is None or tracked is None:
             return b""
         first = tracked.computed - search.skip
-        return search.sources[first : first + blocks]
+        return self._lookups.told(search.sources[first : first + blocks])
 
     def allocated(self, request: str, count: int, table: Sequence[int]) -> None:
         """The engine made room: load `count` promised blocks; with none, the request goes on without us.
 
         `table` is the request's whole block table; the loaded blocks follow those that were computed already.
         """
-        if count <= 0:
-            self._lookups.drop(request)
-            return
         tracked = self._requests.get(request)
+        if count <= 0:
+            self._lookups.let_go(request, tracked.computed if tracked is not None else 0)
+            return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self._lookups.begin_load(request, computed, count, table, layerwise))
         if layerwise and tracked is not None:

@@ -27,6 +27,8 @@ class ManagerLink:
         self._refused = ""
         self.ready: Ready | None = None
         self.life = 0
+        self.staging = False
+        """Host memory is no tier of the manager's, only the way to its disk."""
 
     def poll(self) -> list[FromManager]:
         """The messages that arrived; tries to connect when there is no session. Microseconds when idle."""
@@ -81,6 +83,8 @@ class ManagerLink:
             if message.ready and self.ready is None:
                 log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))
             self.ready = message if message.ready else None
+            if message.tiers:
+                self.staging = "host" not in message.tiers
         elif isinstance(message, Refused):
             if message.reason != self._refused:
                 log.warning("no KV cache for now: %s", message.reason)

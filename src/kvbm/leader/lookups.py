@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 
-from kvbm.block import BlockKey
+from kvbm.block import BlockKey, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.hashing import join_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
-from kvbm.protocol import LoadPlan, Lookup, LookupReply, Progress, Release
+from kvbm.protocol import UNLOADED_REASONS, LoadPlan, Lookup, LookupReply, Progress, Release
 
 REPLY_DEADLINE_S = 0.25
+REPLY_DEADLINE_S_MAX = 2.0
 ARRIVAL_DEADLINE_S = 10.0
 LEASE_MARGIN_S = 30.0
 ASK_AGAIN_S = 1.0
 ATTEMPTS_MAX = 4
+_LATE_MAX = 256
 
 
 class Stage(Enum):
@@ -35,7 +37,8 @@ class Search:
     """The lookup of one request. `skip` blocks were left out of the question; the run begins there.
 
     `used` holds the tiers of the blocks being loaded; `arrived` how many of them did so far as some rank has
-    reported a failure, else None.
+    reported a failure, else None. `missing` of the blocks that were found are neither there nor promised, for the
+    reason `why_missing`; `why` is for the others that are not promised. `unloaded` is what is computed all the same.
     """
 
     request: str
@@ -56,6 +59,12 @@ class Search:
     plan: LoadPlan | None = None
     used: bytes = b""
     arrived: int | None = None
+    no_room: int = 0
+    refused: int = 0
+    missing: int = 0
+    why_missing: str = ""
+    why: str = ""
+    unloaded: dict[str, int] = field(default_factory=dict)
 
 
 class Lookups:
@@ -72,6 +81,11 @@ class Lookups:
         self._numbers = count(first_number)
         self._by_request: dict[str, Search] = {}
         self._by_number: dict[int, Search] = {}
+        # Given up before their answers came, and how many leading blocks the device held by then.
+        self._late: dict[int, tuple[Search, int]] = {}
+        self._silent = False
+        self.unloaded = dict.fromkeys(UNLOADED_REASONS, 0)
+        """Blocks that the device lacked, that were found and that were computed all the same, by reason."""
 
     def ask(self, request: str, keys: Sequence[BlockKey], skip: int, attempts: int = 1) -> Search | None:
         """Send a lookup for the blocks after the first `skip`; None when there is nothing to ask or nobody to ask."""
@@ -89,14 +103,21 @@ class Lookups:
 
     def replied(self, reply: LookupReply) -> None:
         """The manager's answer; one that nobody waits for was given back when it was dropped."""
-        search = self._by_number.get(reply.lookup)
+        self._silent = False
+        late = self._late.pop(reply.lookup, None)
+        search = late[0] if late is not None else self._by_number.get(reply.lookup)
         if search is None:
             return
         search.answered = True
         search.slots, search.generations = reply.slots, reply.generations
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
+        search.no_room, search.refused = reply.no_room, reply.refused
         search.stage = Stage.FOUND
+        if late is not None:
+            self._note_unloaded(search, late[1], 0)
+            if search.unloaded:
+                self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
 
     def progressed(self, progress: Progress) -> None:
         """Blocks arrived in G2, or will not."""
@@ -109,6 +130,7 @@ class Lookups:
         """The request's lookup, if it is of this life of the session."""
         search = self._by_request.get(request)
         if search is not None and search.life != self._link.life and search.stage is not Stage.LOADING:
+            self._note_unloaded(search, search.skip, 0)
             self._forget(search)
             return None
         return search
@@ -132,13 +154,18 @@ class Lookups:
         """
         now_s = self._clock()
         if search.stage is Stage.ASKED:
-            if now_s - search.asked_s < REPLY_DEADLINE_S:
+            if now_s - search.asked_s < self._reply_deadline_s(search):
                 return None
-            search.stage = Stage.OVER
-        if search.stage is not Stage.FOUND or computed < search.skip:
+            search.stage, search.why = Stage.OVER, "deadline"
+            self._silent = True
+        if search.stage is not Stage.FOUND:
+            return 0
+        search.missing, search.why = 0, ""
+        if computed < search.skip:
+            search.why = "stale"
             return 0
         if self._aged(search):
-            search.stage = Stage.OVER  # the manager may have ended the lease
+            search.stage, search.why = Stage.OVER, "stale"  # the manager may have ended the lease
             return 0
         held = len(search.slots) if self._promise_early and not search.final else search.ready
         offset = computed - search.skip
@@ -149,13 +176,21 @@ class Lookups:
             and now_s - search.asked_s < self._patience_s(search, offset)
         ):
             return None
+        search.missing = max(0, len(search.slots) - max(held, offset))
+        search.why_missing = "refused" if search.final else "deadline"
         usable = max(0, held - offset)
         if not usable:
             return 0
         worth = self._cost.worth_loading(sources[:usable], computed)
+        if worth < usable:
+            search.why = "cost"
         if not worth:
             search.stage = Stage.OVER
         return worth
+
+    def told(self, sources: bytes) -> bytes:
+        """The tiers as they are counted: what passes through a staging area is from disk."""
+        return counted_as_disk(sources) if self._link.staging else sources
 
     def stale(self, search: Search, computed: int) -> bool:
         """The lookup no longer answers the question: its lease is about to end, or more may be found by now."""
@@ -206,6 +241,8 @@ class Lookups:
             layerwise=layerwise,
         )
         search.used = search.sources[offset:end]
+        if search.epoch >= 0:
+            self._note_unloaded(search, computed, count)
         search.stage = Stage.LOADING
         return search.plan
 
@@ -239,15 +276,34 @@ class Lookups:
         failed = 0 if search.arrived is None else planned - search.arrived
         arrived = search.used[: planned - failed]
         self._cost.loaded(arrived, seconds)
+        self._count(search, self._why_failed(search), failed)
         if search.life == self._link.life:
             first = search.plan.offset
             self._link.send(
                 Release(
-                    lookup=search.number, first=first, loaded=len(arrived), failed=failed, seconds=seconds
+                    lookup=search.number,
+                    first=first,
+                    loaded=len(arrived),
+                    failed=failed,
+                    seconds=seconds,
+                    unloaded=search.unloaded,
                 )
             )
         self._forget(search)
-        return arrived, failed
+        return self.told(arrived), failed
+
+    def let_go(self, request: str, computed: int) -> None:
+        """The engine computes all that follows the first `computed` blocks: count what it does not load, and drop."""
+        search = self._by_request.get(request)
+        if search is None or search.stage is Stage.LOADING:
+            return
+        if search.answered:
+            self._note_unloaded(search, computed, 0)
+        elif search.stage is Stage.OVER:
+            self._late[search.number] = search, computed
+            while len(self._late) > _LATE_MAX:
+                del self._late[next(iter(self._late))]
+        self.drop(request)
 
     def drop(self, request: str) -> None:
         """The request needs its lookup no more. A load that runs keeps its lease until it ends.
@@ -258,14 +314,50 @@ class Lookups:
         search = self._by_request.get(request)
         if search is None or search.stage is Stage.LOADING:
             return
-        if search.life == self._link.life and (search.slots or not search.answered):
-            self._link.send(Release(lookup=search.number))
+        if search.life == self._link.life and (search.slots or search.unloaded or not search.answered):
+            self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
         self._forget(search)
+
+    def _note_unloaded(self, search: Search, computed: int, taken: int) -> None:
+        """Of what was found, all but the first `computed` blocks and the `taken` ones behind them is computed."""
+        end = search.skip + len(search.slots)
+        held = computed + taken if computed >= search.skip else search.skip
+        left = max(0, end - max(held, search.skip))
+        missing = min(left, search.missing)
+        self._count(search, search.why_missing, missing)
+        why = "stale" if search.life != self._link.life else search.why or "unused"
+        self._count(search, why, left - missing)
+        for reason, cut in (("refused", search.refused), ("no_room", search.no_room)):
+            end += cut
+            self._count(search, reason, min(cut, max(0, end - computed)))
+
+    def _count(self, search: Search, reason: str, blocks: int) -> None:
+        assert blocks >= 0, (reason, blocks)
+        if blocks:
+            self.unloaded[reason] += blocks
+            search.unloaded[reason] = search.unloaded.get(reason, 0) + blocks
+
+    def _why_failed(self, search: Search) -> str:
+        """Why blocks of a load that ended did not arrive, as far as the leader can tell."""
+        assert search.plan is not None
+        if search.epoch < 0 or search.life != self._link.life:
+            return "stale"
+        if search.ready >= search.plan.offset + len(search.plan.slots):
+            return "failed"
+        return "refused" if search.final else "deadline"
 
     def _forget(self, search: Search) -> None:
         self._by_number.pop(search.number, None)
         if self._by_request.get(search.request) is search:
             del self._by_request[search.request]
+
+    def _reply_deadline_s(self, search: Search) -> float:
+        """How long the manager's answer is waited for: as long as what it can save takes, within bounds; and hardly at
+        all while the manager is silent."""
+        prefill_s = self._cost.prefill_s(search.wanted - search.skip, search.skip)
+        if self._silent or prefill_s is None:
+            return REPLY_DEADLINE_S
+        return min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
 
     def _patience_s(self, search: Search, offset: int) -> float:
         """How long waiting for what is on its way can still beat computing it."""

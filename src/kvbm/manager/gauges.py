@@ -35,7 +35,8 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
     for tier in capacity:
         metrics.set("kvbm_pool_capacity_blocks", capacity[tier], tier=tier)
         metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)
-        metrics.set("kvbm_tier_up", 0 if faults[tier] else 1, tier=tier)
+        if tier != "host" or not all(space.options.staging for space in spaces):
+            metrics.set("kvbm_tier_up", 0 if faults[tier] else 1, tier=tier)
         for state in BlockState:
             metrics.set(
                 "kvbm_pool_blocks", blocks[tier, state.name.lower()], tier=tier, state=state.name.lower()

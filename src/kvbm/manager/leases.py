@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvbm.block import BlockKey
 
@@ -63,6 +63,13 @@ class Lease:
     def final(self) -> bool:
         """No more blocks will become ready."""
         return self.ready == len(self.slots)
+
+
+class Cut(NamedTuple):
+    """Blocks by which a lookup's lease is shorter than the run that was found, and why."""
+
+    no_room: int
+    refused: int
 
 
 @dataclass(slots=True)

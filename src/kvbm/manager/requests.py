@@ -62,9 +62,10 @@ class Requests:
         lease = engine.space.lookup(session.number, message.lookup, keys, message.skip)
         self._followers.asked(engine.space, message.keys)
         found = bytes(lease.sources) if lease is not None else b""
-        self._traffic.looked_up(engine.name, len(keys) - message.skip, found)
+        self._traffic.looked_up(engine.name, len(keys) - message.skip, engine.space.told(found))
+        no_room, refused = engine.space.cut
         if lease is None:
-            session.send(LookupReply(lookup=message.lookup))
+            session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused))
             return
         session.send(
             LookupReply(
@@ -73,6 +74,8 @@ class Requests:
                 generations=engine.space.arena.generations(lease.slots),
                 ready=lease.ready,
                 sources=found,
+                no_room=no_room,
+                refused=refused,
             )
         )
 
@@ -86,9 +89,11 @@ class Requests:
         lease = engine.space.release(session.number, message.lookup)
         if lease is not None and message.loaded > 0:
             loaded = bytes(lease.sources[message.first : message.first + message.loaded])
-            self._traffic.loaded(engine.space.layout, loaded, message.seconds)
+            self._traffic.loaded(engine.space.layout, engine.space.told(loaded), message.seconds)
         if message.failed > 0:
             self._traffic.failed_load(message.failed)
+        self._traffic.matched(engine.space.layout, max(0, message.loaded) + max(0, message.failed))
+        self._traffic.unloaded(message.unloaded)
 
     def reserve(self, session: Session, message: Message) -> None:
         """Slots for blocks that are not held yet."""

@@ -11,11 +11,11 @@ from itertools import count
 
 import msgspec
 
-from kvbm.block import BlockKey, SlotIndex, Tier
+from kvbm.block import BlockKey, SlotIndex, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.departures import Departures
-from kvbm.manager.leases import HoldTable, Lease, Owner, Place, Reservation
+from kvbm.manager.leases import Cut, HoldTable, Lease, Owner, Place, Reservation
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
@@ -75,6 +75,7 @@ class Space:
         self._jobs = count(1)
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
+        self.cut = Cut(0, 0)
         self._usage = Usage()
         self._names = EngineNames(arena.slot_count)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
@@ -99,28 +100,35 @@ class Space:
     def lookup(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> Lease | None:
         """Lease the longest run from `keys[skip]` on and start bringing up what is below G2.
 
-        None when nothing was found, or the owner holds too many leases.
+        None when nothing was found, or the owner holds too many leases. `cut` says what was found and is not leased.
         """
         now_s = self._clock()
+        self.cut = Cut(0, 0)
         if not self.leases.has_room(owner) or self.leases.get(owner, number) is not None:
             self._metrics.add("kvbm_lookups_total", outcome="throttled")
             return None
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
         self._gather(lease, keys, skip)
+        found = len(lease.slots)
         if self.onboarder is not None:
             self.onboarder.bring_up(lease, keys[skip - 1] if skip else None)
+        kept = len(lease.slots)
+        self._usage.note(list(keys), skip + kept)
+        if lease.slots:
+            self.leases.add(lease)
+            lease.advance()
+            if self.onboarder is not None:
+                self.onboarder.pump()
+        self.cut = Cut(found - kept, kept - len(lease.slots))
         self._account(lease, len(keys) - skip)
-        self._usage.note(list(keys), skip + len(lease.keys))
-        if not lease.slots:
-            return None
-        self.leases.add(lease)
-        lease.advance()
-        if self.onboarder is not None:
-            self.onboarder.pump()
-        if not lease.slots:  # the tier refused the first block just now
+        if not lease.slots:  # nothing was found, or the tier refused the first block just now
             self.release(owner, number)
             return None
         return lease
+
+    def told(self, sources: bytes) -> bytes:
+        """The tiers as they are counted: what passes through a staging area is from disk."""
+        return counted_as_disk(sources) if self.options.staging else sources
 
     def release(self, owner: Owner, number: int) -> Lease | None:
         """End a lease; the lease as it was, or None when it had ended already."""
@@ -153,7 +161,7 @@ class Space:
         hits = len(lease.slots)
         self._metrics.add("kvbm_queried_blocks_total", queried)
         self._metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
-        on_host = lease.sources.count(Tier.HOST)
+        on_host = self.told(bytes(lease.sources)).count(Tier.HOST)
         self._metrics.add("kvbm_hit_blocks_total", on_host, tier="host")
         self._metrics.add("kvbm_hit_blocks_total", hits - on_host, tier="disk")
         size = self.layout.block_bytes

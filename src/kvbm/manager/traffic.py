@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvbm.block import Tier
 from kvbm.clock import Clock
@@ -12,6 +12,7 @@ from kvbm.layout import BlockLayout
 from kvbm.observe.hit_rates import HitCounts, HitRateLog, HitRateWindow
 from kvbm.observe.log import traffic_line
 from kvbm.observe.metrics import Metrics
+from kvbm.protocol import UNLOADED_REASONS
 from kvbm.settings import Settings
 
 log = logging.getLogger("kvbm.traffic")
@@ -53,7 +54,6 @@ class Traffic:
         on_disk = len(sources) - on_host
         self.metrics.add("kvbm_onboard_blocks_h2d", on_host)
         self.metrics.add("kvbm_onboard_blocks_d2d", on_disk)
-        self.metrics.add("kvbm_matched_tokens", len(sources) * layout.block_tokens)
         size = len(sources) * layout.shard_bytes * layout.shard_count
         self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         self.metrics.observe("kvbm_transfer_seconds", seconds, source="host", target="device")
@@ -62,6 +62,16 @@ class Traffic:
         """Blocks were copied to host memory by all ranks."""
         if blocks:
             self.metrics.observe("kvbm_transfer_seconds", seconds, source="device", target="host")
+
+    def matched(self, layout: BlockLayout, blocks: int) -> None:
+        """A scheduler was promised these blocks and made room for them, whatever became of their load."""
+        self.metrics.add("kvbm_matched_tokens", blocks * layout.block_tokens)
+
+    def unloaded(self, blocks: Mapping[str, int]) -> None:
+        """Blocks that were found and computed all the same, by reason; what is none of ours is left out."""
+        for reason, count in blocks.items():
+            if reason in UNLOADED_REASONS and count > 0:
+                self.metrics.add("kvbm_unloaded_blocks_total", count, reason=reason)
 
     def failed_load(self, blocks: int) -> None:
         """Blocks that were promised did not reach the device; the engine computes them."""

@@ -135,7 +135,8 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_pool_blocks",
         kind=_GAUGE,
-        help="Slots of a tier by state; the states add up to the tier's capacity",
+        help="Slots of a tier by state; the states add up to the tier's capacity. Where disk is the only tier, host is "
+        "its staging area",
         labels=(_TIER, Label("state", ("free", "filling", "resident"))),
     ),
     Metric(
@@ -157,7 +158,8 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_failures_total",
         kind=_COUNTER,
-        help="Failed operations by tier: corrupt (a checksum did not match), io, load (on a rank)",
+        help="Blocks that could not be read, written or loaded, by tier: corrupt (a checksum did not match), io, load "
+        "(promised, and did not reach the device)",
         labels=(_TIER, Label("kind", ("corrupt", "io", "load"))),
         at_zero=True,
     ),
@@ -179,21 +181,31 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_queried_blocks_total",
         kind=_COUNTER,
-        help="Blocks that finished lookups asked for: the denominator of hit rates",
+        help="Blocks that lookups asked for, without those that the device held: the denominator of hit rates",
         at_zero=True,
     ),
     Metric(
         name="kvbm_hit_blocks_total",
         kind=_COUNTER,
-        help="Blocks that finished lookups found, by the tier that held them",
+        help="Blocks that lookups found and leased, by the tier that held them",
         labels=(_TIER,),
         at_zero=True,
     ),
     Metric(
         name="kvbm_hit_bytes_total",
         kind=_COUNTER,
-        help="Bytes of the blocks that finished lookups found, by the tier that held them",
+        help="Bytes of the blocks that lookups found and leased, by the tier that held them",
         labels=(_TIER,),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_unloaded_blocks_total",
+        kind=_COUNTER,
+        help="Blocks that were found beyond those on the device, and that engines computed all the same, by reason: "
+        "that is faster (cost), the answer or the bytes came too late (deadline), host memory had no room to bring "
+        "them up (no_room), a lease or a session had ended (stale), the tier did not give them (refused), a rank "
+        "could not copy them (failed), the engine went on without them (unused)",
+        labels=(Label("reason", ("cost", "deadline", "no_room", "stale", "refused", "failed", "unused")),),
         at_zero=True,
     ),
     Metric(

@@ -13,6 +13,7 @@ from kvbm.transfer.copier import Copier, Copying, DeviceEvent, Pairs, arena_tens
 from kvbm.transfer.cpu import CpuCopier
 from kvbm.transfer.device_cache import DeviceCache
 from kvbm.transfer.device_copier import DeviceCopier
+from kvbm.transfer.lock_turns import LockTurns
 
 __all__ = [
     "Copier",
@@ -21,6 +22,7 @@ __all__ = [
     "DeviceCache",
     "DeviceCopier",
     "DeviceEvent",
+    "LockTurns",
     "Pairs",
     "arena_tensor",
     "make_copier",
@@ -33,19 +35,20 @@ def make_copier(
     cuda_method: str = "auto",
     by_engine: bool = False,
     numa_node: int = -1,
+    turns: LockTurns | None = None,
 ) -> Copier:
     """The copier for the device that `cache` lies on; `arena` is uint8 `[slots, slot_bytes]` in host memory.
 
-    `cuda_method` forces a way of copying on CUDA, and `numa_node` is where pages lie that locking brings forth (see
-    `CudaCopier`); `by_engine` says that the engine's own thread calls (see `CpuCopier`). Raises `KvbmError` for a kind
-    of device that has no copier, and where a CUDA device cannot be used.
+    `cuda_method` forces a way of copying on CUDA, `numa_node` is where pages lie that locking brings forth, and
+    `turns` are taken at that (see `CudaCopier`); `by_engine` says that the engine's own thread calls (see `CpuCopier`).
+    Raises `KvbmError` for a kind of device that has no copier, and where a CUDA device cannot be used.
     """
     if cache.device.type == "cpu":
         return CpuCopier(cache, arena, by_engine=by_engine)
     if cache.device.type == "cuda":
         from kvbm.transfer.cuda import CudaCopier
 
-        return CudaCopier(cache, arena, cuda_method, numa_node=numa_node)
+        return CudaCopier(cache, arena, cuda_method, numa_node=numa_node, turns=turns)
     raise KvbmError(f"copying KV on device {cache.device}: accepted are cpu and cuda")
 
 

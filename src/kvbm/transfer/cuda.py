@@ -7,6 +7,7 @@ no thread waits for the engine, and the engine's stream gets nothing but an even
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from kvbm.transfer.cuda_choice import AUTO, Choice, Method
 from kvbm.transfer.cuda_device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, TorchDevice, first_line
 from kvbm.transfer.cuda_driver import CudaDriver, CudaError, Driver
 from kvbm.transfer.device_cache import DeviceCache
+from kvbm.transfer.lock_turns import LockTurns
 from kvbm.transfer.page_lock import PageLocks
 from kvbm.transfer.pieces import Pieces, SlotRows, pieces_of
 
@@ -56,7 +58,8 @@ class CudaCopier:
 
     A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
     are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
-    nobody has touched before lie on `numa_node` then (-1: anywhere).
+    nobody has touched before lie on `numa_node` then (-1: anywhere). `turns` are those of the arena's memory; `close`
+    closes them. Nothing that any thread does here ends the capture of a CUDA graph that runs in the engine's.
     Copies are begun by one thread at a time.
 
     Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
@@ -71,6 +74,7 @@ class CudaCopier:
         driver: Driver | None = None,
         device: Device | None = None,
         numa_node: int = -1,
+        turns: LockTurns | None = None,
     ) -> None:
         assert_arena(arena, cache)
         self._cache = cache
@@ -82,7 +86,7 @@ class CudaCopier:
         self._layers: dict[str, Pieces] = {}
         self._numa_node = numa_node
         self._closed = False
-        with self._device.active():
+        with self._device.active(), self._driver.beside_captures(self._device.index):
             offered = cuda_choice.methods(self._driver, self._device)
             self._choice = (
                 cuda_choice.unmeasured(offered) if method == AUTO else cuda_choice.named(method, offered)
@@ -90,7 +94,8 @@ class CudaCopier:
             self._store_stream = self._device.new_stream(STORE_PRIORITY)
             self._load_stream = self._device.new_stream(LOAD_PRIORITY)
             self._staging = self._make_staging()
-        self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device)
+        self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device, turns)
+        self._turns = turns
         self._preparation = threading.Thread(
             target=self._prepare,
             args=(offered if method == AUTO else {},),
@@ -154,15 +159,20 @@ class CudaCopier:
             return
         self._closed = True
         lost = False
-        try:
-            for stream in (self._store_stream, self._load_stream):
-                stream.record().synchronize()
-        except RuntimeError as error:
-            # Nothing but a lost device fails here; the process's end unlocks what the driver no longer can.
-            _log.warning("waiting for copies under way: %s", first_line(error))
-            lost = True
-        self._locks.close(unlock=not lost)
+        with contextlib.ExitStack() as relaxed:
+            try:
+                relaxed.enter_context(self._device.active())
+                relaxed.enter_context(self._driver.beside_captures(self._device.index))
+                for stream in (self._store_stream, self._load_stream):
+                    stream.record().synchronize()
+            except (CudaError, RuntimeError) as error:
+                # Nothing but a lost device fails here; the process's end unlocks what the driver no longer can.
+                _log.warning("waiting for copies under way: %s", first_line(error))
+                lost = True
+            self._locks.close(unlock=not lost)
         self._preparation.join()
+        if self._turns is not None:
+            self._turns.close()
 
     def _begin(
         self, stream: Stream, pieces: Pieces, pairs: Pairs, after: DeviceEvent | None, *, to_device: bool

@@ -11,6 +11,8 @@ Source of the signatures: CUDA driver API, `cuda.h` of 12.8 and 13.0.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Protocol, TypeAlias
 
@@ -23,6 +25,9 @@ Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 BATCH_SINCE = 12080
 """`cuMemcpyBatchAsync` came with the driver of CUDA 12.8; asking for that version keeps its first signature."""
+
+BATCH_PIECES_MAX = 4096
+"""So many copies in one such call at most: drivers have crashed on tens of thousands, and none promises any number."""
 
 _REGISTER_PORTABLE_AND_MAPPED = 0x1 | 0x2
 _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
@@ -96,8 +101,11 @@ class Driver(Protocol):
     def adopt_thread(self, device: int) -> None:
         """Let the calling thread, which must be one of ours, make any call, even while others capture a graph."""
 
+    def beside_captures(self, device: int) -> AbstractContextManager[object]:
+        """The same for any thread, and only while it lasts: what it does then ends no capture of a graph."""
+
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Begin all copies in one call; they may run in any order. Needs `has_batch`."""
+        """Begin up to `BATCH_PIECES_MAX` copies in one call; they may run in any order. Needs `has_batch`."""
 
     def copy_each(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """Begin the copies one by one."""
@@ -147,18 +155,27 @@ class CudaDriver:
         self._attributes, self._attributes_from = attributes, c_size_t(0)
 
     def adopt_thread(self, device: int) -> None:
-        context = c_void_p()
-        result = self._library.cuDevicePrimaryCtxRetain(byref(context), c_int(device))
-        self._check("cuDevicePrimaryCtxRetain", result)
-        self._check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(context))
+        self._bind_context(device)
         # Otherwise locking pages while the engine captures a CUDA graph would fail, and end the capture with it.
-        mode = c_int(_CAPTURE_RELAXED)
-        result = self._library.cuThreadExchangeStreamCaptureMode(byref(mode))
-        self._check("cuThreadExchangeStreamCaptureMode", result)
+        self._exchange_capture_mode(_CAPTURE_RELAXED)
+
+    @contextmanager
+    def beside_captures(self, device: int) -> Iterator[None]:
+        context = c_void_p()
+        self._check("cuCtxGetCurrent", self._library.cuCtxGetCurrent(byref(context)))
+        if context.value is None:
+            self._bind_context(device)
+        before = self._exchange_capture_mode(_CAPTURE_RELAXED)
+        try:
+            yield
+        finally:
+            # Unchecked: it fails only where the device is lost, and what was done meanwhile says more.
+            self._library.cuThreadExchangeStreamCaptureMode(byref(c_int(before)))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         assert self._batch is not None, self.version
         _assert_alike(targets, sources, sizes)
+        assert len(sizes) <= BATCH_PIECES_MAX, len(sizes)
         failed_at = c_size_t()
         result = self._batch(
             c_void_p(targets.ctypes.data),
@@ -223,6 +240,20 @@ class CudaDriver:
         text = ctypes.create_string_buffer(32)
         self._check("cuDeviceGetPCIBusId", self._library.cuDeviceGetPCIBusId(text, c_int(32), c_int(device)))
         return text.value.decode().lower()
+
+    def _bind_context(self, device: int) -> None:
+        """Make the context that torch uses the calling thread's."""
+        context = c_void_p()
+        result = self._library.cuDevicePrimaryCtxRetain(byref(context), c_int(device))
+        self._check("cuDevicePrimaryCtxRetain", result)
+        self._check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(context))
+
+    def _exchange_capture_mode(self, mode: int) -> int:
+        """How the calling thread's calls and captures of other threads meet from now on; how they did before."""
+        exchanged = c_int(mode)
+        result = self._library.cuThreadExchangeStreamCaptureMode(byref(exchanged))
+        self._check("cuThreadExchangeStreamCaptureMode", result)
+        return exchanged.value
 
     def _attribute(self, device: int, attribute: int) -> int:
         value = c_int()

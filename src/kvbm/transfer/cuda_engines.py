@@ -1,6 +1,6 @@
 """Copies by the device's copy engines: they cost the running kernels nothing, and like large pieces.
 
-Three ways to ask for the same copies: one call for a whole batch (a driver of CUDA 12.8 or later), one call for
+Three ways to ask for the same copies: one call for thousands of pieces (a driver of CUDA 12.8 or later), one call for
 every run of pieces at a constant distance, one call for every piece.
 """
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm.transfer.copier import Pairs
-from kvbm.transfer.cuda_driver import Driver
-from kvbm.transfer.pieces import Pieces, SlotRows, batch_of
+from kvbm.transfer.cuda_driver import BATCH_PIECES_MAX, Driver
+from kvbm.transfer.pieces import Pieces, SlotRows, batches_of
 
 
 class BatchCopy:
-    """`cuMemcpyBatchAsync`: all pieces of all pairs in one call."""
+    """`cuMemcpyBatchAsync`: as many pieces of all pairs in one call as it may take."""
 
     name = "batch"
 
@@ -25,12 +25,12 @@ class BatchCopy:
         self._driver = driver
 
     def begin(self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: int) -> None:
-        """Begin the copies on the stream of that handle. Raises CudaError."""
-        batch = batch_of(pieces, pairs, slots)
-        if to_device:
-            self._driver.copy_batch(batch.device, batch.host, batch.size, stream)
-        else:
-            self._driver.copy_batch(batch.host, batch.device, batch.size, stream)
+        """Begin the copies on the stream of that handle. Raises CudaError; those of earlier calls are begun then."""
+        for batch in batches_of(pieces, pairs, slots, BATCH_PIECES_MAX):
+            if to_device:
+                self._driver.copy_batch(batch.device, batch.host, batch.size, stream)
+            else:
+                self._driver.copy_batch(batch.host, batch.device, batch.size, stream)
 
 
 class EachCopy:
@@ -42,12 +42,12 @@ class EachCopy:
         self._driver = driver
 
     def begin(self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: int) -> None:
-        """Begin the copies on the stream of that handle. Raises CudaError."""
-        batch = batch_of(pieces, pairs, slots)
-        if to_device:
-            self._driver.copy_each(batch.device, batch.host, batch.size, stream)
-        else:
-            self._driver.copy_each(batch.host, batch.device, batch.size, stream)
+        """Begin the copies on the stream of that handle. Raises CudaError; those before it are begun then."""
+        for batch in batches_of(pieces, pairs, slots, BATCH_PIECES_MAX):
+            if to_device:
+                self._driver.copy_each(batch.device, batch.host, batch.size, stream)
+            else:
+                self._driver.copy_each(batch.host, batch.device, batch.size, stream)
 
 
 class _Comb(NamedTuple):

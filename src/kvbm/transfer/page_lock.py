@@ -7,11 +7,13 @@ where the driver refuses.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 
 from kvbm.transfer.cuda_device import Device, first_line
 from kvbm.transfer.cuda_driver import CudaError, Driver
+from kvbm.transfer.lock_turns import LockTurns
 from kvbm.transfer.pieces import SlotRows
 
 _log = logging.getLogger(__name__)
@@ -23,14 +25,23 @@ PIECE_BYTES = 256 << 20
 class PageLocks:
     """The page locks of `slot_count` slots. `locked_slots` of them, from the first on, are locked by now.
 
-    `run` belongs to one thread of the caller's; `close` may be called from another one, once.
+    `run` belongs to one thread of the caller's; `close` may be called from another one, once. With `turns` pieces are
+    locked when no other process locks any of the same memory.
     """
 
-    def __init__(self, slots: SlotRows, slot_count: int, driver: Driver, device: Device) -> None:
+    def __init__(
+        self,
+        slots: SlotRows,
+        slot_count: int,
+        driver: Driver,
+        device: Device,
+        turns: LockTurns | None = None,
+    ) -> None:
         self._slots = slots
         self._slot_count = slot_count
         self._driver = driver
         self._device = device
+        self._turns = turns
         self._piece_slots = max(1, PIECE_BYTES // slots.row_bytes)
         self._closing = threading.Event()
         self._pieces: list[int] = []
@@ -81,6 +92,9 @@ class PageLocks:
         first = self.locked_slots
         count = min(self._piece_slots, self._slot_count - first)
         address = self._slots.address + first * self._slots.row_bytes
-        self._driver.lock_pages(address, count * self._slots.row_bytes)
+        with self._turns.turn(self._closing) if self._turns is not None else contextlib.nullcontext():
+            if self._closing.is_set():
+                return
+            self._driver.lock_pages(address, count * self._slots.row_bytes)
         self._pieces.append(address)
         self.locked_slots = first + count

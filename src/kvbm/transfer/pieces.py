@@ -6,7 +6,7 @@ their table is made once; a batch of pairs is then three arrays of addresses, ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -103,6 +103,15 @@ def batch_of(pieces: Pieces, pairs: Pairs, slots: SlotRows) -> Batch:
     host = rows + pieces.slot_offset[None, :]
     size = np.broadcast_to(pieces.size, host.shape)
     return Batch(device.reshape(-1), host.reshape(-1), np.ascontiguousarray(size).reshape(-1))
+
+
+def batches_of(pieces: Pieces, pairs: Pairs, slots: SlotRows, pieces_max: int) -> Iterator[Batch]:
+    """The same in batches of at most `pieces_max` pieces; of two pieces of a pair the first comes no later."""
+    pairs_each = max(1, pieces_max // len(pieces.size))
+    for first in range(0, len(pairs), pairs_each):
+        batch = batch_of(pieces, pairs[first : first + pairs_each], slots)
+        for start in range(0, len(batch.size), pieces_max):
+            yield Batch(*(column[start : start + pieces_max] for column in batch))
 
 
 def _ramp(count: int, step: int) -> Addresses:

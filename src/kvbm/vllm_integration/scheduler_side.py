@@ -42,7 +42,7 @@ class SchedulerSide:
         self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json")
         self._requests: dict[str, Any] = {}
         self._tables = BlockTables()
-        self._reported = {"loaded_host_blocks": 0, "loaded_disk_blocks": 0, "failed_blocks": 0}
+        self._reported = dict.fromkeys((*stats.COUNTERS, *stats.UNLOADED), 0)
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
         self._tiers_told = False
@@ -190,9 +190,12 @@ class SchedulerSide:
             "loaded_disk_blocks": self._leader.loaded_blocks[Tier.DISK],
             "failed_blocks": self._leader.failed_blocks,
         }
+        now |= {name: self._leader.unloaded_blocks[reason] for name, reason in stats.UNLOADED.items()}
         rise = {name: value - self._reported[name] for name, value in now.items()}
         self._reported = now
-        return stats.KvbmStats(data=rise) if any(rise.values()) else None
+        # Of the reasons only those that there were: vLLM's log line says all of it.
+        told = {name: value for name, value in rise.items() if value or name in stats.COUNTERS}
+        return stats.KvbmStats(data=told) if any(told.values()) else None
 
     def close(self) -> None:
         self._leader.close()

@@ -8,6 +8,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvbm.protocol import UNLOADED_REASONS
+
 COUNTERS = {
     "loaded_host_blocks": "Blocks that KVBM loaded from host memory",
     "loaded_disk_blocks": "Blocks that KVBM loaded from disk",
@@ -15,10 +17,16 @@ COUNTERS = {
 }
 """What is counted, and what vLLM's /metrics says of it."""
 
+UNLOADED = {f"unloaded_{reason}_blocks": reason for reason in UNLOADED_REASONS}
+"""The same of what was found and computed all the same: one series, with the reason as a label."""
+UNLOADED_HELP = (
+    "Blocks that KVBM had found beyond those on the device and that were computed all the same, by reason"
+)
+
 
 @dataclass
 class KvbmStats(KVConnectorStats):
-    """Counts since the last report, by the names of `COUNTERS`."""
+    """Counts since the last report, by the names of `COUNTERS` and `UNLOADED`."""
 
     def __getitem__(self, name: str) -> Any:
         """`stats["data"]`: how MultiConnector before 0.32 reads a child's statistics, serialized or not."""
@@ -57,6 +65,12 @@ class KvbmPromMetrics(KVConnectorPromMetrics):
             )
             for name, text in COUNTERS.items()
         }
+        unloaded = self._counter_cls(
+            name="vllm:kvbm_unloaded_blocks", documentation=UNLOADED_HELP, labelnames=[*labelnames, "reason"]
+        )
+        for name, reason in UNLOADED.items():
+            by_engine = {engine: [*values, reason] for engine, values in per_engine_labelvalues.items()}
+            self._by_name[name] = create_metric_per_engine(unloaded, by_engine)
 
     def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> None:
         data = _counts(transfer_stats_data)

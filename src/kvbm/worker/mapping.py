@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvbm.numa import keep_thread_on
 from kvbm.protocol import Welcome
 from kvbm.tiers.host import open_arena, populate
-from kvbm.transfer import Copier, DeviceCache, arena_tensor, make_copier
+from kvbm.transfer import Copier, DeviceCache, LockTurns, arena_tensor, make_copier
 
 _POPULATE_CHUNK_BYTES = 32 << 20
 
@@ -29,12 +29,19 @@ class Mapping:
     ) -> None:
         self.epoch = welcome.epoch
         self.layers = tuple(cache.layers)
+        # Before the descriptors are closed; only a CUDA device has pages locked.
+        turns = LockTurns(fds[0]) if fds and cache.device.type == "cuda" else None
         region, generations = open_arena(fds, welcome.slot_count, welcome.slot_bytes)
         self._region = region
         self._generation_map = generations
         self._generations = memoryview(generations).cast("Q")
         arena = arena_tensor(region, welcome.slot_count, welcome.slot_bytes)
-        self.copier: Copier = make_copier(cache, arena, cuda_method, numa_node=numa_node)
+        try:
+            self.copier: Copier = make_copier(cache, arena, cuda_method, numa_node=numa_node, turns=turns)
+        except BaseException:
+            if turns is not None:
+                turns.close()
+            raise
         self._numa_node = numa_node
         self._closing = threading.Event()
         # A page of the arena that this process never touched costs a fault on the first copy: take them early.
