@@ -262,11 +262,14 @@ def test_a_disk_directory_that_cannot_be_used_is_said_to_the_engine(
     assert "\n" not in str(caught.value)
 
 
-def test_a_host_tier_below_one_request_is_said_to_the_engine(make: Callable[..., Node]) -> None:
+def test_a_host_tier_below_one_request_is_said_in_the_engines_log_and_works(
+    make: Callable[..., Node], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A private manager writes to the stderr of the engine that started it."""
     node = make(host_blocks=2)
-    hello = msgspec.structs.replace(worker_hello(), request_blocks=3)
-    with pytest.raises(ManagerRefused, match="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used"):
-        node.join(hello)
+    node.join(msgspec.structs.replace(worker_hello(), request_blocks=3))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "one request may need" in line]
+    assert "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2 gives 2 blocks" in line
 
 
 def test_a_runtime_directory_that_others_can_write_to_is_refused(make: Callable[..., Node]) -> None:

@@ -15,7 +15,9 @@ from kvbm.settings import (
     format_bytes,
     host_slots,
     load_settings,
+    request_notices,
     shared_manager_notices,
+    shared_request_notices,
     size_notices,
     staging_slots,
 )
@@ -111,6 +113,37 @@ def test_notices():
 def test_a_host_tier_below_the_devices():
     assert size_notices(100, 100) == size_notices(0, 100) == []
     assert size_notices(99, 100)[0].startswith("the host tier holds 99 blocks, fewer than the device's 100")
+
+
+def test_a_host_tier_below_one_request_names_the_size_that_holds_it():
+    """Qwen3-0.6B: 114,688 bytes a token, blocks of 16."""
+    block_bytes = 16 * 114_688
+    four = Settings(host_bytes=4 * 10**9)
+    slots = host_slots(four, block_bytes)
+    (line,) = request_notices(four, slots, block_bytes, 16, 2560, 1)
+    assert line == (
+        "DYN_KVBM_CPU_CACHE_GB=4 gives 2179 blocks and one request may need 2560 (max_model_len, up to 40960 tokens): "
+        "no more than 2179 of its blocks are kept or loaded at a time; DYN_KVBM_CPU_CACHE_GB=4.698 would hold it"
+    )
+    assert request_notices(four, 2560, block_bytes, 16, 2560, 1) == []
+    (line,) = request_notices(Settings(host_blocks=1000), 500, block_bytes, 16, 2560, 2)
+    assert line.startswith("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=1000 gives 500 blocks and ")
+    assert line.endswith("; DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=5120 (9.396 GB) would hold it")
+    (line,) = request_notices(Settings(disk_bytes=10**12), 279, block_bytes, 16, 2560, 1)
+    assert line.startswith("DYN_KVBM_DISK_STAGING_GB=0.512 gives 279 blocks and ")
+    (line,) = shared_request_notices(279, block_bytes, 16, 2560)
+    assert line.startswith("the manager's host tier gives 279 blocks and one request may need 2560 ")
+    assert line.endswith("; 4.698 GB for this model would hold it")
+    for slots in (0, 2560):
+        assert shared_request_notices(slots, block_bytes, 16, 2560) == []
+
+
+@given(st.integers(1, 2**30), st.integers(2, 4000), st.integers(1, 64))
+def test_the_size_that_is_named_holds_the_request(block_bytes, request_blocks, namespaces):
+    (line,) = request_notices(Settings(host_bytes=1), 1, block_bytes, 16, request_blocks, namespaces)
+    named = line.partition("; ")[2].removesuffix(" would hold it").partition("=")[2]
+    settings = load_settings({"DYN_KVBM_CPU_CACHE_GB": named}).settings
+    assert host_slots(settings, block_bytes) // namespaces >= request_blocks
 
 
 def test_available_memory(tmp_path):

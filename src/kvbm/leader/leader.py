@@ -109,6 +109,11 @@ class Leader:
         """Blocks of each tier that is on; empty without a manager."""
         return dict(self._link.ready.tiers) if self._link.ready is not None else {}
 
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes of a tier; 0 without a manager."""
+        return self._link.ready.block_bytes if self._link.ready is not None else 0
+
     # ---- a request comes
 
     def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:

@@ -108,6 +108,52 @@ def size_notices(host_blocks: int, device_blocks: int) -> list[str]:
     return [line + " it will mostly hold what the device holds; make it larger (DYN_KVBM_CPU_CACHE_GB)"]
 
 
+def host_memory_field(settings: Settings) -> str:
+    """The variable that says how much host memory blocks go through: that of the tier, or of the staging area."""
+    if not settings.host_on:
+        return FIELDS["staging_bytes"].variable
+    return FIELDS["host_blocks" if settings.host_blocks else "host_bytes"].variable
+
+
+def request_notices(
+    settings: Settings, slots: int, block_bytes: int, block_tokens: int, request_blocks: int, namespaces: int
+) -> list[str]:
+    """A line when one request may have more blocks than the host memory they go through, with the size that holds it.
+
+    `slots` is what each of `namespaces` has.
+    """
+    if request_blocks <= slots:
+        return []
+    field = host_memory_field(settings)
+    needed = _gigabytes(request_blocks * namespaces * block_bytes)
+    size_bytes = settings.host_bytes if settings.host_on else settings.staging_bytes
+    here, enough = f"{(size_bytes or 0) / 1e9:g}", f"{field}={needed}"
+    if settings.host_blocks:
+        here, enough = f"{settings.host_blocks}", f"{field}={request_blocks * namespaces} ({needed} GB)"
+    return [f"{field}={here} gives {_cut_line(slots, request_blocks, block_tokens)}; {enough} would hold it"]
+
+
+def shared_request_notices(slots: int, block_bytes: int, block_tokens: int, request_blocks: int) -> list[str]:
+    """The same for an engine of a shared manager, whose settings it does not know; `slots` is 0 without a host tier."""
+    if not 0 < slots < request_blocks:
+        return []
+    needed = _gigabytes(request_blocks * block_bytes)
+    cut = _cut_line(slots, request_blocks, block_tokens)
+    return [f"the manager's host tier gives {cut}; {needed} GB for this model would hold it"]
+
+
+def _cut_line(slots: int, request_blocks: int, block_tokens: int) -> str:
+    return (
+        f"{slots} blocks and one request may need {request_blocks} (max_model_len, up to "
+        f"{request_blocks * block_tokens} tokens): no more than {slots} of its blocks are kept or loaded at a time"
+    )
+
+
+def _gigabytes(size_bytes: int) -> str:
+    """Rounded up, so that it holds so much."""
+    return f"{-(-size_bytes // 10**6) / 1e3:.3f}".rstrip("0").rstrip(".")
+
+
 def shared_manager_notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     """A line for each tier that was asked for beside a shared manager, whose tiers are its own. For engines."""
     if not settings.manager:

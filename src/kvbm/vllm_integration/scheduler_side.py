@@ -14,7 +14,7 @@ from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
-from kvbm.settings import Settings, size_notices
+from kvbm.settings import Settings, shared_request_notices, size_notices
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
@@ -45,10 +45,10 @@ class SchedulerSide:
         self._reported = {"loaded_host_blocks": 0, "loaded_disk_blocks": 0, "failed_blocks": 0}
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
+        self._request_blocks = -(-int(vllm_config.model_config.max_model_len) // self.block_tokens)
         self._tiers_told = False
-        finder = ManagerFinder(
-            ManagerAddress.of(settings, transfer.engine_id), settings, environment, time.monotonic
-        )
+        self._address = ManagerAddress.of(settings, transfer.engine_id)
+        finder = ManagerFinder(self._address, settings, environment, time.monotonic)
         hello = Hello(
             version=PROTOCOL_VERSION,
             role="leader",
@@ -120,8 +120,7 @@ class SchedulerSide:
         """The plan that goes to the ranks with this step's scheduler output."""
         if not self._tiers_told and self._leader.tiers:
             self._tiers_told = True
-            for line in size_notices(self._leader.tiers.get("host", 0), self._device_blocks):
-                log.warning("%s", line)
+            self._tell_sizes(self._leader.tiers.get("host", 0))
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []
@@ -180,6 +179,16 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._leader.close()
+
+    def _tell_sizes(self, host_blocks: int) -> None:
+        """What is odd about the host tier's size. A private manager writes to our log itself, and knows more."""
+        lines = size_notices(host_blocks, self._device_blocks)
+        if not self._address.private:
+            lines += shared_request_notices(
+                host_blocks, self._leader.block_bytes, self.block_tokens, self._request_blocks
+            )
+        for line in lines:
+            log.warning("%s", line)
 
     def _extras(self, request: Any) -> bytes | None:
         """What vLLM's block hash leaves out: an adapter's content. None: nothing of this request is kept."""
