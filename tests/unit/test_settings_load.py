@@ -10,7 +10,7 @@ import pytest
 from kvbm.errors import SettingsError
 from kvbm.settings import FIELDS, GB, SCHEMA, Kind, Settings, admission_name, load_settings
 from kvbm.settings.ineffective import INEFFECTIVE
-from kvbm.settings.schema import default_runtime_dir, runtime_dir_under
+from kvbm.settings.runtime_dir import default_runtime_dir, runtime_dir_under
 
 HOST = {"DYN_KVBM_CPU_CACHE_GB": "4"}
 

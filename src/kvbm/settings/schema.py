@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from kvbm.settings.parse import BYTES_MAX, LOG_LEVELS
+from kvbm.settings.runtime_dir import default_runtime_dir
 from kvbm.settings.setting import Kind, Setting
 
 PREFIX = "DYN_KVBM_"
 PORT_MAX = 65535
 CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
-
-
-def default_runtime_dir() -> str:
-    """The directory of sockets and locks when none is set: `$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`."""
-    return runtime_dir_under(os.environ.get("XDG_RUNTIME_DIR", ""))
-
-
-def runtime_dir_under(xdg_runtime_dir: str) -> str:
-    """`default_runtime_dir` for a given `$XDG_RUNTIME_DIR`; one that cannot be written counts as unset."""
-    if os.path.isabs(xdg_runtime_dir) and os.access(xdg_runtime_dir, os.W_OK | os.X_OK):
-        return os.path.join(xdg_runtime_dir, "kvbm")
-    return f"/tmp/kvbm-{os.getuid()}"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,6 +206,7 @@ SCHEMA: tuple[Setting, ...] = (
         "when a hit is loaded: while it is measured to be faster than computing it, or always (for tests)",
         choices=("measured", "always"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "onboard_mode",
@@ -230,6 +218,7 @@ SCHEMA: tuple[Setting, ...] = (
         "piecewise; not with asynchronous scheduling and kv_load_failure_policy=recompute together)",
         choices=("async", "layerwise"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "offload_mode",
@@ -240,6 +229,7 @@ SCHEMA: tuple[Setting, ...] = (
         "an engine that is killed loses what it had not handed out)",
         choices=("eager", "lazy"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "cuda_copy",
@@ -250,6 +240,7 @@ SCHEMA: tuple[Setting, ...] = (
         "rows, single pieces, or a kernel",
         choices=("auto", "batch", "rows", "each", "kernel"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "kv_layout",
@@ -260,6 +251,7 @@ SCHEMA: tuple[Setting, ...] = (
         "its attention can read that (vLLM from 0.29 on)",
         choices=("engine", "block"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "numa",
@@ -268,6 +260,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.SWITCH,
         "place each rank's host memory next to its GPU",
         inverted=True,
+        reader="engine",
     ),
     Setting(
         "staging_bytes",
@@ -284,7 +277,7 @@ SCHEMA: tuple[Setting, ...] = (
         "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
         "--max-concurrent-transfers",
         Kind.COUNT,
-        "batches on their way from host to disk at one time",
+        "batches on their way from host to disk at one time; only its product with the batch size counts, 48 at most",
         1,
         4096,
     ),
@@ -293,7 +286,7 @@ SCHEMA: tuple[Setting, ...] = (
         "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
         "--max-transfer-batch-size",
         Kind.COUNT,
-        "blocks in one batch from host to disk",
+        "blocks in one batch from host to disk; see above",
         1,
         65536,
     ),
@@ -326,6 +319,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.SOCKET,
         "socket of a shared manager; unset, an engine starts a private one",
         ours=True,
+        reader="both",
     ),
     Setting(
         "runtime_dir",
@@ -334,6 +328,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.PATH,
         "directory of sockets and locks",
         ours=True,
+        reader="both",
     ),
     Setting(
         "init_timeout_s",
@@ -341,6 +336,7 @@ SCHEMA: tuple[Setting, ...] = (
         "",
         Kind.SECONDS,
         "how long start-up may take before it is given up",
+        reader="engine",
     ),
     Setting(
         "stats_window_requests",
@@ -403,6 +399,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.LOG,
         "least severe level that is logged",
         choices=LOG_LEVELS,
+        reader="both",
     ),
 )
 """One row per field of `Settings`, in its order."""
