@@ -70,7 +70,7 @@ class Server:
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.spaces = spaces(self._announce)
-        self._membership = Membership(self.spaces, self.epoch, self._drop_unused)
+        self._membership = Membership(self.spaces, self.epoch, self._drop_unused, clock)
         self.traffic = traffic
         self.last_busy_s = clock()
         self.refused_count = 0
@@ -224,6 +224,7 @@ class Server:
             self._accepting = True
         self._membership.expire()
         self._membership.announce_tiers()
+        self._membership.name_missing()
         publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
         if len(self._membership):
             self.last_busy_s = self._clock()

@@ -153,7 +153,7 @@ def _asked(settings: Settings, origins: Mapping[str, str], field: str) -> bool:
     value: object = getattr(settings, field)
     kind = FIELDS[field].kind
     if kind is Kind.SWITCH:
-        return value != getattr(Settings(), field)
+        return bool(value != getattr(Settings(), field))
     return bool(value) or kind not in (Kind.SIZE, Kind.COUNT)
 
 
