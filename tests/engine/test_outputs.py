@@ -186,9 +186,10 @@ def test_engine_killed_beside_another(
         wait_for(lambda series=series: manager.metrics()[series] == 0, 20.0, f"{series} stays")
 
 
-def test_bytes_come_back_as_they_were(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_come_back_as_they_were(launcher: Launcher, tmp_path: Path, dtype: str) -> None:
     """What is loaded into a device block is, bit for bit, what some device block held when it was stored."""
-    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS))
+    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), dtype=dtype)
     engine.call(reach.audit_copies, timeout_s=20.0)
     engine.run(workload())
     engine.run(again(workload(), "+"))

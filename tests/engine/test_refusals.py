@@ -132,7 +132,9 @@ def test_metrics_port_in_use(launcher: Launcher) -> None:
         (line,) = lines_with(engine, f"DYN_KVBM_METRICS_PORT={port} is in use")
         launcher.metrics_port = int(line.rpartition(":")[2].partition("/")[0])
         assert launcher.metrics_port != port
-        assert launcher.metrics()["kvbm_engines"] == 1
+        requests = [request for request in workload() if not request.parent][:4]
+        assert len(engine.run(requests).outputs) == 4
+        assert launcher.metrics()["kvbm_offload_blocks_d2h"] > 0
 
 
 def test_unknown_setting(launcher: Launcher) -> None:

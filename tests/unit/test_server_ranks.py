@@ -101,6 +101,18 @@ def test_a_leader_that_no_rank_comes_to_is_told_so(
     assert leader.expect(Ready).missing == (1, 2, 3)
 
 
+def test_a_leader_that_waits_keeps_its_manager(manager: ManagerBench) -> None:
+    """A private one would end for want of an engine, be started again by that leader, and say it all anew."""
+    leader = manager.leader("e", rank_count=4)
+    manager.tick(500.0)
+    assert manager.server.last_busy_s == manager.clock()
+    leader.close()
+    manager.step()
+    busy_s = manager.clock()
+    manager.tick(500.0)
+    assert manager.server.last_busy_s == busy_s
+
+
 def test_ranks_without_their_leader_are_named_where_they_are(
     manager: ManagerBench, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,6 +50,11 @@ class Membership:
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
 
+    @property
+    def awaited(self) -> bool:
+        """Somebody is in, or a leader waits for its workers."""
+        return bool(self._engines or self._early)
+
     def of(self, session: Session) -> Engine | None:
         """The engine that the session belongs to, if it has formed."""
         return self._engines.get(session.hello.engine) if session.hello else None

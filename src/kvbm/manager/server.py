@@ -226,7 +226,7 @@ class Server:
         self._membership.announce_tiers()
         self._membership.name_missing()
         publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
-        if len(self._membership):
+        if self._membership.awaited:
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self._sessions.values() if s.hello and not s.closed]
         self.traffic.tick(roles, [engine.name for engine in self._membership])

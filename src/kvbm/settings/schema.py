@@ -310,7 +310,13 @@ SCHEMA: tuple[Setting, ...] = (
         ours=True,
     ),
     Setting(
-        "metrics_port", "DYN_KVBM_METRICS_PORT", "--metrics-port", Kind.PORT, "port of /metrics", 1, PORT_MAX
+        "metrics_port",
+        "DYN_KVBM_METRICS_PORT",
+        "--metrics-port",
+        Kind.PORT,
+        "port of /metrics; an engine's own manager takes the next free one",
+        1,
+        PORT_MAX,
     ),
     Setting(
         "manager",
