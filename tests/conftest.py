@@ -1,5 +1,7 @@
 """What every test gets: marks by folder, and skips with a reason where an engine or torch is not installed.
 
+What was skipped for want of hardware or a program is listed at the end of a run, by reason (`not_run`).
+
 A test module just imports what it needs. Everything below `tests/engine` is marked `engine`, and is not even read
 where vLLM is not installed.
 """
@@ -7,11 +9,13 @@ where vLLM is not installed.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import not_run
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 OPTIONAL = {
@@ -62,3 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning")
             )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """The last thing before the totals."""
+    yield
+    if lines := not_run.lines(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section("not run on this machine")
+        for line in lines:
+            terminalreporter.line(line)

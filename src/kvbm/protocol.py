@@ -10,6 +10,7 @@ Both are unique within a leader's session.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 import msgspec
@@ -172,7 +173,10 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Ready(Message, frozen=True, kw_only=True, tag="ready"):
-    """To a leader: all ranks of its engine are attached (or, with `ready` false, no longer)."""
+    """To a leader: all ranks of its engine are attached (or, with `ready` false, no longer).
+
+    `missing` has the ranks that were waited for in vain; the leader hears again should they come after all.
+    """
 
     ready: bool
     epoch: int
@@ -180,6 +184,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     block_bytes: int = 0
     lease_s: float = 0.0
     tiers: dict[str, int] = {}
+    missing: tuple[int, ...] = ()
 
 
 class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
@@ -352,6 +357,17 @@ _encoder = msgspec.msgpack.Encoder()
 _to_manager = msgspec.msgpack.Decoder(ToManager)
 _from_manager = msgspec.msgpack.Decoder(FromManager)
 _MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks for people: `rank 3`, `ranks 1, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def encode(message: Message) -> bytes:

@@ -162,6 +162,8 @@ def _wrap_copier(
 
 def audit_copies(child: Child) -> None:
     """Note the bytes of every device block that is stored, and look for those of every block that is loaded."""
+    import torch
+
     engine = _engine(child)
     worker = engine.core.model_executor.driver_worker.worker
     caches = worker.model_runner.kv_caches
@@ -169,8 +171,9 @@ def audit_copies(child: Child) -> None:
     _audit.clear()
 
     def digest(block: int) -> bytes:
-        joined = b"".join(cache[block].contiguous().numpy().tobytes() for cache in caches)
-        return hashlib.sha256(joined).digest()
+        # As plain bytes: numpy has no bfloat16.
+        rows = (cache[block].contiguous().flatten().view(torch.uint8) for cache in caches)
+        return hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).digest()
 
     def note(pairs: Any) -> None:
         seen.update(digest(block) for block, _ in pairs)

@@ -12,7 +12,7 @@ from engine.engine_child import KV_CONNECTOR, Answers, Child
 from engine.engine_process import EngineProcess
 from engine.launcher import Launcher, differences
 from engine.manager_probe import wait_for
-from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
+from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, TINY_HOST_BLOCKS, disk, host
 from engine.workload import BLOCK_TOKENS, again, workload
 
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
@@ -51,6 +51,24 @@ def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
     assert metrics["kvbm_onboard_blocks_h2d"] > 20
     launcher.assert_nothing_held()
     assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host"}'] > 100
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["host", "disk"])
+def test_host_smaller_than_a_request(
+    launcher: Launcher, reference: Reference, tmp_path: Path, below: bool
+) -> None:
+    """Runs are cut at what fits, many of them at a time, and nobody waits for the rest."""
+    settings = disk(tmp_path, TINY_HOST_BLOCKS) if below else host(TINY_HOST_BLOCKS)
+    engine = launcher.start(settings)
+    for turn in ("", "+"):
+        assert differences(reference, engine.run(again(workload(), turn)), turn) == []
+    metrics = launcher.metrics()
+    assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > 20
+    assert metrics['kvbm_failures_total{tier="host",kind="load"}'] == 0
+    if below:
+        assert metrics["kvbm_onboard_blocks_d2d"] > 20
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    launcher.assert_nothing_held()
 
 
 def test_host_and_disk(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
@@ -168,9 +186,10 @@ def test_engine_killed_beside_another(
         wait_for(lambda series=series: manager.metrics()[series] == 0, 20.0, f"{series} stays")
 
 
-def test_bytes_come_back_as_they_were(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_come_back_as_they_were(launcher: Launcher, tmp_path: Path, dtype: str) -> None:
     """What is loaded into a device block is, bit for bit, what some device block held when it was stored."""
-    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS))
+    engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), dtype=dtype)
     engine.call(reach.audit_copies, timeout_s=20.0)
     engine.run(workload())
     engine.run(again(workload(), "+"))

@@ -94,10 +94,26 @@ def test_size_that_does_not_parse(launcher: Launcher) -> None:
     ],
 )
 def test_host_tier_smaller_than_a_request(launcher: Launcher, settings: dict[str, str], field: str) -> None:
-    message = refused(launcher, settings)
-    assert field in message
-    assert "one request may need 24" in message
-    assert "smaller max_model_len" in message
+    """One line in the engine's log with what would do, and it serves."""
+    engine = launcher.start(settings)
+    (line,) = lines_with(engine, "one request may need 24")
+    assert field in line
+    assert "would hold it" in line
+    requests = [request for request in workload() if not request.parent][:4]
+    assert len(engine.run(requests).outputs) == 4
+    assert len(lines_with(engine, "one request may need 24")) == 1
+    assert launcher.metrics()["kvbm_offload_blocks_d2h"] > 0
+
+
+def test_shared_host_tier_smaller_than_a_request(launcher: Launcher, shared_manager: Any) -> None:
+    """The manager's log is another's: the engine says it as well."""
+    manager = shared_manager("--host-blocks", "5")
+    engine = launcher.start({"DYN_KVBM_MANAGER": manager.socket_path})
+    requests = [request for request in workload() if not request.parent][:4]
+    assert len(engine.run(requests).outputs) == 4
+    (line,) = lines_with(engine, "one request may need 24")
+    assert "the manager's host tier gives 5 blocks" in line
+    assert "0.002 GB for this model would hold it" in line
 
 
 def test_disk_directory_that_cannot_be_written(launcher: Launcher) -> None:
@@ -107,13 +123,18 @@ def test_disk_directory_that_cannot_be_written(launcher: Launcher) -> None:
 
 
 def test_metrics_port_in_use(launcher: Launcher) -> None:
+    """Another engine on this host, mostly: the next free port is taken, and said."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port = str(other.getsockname()[1])
-        message = refused(launcher, {**host(), "DYN_KVBM_METRICS_PORT": port})
-    assert f"DYN_KVBM_METRICS_PORT={port}" in message
-    assert "free port" in message
+        port = other.getsockname()[1]
+        engine = launcher.start({**host(), "DYN_KVBM_METRICS_PORT": str(port)})
+        (line,) = lines_with(engine, f"DYN_KVBM_METRICS_PORT={port} is in use")
+        launcher.metrics_port = int(line.rpartition(":")[2].partition("/")[0])
+        assert launcher.metrics_port != port
+        requests = [request for request in workload() if not request.parent][:4]
+        assert len(engine.run(requests).outputs) == 4
+        assert launcher.metrics()["kvbm_offload_blocks_d2h"] > 0
 
 
 def test_runtime_directory_that_somebody_else_may_have_made(

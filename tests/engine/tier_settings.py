@@ -8,6 +8,8 @@ HOST_BLOCKS = 600
 """Holds all of the workload."""
 SMALL_HOST_BLOCKS = 40
 """Holds two of the longest requests."""
+TINY_HOST_BLOCKS = 10
+"""Holds about half of the longest request."""
 BLOCK_BYTES = 65_536
 
 

@@ -31,6 +31,8 @@ class Bench:
         pending_limit: int = 8,
         on_eviction: bool = False,
         admission: AdmissionPolicy | None = None,
+        eviction: str = "lru",
+        disk: bool = True,
     ):
         self.clock = ManualClock(100.0)
         self.medium = FakeMedium(LAYOUT, disk_slots)
@@ -41,12 +43,12 @@ class Bench:
         self.space = Space(
             LAYOUT,
             self.arena,
-            self.tier,
+            self.tier if disk else None,
             AdmitAll() if admission is None else admission,
             self.metrics,
             self.clock,
             self._progressed,
-            SpaceOptions(staging=staging, write_on_eviction=on_eviction, in_flight_max=4),
+            SpaceOptions(staging=staging, eviction=eviction, write_on_eviction=on_eviction, in_flight_max=4),
         )
         self.numbers = iter(range(1, 1000))
         self.open = True

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from kvbm.errors import SettingsError
+from kvbm.layout import BlockLayout
 from kvbm.manager.assembly import STAGING_BLOCKS_MIN
 from kvbm.policy.admission import AdmitAll
 from kvbm.policy.admission_ghost import GhostAdmission
 from kvbm.policy.write_budget import WriteBudget
-from kvbm.protocol import Commit
+from kvbm.protocol import Commit, Ready
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.disk_directory import claim_directory, read_meta
 from kvbm.tiers.disk_syscalls import Syscalls
@@ -58,6 +59,50 @@ def test_staging_that_is_too_small_is_refused(make_manager: MakeBench, below: Fa
         reason = refusal(client)
         assert f"DYN_KVBM_DISK_STAGING_GB='{size / 1e9:g}'" in reason
         assert f"at least {namespaces * SMALLEST / 1e9:.9f} GB" in reason
+
+
+# ---- a host tier below one request
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "one request may need" in r.getMessage()]
+
+
+def test_a_host_tier_below_one_request_warns_once_and_serves(
+    make_manager: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(2, host_blocks=16)
+    layout = BlockLayout(block_tokens=4, shard_bytes=4096, shard_count=2)
+    for rank in (0, 1):
+        manager.worker("e", rank=rank, rank_count=2, shard=rank, layout=layout, request_blocks=9)
+    leader = manager.leader("e")
+    (line,) = told(caplog)
+    assert "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=16 gives 8 blocks and one request may need 9 " in line
+    assert "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=18 " in line
+    assert leader.expect(Ready).tiers == {"host": 8}
+    slots = leader.reserve(1, KEYS[:9])
+    assert [slot >= 0 for slot in slots] == [True] * 8 + [False]
+    leader.send(Commit(store=1))
+    assert leader.lookup(2, KEYS[:9]).ready == 8
+    manager.worker("smaller", rank_count=2, layout=layout, request_blocks=9)
+    assert len(told(caplog)) == 1
+    manager.worker("larger", rank_count=2, layout=layout, request_blocks=10)
+    assert len(told(caplog)) == 2
+
+
+def test_a_host_tier_that_holds_the_largest_request_draws_no_warning(
+    make_manager: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_manager(host_blocks=16).engine(request_blocks=16)
+    assert told(caplog) == []
+
+
+def test_a_host_tier_of_which_a_namespace_would_get_nothing_is_refused(make_manager: MakeBench) -> None:
+    client = make_manager(3, host_blocks=2).client()
+    client.send(client.bench.worker_hello())
+    reason = refusal(client)
+    assert reason.startswith("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used: at least one block")
+    assert reason.endswith("for each of 3 namespaces")
 
 
 # ---- memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import types
@@ -88,6 +89,14 @@ def test_it_prints_what_engines_must_set(started, capsys, monkeypatch, tmp_path)
     assert capsys.readouterr().out == f"engines use this manager with: DYN_KVBM_MANAGER={expected}\n"
     assert started.socket_path == started.lock_path == expected
     assert started.namespaces == 3
+
+
+def test_what_is_an_engines_affair_is_named(started, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("kvbm"), "propagate", True)
+    monkeypatch.setenv("DYN_KVBM_CUDA_COPY", "rows")
+    assert call("--host-memory", "4GB") == 0
+    lines = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert lines == ["no effect in a manager, as engines read it: DYN_KVBM_CUDA_COPY"]
 
 
 def test_the_socket_can_be_chosen_and_becomes_absolute(started, capsys, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from kvbm.errors import SettingsError
-from kvbm.observe.exporter import CONNECTIONS_MAX, MetricsServer
+from kvbm.observe.exporter import CONNECTIONS_MAX, MetricsServer, bind_nearby
 from kvbm.observe.exposition import render
 from kvbm.observe.metrics import Metrics
 
@@ -76,6 +76,18 @@ def test_a_port_is_taken_before_anything_is_served():
             MetricsServer(lambda: "", "127.0.0.1", server.port)
     finally:
         server.close()
+
+
+def test_the_next_port_that_is_free_is_taken_within_a_bound():
+    with serving() as first:
+        second = bind_nearby(lambda: "", "127.0.0.1", first.port, 16)
+        try:
+            assert first.port < second.port < first.port + 16
+        finally:
+            second.close()
+        assert bind_nearby(lambda: "", "127.0.0.1", first.port, 1) is None
+        with pytest.raises(SettingsError, match=r"^DYN_KVBM_METRICS_HOST="):
+            bind_nearby(lambda: "", "192.0.2.1", first.port, 16)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])

@@ -163,6 +163,26 @@ def test_a_store_that_raises_is_reported_and_the_thread_lives(
     }
 
 
+def test_stores_that_fail_over_and_over_are_told_once_and_then_counted(
+    make_rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make_rank()
+
+    def fails(pairs: Any, after: Any = None) -> Any:
+        raise KeyError(f"a defect that names blocks {pairs}")
+
+    rank.mover._mapping.copier.begin_store = fails  # type: ignore[union-attr, method-assign]
+    for i in range(11):
+        assert rank.run_store(rank.reserve(i, 1, [i % 4])) == (0,)
+    rank.worker.close()
+    told = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert [bool(record.exc_info) for record in told] == [True, False, False, False, False]
+    assert told[0].getMessage() == "store of 1 blocks failed"
+    assert [record.getMessage().partition(";")[0] for record in told[1:]] == [
+        f"store failed {count} times by now, {count} blocks" for count in (2, 4, 8, 11)
+    ]
+
+
 def test_a_replica_stores_nothing_and_says_so(rank: Rank) -> None:
     rank.worker._stores_here = False
     plan = rank.reserve(0, 2, [0, 1])

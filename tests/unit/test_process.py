@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from kvbm.launch import (
     ManagerAddress,
     ManagerFinder,
 )
-from kvbm.manager.process import _sweep, take_lock
+from kvbm.manager.process import METRICS_PORTS_MAX, _sweep, serve, take_lock
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Commit,
@@ -232,17 +234,37 @@ def test_it_outlives_the_process_that_started_it(make: Callable[..., Node]) -> N
     assert os.getsid(manager_pid(channel)) != os.getsid(0)
 
 
-def test_a_metrics_port_in_use_is_said_to_the_engine_in_one_line(make: Callable[..., Node]) -> None:
+def test_a_private_manager_takes_the_next_free_metrics_port_and_says_so(
+    make: Callable[..., Node], capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        node = make(metrics=True, metrics_port=port)
-        with pytest.raises(ManagerRefused) as caught:
-            node.join()
-    assert "DYN_KVBM_METRICS_PORT" in str(caught.value)
-    assert str(port) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    channel, _ = node.join()
-    assert channel.fileno() >= 0, "the port is free now, and the next attempt serves"
+        make(metrics=True, metrics_port=port).join()
+    said = capfd.readouterr().err
+    (line,) = [line for line in said.splitlines() if f"DYN_KVBM_METRICS_PORT={port} is in use" in line]
+    url = line.rpartition(" ")[2]
+    assert port < int(url.rpartition(":")[2].partition("/")[0]) < port + METRICS_PORTS_MAX
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as page:
+        assert b"kvbm_sessions" in page.read()
+
+
+def test_without_any_free_metrics_port_a_private_manager_serves_all_the_same(
+    make: Callable[..., Node], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last port there is has no next one."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # somebody has it already, which serves as well
+            held.enter_context(socket.create_server(("127.0.0.1", 65535)))
+        make(metrics=True, metrics_port=65535).join()
+    assert "no metrics are served" in capfd.readouterr().err
+
+
+def test_a_shared_manager_is_refused_a_metrics_port_in_use(make: Callable[..., Node], tmp_path: Path) -> None:
+    """An operator named it, and looks for the metrics there."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = make(metrics=True, metrics_port=taken.getsockname()[1]).settings
+        with pytest.raises(SettingsError, match=r"DYN_KVBM_METRICS_PORT=.* choose a free port"):
+            serve(settings, str(tmp_path / "run" / "shared.sock"))
 
 
 def test_a_defect_at_the_start_is_said_too(make: Callable[..., Node]) -> None:
@@ -262,11 +284,14 @@ def test_a_disk_directory_that_cannot_be_used_is_said_to_the_engine(
     assert "\n" not in str(caught.value)
 
 
-def test_a_host_tier_below_one_request_is_said_to_the_engine(make: Callable[..., Node]) -> None:
+def test_a_host_tier_below_one_request_is_said_in_the_engines_log_and_works(
+    make: Callable[..., Node], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A private manager writes to the stderr of the engine that started it."""
     node = make(host_blocks=2)
-    hello = msgspec.structs.replace(worker_hello(), request_blocks=3)
-    with pytest.raises(ManagerRefused, match="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used"):
-        node.join(hello)
+    node.join(msgspec.structs.replace(worker_hello(), request_blocks=3))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "one request may need" in line]
+    assert "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2 gives 2 blocks" in line
 
 
 def test_a_runtime_directory_that_others_can_write_to_is_refused(make: Callable[..., Node]) -> None:

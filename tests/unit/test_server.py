@@ -88,10 +88,6 @@ def test_another_version_is_refused_with_both_named(manager: ManagerBench) -> No
             },
             "shard_count=1000",
         ),
-        (
-            {"role": "worker", "namespace": NAMESPACE, "layout": LAYOUT, "request_blocks": 17},
-            "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=16",
-        ),
     ],
 )
 def test_a_hello_that_cannot_be_used_is_refused(

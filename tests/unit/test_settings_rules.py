@@ -23,6 +23,38 @@ def test_a_setting_is_read_by_someone_or_says_that_it_has_no_effect(setting):
     assert read == (not setting.no_effect)
 
 
+ENGINE_SIDE = ("vllm_integration", "leader", "worker", "transfer", "launch.py")
+MANAGER_SIDE = ("manager", "tiers", "observe", "policy")
+
+
+@pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
+def test_who_reads_a_setting_is_who_is_said_to(setting):
+    """Advice reckons for the manager, so what it reads counts as read there."""
+    if setting.no_effect:
+        return
+    root = Path(kvbm.__file__).parent
+    reads = re.compile(rf"settings\.{setting.field}\b")
+    derived = {"disk_admission", "disk_offload_filter", "host_bytes", "disk_bytes", "staging_bytes"}
+
+    def read_in(parts):
+        files = [
+            path
+            for part in parts
+            for path in ((root / part).rglob("*.py") if "." not in part else [root / part])
+        ]
+        return any(reads.search(path.read_text()) for path in files)
+
+    by_engine = read_in(ENGINE_SIDE)
+    by_manager = read_in(MANAGER_SIDE) or setting.field in derived
+    # The socket and the directory of a manager are arguments by the time that it serves.
+    by_manager = by_manager or setting.field in ("manager", "runtime_dir")
+    assert (by_engine, by_manager) == {
+        "manager": (False, True),
+        "engine": (True, False),
+        "both": (True, True),
+    }[setting.reader]
+
+
 def test_names_are_unique():
     for key in ("field", "variable", "flag"):
         names = [getattr(setting, key) for setting in SCHEMA if getattr(setting, key)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from unit.space_bench import KEYS, LAYOUT, ME, OTHER, PEER, Bench
 def make() -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
-    def build(**options: int) -> Bench:
+    def build(**options: Any) -> Bench:
         benches.append(Bench(**options))
         return benches[-1]
 
@@ -229,6 +231,72 @@ def test_a_long_store_never_evicts_its_own_prefix(make: Callable[..., Bench]) ->
     answer = bench.space.reserve(ME, 100, KEYS[1], KEYS[2:8])
     assert [slot >= 0 for slot in answer] == [True, True, False, False, False, False]
     assert all(bench.space.host.holds(key) for key in KEYS[:4])
+
+
+POLICIES = ("gittins", "lru", "s3fifo", "sieve", "arc", "tinylfu", "gdsf")
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "host alone"])
+@pytest.mark.parametrize("host_slots", [1, 2, 9])
+def test_two_requests_longer_than_host_memory_both_get_on(
+    make: Callable[..., Bench], eviction: str, disk: bool, host_slots: int
+) -> None:
+    """Side by side, over and over: no answer waits for the other, what is found is a head, and some is found."""
+    bench = make(host_slots=host_slots, disk_slots=64, eviction=eviction, disk=disk)
+    chains = {ME: KEYS[:24], PEER: OTHER[:24]}
+    found: dict[int, int] = {ME: 0, PEER: 0}
+    numbers = itertools.count(1000)
+    for _ in range(4):
+        chains = dict(reversed(chains.items()))  # who asks first finds what there is room for
+        number = next(numbers)
+        leases = {owner: bench.space.lookup(owner, number, keys, 0) for owner, keys in chains.items()}
+        bench.settle()
+        for owner, keys in chains.items():
+            lease = leases[owner]
+            if lease is not None:
+                assert lease.final, "nobody waits for what cannot come"
+                assert lease.keys == keys[: lease.ready]
+                assert lease.ready <= host_slots
+                found[owner] += lease.ready
+            bench.space.release(owner, number)
+        for start in range(0, 24, 4):
+            for owner, keys in chains.items():
+                number = next(numbers)
+                bench.space.reserve(
+                    owner, number, keys[start - 1] if start else None, keys[start : start + 4]
+                )
+                bench.space.commit(owner, number)
+            bench.settle()
+            bench.clock.advance(0.1)
+        bench.space.check()
+    counts = bench.space.host.counts()
+    assert (counts.filling, counts.leased) == (0, 0)
+    assert sum(found.values()) > 0
+    if disk:
+        assert min(found.values()) > 0, "what was pushed out comes back from disk"
+
+
+def test_a_run_that_host_memory_cannot_hold_is_cut_and_what_lies_there_stays(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(host_slots=6, disk_slots=32)
+    bench.space.reserve(ME, 1, None, KEYS[:6])
+    bench.space.commit(ME, 1)
+    bench.settle()
+    bench.space.clear("host")
+    bench.space.reserve(ME, 2, KEYS[5], KEYS[6:12])
+    bench.space.commit(ME, 2)
+    bench.settle()
+    # The first six on disk, the next six in both: the run's own end makes room for its head.
+    lease = bench.space.lookup(PEER, 3, KEYS[:20], 0)
+    assert lease is not None
+    bench.settle()
+    assert (lease.ready, lease.final, lease.keys) == (6, True, KEYS[:6])
+    assert bench.space.lookup(ME, 4, OTHER[:3], 0) is None
+    bench.space.release(PEER, 3)
+    bench.store(OTHER[:3])
+    assert bench.space.lookup(ME, 5, OTHER[:3], 0) is not None
 
 
 def test_of_a_store_that_failed_in_part_the_rest_is_kept(bench: Bench) -> None:

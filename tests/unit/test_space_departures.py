@@ -141,6 +141,19 @@ def test_what_gets_a_continuation_stays_with_its_prefix(make: Callable[..., Benc
     bench.space.check()
 
 
+@pytest.mark.parametrize("eviction", ["gittins", "lru", "s3fifo", "sieve", "arc", "tinylfu", "gdsf"])
+def test_a_chain_longer_than_host_memory_keeps_its_head(make: Callable[..., Bench], eviction: str) -> None:
+    """Room for its next blocks is not made of those before them, which nobody writes down: nothing would be found."""
+    bench = make(host_slots=16, eviction=eviction, admission=DiskFilter())
+    for start in range(0, 40, 4):
+        bench.store(KEYS[start : start + 4], KEYS[start - 1] if start else None)
+        bench.settle()
+        bench.clock.advance(0.1)
+    lease = bench.space.lookup(ME, 100, KEYS[:40], 0)
+    assert lease is not None
+    assert lease.ready == 16
+
+
 def test_a_filter_lets_pass_what_was_used_or_comes_back(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=4, admission=DiskFilter(100.0))
     bench.store(KEYS[:1])

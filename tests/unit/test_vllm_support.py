@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.vllm_integration.support import unsupported_reason
+from kvbm.vllm_integration.support import layout_notice, unsupported_reason
 
 
 class FullAttentionSpec:
@@ -79,3 +79,11 @@ def test_what_cannot_be_served_is_said_in_one_line(word: str, spec: object, chan
     reason = unsupported_reason(vllm, cache)
     assert word in reason
     assert "\n" not in reason
+
+
+def test_a_layout_that_this_vllm_does_not_offer_is_said() -> None:
+    assert layout_notice("block", has_block_layouts=False).startswith(
+        "DYN_KVBM_KV_LAYOUT=block has no effect"
+    )
+    assert layout_notice("block", has_block_layouts=True) == ""
+    assert layout_notice("engine", has_block_layouts=False) == ""

@@ -18,6 +18,7 @@ from kvbm.settings import (
     Kind,
     available_memory_bytes,
     load_settings,
+    manager_notices,
     parse_socket_path,
     process_environment,
 )
@@ -103,7 +104,7 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
     socket_path = os.path.abspath(settings.manager or os.path.join(settings.runtime_dir, SOCKET_NAME))
     parse_socket_path(FIELDS["manager"].flag, socket_path)
     configure(settings.log_level)
-    for line in loaded.warnings:
+    for line in (*loaded.warnings, *manager_notices(settings, loaded.origins)):
         log.warning("%s", line)
     for line in loaded.notices:
         log.info("%s", line)

@@ -114,6 +114,11 @@ class Leader:
         """Blocks that were found and computed all the same, by reason, since the start."""
         return self._lookups.unloaded
 
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes of a tier; 0 without a manager."""
+        return self._link.ready.block_bytes if self._link.ready is not None else 0
+
     # ---- a request comes
 
     def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:

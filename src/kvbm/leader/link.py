@@ -8,7 +8,7 @@ from kvbm.channel import Channel
 from kvbm.clock import Clock
 from kvbm.errors import ManagerUnavailable
 from kvbm.launch import ManagerFinder
-from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome
+from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome, name_ranks
 
 log = logging.getLogger("kvbm.leader")
 
@@ -25,6 +25,7 @@ class ManagerLink:
         self._clock = clock
         self._channel: Channel | None = None
         self._refused = ""
+        self._missing: tuple[int, ...] = ()
         self.ready: Ready | None = None
         self.life = 0
         self.staging = False
@@ -85,6 +86,14 @@ class ManagerLink:
             self.ready = message if message.ready else None
             if message.tiers:
                 self.staging = "host" not in message.tiers
+            if message.missing and message.missing != self._missing:
+                log.warning(
+                    "serving without a KV cache: of %d ranks, %s did not attach to this node's manager (a rank on "
+                    "another node finds another one); should they come, it is used",
+                    self._hello.rank_count,
+                    name_ranks(message.missing),
+                )
+            self._missing = message.missing
         elif isinstance(message, Refused):
             if message.reason != self._refused:
                 log.warning("no KV cache for now: %s", message.reason)

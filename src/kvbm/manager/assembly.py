@@ -19,7 +19,9 @@ from kvbm.settings import (
     admission_name,
     container_limit_bytes,
     disk_slots,
+    host_memory_field,
     host_slots,
+    request_notices,
     staging_slots,
 )
 from kvbm.tiers.contract import SlotTier
@@ -53,6 +55,8 @@ class SpaceTable:
         self._clock = clock
         self._on_progress = on_progress
         self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
+        # The largest request, in blocks, that each has been looked at for: every rank asks.
+        self._told: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[tuple[Namespace, Space]]:
         return iter(list(self._spaces.values()))
@@ -64,14 +68,15 @@ class SpaceTable:
     def obtain(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
         """The namespace's space, made on first use.
 
-        Raises ManagerRefused when the manager is full of other namespaces, SettingsError when a tier cannot be made.
+        Host memory for fewer than `request_blocks` draws a warning: runs end where it does. Raises ManagerRefused when
+        the manager is full of other namespaces, SettingsError when a tier cannot be made.
         """
         known = self._spaces.get(namespace.fingerprint)
         if known is not None:
             space = known[1]
             if space.layout != layout:
                 raise ManagerRefused(f"block layout {layout} differs from this namespace's {space.layout}")
-            _refuse_small(self.settings, space.arena.slot_count, layout, request_blocks)
+            self._advise(namespace, space, request_blocks)
             return space
         if len(self._spaces) >= self._namespaces_max:
             resident = next(iter(self._spaces.values()))[0]
@@ -81,8 +86,9 @@ class SpaceTable:
                 f"{namespace.difference(resident)}; start it with --namespaces {self._namespaces_max + 1}, "
                 "or start another manager"
             )
-        space = self._build(namespace, layout, request_blocks)
+        space = self._build(namespace, layout)
         self._spaces[namespace.fingerprint] = (namespace, space)
+        self._advise(namespace, space, request_blocks)
         return space
 
     def drop(self, space: Space, keep: bool) -> None:
@@ -90,30 +96,38 @@ class SpaceTable:
         for fingerprint, (_, candidate) in list(self._spaces.items()):
             if candidate is space:
                 del self._spaces[fingerprint]
+                self._told.pop(fingerprint, None)
         space.close(keep)
 
-    def _build(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
+    def _advise(self, namespace: Namespace, space: Space, request_blocks: int) -> None:
+        """A warning where one request may have more blocks than the host memory they all go through."""
+        if request_blocks > self._told.get(namespace.fingerprint, 0):
+            self._told[namespace.fingerprint] = request_blocks
+            layout = space.layout
+            for line in request_notices(
+                self.settings,
+                space.arena.slot_count,
+                layout.block_bytes,
+                layout.block_tokens,
+                request_blocks,
+                self._namespaces_max,
+            ):
+                log.warning("%s", line)
+
+    def _build(self, namespace: Namespace, layout: BlockLayout) -> Space:
         settings, share = self.settings, self._namespaces_max
         staging = settings.disk_on and not settings.host_on
         if staging:
             _refuse_small_staging(settings, layout, share)
             slots = staging_slots(settings, layout.block_bytes) // share
-            if slots < request_blocks:
-                log.warning(
-                    "the staging area holds %d blocks and one request may have %d: no more than that is stored or "
-                    "loaded at a time; DYN_KVBM_DISK_STAGING_GB=%g would hold them all",
-                    slots,
-                    request_blocks,
-                    -(-request_blocks * layout.block_bytes * share // 10**6) / 1e3,
-                )
         else:
             slots = host_slots(settings, layout.block_bytes) // share
-            _refuse_small(settings, slots, layout, request_blocks)
+            _refuse_none(settings, slots, layout, share)
         admission = self._make_admission(layout)
         # The container's limit, not what is free now: workers hold the memory of a manager that died until the next
         # one welcomes them.
         limit_bytes = container_limit_bytes()
-        field = "DYN_KVBM_DISK_STAGING_GB" if staging else _host_field(settings)
+        field = host_memory_field(settings)
         # Of all namespaces together: the last one to come must not be the one that ends them all.
         refuse_beyond_memory(slots * layout.block_bytes * share, limit_bytes, field)
         arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
@@ -190,20 +204,14 @@ class SpaceTable:
         )
 
 
-def _host_field(settings: Settings) -> str:
-    return "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" if settings.host_blocks else "DYN_KVBM_CPU_CACHE_GB"
-
-
-def _refuse_small(settings: Settings, slots: int, layout: BlockLayout, request_blocks: int) -> None:
-    needed = max(1, request_blocks)
-    if slots < needed and settings.host_on:
-        field = _host_field(settings)
+def _refuse_none(settings: Settings, slots: int, layout: BlockLayout, share: int) -> None:
+    """Namespaces share the host tier, and what each gets may be nothing."""
+    if slots < 1:
         value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
         raise SettingsError(
-            field,
+            host_memory_field(settings),
             value,
-            f"it gives {slots} blocks and one request may need {needed}: at least "
-            f"{needed * layout.block_bytes / 1e9:.3g} GB ({needed} blocks), or a smaller max_model_len",
+            f"at least one block of {layout.block_bytes} bytes for each of {share} namespaces",
         )
 
 

@@ -70,6 +70,10 @@ class Departures:
         assert self._pool is not None
         self._set_aside(self._inner.victims(self._pool.slot_count, (), self._pool.leased, now_s)[::-1])
 
+    def keep(self, slot: int, now_s: float) -> None:
+        """The block in this slot is about to get a continuation: room for that is not made of what comes before it."""
+        self._take_back(slot, now_s)
+
     def settled(self, slot: int) -> None:
         """The write of the block in this slot has ended, or there will be none."""
         if slot in self._writing:

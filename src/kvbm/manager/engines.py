@@ -22,16 +22,24 @@ class Engine:
     """One engine: a leader and `rank_count` workers that share a space.
 
     `leaving` has the workers' sessions, by number, that are served no more and whose other end is still open.
-    `announced` is what its leader was last told of the tiers.
+    `announced` is what its leader was last told of the tiers. Ranks have been missing since `incomplete_s`, if any are;
+    `missed` has those that were last named since then.
     """
 
     name: str
     rank_count: int
     space: Space
+    incomplete_s: float
     leader: Session | None = None
     workers: dict[int, Session] = field(default_factory=dict)
     leaving: dict[Owner, Session] = field(default_factory=dict)
     announced: dict[str, int] = field(default_factory=dict)
+    missed: tuple[int, ...] = ()
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that are not attached."""
+        return tuple(rank for rank in range(self.rank_count) if rank not in self.workers)
 
     @property
     def ready(self) -> bool:

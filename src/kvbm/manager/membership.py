@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
@@ -12,11 +13,16 @@ from kvbm.manager.engines import Engine, Fences
 from kvbm.manager.leases import Lease
 from kvbm.manager.session import Session
 from kvbm.manager.space import LEASE_S, Space
-from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome
+from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome, name_ranks
 
 log = logging.getLogger("kvbm.manager")
 
 RANKS_MAX = 1024
+ATTACH_S = 60.0
+"""How long the ranks of an engine are waited for, from the first that attached on, before those missing are named.
+
+All of them load weights first, and attach about when the others do.
+"""
 
 
 class Membership:
@@ -25,20 +31,29 @@ class Membership:
     `on_unused(space)` is called when the last engine of an ephemeral namespace has gone: nobody will ever ask for it.
     """
 
-    def __init__(self, spaces: SpaceTable, epoch: int, on_unused: Callable[[Space], None]) -> None:
+    def __init__(
+        self, spaces: SpaceTable, epoch: int, on_unused: Callable[[Space], None], clock: Clock
+    ) -> None:
         self.fences = Fences()
         self._spaces = spaces
         self._epoch = epoch
         self._on_unused = on_unused
+        self._clock = clock
         self._engines: dict[str, Engine] = {}
-        # Leaders whose workers have not come yet.
+        # Leaders whose workers have not come yet, and since when those that were not told so wait for them.
         self._early: dict[str, Session] = {}
+        self._early_since_s: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._engines)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
+
+    @property
+    def awaited(self) -> bool:
+        """Somebody is in, or a leader waits for its workers."""
+        return bool(self._engines or self._early)
 
     def of(self, session: Session) -> Engine | None:
         """The engine that the session belongs to, if it has formed."""
@@ -66,6 +81,8 @@ class Membership:
             return self._admit_worker(session, hello)
         if hello.role not in ("leader", "admin"):
             raise ProtocolError(f"role={hello.role!r} cannot be served: leader, worker or admin")
+        if not 0 < hello.rank_count <= RANKS_MAX:
+            raise ProtocolError(f"rank_count={hello.rank_count} cannot be served: 1 to {RANKS_MAX}")
         engine = self._engines.get(hello.engine)
         if hello.role == "leader":
             held = engine.leader if engine is not None else self._early.get(hello.engine)
@@ -76,6 +93,7 @@ class Membership:
         if hello.role == "leader":
             if engine is None:
                 self._early[hello.engine] = session
+                self._early_since_s[hello.engine] = self._clock()
             else:
                 engine.leader = session
                 self._tell_ready(engine)
@@ -90,11 +108,14 @@ class Membership:
         if hello is None:
             return leases
         if self._early.get(hello.engine) is session:
-            del self._early[hello.engine]
+            self._early.pop(hello.engine)
+            self._early_since_s.pop(hello.engine, None)
         engine = self._engines.get(hello.engine)
         if engine is None:
             return leases
         if engine.workers.get(hello.rank) is session:
+            if engine.ready:
+                engine.incomplete_s = self._clock()
             del engine.workers[hello.rank]
             engine.leaving[session.number] = session
             self._tell_ready(engine)
@@ -135,6 +156,24 @@ class Membership:
             if leader is not None:
                 self.fences.raise_for(engine, [r for r in overdue if r.owner == leader.number])
 
+    def name_missing(self) -> None:
+        """Say which ranks have been waited for in vain, here and to their leader; again only when they are others."""
+        due_s = self._clock() - ATTACH_S
+        for engine in self:
+            expected = not engine.ready and (engine.workers or engine.leader is not None)
+            if expected and engine.incomplete_s <= due_s and engine.missed != engine.missing:
+                engine.missed = engine.missing
+                _log_missing(engine.name, engine.missed, engine.rank_count)
+                self._tell_ready(engine)
+        for name, since_s in list(self._early_since_s.items()):
+            if since_s <= due_s:
+                del self._early_since_s[name]
+                leader = self._early[name]
+                assert leader.hello is not None
+                missing = tuple(range(leader.hello.rank_count))
+                _log_missing(name, missing, len(missing))
+                leader.send(Ready(ready=False, epoch=self._epoch, missing=missing))
+
     def _admit_worker(self, session: Session, hello: Hello) -> Space:
         namespace, layout = hello.namespace, hello.layout
         if namespace is None or layout is None or not 0 <= hello.shard < layout.shard_count:
@@ -152,10 +191,14 @@ class Membership:
             self._refuse_odd(engine, hello, namespace)
         space = self._spaces.obtain(namespace, layout, hello.request_blocks)
         if engine is None:
-            engine = Engine(hello.engine, hello.rank_count, space, self._early.pop(hello.engine, None))
+            leader = self._early.pop(hello.engine, None)
+            self._early_since_s.pop(hello.engine, None)
+            engine = Engine(hello.engine, hello.rank_count, space, self._clock(), leader)
             self._engines[hello.engine] = engine
         session.hello = hello
         engine.workers[hello.rank] = session
+        if engine.ready:
+            engine.missed = ()
         space.arena.touch(hello.shard, hello.numa_node)
         session.send(
             Welcome(
@@ -194,5 +237,17 @@ class Membership:
                     block_bytes=engine.space.layout.block_bytes,
                     lease_s=LEASE_S,
                     tiers=engine.announced,
+                    missing=engine.missing if engine.missed else (),
                 )
             )
+
+
+def _log_missing(engine: str, missing: tuple[int, ...], rank_count: int) -> None:
+    log.warning(
+        "engine %s runs without a KV cache: of its %d ranks, %s did not attach to this manager within %g s "
+        "(a rank on another node finds another one)",
+        engine,
+        rank_count,
+        name_ranks(missing),
+        ATTACH_S,
+    )

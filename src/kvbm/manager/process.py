@@ -25,7 +25,7 @@ from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.leases import Lease
 from kvbm.manager.server import Server
 from kvbm.manager.traffic import Traffic
-from kvbm.observe.exporter import MetricsServer
+from kvbm.observe.exporter import MetricsServer, bind_nearby
 from kvbm.observe.exposition import render
 from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
@@ -37,6 +37,8 @@ log = logging.getLogger("kvbm.manager")
 PRIVATE_GRACE_S = 0.2
 PRIVATE_FIRST_ENGINE_S = 120.0
 SOCKET_FIELD = "DYN_KVBM_MANAGER"
+METRICS_PORTS_MAX = 16
+"""Ports that a private manager tries for its metrics: engines beside one another mostly ask for the same one."""
 _BACKLOG = 128
 _SWEEP_MAX = 256
 
@@ -52,8 +54,9 @@ def serve(
 ) -> None:
     """Serve until a signal, or, when private, until the last engine has been gone for `grace_s`.
 
-    Raises SettingsError in one line when the socket or the metrics port cannot be had. Tiers are made when the
-    first engine names its namespace; what goes wrong then is said to that engine.
+    Raises SettingsError in one line when the socket or the metrics port cannot be had; a private manager takes
+    another port, or does without. Tiers are made when the first engine names its namespace; what goes wrong then is
+    said to that engine.
     """
     metrics = Metrics()
     traffic = Traffic(metrics, settings, clock)
@@ -65,7 +68,8 @@ def serve(
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
     peer_uids = settings.trusted_peer_uids
     # Who can connect is served: the socket comes when nothing else can fail.
-    with _scraped(settings, metrics), _listening(socket_path, 0o666 if peer_uids else 0o600) as listener:
+    mode = 0o666 if peer_uids else 0o600
+    with _scraped(settings, metrics, private) as metrics_port, _listening(socket_path, mode) as listener:
         server = Server(listener, make_spaces, traffic, clock, peer_uids)
         signals = _Signals(server)
         log.info(
@@ -77,7 +81,7 @@ def serve(
                 host=_size(settings.host_bytes, settings.host_blocks),
                 disk=_size(settings.disk_bytes, settings.disk_blocks),
                 disk_dir=settings.disk_dir if settings.disk_on else None,
-                metrics_port=settings.metrics_port if settings.metrics else None,
+                metrics_port=metrics_port,
             )
         )
         on_listening()
@@ -125,15 +129,35 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _scraped(settings: Settings, metrics: Metrics) -> Iterator[None]:
-    """`/metrics`, while the manager serves."""
-    if not settings.metrics:
-        yield
+def _scraped(settings: Settings, metrics: Metrics, private: bool) -> Iterator[int | None]:
+    """`/metrics`, while the manager serves; its port, or None without.
+
+    An operator who names a port for a shared manager means that one. An engine serves with another port, or none.
+    """
+    host, port = settings.metrics_host, settings.metrics_port
+
+    def page() -> str:
+        return render(metrics)
+
+    exporter: MetricsServer | None = None
+    if settings.metrics:
+        exporter = (
+            bind_nearby(page, host, port, METRICS_PORTS_MAX) if private else MetricsServer(page, host, port)
+        )
+        if exporter is None:
+            log.warning(
+                "DYN_KVBM_METRICS_PORT=%d is in use, and so are the next %d: no metrics are served",
+                port,
+                METRICS_PORTS_MAX - 1,
+            )
+        elif exporter.port != port:
+            log.warning("DYN_KVBM_METRICS_PORT=%d is in use: metrics are at %s", port, exporter.url)
+    if exporter is None:
+        yield None
         return
-    exporter = MetricsServer(lambda: render(metrics), settings.metrics_host, settings.metrics_port)
     exporter.start()
     try:
-        yield
+        yield exporter.port
     finally:
         exporter.close()
 

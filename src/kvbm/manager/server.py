@@ -73,7 +73,7 @@ class Server:
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.spaces = spaces(self._announce)
-        self._membership = Membership(self.spaces, self.epoch, self._drop_unused)
+        self._membership = Membership(self.spaces, self.epoch, self._drop_unused, clock)
         self.traffic = traffic
         self.last_busy_s = clock()
         self.refused_count = 0
@@ -231,8 +231,9 @@ class Server:
             self._accepting = True
         self._membership.expire()
         self._membership.announce_tiers()
+        self._membership.name_missing()
         publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
-        if len(self._membership):
+        if self._membership.awaited:
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self._sessions.values() if s.hello and not s.closed]
         self.traffic.tick(roles, [engine.name for engine in self._membership])

@@ -199,6 +199,10 @@ class Space:
                 continue
             if parent is not None and not self._held_anywhere(parent):
                 break  # without its prefix the run could never be found: do not spend slots on it
+            if self.departures is not None and parent is not None:
+                held = self.host.find(parent)
+                if held is not None:
+                    self.departures.keep(held, now_s)
             # Above a disk, host memory is the way into it: which blocks stay is decided when others need the room.
             slots = self.host.reserve_chain(run, parent, now_s, insist=self._disk_if_on() is not None)
             self._names.reserved(slots, run, hashes, len(answer), group)

@@ -16,7 +16,12 @@ CONNECTIONS_MAX = 8
 CLIENT_TIMEOUT_S = 5.0
 """A scraper that sends or reads nothing for this long is cut off."""
 
+PORTS = 1 << 16
 _STOP_POLL_S = 0.05
+
+
+class PortTaken(SettingsError):
+    """Somebody else listens on that port."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -123,9 +128,22 @@ class MetricsServer:
         self._server.server_close()
 
 
+def bind_nearby(render: Callable[[], str], host: str, port: int, tries: int) -> MetricsServer | None:
+    """A `MetricsServer` at the first of `tries` ports from `port` on that nobody listens on; None where all are taken.
+
+    Raises SettingsError, as the constructor does, for an address or a port that cannot be had at all.
+    """
+    for candidate in range(port, min(port + tries, PORTS)):
+        try:
+            return MetricsServer(render, host, candidate)
+        except PortTaken:
+            continue
+    return None
+
+
 def _bind_error(error: OSError, host: str, port: int) -> SettingsError:
     if error.errno == errno.EADDRINUSE:
-        return SettingsError("DYN_KVBM_METRICS_PORT", port, f"choose a free port; {host}:{port} is in use")
+        return PortTaken("DYN_KVBM_METRICS_PORT", port, f"choose a free port; {host}:{port} is in use")
     if error.errno == errno.EACCES:
         return SettingsError("DYN_KVBM_METRICS_PORT", port, "choose a port that this user may listen on")
     return SettingsError("DYN_KVBM_METRICS_HOST", host, f"an address of this machine ({error.strerror})")

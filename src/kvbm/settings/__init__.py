@@ -7,15 +7,20 @@ from kvbm.settings.advice import (
     default_host_bytes,
     disk_slots,
     format_bytes,
+    host_memory_field,
     host_slots,
+    manager_notices,
+    request_notices,
     shared_manager_notices,
+    shared_request_notices,
     size_notices,
     staging_slots,
 )
 from kvbm.settings.load import LoadedSettings, load_settings, process_environment
 from kvbm.settings.parse import GB, parse_bool, parse_count, parse_gb, parse_size, parse_socket_path
-from kvbm.settings.schema import FIELDS, SCHEMA, Settings
+from kvbm.settings.schema import FIELDS, SCHEMA
 from kvbm.settings.setting import Kind, Setting
+from kvbm.settings.values import Settings
 
 __all__ = [
     "FIELDS",
@@ -31,15 +36,19 @@ __all__ = [
     "default_host_bytes",
     "disk_slots",
     "format_bytes",
+    "host_memory_field",
     "host_slots",
     "load_settings",
+    "manager_notices",
     "parse_bool",
     "parse_count",
     "parse_gb",
     "parse_size",
     "parse_socket_path",
     "process_environment",
+    "request_notices",
     "shared_manager_notices",
+    "shared_request_notices",
     "size_notices",
     "staging_slots",
 ]

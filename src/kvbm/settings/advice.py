@@ -5,11 +5,13 @@ Nothing here changes anything; the functions are pure but for the two that read 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvbm.settings.parse import GB, reject
-from kvbm.settings.schema import FIELDS, Settings
+from kvbm.settings.schema import FIELDS
+from kvbm.settings.setting import Kind
+from kvbm.settings.values import Settings
 
 DEFAULT_ORIGIN = "default"
 """Where a setting comes from that nobody set."""
@@ -17,6 +19,25 @@ DEFAULT_ORIGIN = "default"
 DEFAULT_HOST_BYTES_MAX = 4 * GB
 DEFAULT_HOST_MEMORY_SHARE = 4
 """The default host tier takes at most one part in this many of the available memory."""
+
+DISK_STORES_MAX = 48
+"""Blocks that the disk tier lets be on their way to it at one time, so that loads always find room."""
+
+_TRANSFER_FIELDS = ("max_concurrent_transfers", "max_transfer_batch_size")
+DISK_FIELDS = (
+    "disk_dir",
+    "disk_persist",
+    "disk_zerofill_fallback",
+    "disk_o_direct",
+    "disk_offload_filter",
+    "disk_admission",
+    "disk_write_budget_bytes",
+    "disk_write",
+    "disk_io_threads",
+    "staging_bytes",
+    *_TRANSFER_FIELDS,
+)
+"""What says how the disk tier is used, and nothing where there is none."""
 
 
 def default_host_bytes(memory_bytes: int | None) -> int:
@@ -69,7 +90,7 @@ def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: 
     return size_bytes // block_bytes
 
 
-def notices(settings: Settings) -> list[str]:
+def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     """One line for each choice that works but may not be what the user had in mind."""
     lines: list[str] = []
     if settings.metrics and settings.metrics_host == "127.0.0.1":
@@ -82,27 +103,70 @@ def notices(settings: Settings) -> list[str]:
             f"{FIELDS['peer_uids'].variable} has no effect: a socket that nobody named"
             f" ({FIELDS['manager'].variable}) is for one user"
         )
+    if not settings.metrics:
+        lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, ("metrics_host", "metrics_port"))
     counted = settings.host_blocks or settings.disk_blocks
     if not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0):
         lines.append(
             f"the disk tier ({format_bytes(settings.disk_bytes or 0)}) is smaller than the host tier"
             f" ({format_bytes(settings.host_bytes or 0)}) and will hold little that the host does not"
         )
-    if settings.disk_on and not settings.host_on:
-        lines.append(
+    if not settings.disk_on:
+        lines += _no_effect("without a disk tier (DYN_KVBM_DISK_CACHE_GB)", settings, origins, DISK_FIELDS)
+        return lines
+    if settings.host_on:
+        lines += _no_effect("where there is a host tier", settings, origins, ("staging_bytes",))
+    else:
+        lines += _staging_notices(settings)
+    if any(_asked(settings, origins, field) for field in _TRANSFER_FIELDS):
+        lines.append(_transfer_line(settings))
+    return lines
+
+
+def _staging_notices(settings: Settings) -> list[str]:
+    unread = {
+        "disk_admission": settings.disk_admission not in (None, "all"),
+        "disk_write": settings.disk_write != "through",
+    }
+    return [
+        (
             "a disk tier without a host tier: blocks pass through a staging area of"
             f" {format_bytes(settings.staging_bytes)} of host memory"
-        )
-        unread = {
-            "disk_admission": settings.disk_admission not in (None, "all"),
-            "disk_write": settings.disk_write != "through",
-        }
-        lines += [
+        ),
+        *(
             f"{FIELDS[field].variable} has no effect: without a host tier every block is written at once"
             for field, asked in unread.items()
             if asked
-        ]
-    return lines
+        ),
+    ]
+
+
+def _transfer_line(settings: Settings) -> str:
+    """Two settings of the original of which only the product is left, and that within the disk tier's own bound."""
+    batches, size = settings.max_concurrent_transfers, settings.max_transfer_batch_size
+    taken = f", of which the disk tier takes {DISK_STORES_MAX}" if batches * size > DISK_STORES_MAX else ""
+    return (
+        f"{FIELDS['max_concurrent_transfers'].variable}={batches} times"
+        f" {FIELDS['max_transfer_batch_size'].variable}={size}: only their product counts,"
+        f" {batches * size} blocks on their way to disk at one time{taken}"
+    )
+
+
+def _asked(settings: Settings, origins: Mapping[str, str], field: str) -> bool:
+    """The user set it, and not to off: a switch as it is by default, or a size or number of 0, asks for nothing."""
+    if origins.get(field, DEFAULT_ORIGIN) == DEFAULT_ORIGIN or FIELDS[field].no_effect:
+        return False
+    value: object = getattr(settings, field)
+    kind = FIELDS[field].kind
+    if kind is Kind.SWITCH:
+        return bool(value != getattr(Settings(), field))
+    return bool(value) or kind not in (Kind.SIZE, Kind.COUNT)
+
+
+def _no_effect(why: str, settings: Settings, origins: Mapping[str, str], fields: Iterable[str]) -> list[str]:
+    """One line that names all that the user set of these, or none."""
+    asked = [FIELDS[field].variable for field in fields if _asked(settings, origins, field)]
+    return [f"no effect {why}: {', '.join(asked)}"] if asked else []
 
 
 def size_notices(host_blocks: int, device_blocks: int) -> list[str]:
@@ -113,15 +177,71 @@ def size_notices(host_blocks: int, device_blocks: int) -> list[str]:
     return [line + " it will mostly hold what the device holds; make it larger (DYN_KVBM_CPU_CACHE_GB)"]
 
 
+def host_memory_field(settings: Settings) -> str:
+    """The variable that says how much host memory blocks go through: that of the tier, or of the staging area."""
+    if not settings.host_on:
+        return FIELDS["staging_bytes"].variable
+    return FIELDS["host_blocks" if settings.host_blocks else "host_bytes"].variable
+
+
+def request_notices(
+    settings: Settings, slots: int, block_bytes: int, block_tokens: int, request_blocks: int, namespaces: int
+) -> list[str]:
+    """A line when one request may have more blocks than the host memory they go through, with the size that holds it.
+
+    `slots` is what each of `namespaces` has.
+    """
+    if request_blocks <= slots:
+        return []
+    field = host_memory_field(settings)
+    needed = _gigabytes(request_blocks * namespaces * block_bytes)
+    size_bytes = settings.host_bytes if settings.host_on else settings.staging_bytes
+    here, enough = f"{(size_bytes or 0) / 1e9:g}", f"{field}={needed}"
+    if settings.host_blocks:
+        here, enough = f"{settings.host_blocks}", f"{field}={request_blocks * namespaces} ({needed} GB)"
+    return [f"{field}={here} gives {_cut_line(slots, request_blocks, block_tokens)}; {enough} would hold it"]
+
+
+def shared_request_notices(slots: int, block_bytes: int, block_tokens: int, request_blocks: int) -> list[str]:
+    """The same for an engine of a shared manager, whose settings it does not know; `slots` is 0 without a host tier."""
+    if not 0 < slots < request_blocks:
+        return []
+    needed = _gigabytes(request_blocks * block_bytes)
+    cut = _cut_line(slots, request_blocks, block_tokens)
+    return [f"the manager's host tier gives {cut}; {needed} GB for this model would hold it"]
+
+
+def _cut_line(slots: int, request_blocks: int, block_tokens: int) -> str:
+    return (
+        f"{slots} blocks and one request may need {request_blocks} (max_model_len, up to "
+        f"{request_blocks * block_tokens} tokens): no more than {slots} of its blocks are kept or loaded at a time"
+    )
+
+
+def _gigabytes(size_bytes: int) -> str:
+    """Rounded up, so that it holds so much."""
+    return f"{-(-size_bytes // 10**6) / 1e3:.3f}".rstrip("0").rstrip(".")
+
+
 def shared_manager_notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
-    """A line for each tier that was asked for beside a shared manager, whose tiers are its own. For engines."""
+    """For engines: a line that names what was set beside a shared manager and is that manager's own affair."""
     if not settings.manager:
         return []
+    why = f"in an engine of the manager at {settings.manager}, which has its own"
+    waiting = "with a shared manager, which start-up does not wait for"
     return [
-        f"{FIELDS[field].variable} has no effect: the tiers are those of the manager at {settings.manager}"
-        for field in ("host_bytes", "host_blocks", "disk_bytes", "disk_blocks")
-        if origins[field] != DEFAULT_ORIGIN and getattr(settings, field)
+        *_no_effect(why, settings, origins, _read_by("manager")),
+        *_no_effect(waiting, settings, origins, ("init_timeout_s",)),
     ]
+
+
+def manager_notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
+    """For `kvbm manager`: a line that names what was set and is each engine's own affair."""
+    return _no_effect("in a manager, as engines read it", settings, origins, _read_by("engine"))
+
+
+def _read_by(reader: str) -> list[str]:
+    return [field for field, setting in FIELDS.items() if setting.reader == reader]
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -16,8 +16,9 @@ from kvbm.settings import parse
 from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, format_bytes, notices
 from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective
 from kvbm.settings.places import runtime_dir_under
-from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA, Settings
+from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA
 from kvbm.settings.setting import Kind, Setting
+from kvbm.settings.values import Settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,7 +86,7 @@ def load_settings(
     origins = {name: found[name].origin if name in found else DEFAULT_ORIGIN for name in FIELDS}
     settings, lines = _with_some_tier(settings, found, memory_bytes)
     return LoadedSettings(
-        settings=settings, origins=origins, warnings=warnings, notices=[*lines, *notices(settings)]
+        settings=settings, origins=origins, warnings=warnings, notices=[*lines, *notices(settings, origins)]
     )
 
 

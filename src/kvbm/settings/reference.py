@@ -10,8 +10,9 @@ import sys
 from kvbm.settings.advice import format_bytes
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
-from kvbm.settings.schema import SCHEMA, Settings
+from kvbm.settings.schema import SCHEMA
 from kvbm.settings.setting import COUNT_MAX, Kind, Setting
+from kvbm.settings.values import Settings
 
 _HEAD = f"""\
 # Settings

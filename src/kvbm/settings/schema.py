@@ -2,80 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from kvbm.settings.parse import BYTES_MAX, LOG_LEVELS
-from kvbm.settings.places import default_runtime_dir
 from kvbm.settings.setting import Kind, Setting
+from kvbm.settings.values import Settings
 
 PREFIX = "DYN_KVBM_"
 PORT_MAX = 65535
 CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Every setting, checked. Sizes are bytes, times are seconds.
-
-    `None` for a tier's size means that the tier is off, unless its block count is set, which wins over bytes.
-    """
-
-    host_bytes: int | None = None
-    host_blocks: int | None = None
-    disk_bytes: int | None = None
-    disk_blocks: int | None = None
-    disk_dir: str = "/tmp/"
-    disk_persist: bool = True
-    disk_unowned_bytes: int | None = None
-    disk_allocator: str = "default"
-    disk_zerofill_fallback: bool = False
-    disk_o_direct: bool = True
-    disk_offload_filter: bool = True
-    disk_admission: str | None = None
-    disk_write_budget_bytes: int = 0
-    disk_write: str = "through"
-    disk_io_threads: int = 8
-    eviction: str = "gittins"
-    onboard: str = "measured"
-    onboard_mode: str = "async"
-    offload_mode: str = "eager"
-    cuda_copy: str = "auto"
-    kv_layout: str = "engine"
-    numa: bool = True
-    staging_bytes: int = 512_000_000
-    max_concurrent_transfers: int = 4
-    max_transfer_batch_size: int = 16
-    offload_min_priority: int = 0
-    metrics: bool = False
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int = 6880
-    manager: str | None = None
-    peer_uids: tuple[int, ...] = ()
-    runtime_dir: str = msgspec.field(default_factory=default_runtime_dir)
-    init_timeout_s: int = 1800
-    stats_window_requests: int = 1000
-    stats_log_interval_s: int = 5
-    consolidator: bool = True
-    consolidator_mode: str = "dedup"
-    leader_pub_port: int = 56001
-    trtllm_events_port: int | None = None
-    weights_version: str | None = None
-    log_level: str = "info"
-
-    @property
-    def host_on(self) -> bool:
-        """Whether there is a host tier."""
-        return bool(self.host_blocks or self.host_bytes)
-
-    @property
-    def disk_on(self) -> bool:
-        """Whether there is a disk tier."""
-        return bool(self.disk_blocks or self.disk_bytes)
-
-    @property
-    def trusted_peer_uids(self) -> tuple[int, ...]:
-        """Who besides ourselves and root may be at the other end: nobody, unless the socket was named."""
-        return self.peer_uids if self.manager else ()
 
 
 _NO_CONSOLIDATOR = "this build has no event consolidator"
@@ -225,6 +159,7 @@ SCHEMA: tuple[Setting, ...] = (
         "when a hit is loaded: while it is measured to be faster than computing it, or always (for tests)",
         choices=("measured", "always"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "onboard_mode",
@@ -236,6 +171,7 @@ SCHEMA: tuple[Setting, ...] = (
         "piecewise; not with asynchronous scheduling and kv_load_failure_policy=recompute together)",
         choices=("async", "layerwise"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "offload_mode",
@@ -246,6 +182,7 @@ SCHEMA: tuple[Setting, ...] = (
         "an engine that is killed loses what it had not handed out)",
         choices=("eager", "lazy"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "cuda_copy",
@@ -256,6 +193,7 @@ SCHEMA: tuple[Setting, ...] = (
         "rows, single pieces, or a kernel",
         choices=("auto", "batch", "rows", "each", "kernel"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "kv_layout",
@@ -266,6 +204,7 @@ SCHEMA: tuple[Setting, ...] = (
         "its attention can read that (vLLM from 0.29 on)",
         choices=("engine", "block"),
         ours=True,
+        reader="engine",
     ),
     Setting(
         "numa",
@@ -274,6 +213,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.SWITCH,
         "place each rank's host memory next to its GPU",
         inverted=True,
+        reader="engine",
     ),
     Setting(
         "staging_bytes",
@@ -290,7 +230,7 @@ SCHEMA: tuple[Setting, ...] = (
         "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
         "--max-concurrent-transfers",
         Kind.COUNT,
-        "batches on their way from host to disk at one time",
+        "batches on their way from host to disk at one time; only its product with the batch size counts, 48 at most",
         1,
         4096,
     ),
@@ -299,7 +239,7 @@ SCHEMA: tuple[Setting, ...] = (
         "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
         "--max-transfer-batch-size",
         Kind.COUNT,
-        "blocks in one batch from host to disk",
+        "blocks in one batch from host to disk; see above",
         1,
         65536,
     ),
@@ -323,7 +263,13 @@ SCHEMA: tuple[Setting, ...] = (
         ours=True,
     ),
     Setting(
-        "metrics_port", "DYN_KVBM_METRICS_PORT", "--metrics-port", Kind.PORT, "port of /metrics", 1, PORT_MAX
+        "metrics_port",
+        "DYN_KVBM_METRICS_PORT",
+        "--metrics-port",
+        Kind.PORT,
+        "port of /metrics; an engine's own manager takes the next free one",
+        1,
+        PORT_MAX,
     ),
     Setting(
         "manager",
@@ -332,6 +278,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.SOCKET,
         "socket of a shared manager; unset, an engine starts a private one",
         ours=True,
+        reader="both",
     ),
     Setting(
         "peer_uids",
@@ -341,6 +288,7 @@ SCHEMA: tuple[Setting, ...] = (
         "user ids besides one's own and root's that may be at the other end of an explicitly named socket, as between "
         "containers; to be set at both ends",
         ours=True,
+        reader="both",
     ),
     Setting(
         "runtime_dir",
@@ -349,6 +297,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.PATH,
         "directory of sockets and locks",
         ours=True,
+        reader="both",
     ),
     Setting(
         "init_timeout_s",
@@ -356,6 +305,7 @@ SCHEMA: tuple[Setting, ...] = (
         "",
         Kind.SECONDS,
         "how long start-up may take before it is given up",
+        reader="engine",
     ),
     Setting(
         "stats_window_requests",
@@ -419,6 +369,7 @@ SCHEMA: tuple[Setting, ...] = (
         "what a trainer calls the weights that the engine begins with, where it may change them in memory: engines of "
         "the same files and version share blocks, over restarts too",
         ours=True,
+        reader="engine",
     ),
     Setting(
         "log_level",
@@ -427,6 +378,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.LOG,
         "least severe level that is logged",
         choices=LOG_LEVELS,
+        reader="both",
     ),
 )
 """One row per field of `Settings`, in its order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +33,8 @@ class Setting(msgspec.Struct, frozen=True):
     `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
     `ours` marks a variable that the original does not have.
     `no_effect` says why this build reads the setting and does nothing with it: asking for it draws a warning.
+    `reader` is who acts on it: an engine that names a shared manager draws a line for what only a manager reads, and
+    the other way round.
     """
 
     field: str
@@ -45,3 +48,4 @@ class Setting(msgspec.Struct, frozen=True):
     inverted: bool = False
     ours: bool = False
     no_effect: str = ""
+    reader: Literal["manager", "engine", "both"] = "manager"

@@ -5,13 +5,25 @@ Called by `openkvbm.entry`, the `vllm.general_plugins` entry point, once it know
 
 from __future__ import annotations
 
+import logging
+
+from kvbm.vllm_integration.versions import unsupported
+
+log = logging.getLogger("kvbm.vllm")
+
 CONNECTORS = ("DynamoConnector",)
 
 
 def register() -> None:
-    """Register the names with vLLM. General plugins are loaded several times in a process: a known name is fine."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    """Register the names with vLLM. General plugins are loaded several times in a process: a known name is fine.
 
+    A vLLM too old to know of connectors may serve without us all the same: that is one line, and no error.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError as error:
+        log.warning("%s", unsupported(error))
+        return
     for name in CONNECTORS:
         try:
             KVConnectorFactory.register_connector(name, "kvbm.vllm_integration.connector", name)

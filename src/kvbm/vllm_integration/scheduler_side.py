@@ -14,7 +14,7 @@ from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
-from kvbm.settings import Settings, size_notices
+from kvbm.settings import Settings, shared_request_notices, size_notices
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
@@ -45,13 +45,13 @@ class SchedulerSide:
         self._reported = dict.fromkeys((*stats.COUNTERS, *stats.UNLOADED), 0)
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
+        self._request_blocks = -(-int(vllm_config.model_config.max_model_len) // self.block_tokens)
         self._tiers_told = False
         self._weights_may_change = getattr(vllm_config, "weight_transfer_config", None) is not None or bool(
             getattr(vllm_config.model_config, "enable_sleep_mode", False)
         )
-        finder = ManagerFinder(
-            ManagerAddress.of(settings, transfer.engine_id), settings, environment, time.monotonic
-        )
+        self._address = ManagerAddress.of(settings, transfer.engine_id)
+        finder = ManagerFinder(self._address, settings, environment, time.monotonic)
         hello = Hello(
             version=PROTOCOL_VERSION,
             role="leader",
@@ -126,8 +126,7 @@ class SchedulerSide:
         self._notice_reset()
         if not self._tiers_told and self._leader.tiers:
             self._tiers_told = True
-            for line in size_notices(self._leader.tiers.get("host", 0), self._device_blocks):
-                log.warning("%s", line)
+            self._tell_sizes(self._leader.tiers.get("host", 0))
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []
@@ -204,6 +203,16 @@ class SchedulerSide:
         """A trainer that has updated weights empties the device's cache, often without a word to connectors."""
         if self._blocks.take_reset() and self._weights_may_change:
             self._leader.weights_changed()
+
+    def _tell_sizes(self, host_blocks: int) -> None:
+        """What is odd about the host tier's size. A private manager writes to our log itself, and knows more."""
+        lines = size_notices(host_blocks, self._device_blocks)
+        if not self._address.private:
+            lines += shared_request_notices(
+                host_blocks, self._leader.block_bytes, self.block_tokens, self._request_blocks
+            )
+        for line in lines:
+            log.warning("%s", line)
 
     def _extras(self, request: Any) -> bytes | None:
         """What vLLM's block hash leaves out: an adapter's content. None: nothing of this request is kept."""

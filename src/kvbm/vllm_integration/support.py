@@ -62,6 +62,13 @@ def layerwise_refusal(vllm_config: Any) -> str:
     return ""
 
 
+def layout_notice(kv_layout: str, has_block_layouts: bool) -> str:
+    """What there is to say of the layout that was asked for, in one line; empty where this vLLM can be asked for it."""
+    if kv_layout == "block" and not has_block_layouts:
+        return "DYN_KVBM_KV_LAYOUT=block has no effect: this vLLM leaves no choice; from 0.29 on it does"
+    return ""
+
+
 def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """How many consecutive ranks hold identical KV (MLA under tensor parallelism), at least 1."""
     known = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.errors import KvbmError
 from kvbm.protocol import LoadPlan, StorePlan
 from kvbm.transfer import Copying, DeviceEvent
 from kvbm.worker.layers import LayerGate
@@ -155,11 +154,3 @@ def settle(copying: Copying) -> None:
         copying.wait()
     except Exception as error:
         log.debug("a copy that was given up: %s", error)
-
-
-def tell_of_failure(kind: str, blocks: int, error: Exception) -> None:
-    """One line for what a device or a driver refuses; the whole story for a defect of ours."""
-    if isinstance(error, (KvbmError, RuntimeError)):
-        log.warning("%s of %d blocks failed: %s", kind, blocks, str(error).partition("\n")[0])
-    else:
-        log.error("%s of %d blocks failed", kind, blocks, exc_info=error)

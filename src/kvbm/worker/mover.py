@@ -21,6 +21,7 @@ from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable, ManagerU
 from kvbm.launch import ManagerFinder
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
 from kvbm.transfer import Copying
+from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import (
     DrainJob,
     FinishedLoad,
@@ -30,7 +31,6 @@ from kvbm.worker.jobs import (
     StoreJob,
     StoreUnderWay,
     settle,
-    tell_of_failure,
 )
 from kvbm.worker.layers import LayerGate, begin_layers
 from kvbm.worker.mapping import Mapping
@@ -68,6 +68,7 @@ class Mover:
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
         self._fenced: dict[int, None] = {}
+        self._failures = FailureLog()
         self._stopping = self._stopped = self._device_lost = False
         self._refused = ""
         self._retry_at_s = 0.0
@@ -150,14 +151,15 @@ class Mover:
                 self._turn()
             except ManagerUnavailable as error:
                 self._lose(str(error))
-            except Exception:
+            except Exception as error:
                 # A defect of ours must cost a load, never the engine: fail what is open, start afresh.
-                log.exception("mover failed; open loads are recomputed")
+                self._failures.tell("mover", error, then="; open loads are recomputed")
                 self._lose("mover failed")
         self._end()
 
     def _end(self) -> None:
         self._lose("worker stops")
+        self._failures.close()
         if self._mapping is not None:
             self._mapping.close()
 
@@ -368,7 +370,7 @@ class Mover:
     def _failed(self, kind: str, blocks: int, error: Exception) -> None:
         """A copy failed. Without a device none will succeed: that is said once, and no session is kept for it."""
         if not isinstance(error, DeviceLost):
-            tell_of_failure(kind, blocks, error)
+            self._failures.tell(kind, error, blocks)
         elif not self._device_lost:
             self._device_lost = True
             log.error("KVBM is off in this rank from now on: %s", error)

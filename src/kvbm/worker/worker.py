@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections.abc import Callable
@@ -13,12 +12,11 @@ from kvbm.clock import Clock
 from kvbm.launch import ManagerFinder
 from kvbm.protocol import Hello, StepPlan, StepReport, Welcome
 from kvbm.transfer import DeviceCache
+from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import FinishedLoad, LoadJob, Mark, StoreJob
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mapping
 from kvbm.worker.mover import Mover
-
-log = logging.getLogger("kvbm.worker")
 
 STORE_TIMEOUT_S = 60.0
 LAYER_TIMEOUT_S = 60.0
@@ -54,6 +52,7 @@ class Worker:
             lambda welcome, fds: Mapping(welcome, fds, cache, cuda_method, hello.numa_node),
             clock,
         )
+        self._failures = FailureLog()
         self._mark: Mark | None = None
         self._marked: StepPlan | None = None
         self._storing: dict[int, StoreJob] = {}
@@ -184,6 +183,7 @@ class Worker:
 
     def close(self) -> None:
         self._mover.stop()
+        self._failures.close()
 
     def _compare_weights(self, plan: StepPlan) -> None:
         """Whether the leader knows with which weights this rank computes by now; once a step, before all else."""
@@ -207,14 +207,14 @@ class Worker:
             self._mark = self._mover.mark()
         except RuntimeError as error:
             # The device is lost. The engine will say so itself: our jobs fail for want of a mark.
-            log.warning("no event can be had of the device: %s", error)
+            self._failures.tell("asking the device for an event", error)
 
     def _hold(self, job: StoreJob, store: int) -> None:
         try:
             job.hold(store)
         except RuntimeError as error:
             job.abandoned = True
-            log.warning("the device cannot wait for a store: %s", error)
+            self._failures.tell("letting the device wait for a store", error)
 
     def _begin_stores(self, plan: StepPlan) -> None:
         if not self._stores_here:

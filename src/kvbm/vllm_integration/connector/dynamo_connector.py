@@ -32,7 +32,7 @@ from kvbm.settings import (
 from kvbm.vllm_integration import stats, weight_changes
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
-from kvbm.vllm_integration.support import unsupported_reason
+from kvbm.vllm_integration.support import layout_notice, unsupported_reason
 from kvbm.vllm_integration.worker_side import WorkerSide
 
 try:
@@ -77,6 +77,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             notices = shared if loaded.settings.manager else loaded.notices
             for line in (*loaded.warnings, *notices):
                 log.warning("%s", line)
+            if notice := layout_notice(loaded.settings.kv_layout, KVCacheLayout is not None):
+                log.warning("%s", notice)
         if reason := unsupported_reason(vllm_config, kv_cache_config):
             if is_scheduler:
                 log.warning("KVBM is off for this engine: %s", reason)
