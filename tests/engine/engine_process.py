@@ -12,6 +12,7 @@ from typing import Any
 
 from engine import engine_child
 from engine.engine_child import Answers, Child
+from engine.model_runners import V1
 from engine.workload import Request
 
 START_TIMEOUT_S = 150.0
@@ -25,12 +26,13 @@ class EngineFailed(Exception):
 class EngineProcess:
     """A process in which one engine after the other is started; a call that hangs ends it and fails the test."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, runner: str = V1) -> None:
+        self.runner = runner
         self.log_path = directory / f"{name}.log"
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=engine_child.main, args=(theirs, str(self.log_path)), name=name, daemon=False
+            target=engine_child.main, args=(theirs, str(self.log_path), runner), name=name, daemon=False
         )
         self._process.start()
         theirs.close()
