@@ -1,8 +1,8 @@
 """The two model runners of vLLM, on a CPU: V1, which a CPU's vLLM takes by itself, and V2, which CUDA's takes.
 
 V2 is written for Triton, and a CPU's vLLM uses Triton only where that has a backend for CPUs. Triton's interpreter
-runs every kernel without one. So a process that is to have V2 offers a backend that exists, is active, and is never
-asked for anything else; ranks in processes of their own inherit it through `PYTHONPATH`.
+runs every kernel without one. So a process that is to have V2 offers a backend that exists, is active, and is asked
+for its name at most (by torch's compiler); ranks in processes of their own inherit it through `PYTHONPATH`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CHOICE = "KVBM_TESTS_RUNNER"
 """The environment variable that says which runner the engine tests are run on: V1 if it is not set."""
 
 RUNS_V2 = VERSION >= (0, 32) and importlib.util.find_spec("triton") is not None
-"""Older releases of vLLM know V2, but it does not run on their CPU builds."""
+"""Older releases have V2 as well; nobody has tried it on their CPU builds."""
 
 runs_v2 = pytest.mark.skipif(
-    not RUNS_V2, reason="V2 runs on a CPU from vLLM 0.32 on, where Triton is installed"
+    not RUNS_V2, reason="V2 is run on a CPU from vLLM 0.32 on, where Triton is installed"
 )
 
 _COMPILER = """
@@ -33,16 +33,19 @@ from triton.backends.compiler import BaseBackend
 
 
 class NoCompiler(BaseBackend):
-    supports_target = staticmethod(lambda target: False)
-    hash = parse_options = add_stages = load_dialects = get_module_map = None
+    supports_target = staticmethod(lambda target: target.backend == "cpu")
+    hash = lambda self: "interpreted"
+    parse_options = add_stages = load_dialects = get_module_map = None
 """
 _DRIVER = """
+from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 
 class Interpreted(DriverBase):
     is_active = classmethod(lambda cls: True)
-    map_python_to_cpp_type = get_current_target = get_active_torch_device = get_benchmarker = None
+    get_current_target = lambda self: GPUTarget("cpu", 0, 0)
+    map_python_to_cpp_type = get_active_torch_device = get_benchmarker = None
 """
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from engine import call_order, reach
 from engine.engine_child import KV_CONNECTOR
 from engine.launcher import Launcher, differences
@@ -27,7 +29,8 @@ AFTER = (
 )
 
 Reference = dict[str, list[int]]
-pytestmark = runs_v2
+# Two processes of engines may have to start first.
+pytestmark = [runs_v2, pytest.mark.timeout(300)]
 
 
 def test_both_runners_say_the_same(v1_reference: Reference, v2_reference: Reference) -> None:
