@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engine import model_runners
+from engine import amx, model_runners
 from engine.workload import BLOCK_TOKENS, MODEL_TOKENS_MAX, Request
 
 ENGINE_ENVIRONMENT = {
@@ -68,6 +68,7 @@ class Engine:
 
         from kvbm.vllm_integration import namespace
 
+        amx.hide_if_asked()
         if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
             model_runners.sample_without_a_kernel()
         # This process is older than models that tests make for an engine in it.

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from engine import reach
+from engine.amx import HAS_AMX
 from engine.engine_process import EngineFailed
 from engine.launcher import Launcher
 from engine.model_configs import write_config
 from engine.tier_settings import host
 from engine.workload import some, workload
 from kvbm.transfer import DeviceCache, arena_tensor, make_copier
-
-HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 
 
 @pytest.mark.skipif(not HAS_AMX, reason="vLLM's MLA has no prefix caching on a CPU without AMX")
