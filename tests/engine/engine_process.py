@@ -12,10 +12,13 @@ from typing import Any
 
 from engine import engine_child
 from engine.engine_child import Answers, Child
+from engine.model_runners import V1
 from engine.workload import Request
 
 START_TIMEOUT_S = 150.0
 RUN_TIMEOUT_S = 90.0
+V2_RUN_TIMEOUT_S = 240.0
+"""Interpreted kernels take their time, above all on two ranks at once."""
 
 
 class EngineFailed(Exception):
@@ -25,12 +28,13 @@ class EngineFailed(Exception):
 class EngineProcess:
     """A process in which one engine after the other is started; a call that hangs ends it and fails the test."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, runner: str = V1) -> None:
+        self.runner = runner
         self.log_path = directory / f"{name}.log"
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=engine_child.main, args=(theirs, str(self.log_path)), name=name, daemon=False
+            target=engine_child.main, args=(theirs, str(self.log_path), runner), name=name, daemon=False
         )
         self._process.start()
         theirs.close()
@@ -85,7 +89,8 @@ class EngineProcess:
 
     def run(self, requests: Sequence[Request], **keywords: Any) -> Answers:
         """Answer the requests."""
-        answers: Answers = self.call(run, list(requests), timeout_s=RUN_TIMEOUT_S + 15.0, **keywords)
+        bound_s = RUN_TIMEOUT_S if self.runner == V1 else V2_RUN_TIMEOUT_S
+        answers: Answers = self.call(run, list(requests), bound_s, timeout_s=bound_s + 15.0, **keywords)
         return answers
 
     def mark_log(self) -> None:
@@ -119,7 +124,7 @@ class EngineProcess:
             self.kill()
 
 
-def run(child: Child, requests: Sequence[Request], **keywords: Any) -> Answers:
+def run(child: Child, requests: Sequence[Request], timeout_s: float, **keywords: Any) -> Answers:
     """`Engine.run` with a bound on its time."""
     assert child.engine is not None
-    return child.engine.run(requests, timeout_s=RUN_TIMEOUT_S, **keywords)
+    return child.engine.run(requests, timeout_s=timeout_s, **keywords)

@@ -37,6 +37,18 @@ def _mover(engine: Engine) -> Any:
     return engine.worker_half._worker._worker._mover
 
 
+def model_runners(child: Child) -> tuple[str, str]:
+    """Which model runner the engine has, by its class, and which we say that it has."""
+    from kvbm.vllm_integration.runner import model_runner
+
+    engine = _engine(child)
+    modules = {
+        base.__module__ for base in type(engine.core.model_executor.driver_worker.worker.model_runner).__mro__
+    }
+    runs = "V2" if "vllm.v1.worker.gpu.model_runner" in modules else "V1"
+    return runs, model_runner(engine.core.vllm_config)
+
+
 def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
     """Until the leader has heard from the manager that all ranks are attached; an engine without us is ready."""
     if _engine(child).leader_half is None:

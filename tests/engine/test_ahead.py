@@ -11,7 +11,7 @@ from engine import ahead, reach
 from engine.engine_child import KV_CONNECTOR
 from engine.launcher import Launcher, differences
 from engine.tier_settings import SMALL_HOST_BLOCKS, disk, host
-from engine.workload import again, workload
+from engine.workload import again, some, workload
 
 MODES = {
     "eager": {},
@@ -56,7 +56,7 @@ def test_scheduled_ahead(ahead_launcher: Launcher, reference: Reference, tmp_pat
     assert (engine.call(reach.layers_counted, timeout_s=20.0)[1] > 0) == (mode == "layer by layer")
     assert answers.preempted > 0
     metrics = launcher.metrics()
-    assert metrics["kvbm_onboard_blocks_h2d"] > 100
+    assert metrics["kvbm_onboard_blocks_h2d"] > some(100)
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
 
@@ -83,7 +83,7 @@ def test_layers_fail_and_so_do_their_requests_alone(ahead_launcher: Launcher, re
         assert {name + turn for name in differences(reference, answers, turn)} == answers.failed
         failed += len(answers.failed)
     assert 0 < failed < 3 * len(reference)
-    assert engine.call(reach.layers_counted, timeout_s=20.0)[1] > 100
+    assert engine.call(reach.layers_counted, timeout_s=20.0)[1] > some(100)
     launcher.assert_nothing_held()
 
 
@@ -93,13 +93,13 @@ def test_layer_by_layer_is_refused_where_a_failure_would_be_recomputed(
     """vLLM would read a token that was never computed: it crashes, or says what nobody computed."""
     launcher = ahead_launcher
     engine = launcher.start({**host(), **MODES["layer by layer"]})
-    assert "start it with --no-async-scheduling" in engine.log()
+    assert "loaded before their requests, not layer by layer" in engine.log()
     engine.call(reach.count_layers, timeout_s=20.0)
     engine.call(reach.fail_loads, 5, timeout_s=20.0)
     for turn in ("", "+"):
         assert differences(reference, engine.run(again(workload(), turn)), turn) == []
     whole, by_layer = engine.call(reach.layers_counted, timeout_s=20.0)
-    assert whole > 20
+    assert whole > some(20)
     assert by_layer == 0
 
 

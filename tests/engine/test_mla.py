@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from engine import reach
+from engine.amx import HAS_AMX
 from engine.engine_process import EngineFailed
 from engine.launcher import Launcher
 from engine.model_configs import write_config
 from engine.tier_settings import host
-from engine.workload import workload
+from engine.workload import some, workload
 from kvbm.transfer import DeviceCache, arena_tensor, make_copier
-
-HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 
 
 @pytest.mark.skipif(not HAS_AMX, reason="vLLM's MLA has no prefix caching on a CPU without AMX")
@@ -29,9 +28,9 @@ def test_mla_blocks_come_back(launcher: Launcher, tmp_path: Path) -> None:
     engine.call(reach.audit_copies, timeout_s=20.0)
     engine.run(workload())
     compared, different = engine.call(reach.audit_result, timeout_s=20.0)
-    assert compared > 50
+    assert compared > some(50)
     assert different == 0
-    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > 50
+    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > some(50)
 
 
 @pytest.mark.skipif(HAS_AMX, reason="this CPU has AMX, so vLLM's MLA caches prefixes")

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine import reach
+from engine.engine_child import KV_CONNECTOR
 from engine.launcher import Launcher, differences
+from engine.model_runners import V2, chosen
 from engine.tier_settings import SMALL_HOST_BLOCKS, disk, host
-from engine.workload import again, workload
+from engine.workload import again, some, workload
 
 LAYERWISE = {"DYN_KVBM_ONBOARD_MODE": "layerwise"}
 LAZY = {"DYN_KVBM_OFFLOAD_MODE": "lazy"}
@@ -20,19 +22,24 @@ Reference = dict[str, list[int]]
 
 def test_layer_by_layer(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     """What lies in host memory is loaded beside the forward pass; what comes from disk, or fills the prompt, before."""
-    engine = launcher.start({**disk(tmp_path, SMALL_HOST_BLOCKS), **LAYERWISE})
+    # V2 has such loads only where failures are not recomputed.
+    policy = {"kv_load_failure_policy": "fail"} if chosen() == V2 else {}
+    engine = launcher.start(
+        {**disk(tmp_path, SMALL_HOST_BLOCKS), **LAYERWISE}, transfer={**KV_CONNECTOR, **policy}
+    )
     engine.call(reach.count_layers, timeout_s=20.0)
     answers = engine.run(workload())
     assert differences(reference, answers) == []
     assert differences(reference, engine.run(again(workload(), "+")), "+") == []
     whole, by_layer = engine.call(reach.layers_counted, timeout_s=20.0)
     # How many is the disk's doing (19 and 20 were seen); that both kinds occur is what makes the comparison one.
-    assert whole > 5
-    assert by_layer > 100
+    assert whole > some(5)
+    assert by_layer > some(100)
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
 
 
+@pytest.mark.skipif(chosen() == V2, reason="V2 has no such loads where failures are recomputed")
 def test_layer_by_layer_with_failures(launcher: Launcher, reference: Reference) -> None:
     """What was computed on top of a layer that did not come is computed again, and nothing of it is kept."""
     engine = launcher.start({**host(), **LAYERWISE})
@@ -51,7 +58,7 @@ def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mod
     assert differences(reference, engine.run(workload())) == []
     engine.call(reach.audit_copies, timeout_s=20.0)
     assert differences(reference, engine.run(again(workload(), "+")), "+") == []
-    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > 100
+    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > some(100)
     assert engine.call(reach.stores_waited_for, timeout_s=20.0) > 0
     launcher.assert_nothing_held()
 
@@ -65,7 +72,7 @@ def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, referenc
         assert differences(reference, engine.run(again(workload(), "+")), "+") == []
         metrics = launcher.metrics()
         stored[name] = metrics["kvbm_offload_blocks_d2h"]
-        assert metrics["kvbm_onboard_blocks_h2d"] > 100
+        assert metrics["kvbm_onboard_blocks_h2d"] > some(100)
         launcher.assert_nothing_held()
         launcher.stop()
     assert 0 < stored["lazy"] < stored["eager"]
@@ -78,7 +85,7 @@ def test_a_layout_that_the_backend_cannot_read_is_only_a_wish(
     """vLLM's attention on a CPU reads one layout: it says so and goes on, and so do we."""
     engine = launcher.start({**host(), "DYN_KVBM_KV_LAYOUT": "block"})
     assert differences(reference, engine.run(workload())) == []
-    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > 20
+    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > some(20)
     launcher.assert_nothing_held()
 
 

@@ -13,7 +13,7 @@ from engine.engine_process import EngineProcess
 from engine.launcher import Launcher, differences
 from engine.manager_probe import wait_for
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, TINY_HOST_BLOCKS, disk, host
-from engine.workload import BLOCK_TOKENS, again, workload
+from engine.workload import BLOCK_TOKENS, again, some, workload
 
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
@@ -25,7 +25,7 @@ def test_no_cache_evicts_and_preempts(launcher: Launcher, reference: Reference) 
     answers = launcher.start(transfer=None).run(workload())
     assert differences(reference, answers) == []
     assert answers.preempted > 0
-    assert answers.aborted == 12
+    assert answers.aborted == sum(request.abort_after is not None for request in workload())
 
 
 def test_host(launcher: Launcher, reference: Reference) -> None:
@@ -36,9 +36,9 @@ def test_host(launcher: Launcher, reference: Reference) -> None:
     once_more = engine.run(again(workload(), "+"))
     assert differences(reference, once_more, "+") == []
     metrics = launcher.metrics()
-    assert metrics["kvbm_onboard_blocks_h2d"] > 300
+    assert metrics["kvbm_onboard_blocks_h2d"] > some(300)
     assert metrics["kvbm_matched_tokens"] == metrics["kvbm_onboard_blocks_h2d"] * BLOCK_TOKENS
-    assert metrics["kvbm_offload_blocks_d2h"] > 150
+    assert metrics["kvbm_offload_blocks_d2h"] > some(150)
     assert metrics['kvbm_failures_total{tier="host",kind="load"}'] == 0
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
@@ -48,9 +48,9 @@ def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
     answers = launcher.start(host(SMALL_HOST_BLOCKS)).run(workload())
     assert differences(reference, answers) == []
     metrics = launcher.metrics()
-    assert metrics["kvbm_onboard_blocks_h2d"] > 20
+    assert metrics["kvbm_onboard_blocks_h2d"] > some(20)
     launcher.assert_nothing_held()
-    assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host"}'] > 100
+    assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host"}'] > some(100)
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["host", "disk"])
@@ -78,9 +78,9 @@ def test_host_and_disk(launcher: Launcher, reference: Reference, tmp_path: Path)
     once_more = engine.run(again(workload(), "+"))
     assert differences(reference, once_more, "+") == []
     metrics = launcher.metrics()
-    assert metrics["kvbm_onboard_blocks_h2d"] > 50
-    assert metrics["kvbm_onboard_blocks_d2d"] > 50
-    assert metrics["kvbm_offload_blocks_h2d"] > 100
+    assert metrics["kvbm_onboard_blocks_h2d"] > some(50)
+    assert metrics["kvbm_onboard_blocks_d2d"] > some(50)
+    assert metrics["kvbm_offload_blocks_h2d"] > some(100)
     assert metrics['kvbm_failures_total{tier="disk",kind="corrupt"}'] == 0
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
@@ -93,8 +93,8 @@ def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: P
     once_more = engine.run(again(workload(), "+"))
     assert differences(reference, once_more, "+") == []
     metrics = launcher.metrics()
-    assert metrics["kvbm_onboard_blocks_d2d"] > 50
-    assert metrics["kvbm_offload_blocks_d2d"] > 100
+    assert metrics["kvbm_onboard_blocks_d2d"] > some(50)
+    assert metrics["kvbm_offload_blocks_d2d"] > some(100)
     assert metrics["kvbm_offload_blocks_d2h"] == 0
     launcher.assert_nothing_held()
 
@@ -111,8 +111,8 @@ def test_disk_survives_a_restart(
     answers = engine.run(workload())
     assert differences(reference, answers) == []
     metrics = launcher.metrics()
-    assert metrics["kvbm_onboard_blocks_d2d"] > 30
-    assert metrics['kvbm_hit_blocks_total{tier="disk"}'] > 30
+    assert metrics["kvbm_onboard_blocks_d2d"] > some(30)
+    assert metrics['kvbm_hit_blocks_total{tier="disk"}'] > some(30)
     launcher.assert_nothing_held()
 
 
@@ -122,7 +122,7 @@ def test_loading_only_what_is_faster(launcher: Launcher, reference: Reference, t
     for turn in ("", "+"):
         assert differences(reference, engine.run(again(workload(), turn)), turn) == []
     metrics = launcher.metrics()
-    assert metrics['kvbm_lookups_total{outcome="hit"}'] > 100
+    assert metrics['kvbm_lookups_total{outcome="hit"}'] > some(100)
     assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > 0, (
         "nothing was ever tried"
     )
@@ -137,7 +137,7 @@ def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> 
     assert differences(reference, two) == []
     metrics = launcher.metrics()
     assert metrics['kvbm_sessions{role="worker"}'] == 2
-    assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > 50
+    assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > some(50)
     assert metrics["kvbm_onboard_blocks_d2d"] > 0
     launcher.assert_nothing_held()
 
@@ -157,7 +157,7 @@ def test_two_engines_share_a_manager(
     assert differences(reference, answers) == []
     after = manager.metrics()
     assert after["kvbm_engines"] == 2
-    assert after["kvbm_onboard_blocks_h2d"] - before["kvbm_onboard_blocks_h2d"] > 200
+    assert after["kvbm_onboard_blocks_h2d"] - before["kvbm_onboard_blocks_h2d"] > some(200)
     # Little is stored again: the keys of both engines are the same.
     stored = after["kvbm_offload_blocks_d2h"] - before["kvbm_offload_blocks_d2h"]
     assert stored < before["kvbm_offload_blocks_d2h"] / 4
@@ -180,7 +180,7 @@ def test_engine_killed_beside_another(
     victim.kill()
     assert differences(reference, survivor.run(workload())) == []
     metrics = manager.metrics()
-    assert metrics["kvbm_onboard_blocks_h2d"] > 100
+    assert metrics["kvbm_onboard_blocks_h2d"] > some(100)
     wait_for(lambda: manager.metrics()["kvbm_engines"] == 1, 20.0, "the killed engine stays")
     for series in ('kvbm_leased_blocks{tier="host"}', 'kvbm_pool_blocks{tier="host",state="filling"}'):
         wait_for(lambda series=series: manager.metrics()[series] == 0, 20.0, f"{series} stays")
@@ -194,9 +194,9 @@ def test_bytes_come_back_as_they_were(launcher: Launcher, tmp_path: Path, dtype:
     engine.run(workload())
     engine.run(again(workload(), "+"))
     compared, different = engine.call(reach.audit_result, timeout_s=20.0)
-    assert compared > 200
+    assert compared > some(200)
     assert different == 0
-    assert launcher.metrics()["kvbm_onboard_blocks_d2d"] > 20
+    assert launcher.metrics()["kvbm_onboard_blocks_d2d"] > some(20)
 
 
 def _run_again(child: Child, suffix: str) -> Answers:

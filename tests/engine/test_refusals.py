@@ -18,7 +18,7 @@ from engine.manager_probe import private_managers
 from engine.model_configs import write_config
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
 from engine.vllm_versions import runs_gated_delta_net
-from engine.workload import again, workload
+from engine.workload import again, some, workload
 
 Reference = dict[str, list[int]]
 
@@ -209,4 +209,4 @@ def test_shared_manager_is_missing(
     engine.call(reach.wait_until_ready, timeout_s=40.0)
     for turn in ("+1", "+2"):
         assert differences(reference, engine.run(again(workload(), turn)), turn) == []
-    assert manager.metrics()["kvbm_onboard_blocks_h2d"] > 100
+    assert manager.metrics()["kvbm_onboard_blocks_h2d"] > some(100)

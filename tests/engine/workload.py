@@ -10,6 +10,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from engine.model_runners import V1, chosen
+
 BLOCK_TOKENS = 32
 MODEL_TOKENS_MAX = 768
 FIRST_TOKEN, LAST_TOKEN = 10, 4000
@@ -39,24 +41,42 @@ def random_tokens(source: random.Random, count: int) -> tuple[int, ...]:
 
 
 def workload(seed: int = 1) -> list[Request]:
-    """118 requests, 106 of which are compared, in an order in which a prefix comes back after others used the room."""
+    """118 requests, 106 of which are compared, in an order in which a prefix comes back after others used the room.
+
+    A third of them where V2 was chosen, whose steps take ten times as long here.
+    """
+    return _requests(seed, 24) if chosen() == V1 else small_workload(seed)
+
+
+def small_workload(seed: int = 1) -> list[Request]:
+    """39 requests of the same kinds, 35 of which are compared."""
+    return _requests(seed, 8)
+
+
+def some(count: int) -> int:
+    """As many of what `count` times happens under the whole workload as can be asked for under this one."""
+    return count if chosen() == V1 else count // 5
+
+
+def _requests(seed: int, talks: int) -> list[Request]:
+    """For 24 talks 12 prompts of whole blocks, 10 short ones and 12 that are aborted, for fewer fewer."""
     source = random.Random(seed)
     prefixes = [random_tokens(source, count) for count in PREFIX_TOKENS]
     first: list[Request] = []
     second: list[Request] = []
     third: list[Request] = []
-    for i in range(24):
+    for i in range(talks):
         tokens = prefixes[i % len(prefixes)] + random_tokens(source, source.randint(5, 70))
         first.append(Request(f"talk{i}-1", tokens, source.randint(16, 40)))
         second.append(Request(f"talk{i}-2", random_tokens(source, 20), source.randint(16, 40), f"talk{i}-1"))
         third.append(Request(f"talk{i}-3", random_tokens(source, 9), source.randint(8, 32), f"talk{i}-2"))
-    for i in range(12):
+    for i in range(talks // 2):
         tokens = random_tokens(source, BLOCK_TOKENS * source.randint(2, 9))
         first.append(Request(f"exact{i}-1", tokens, source.randint(4, 24)))
         third.append(Request(f"exact{i}-2", tokens, source.randint(4, 24)))
-    for i in range(10):
+    for i in range(10 * talks // 24):
         second.append(Request(f"short{i}", random_tokens(source, source.randint(1, 31)), 40))
-    for i in range(12):
+    for i in range(talks // 2):
         tokens = prefixes[i % len(prefixes)] + random_tokens(source, source.randint(40, 200))
         (second, third)[i % 2].append(Request(f"abort{i}", tokens, 40, abort_after=i))
     for wave in (first, second, third):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvbm.vllm_integration.support import layout_notice, unsupported_reason
+from kvbm.vllm_integration.runner import V1, V2, model_runner
+from kvbm.vllm_integration.support import layerwise_refusal, layout_notice, unsupported_reason
 
 
 class FullAttentionSpec:
@@ -19,6 +20,10 @@ class FullAttentionSpec:
 
 class SlidingWindowSpec(FullAttentionSpec):
     """Another kind."""
+
+
+class MambaSpec(FullAttentionSpec):
+    """Recurrent state."""
 
 
 class Windowed(FullAttentionSpec):
@@ -33,14 +38,17 @@ class UniformTypeKVCacheSpecs:
 
     block_size = 16
 
-    def __init__(self, *specs: object) -> None:
-        self.kv_cache_specs = dict(enumerate(specs))
+    def __init__(self, *specs: object, **named: object) -> None:
+        self.kv_cache_specs = {**{f"layer{i}": spec for i, spec in enumerate(specs)}, **named}
+
+
+INDEXED = UniformTypeKVCacheSpecs(**{"a.indexer.k": FullAttentionSpec()})
 
 
 def configuration(spec: object | None = None, **changes: Any) -> tuple[Any, Any]:
     parallel = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "nnodes": 1}
     cache = {"enable_prefix_caching": True}
-    groups = [SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec())]
+    groups = [SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec(), layer_names=["layer0"])]
     found: dict[str, Any] = {"kv_cache_groups": groups, "needs_kv_cache_zeroing": False}
     for name, value in changes.items():
         owner = next((o for o in (parallel, cache, found) if name in o), parallel)
@@ -66,6 +74,8 @@ def test_full_attention_is_served() -> None:
         ("2 KV cache groups", None, {"kv_cache_groups": [SimpleNamespace(kv_cache_spec=FullAttentionSpec())] * 2}),
         ("0 KV cache groups (none)", None, {"kv_cache_groups": []}),
         ("mixes precisions", None, {"needs_kv_cache_zeroing": True}),
+        ("recurrent layers", MambaSpec(), {"needs_kv_cache_zeroing": True}),
+        ("indexer (a.indexer.k)", INDEXED, {"needs_kv_cache_zeroing": True}),
         ("SlidingWindowSpec", SlidingWindowSpec(), {}),
         ("has a window", Windowed(), {}),
         ("UniformType", UniformTypeKVCacheSpecs(FullAttentionSpec(), SlidingWindowSpec()), {}),
@@ -87,3 +97,25 @@ def test_a_layout_that_this_vllm_does_not_offer_is_said() -> None:
     )
     assert layout_notice("block", has_block_layouts=True) == ""
     assert layout_notice("engine", has_block_layouts=False) == ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("runner", [V1, V2])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_loads_beside_the_forward_pass(policy: str, runner: str, asynchronous: bool) -> None:
+    """V2 survives no failure of such a load, V1 none under asynchronous scheduling, where failures are recomputed."""
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+        use_v2_model_runner=runner == V2,
+    )
+    reason = layerwise_refusal(config)
+    assert bool(reason) == (policy == "recompute" and (runner == V2 or asynchronous))
+    assert ("Model Runner V2" in reason) == (policy == "recompute" and runner == V2)
+    assert "\n" not in reason
+
+
+def test_the_runner_is_what_vllm_says() -> None:
+    assert model_runner(SimpleNamespace(use_v2_model_runner=True)) == V2
+    assert model_runner(SimpleNamespace(use_v2_model_runner=False)) == V1
+    assert model_runner(SimpleNamespace()) == V1

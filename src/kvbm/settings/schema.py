@@ -168,7 +168,7 @@ SCHEMA: tuple[Setting, ...] = (
         Kind.CHOICE,
         "load a hit before its request is scheduled, or, where some of the prompt must be computed anyway and all of "
         "the hit lies in host memory, beside that forward pass, each layer ahead of its use (CUDA graphs then become "
-        "piecewise; not with asynchronous scheduling and kv_load_failure_policy=recompute together)",
+        "piecewise; needs kv_load_failure_policy=fail, or Model Runner V1 without asynchronous scheduling)",
         choices=("async", "layerwise"),
         ours=True,
         reader="engine",

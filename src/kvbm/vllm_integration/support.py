@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from kvbm.vllm_integration.runner import V2, model_runner
 
 SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 
@@ -26,10 +29,9 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         return f"the model has {len(groups)} KV cache groups ({kinds or 'none'}); accepted is one"
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        # The engine then zeroes a block anew before we have read what it held.
-        return (
-            "its KV cache mixes precisions, so the engine zeroes blocks before use; accepted is one precision"
-        )
+        # On V2 the engine then zeroes a block anew before we have read what it held.
+        why = _why_zeroed(groups[0])
+        return f"{why}, so the engine zeroes blocks before use; accepted is attention of one precision"
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind == "UniformTypeKVCacheSpecs":
@@ -47,14 +49,49 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     return ""
 
 
+def _why_zeroed(group: Any) -> str:
+    """What about this group makes the engine zero its blocks."""
+    layers = dict(_layers(group))
+    if any("Mamba" in type(spec).__name__ for spec in layers.values()):
+        return "it has recurrent layers"
+    indexed = [
+        name
+        for name, spec in layers.items()
+        if getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER" or ".indexer." in name
+    ]
+    if indexed:
+        # DeepSeek V3.2 and its like: which tokens a layer attends to is looked up in a cache of its own.
+        return f"its sparse attention keeps the cache of an indexer ({indexed[0]}) in another precision beside the KV"
+    return "its KV cache mixes precisions"
+
+
+def _layers(group: Any) -> Iterator[tuple[str, Any]]:
+    """The layers of a group with their specs: one each where they differ in size, else the group's."""
+    spec = group.kv_cache_spec
+    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
+        yield from spec.kv_cache_specs.items()
+    else:
+        yield from ((name, spec) for name in group.layer_names)
+
+
 def layerwise_refusal(vllm_config: Any) -> str:
     """Why loads cannot run beside the forward pass that needs them, in one line; empty when they can.
 
-    Such a load that fails has its request computed again. vLLM then keeps a place for the token of the step that
-    it had planned ahead, and reads one that was never computed (its issue 45138; seen in 0.32).
+    Such a load that fails has its request computed again under the policy `recompute`. V2 then goes on from where the
+    load would have ended, however steps are scheduled (vLLM's issue 49250). V1 under asynchronous scheduling keeps a
+    place for the token of the step that it had planned ahead, and reads one that was never computed (its issue 45138).
+    Both seen in 0.32.
     """
     transfer, scheduler = vllm_config.kv_transfer_config, vllm_config.scheduler_config
-    if getattr(scheduler, "async_scheduling", False) and transfer.kv_load_failure_policy == "recompute":
+    if transfer.kv_load_failure_policy != "recompute":
+        return ""
+    if model_runner(vllm_config) == V2:
+        return (
+            "after such a load's failure vLLM's Model Runner V2 computes wrong text with "
+            "kv_load_failure_policy=recompute; start it with kv_load_failure_policy=fail, or with V1 "
+            "(VLLM_USE_V2_MODEL_RUNNER=0) and --no-async-scheduling"
+        )
+    if getattr(scheduler, "async_scheduling", False):
         return (
             "under asynchronous scheduling vLLM does not survive such a load's failure with "
             "kv_load_failure_policy=recompute; start it with --no-async-scheduling"

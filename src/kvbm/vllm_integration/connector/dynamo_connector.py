@@ -31,6 +31,7 @@ from kvbm.settings import (
 )
 from kvbm.vllm_integration import stats, weight_changes
 from kvbm.vllm_integration.guard import GuardedScheduler
+from kvbm.vllm_integration.runner import model_runner
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.support import layout_notice, unsupported_reason
 from kvbm.vllm_integration.worker_side import WorkerSide
@@ -84,6 +85,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("KVBM is off for this engine: %s", reason)
             return
         if is_scheduler:
+            log.info("vLLM runs Model Runner %s", model_runner(vllm_config))
             side = SchedulerSide(vllm_config, kv_cache_config, loaded.settings, environment)
             self._scheduler = GuardedScheduler(side)
             weight_changes.listen(self._scheduler)
