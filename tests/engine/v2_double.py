@@ -70,7 +70,7 @@ class Runner:
     def copying_thread(self) -> None:
         """A turn of it: it may wait for a copy, and the device goes on meanwhile."""
         self._mover._copy_pieces()
-        self._mover._collect_stores(wait=False)
+        self._mover._storing.collect(wait=False)
 
     def close(self) -> None:
         self.bench.model.drain()

@@ -51,10 +51,10 @@ def test_a_store_is_told_when_it_is_over_and_not_before(mover: Any, device: Devi
     assert job.begun.is_set()
     assert told(mover) == []
     device.begun[1].end()
-    mover._collect_stores(wait=False)
+    mover._storing.collect(wait=False)
     assert told(mover) == [], "in order: the first one still runs"
     device.begun[0].end()
-    mover._collect_stores(wait=False)
+    mover._storing.collect(wait=False)
     assert told(mover) == [(1, ()), (2, ())]
 
 
@@ -89,7 +89,7 @@ def test_a_copy_that_fails_on_its_way_fails_its_store_alone(mover: Any, device: 
     mover._store(StoreJob(stores(1, 2), Mark(device, None)))  # type: ignore[arg-type]
     device.begun[0].end(RuntimeError("device-side error\nand a long story"))
     device.begun[1].end()
-    mover._collect_stores(wait=False)
+    mover._storing.collect(wait=False)
     assert told(mover) == [(1, (0,)), (2, ())]
 
 

@@ -49,7 +49,7 @@ def test_the_engine_waits_for_released_stores_only(worker: Any, mover: Any, devi
     assert [copying.pairs for copying in device.held] == [[(2, 2)]]
     for copying in device.begun:
         copying.end()
-    mover._collect_stores(wait=False)
+    mover._storing.collect(wait=False)
     assert worker.report().stored.keys() == {1, 2}
     worker.store(StepPlan(released=(1,)))
     assert len(device.held) == 1, "it was told to be over"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
@@ -20,6 +19,7 @@ from kvbm.leader.lazy import Unsaved
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
 from kvbm.leader.salt import KeySalt
+from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
 from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.protocol import (
@@ -46,7 +46,6 @@ LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
 LEAVING_BLOCKS = 512
 """Lazy offload looks that far ahead, and stores about so many blocks a step at most."""
-_IN_FLIGHT_MAX = 2
 
 
 class Leader:
@@ -91,10 +90,7 @@ class Leader:
         self._weights = 0
         self._life = 0
         self._wait_left_s = STEP_WAIT_S
-        # Steps that were scheduled and not heard of: prompt tokens, how deep they lie in the mean, and when. An engine
-        # may schedule one ahead.
-        self._in_flight: deque[tuple[int, float, float]] = deque(maxlen=_IN_FLIGHT_MAX)
-        self._updated_s = 0.0
+        self._steps = StepTimes(self.cost, clock)
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_blocks = 0
         self._receive()
@@ -225,7 +221,7 @@ class Leader:
         if may_wait and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
         if not idle:
-            self._in_flight.append((prefill_tokens, prefill_position, self._clock()))
+            self._steps.scheduled(prefill_tokens, prefill_position)
         return StepPlan(stores=stores, loads=loads, idle=idle, released=released, weights=self._weights)
 
     @property
@@ -235,7 +231,7 @@ class Leader:
 
     def updated(self, report: StepReport | None, arrived: Iterable[str], invalid: set[int]) -> None:
         """What the workers reported: `arrived` requests finished loading on all ranks, `invalid` blocks failed."""
-        self._time_step()
+        self._steps.ended()
         self._receive()
         if report is not None:
             self._stores.reported(report)
@@ -419,11 +415,3 @@ class Leader:
         for source in arrived:
             self.loaded_blocks[Tier(source)] += 1
         self.failed_blocks += failed
-
-    def _time_step(self) -> None:
-        """The oldest step in flight ended. It began when it was scheduled, or when the one ahead of it ended."""
-        now_s = self._clock()
-        if self._in_flight:
-            tokens, position, scheduled_s = self._in_flight.popleft()
-            self.cost.prefilled(tokens, now_s - max(scheduled_s, self._updated_s), position)
-        self._updated_s = now_s

@@ -158,15 +158,12 @@ class Space:
         self.host.lease_all(lease.pinned())
 
     def _account(self, lease: Lease, queried: int) -> None:
-        hits = len(lease.slots)
+        hits, on_host = len(lease.slots), self.told(bytes(lease.sources)).count(Tier.HOST)
         self._metrics.add("kvbm_queried_blocks_total", queried)
         self._metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
-        on_host = self.told(bytes(lease.sources)).count(Tier.HOST)
-        self._metrics.add("kvbm_hit_blocks_total", on_host, tier="host")
-        self._metrics.add("kvbm_hit_blocks_total", hits - on_host, tier="disk")
-        size = self.layout.block_bytes
-        self._metrics.add("kvbm_hit_bytes_total", on_host * size, tier="host")
-        self._metrics.add("kvbm_hit_bytes_total", (hits - on_host) * size, tier="disk")
+        for tier, blocks in (("host", on_host), ("disk", hits - on_host)):
+            self._metrics.add("kvbm_hit_blocks_total", blocks, tier=tier)
+            self._metrics.add("kvbm_hit_bytes_total", blocks * self.layout.block_bytes, tier=tier)
 
     # ---- stores
 

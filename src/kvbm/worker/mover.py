@@ -29,11 +29,11 @@ from kvbm.worker.jobs import (
     LoadJob,
     Mark,
     StoreJob,
-    StoreUnderWay,
     settle,
 )
 from kvbm.worker.layers import LayerGate, begin_layers
 from kvbm.worker.mapping import Mapping
+from kvbm.worker.storing import Storing
 
 log = logging.getLogger("kvbm.worker")
 
@@ -64,7 +64,6 @@ class Mover:
         self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loads: deque[LoadJob] = deque()
-        self._storing: deque[StoreUnderWay] = deque()
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
         self._fenced: dict[int, None] = {}
@@ -74,6 +73,7 @@ class Mover:
         self._retry_at_s = 0.0
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
         self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
+        self._storing = Storing(self.stores, self._failed, clock)
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
 
     # ---- the engine's thread
@@ -179,7 +179,7 @@ class Mover:
         if self._channel is not None and self._channel.fileno() in readable:
             self._listen(self._channel)
         moved = self._copy_pieces()
-        self._collect_stores(wait=bool(self._storing) and not moved)
+        self._storing.collect(wait=bool(self._storing) and not moved)
         if self._device_lost and self._channel is not None:
             self._lose("the device is lost")
 
@@ -200,8 +200,7 @@ class Mover:
 
     def _drain(self, job: DrainJob) -> None:
         try:
-            while self._storing:
-                self._collect_stores(wait=True)
+            self._storing.drain()
             self._end_loads()
         finally:
             job.done.set()
@@ -212,11 +211,10 @@ class Mover:
                 started_s = self._clock()
                 copying = None if plan.store in self._fenced else self._copy_out(plan, job.after)
                 if copying is None:
-                    self._end_store(plan, started_s, copied=False)
+                    self._storing.end(plan, started_s, copied=False)
                     continue
-                job.copies[plan.store] = copying
-                self._storing.append(StoreUnderWay(plan, job, copying, started_s))
-            self._collect_stores(wait=False)
+                self._storing.begun(plan, job, copying, started_s)
+            self._storing.collect(wait=False)
         finally:
             job.begun.set()
 
@@ -234,28 +232,6 @@ class Mover:
         except Exception as error:
             self._failed("store", len(plan.slots), error)
             return None
-
-    def _collect_stores(self, *, wait: bool) -> None:
-        """End the stores whose copies are over, in order; with `wait`, the oldest one in any case."""
-        while self._storing:
-            store = self._storing[0]
-            try:
-                if wait:
-                    store.copying.wait()
-                elif not store.copying.done():
-                    return
-                # Looked at after the copy: an engine that waited until here has overwritten nothing.
-                copied = not store.job.abandoned
-            except Exception as error:
-                self._failed("store", len(store.plan.slots), error)
-                copied = False
-            wait = False
-            self._storing.popleft()
-            self._end_store(store.plan, store.started_s, copied=copied)
-
-    def _end_store(self, plan: StorePlan, started_s: float, *, copied: bool) -> None:
-        failed = () if copied else tuple(range(len(plan.slots)))
-        self.stores.put(FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s))
 
     def _begin_load(self, job: LoadJob) -> None:
         plan = job.plan
@@ -293,8 +269,7 @@ class Mover:
 
     def _fence(self, stores: tuple[int, ...]) -> None:
         """Have nothing under way, and never begin these; the oldest are forgotten first, long after their plans."""
-        while self._storing:
-            self._collect_stores(wait=True)
+        self._storing.drain()
         self._fenced.update(dict.fromkeys(stores))
         for store in list(self._fenced)[: max(0, len(self._fenced) - _FENCED_MAX)]:
             del self._fenced[store]
@@ -426,8 +401,7 @@ class Mover:
         still be loaded.
         """
         # A manager that lives takes the end of the session as word that nothing writes into its slots any more.
-        while self._storing:
-            self._collect_stores(wait=True)
+        self._storing.drain()
         if self._channel is not None:
             self._channel.close()
             self._channel = None

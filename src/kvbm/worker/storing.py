@@ -1,0 +1,63 @@
+"""Stores that are being copied, in the order in which they were begun. Owned by the mover's thread."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+
+from kvbm.clock import Clock
+from kvbm.protocol import StorePlan
+from kvbm.transfer import Copying
+from kvbm.worker.jobs import FinishedStore, StoreJob, StoreUnderWay
+
+
+class Storing:
+    """What ends is put into `finished`. `failed(kind, blocks, error)` hears of copies that did not succeed."""
+
+    def __init__(
+        self,
+        finished: queue.SimpleQueue[FinishedStore],
+        failed: Callable[[str, int, Exception], None],
+        clock: Clock,
+    ) -> None:
+        self._finished = finished
+        self._failed = failed
+        self._clock = clock
+        self._under_way: deque[StoreUnderWay] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def begun(self, plan: StorePlan, job: StoreJob, copying: Copying, started_s: float) -> None:
+        """A copy was begun, after all those that were begun before."""
+        job.copies[plan.store] = copying
+        self._under_way.append(StoreUnderWay(plan, job, copying, started_s))
+
+    def end(self, plan: StorePlan, started_s: float, *, copied: bool) -> None:
+        """The store is over."""
+        failed = () if copied else tuple(range(len(plan.slots)))
+        self._finished.put(FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s))
+
+    def collect(self, *, wait: bool) -> None:
+        """End the stores whose copies are over, in order; with `wait`, the oldest one in any case."""
+        while self._under_way:
+            store = self._under_way[0]
+            try:
+                if wait:
+                    store.copying.wait()
+                elif not store.copying.done():
+                    return
+                # Looked at after the copy: an engine that waited until here has overwritten nothing.
+                copied = not store.job.abandoned
+            except Exception as error:
+                self._failed("store", len(store.plan.slots), error)
+                copied = False
+            wait = False
+            self._under_way.popleft()
+            self.end(store.plan, store.started_s, copied=copied)
+
+    def drain(self) -> None:
+        """End them all."""
+        while self._under_way:
+            self.collect(wait=True)
