@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from kvbm.channel import Channel
-from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted
-from kvbm.launch import ManagerAddress, ManagerFinder
+from kvbm.errors import KvbmError
 from kvbm.protocol import (
     Commit,
     Fence,
@@ -25,14 +24,11 @@ from kvbm.protocol import (
     StorePlan,
 )
 from kvbm.testing.fake_tier import FakeTier
-from kvbm.tiers import host
-from kvbm.transfer import DeviceCache
 from kvbm.worker import mover as mover_module
 from kvbm.worker.jobs import LoadJob, StoreJob
 from kvbm.worker.mapping import Mapping
-from kvbm.worker.worker import Worker
-from unit.manager_bench import DEADLINE_S, OTHER, ManagerBench
-from unit.mover_bench import DEVICE_BLOCKS, Rank, on_disk
+from unit.manager_bench import DEADLINE_S, ManagerBench
+from unit.mover_bench import Rank, on_disk
 
 # ---- stores
 
@@ -361,63 +357,3 @@ def test_stopping_ends_every_job(make_rank: Callable[..., Rank], below: FakeTier
     rank.worker.close()
     (load,) = rank.worker.finished(StepPlan())
     assert load.failed == plan.device_blocks
-
-
-def test_a_worker_of_another_namespace_is_told_why(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
-    rank.attach()
-    cache = DeviceCache.from_tensors(rank.tensors, DEVICE_BLOCKS)
-    address = ManagerAddress(socket_path=rank.bench.path, private=False)
-    finder = ManagerFinder(address, rank.bench.settings, {}, time.monotonic)
-    hello = rank.bench.worker_hello("other", layout=rank.layout, namespace=OTHER)
-    stranger = Worker(finder, hello, cache)
-    errors: list[BaseException] = []
-
-    def join() -> None:
-        try:
-            stranger.attach(5.0)
-        except ManagerRefused as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=join)
-    thread.start()
-    rank.bench.until(lambda: errors)
-    thread.join()
-    assert "cannot be served" in str(errors[0])
-    rank.close()
-
-
-def test_memory_that_is_not_sealed_is_not_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At the start and when it connects again: the rank goes on without, and says so once."""
-    rank = Rank(tmp_path)
-    monkeypatch.setattr("kvbm.worker.mover.ADOPT_RETRY_S", 0.0)
-    refusals = 0
-    genuine = host._sealed_bytes
-
-    def refuse(fd: int) -> int:
-        nonlocal refusals
-        refusals += 1
-        raise ManagerUntrusted("the manager's memory is not sealed")
-
-    monkeypatch.setattr(host, "_sealed_bytes", refuse)
-    with pytest.raises(ManagerUntrusted):
-        rank.attach()
-    rank.worker.start()
-    rank.bench.until(lambda: refusals > 2)
-    assert not rank.mover.connected
-    assert [record.getMessage() for record in caplog.records if "sealed" in record.getMessage()] == [
-        "no KV cache for now: the manager's memory is not sealed"
-    ]
-    monkeypatch.setattr(host, "_sealed_bytes", genuine)
-    rank.bench.until(lambda: rank.mover.connected)
-    rank.close()
-
-
-def test_no_manager_by_the_deadline_is_said(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
-    rank.stop_manager()
-    with pytest.raises(ManagerUnavailable, match="no manager answers"):
-        rank.worker.attach(0.05)
-    rank.close()
