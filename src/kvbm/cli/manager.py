@@ -60,6 +60,7 @@ def manager(
     disk_blocks: Annotated[Text, _option("disk_blocks")] = None,
     disk_dir: Annotated[Text, _option("disk_dir", "DIR")] = None,
     disk_persist: Annotated[Switch, _option("disk_persist")] = None,
+    disk_unowned_bytes: Annotated[Text, _option("disk_unowned_bytes")] = None,
     disk_zerofill_fallback: Annotated[Switch, _option("disk_zerofill_fallback")] = None,
     disk_o_direct: Annotated[Switch, _option("disk_o_direct")] = None,
     disk_offload_filter: Annotated[Switch, _option("disk_offload_filter")] = None,
