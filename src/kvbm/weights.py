@@ -14,6 +14,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ _SETTLED_S = 2.0
 _HEADER_BYTES_MAX = 100 << 20
 _THREADS_FROM_BYTES = 1 << 20
 _SUM_BITS = 256
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class WeightsMemo:
@@ -81,8 +83,8 @@ class WeightsMemo:
         status = path.stat()
         parts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         identity = ":".join(map(str, (_MEMO_VERSION, *parts)))
-        known = self._known.get(identity)
-        if known is not None:
+        known = self._known.get(identity, "")
+        if _DIGEST.fullmatch(known):
             return known
         value = _content_digest(path)
         # A file changed a moment ago could change again without its times moving: hash it again next time.

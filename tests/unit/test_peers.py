@@ -211,5 +211,7 @@ def test_users_are_numbers_in_every_source(tmp_path: Path) -> None:
 
 
 def test_a_list_without_a_named_socket_is_remarked_on() -> None:
-    assert any("DYN_KVBM_PEER_UIDS has no effect" in line for line in notices(Settings(peer_uids=(7,))))
-    assert notices(Settings(peer_uids=(7,), manager="/x/m.sock")) == notices(Settings(manager="/x/m.sock"))
+    assert any("DYN_KVBM_PEER_UIDS has no effect" in line for line in notices(Settings(peer_uids=(7,)), {}))
+    assert notices(Settings(peer_uids=(7,), manager="/x/m.sock"), {}) == notices(
+        Settings(manager="/x/m.sock"), {}
+    )

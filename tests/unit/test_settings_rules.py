@@ -48,6 +48,9 @@ def test_who_reads_a_setting_is_who_is_said_to(setting):
     by_manager = read_in(MANAGER_SIDE) or setting.field in derived
     # The socket and the directory of a manager are arguments by the time that it serves.
     by_manager = by_manager or setting.field in ("manager", "runtime_dir")
+    if setting.field == "peer_uids":  # both ask for those that are trusted
+        reads = re.compile(r"settings\.trusted_peer_uids\b")
+        by_engine, by_manager = read_in(ENGINE_SIDE), read_in(MANAGER_SIDE)
     assert (by_engine, by_manager) == {
         "manager": (False, True),
         "engine": (True, False),

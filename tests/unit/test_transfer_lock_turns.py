@@ -202,10 +202,11 @@ def test_a_rank_on_a_cuda_device_takes_turns_at_its_shard(monkeypatch: pytest.Mo
     monkeypatch.setattr(mapping, "make_copier", make_copier)
     welcome = Welcome(version=PROTOCOL_VERSION, epoch=1, slot_count=4, slot_bytes=PAGE)
     for device in ("cuda", "cpu"):
-        fds = [os.memfd_create("arena"), os.memfd_create("generations")]
+        fds = [os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("arena", "generations")]
         shard = os.dup(fds[0])
         for fd, size in zip(fds, (4 * PAGE, 32), strict=True):
             os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         cache: Any = SimpleNamespace(layers={}, device=SimpleNamespace(type=device))
         open_files = len(os.listdir("/proc/self/fd"))
         with pytest.raises(KvbmError, match="no such device"):
