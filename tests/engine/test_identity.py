@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from engine import identity
 from engine.engine_arguments import VARIED, without_a_reason
+from engine.engine_process import EngineProcess
 from engine.launcher import Launcher, differences
 from engine.longrope import ORIGINAL_POSITIONS, make_longrope_model
+from engine.model_runners import chosen
 from engine.tier_settings import disk, host
 from engine.workload import Request, random_tokens, workload
 
@@ -101,12 +103,10 @@ SHORT = ("rope_theta", "dtype=bfloat16", "kv_cache_dtype")
 
 @pytest.fixture(scope="module")
 def base(
-    processes: Any, tmp_path_factory: pytest.TempPathFactory, model: Path, runtime_dir: Path
+    process_of: Callable[[str, str], EngineProcess], model: Path, runtime_dir: Path
 ) -> tuple[Found, float]:
     """The engine to compare with, and by how much chunking, batch and threads alone change its KV."""
-    from engine.conftest import _process
-
-    launcher = Launcher(_process(processes, "engine", tmp_path_factory), model, runtime_dir)
+    launcher = Launcher(process_of(f"engine-{chosen()}", chosen()), model, runtime_dir)
     first = look(launcher)
     controls = [
         look(launcher, max_num_batched_tokens=64),

@@ -19,6 +19,13 @@ def test_packing_on_both_kinds_of_cpu(
     for has_amx in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
         spec = SimpleNamespace(block_size=32, head_size=64)
-        found.append(cpu_packing(SimpleNamespace(dtype=dtype), spec))
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
+        found.append(cpu_packing(config, spec, layers=()))
     assert (found[0] != found[1]) == differs
-    assert (found[0] == "amx") == differs
+    assert found[0].startswith("amx/") == differs
+
+
+def test_layers_that_say_how_they_pack_are_believed() -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    layers = [SimpleNamespace(isa="vec"), SimpleNamespace(isa="vec"), SimpleNamespace()]
+    assert cpu_packing(config, SimpleNamespace(block_size=32), layers).startswith("vec/")
