@@ -29,19 +29,20 @@ from kvbm.runtime_dir import is_ours, make_own_dir, read_private, replace_privat
 log = logging.getLogger("kvbm.weights")
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-CONFIG_SUFFIXES = (".json", ".py")
-
-NOT_COMPUTED_WITH = (
-    "added_tokens.json",
-    "chat_template.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
+CONFIG_FILES = (
+    "adapter_config.json",
+    "config.json",
+    "hf_quant_config.json",
+    "params.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "quant_config.json",
+    "quantize_config.json",
+    "video_preprocessor_config.json",
 )
-"""Files between text and token ids, or about sampling: KV is computed from token ids."""
-_SHARD_INDEX_SUFFIX = ".index.json"
+"""What loaders read beside weights; not what lies between text and token ids, or is about sampling or shards."""
+_CODE_SUFFIX = ".py"
+_SCALES = "scales"
 
 PRESENTATION_KEYS = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
 """Entries of a model's configuration that name it or who wrote it, and say nothing of what it computes."""
@@ -169,9 +170,9 @@ def _without_names(value: Any) -> Any:
 
 
 def _computed_with(name: str) -> bool:
-    if name in NOT_COMPUTED_WITH or name.endswith(_SHARD_INDEX_SUFFIX):
-        return False
-    return name.endswith(WEIGHT_SUFFIXES + CONFIG_SUFFIXES)
+    if name.endswith(".json"):
+        return name in CONFIG_FILES or _SCALES in name
+    return name.endswith((*WEIGHT_SUFFIXES, _CODE_SUFFIX))
 
 
 def _content_digest(path: Path) -> str:

@@ -31,11 +31,14 @@ NOT_VARIED: dict[str, str] = {
         optimization_level disable_cascade_attn kv_sharing_fast_prefill enable_hc_sp
     """,
     "other kernels for the same computation: they round otherwise": """
-        enforce_eager compilation_config cudagraph_capture_sizes max_cudagraph_capture_size ir_op_priority moe_backend
-        linear_backend sparse_indexer_topk_backend all2all_backend kernel_config enable_flashinfer_autotune
+        enforce_eager compilation_config cudagraph_capture_sizes max_cudagraph_capture_size ir_op_priority
+        sparse_indexer_topk_backend enable_flashinfer_autotune
         mm_encoder_attn_backend mm_encoder_tp_mode mamba_backend mamba_ssu_algorithm gdn_prefill_backend
         kda_prefill_backend kda_decode_backend disable_custom_all_reduce fully_sharded_loras specialize_active_lora
         enable_mixed_moe_lora_format enable_moe_shared_loras use_fp64_gumbel enable_bf16x3_router_gemm
+    """,
+    "for quantized weights a field of the namespace; of others they round otherwise": """
+        kernel_config linear_backend moe_backend all2all_backend
     """,
     "a field of the namespace by its value, and no second one can be had on a CPU": """
         quantization quantization_config allow_deprecated_quantization attention_backend attention_config

@@ -15,7 +15,6 @@ from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
-    Commit,
     Finished,
     Hello,
     Lookup,
@@ -292,85 +291,6 @@ def test_how_deep_a_step_computed_counts(bench: Bench) -> None:
     shallow, deep = bench.leader.cost.prefill_s(1), bench.leader.cost.prefill_s(1, 2625)
     assert shallow == pytest.approx(4 * 0.95e-3, rel=1e-3)
     assert deep == pytest.approx(4 * 2e-3, rel=1e-3)
-
-
-# ---- reset, and weights that change
-
-
-def test_after_a_reset_no_key_is_what_it_was(bench: Bench) -> None:
-    before = bench.add("a")
-    assert bench.leader.reset(), "whoever holds what in the manager: nothing of it is found any more"
-    assert [type(m) for m in bench.manager.said()] == [Release, Reset]
-    after = bench.add("b")
-    assert not set(split_keys(before.keys)) & set(split_keys(after.keys))
-    bench.step({"a": 2})
-    assert bench.manager.said() == [], "what ran through the reset may stand on KV of before"
-    bench.step({"b": 2})
-    (reserve,) = bench.manager.said()
-    assert not set(split_keys(before.keys)) & set(split_keys(reserve.keys))
-
-
-def test_a_reset_waits_for_nobody_but_says_that_a_load_runs(bench: Bench) -> None:
-    plan = bench.load(3)
-    assert not bench.leader.reset(), "it writes into device blocks"
-    bench.arrive(plan)
-    assert bench.leader.reset()
-    bench.manager.die()
-    bench.step()
-    assert bench.leader.reset()
-
-
-@pytest.mark.parametrize("change", ["reset", "weights_changed"])
-def test_what_is_on_its_way_is_not_kept_under_the_old_keys(bench: Bench, change: str) -> None:
-    """The device's memory may not hold it any more when it is copied."""
-    bench.add("a")
-    planned = bench.store("a")
-    bench.step({"a": 6})
-    (asked,) = bench.manager.said()
-    getattr(bench.leader, change)()
-    assert bench.step().stores == ()
-    given_back = [m for m in bench.manager.said() if isinstance(m, Commit)]
-    assert [(m.store, m.failed) for m in given_back] == [(asked.store, (0, 1))]
-    bench.report(planned)
-    (commit,) = bench.manager.said()
-    assert commit.failed == tuple(range(len(planned.slots)))
-
-
-def test_changed_weights_rise_in_every_plan(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    before = bench.add("a")
-    assert bench.step().weights == 0
-    bench.leader.weights_changed()
-    assert bench.step().weights == 1
-    bench.leader.updated(StepReport(weights_changed=True), (), set())
-    assert bench.step().weights == 2
-    bench.manager.said()
-    assert not set(split_keys(before.keys)) & set(split_keys(bench.add("b").keys))
-    told = [r for r in caplog.records if "this engine's life only" in r.getMessage()]
-    assert len(told) == 1
-
-
-def test_a_named_version_has_keys_that_others_can_have_too() -> None:
-    def keys_of(*words: str, begins_as: str = "") -> list[bytes]:
-        bench = Bench(weights_version=begins_as)
-        for word in words:
-            bench.leader.weights_changed()
-            bench.leader.weights_named(word)
-        found = split_keys(bench.add("r").keys)
-        bench.leader.close()
-        bench.manager.close()
-        return list(found)
-
-    assert keys_of("one") == keys_of("two", "one") == keys_of(begins_as="one")
-    assert not {*keys_of("one")} & {*keys_of("two"), *keys_of()}
-
-
-def test_naming_the_same_version_again_drops_nothing(bench: Bench) -> None:
-    bench.leader.weights_named("one")
-    bench.promise(3)
-    bench.leader.weights_named("one")
-    assert bench.leader.matched("r", 0) == Answer(blocks=3)
-    bench.leader.weights_named("two")
-    assert bench.leader.matched("r", 0).later, "it is asked again, with other keys"
 
 
 # ---- a walk

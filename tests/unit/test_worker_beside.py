@@ -171,6 +171,19 @@ def test_a_plan_that_knows_nothing_of_new_weights_is_refused(
     assert watched.report() is None
 
 
+def test_a_replica_that_knows_better_says_so(device: Device, mover: Any, changes: list[int]) -> None:
+    """It stores nothing itself, and must not vouch for what its peer copies."""
+    cache: Any = SimpleNamespace(layers=dict.fromkeys(LAYERS), device=SimpleNamespace(type="cuda"))
+    finder: Any = SimpleNamespace(attempt=lambda: None)
+    replica: Any = Worker(finder, HELLO, cache, stores_here=False, weights_changes=lambda: changes[-1])
+    replica._mover = mover
+    replica.store(StepPlan(stores=stores(1)))
+    assert replica.report().stored[1][1] == ()
+    changes.append(1)
+    replica.store(StepPlan(stores=stores(2)))
+    assert replica.report().stored[2][1] == (0,)
+
+
 def test_a_leader_that_knew_first_is_told_nothing(watched: Any, changes: list[int]) -> None:
     changes.append(3)
     watched.store(StepPlan(weights=1))

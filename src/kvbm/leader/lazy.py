@@ -6,11 +6,13 @@ never. The price: what the engine drops faster than it is looked at is lost, and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.tracked import Scheduled
+from kvbm.protocol import LoadPlan
 
 
 class Chain(NamedTuple):
@@ -110,3 +112,19 @@ class Unsaved:
         entry = self._by_block.pop(block, None)
         if entry is not None and self._block_of.get(entry.key) == block:
             del self._block_of[entry.key]
+
+
+def tags_before(
+    device: DeviceBlocks | None, scheduled: Iterable[Scheduled], loads: Iterable[LoadPlan]
+) -> Callable[[int], Hashable | None]:
+    """What device blocks hold before a step; None for those that the step or its loads write to.
+
+    An engine names a block's content as soon as it has made room for it: the name may be that of old, and the bytes not
+    there yet.
+    """
+    written: set[int] = set()
+    for entry in scheduled:
+        written.update(entry.device_blocks()[entry.written_from :])
+    for load in loads:
+        written.update(load.device_blocks)
+    return lambda block: None if block in written or device is None else device.tag(block)

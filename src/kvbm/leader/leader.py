@@ -15,13 +15,14 @@ from kvbm.clock import Clock
 from kvbm.launch import ManagerFinder
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
-from kvbm.leader.lazy import Unsaved
+from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
 from kvbm.leader.tracked import Answer, Scheduled, Tracked
+from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
     STORED_KEYS_MAX,
@@ -81,13 +82,14 @@ class Leader:
         self._layerwise = layerwise
         self._device = device
         self._unsaved = Unsaved(device) if lazy and device is not None else None
-        # Requests that read blocks whose loads are not confirmed: from which block on, and that block's hash.
-        self._unconfirmed: dict[str, tuple[int, bytes]] = {}
+        self._unconfirmed = Unconfirmed()
         self._requests: dict[str, Tracked] = {}
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
         self._salt = KeySalt(weights_version)
         self._weights = 0
+        # The device's cache holds KV of other weights than those that compute now.
+        self._device_mixed = False
         self._life = 0
         self._wait_left_s = STEP_WAIT_S
         self._steps = StepTimes(self.cost, clock)
@@ -134,7 +136,9 @@ class Leader:
         if tracked is None:
             return Answer()
         tracked.computed = computed
-        if self._shares_unconfirmed(tracked, computed):
+        # What it finds on the device goes into all that it computes, and may not be kept under present keys.
+        tracked.outdated = self._device_mixed and computed > 0
+        if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # with or without a manager: the ranks confirm it
         if not self.ready:
             return Answer()
@@ -181,8 +185,10 @@ class Leader:
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self._lookups.begin_load(request, computed, count, table, layerwise))
+        if tracked is not None:
+            tracked.begun = True
         if layerwise and tracked is not None:
-            self._unconfirmed[request] = computed, tracked.hashes[computed]
+            self._unconfirmed.add(request, computed, tracked.hashes[computed])
 
     # ---- a step
 
@@ -204,7 +210,6 @@ class Leader:
             if tracked is not None:
                 tracked.asked_from = None
                 tracked.stored = 0
-                tracked.outdated = False
         may_wait = idle
         if self._gone and self._stores.waiting:
             may_wait = False
@@ -234,9 +239,9 @@ class Leader:
         self._steps.ended()
         self._receive()
         if report is not None:
-            self._stores.reported(report)
             if report.weights_changed:
-                self.weights_changed()
+                self.weights_changed()  # first: what these stores copied is in doubt
+            self._stores.reported(report)
         if invalid and self._lookups.note_failures(invalid):
             assert self._device is not None
             self._stores.doubt()
@@ -247,7 +252,7 @@ class Leader:
         # Those that no engine call tells of: every rank ends them before its step does.
         by_layer = [request for request in loaded if self._lookups.loads_by_layer(request)]
         for request in loaded:
-            self._unconfirmed.pop(request, None)
+            self._unconfirmed.confirmed(request)
         for request in (*arrived, *by_layer):
             self._end_load(request, loaded.get(request, 0.0))
 
@@ -263,20 +268,24 @@ class Leader:
 
     # ---- all of it
 
-    def reset(self) -> bool:
-        """Forget everything; False only while a load of ours writes into device blocks.
+    def reset(self, keep_disk: bool = False) -> bool:
+        """Forget everything, the engine its device's cache too; False only while a load of ours writes into blocks.
 
         Keys change: what the engine computes from now on (perhaps with other weights) never meets older bytes. The
-        manager drops those, unless another engine uses them.
+        manager drops those, unless another engine uses them. With `keep_disk` they stay there for the next start.
         """
-        self._renew_keys()
-        self._link.send(Reset())
+        self._salt.renew()
+        self._forget_keys()
+        self._device_mixed = False
+        self._link.send(Reset(tier="host" if keep_disk else ""))
         return not self._lookups.loading
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights: nothing that was computed before is found or kept any more."""
         self._weights += 1
-        self._renew_keys()
+        self._device_mixed = True
+        self._salt.renew()
+        self._forget_keys()
 
     def weights_named(self, version: str) -> None:
         """The trainer says which weights the ranks have: what they compute may outlive this engine.
@@ -286,9 +295,17 @@ class Leader:
         if self._salt.name(version):
             self._forget_keys()
 
-    def _renew_keys(self) -> None:
-        self._salt.renew()
-        self._forget_keys()
+    def device_was_reset(self, weights_may_change: bool) -> None:
+        """The engine emptied its device's cache. After a change that we know of that ends it; where we know of none,
+        it may be the only sign of one, unless the trainer has said which weights these are."""
+        if weights_may_change and not self._device_mixed and not self._salt.named:
+            self.weights_changed()
+        self._device_mixed = False
+
+    def unkeep(self, request: str) -> None:
+        """Neither load nor store for this request any more."""
+        self._lookups.drop(request)
+        self._requests.pop(request, None)
 
     def _forget_keys(self) -> None:
         """Keys mean something else from now on. What is on its way under the old ones is not committed: device memory
@@ -300,8 +317,8 @@ class Leader:
             self._lookups.drop(request)
             tracked.asked_from = None
             tracked.keyed_for = b""
-            # What runs on may stand on KV of before: it is not kept, until the engine computes it afresh.
-            tracked.outdated = True
+            # What runs on stands on KV of before: it is not kept, until the engine computes it afresh.
+            tracked.outdated = tracked.begun
 
     def close(self) -> None:
         self._link.close()
@@ -355,7 +372,10 @@ class Leader:
 
     def _store(self, entry: Scheduled) -> None:
         tracked = self._requests.get(entry.request)
-        if tracked is None or tracked.outdated or not self.ready:
+        if tracked is None:
+            return
+        tracked.begun = True
+        if tracked.outdated or not self.ready:
             return
         start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
         if end <= start:
@@ -374,19 +394,9 @@ class Leader:
             tracked.stored = end
 
     def _tag_behind(self, scheduled: Sequence[Scheduled]) -> Callable[[int], Hashable | None]:
-        """What device blocks hold before this step; None for those that it writes to.
-
-        An engine names a block's content as soon as it has made room for it: the name may be that of old, and the
-        bytes not there yet.
-        """
-        assert self._device is not None or self._unsaved is None
-        written: set[int] = set()
-        if self._unsaved is not None and self._stores.plans_free_blocks:
-            for entry in scheduled:
-                written.update(entry.device_blocks()[entry.written_from :])
-            for load in self._new_loads:
-                written.update(load.device_blocks)
-        return lambda block: None if block in written or self._device is None else self._device.tag(block)
+        """What free device blocks hold before this step (`tags_before`)."""
+        free = self._unsaved is not None and self._stores.plans_free_blocks
+        return tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
 
     def _store_leaving(self) -> None:
         """Lazy offload: ask for slots for what the engine is about to hand out."""
@@ -399,16 +409,6 @@ class Leader:
                 hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
                 keys, blocks, tags = chain.keys[part], chain.device_blocks[part], chain.tags[part]
                 self._stores.ask("", parent, keys, blocks, tags, hashes)
-
-    def _shares_unconfirmed(self, tracked: Tracked, computed: int) -> bool:
-        """Whether the engine found blocks on the device that another request's forward pass is still loading.
-
-        Only who loads them may read them until they are confirmed: if they fail, nobody else is to be told.
-        """
-        return any(
-            first < min(computed, len(tracked.hashes)) and tracked.hashes[first] == block_hash
-            for first, block_hash in self._unconfirmed.values()
-        )
 
     def _end_load(self, request: str, seconds: float) -> None:
         arrived, failed = self._lookups.end_load(request, seconds)

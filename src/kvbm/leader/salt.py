@@ -19,10 +19,12 @@ class KeySalt:
     def __init__(self, version: str = "") -> None:
         self.value = _of(version) if version else b""
         self._told = False
+        self.named = bool(version)
 
     def renew(self) -> None:
         """Nobody has these keys, and nobody else will."""
         self.value = os.urandom(_SALT_BYTES)
+        self.named = False
         if not self._told:
             self._told = True
             log.warning(
@@ -33,7 +35,7 @@ class KeySalt:
     def name(self, version: str) -> bool:
         """Keys of the weights that the trainer calls so; False when they have that name already."""
         value, before = _of(version), self.value
-        self.value = value
+        self.value, self.named = value, True
         return value != before
 
 

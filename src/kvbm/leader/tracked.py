@@ -48,7 +48,9 @@ class Tracked:
     layerwise: bool = False
     asked_from: int | None = None
     asked_blocks: int = 0
+    begun: bool = False
     outdated: bool = False
+    """It stands on KV that must not be kept under the present keys: nothing of it is stored."""
 
     def extend_keys(self, count: int, fingerprint: bytes, extras: bytes) -> None:
         """Add the keys of blocks up to number `count`, as far as the engine has hashed them.

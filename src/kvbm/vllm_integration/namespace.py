@@ -49,6 +49,27 @@ _ENCODER_FACTS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
+_FILE_FORMATS = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "pt",
+    "npcache",
+    "mistral",
+    "sharded_state",
+    "gguf",
+    "bitsandbytes",
+)
+"""Loaders that read the model's own files. What another one reads, wherever it is, only this engine can name."""
+
+_QUANTIZED_KERNELS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
+_QUANTIZING_VARIABLES = ("QUANT", "FP4", "FP8", "INT4", "W4A8", "MARLIN")
+"""Parts of the names of vLLM's variables that choose how quantized weights are multiplied: some kernels quantize
+activations too."""
+
 _ADAPTER_FACTS = ("lora_dtype", "lora_target_modules", "target_modules", "enable_tower_connector_lora")
 
 
@@ -93,13 +114,10 @@ def cpu_packing(vllm_config: Any, spec: Any, layers: Iterable[Any]) -> str:
 
     The packing is a kernel's, and its shape does not show it: another release may pack otherwise under the same name.
     """
-    import vllm
-
-    release = ".".join(vllm.__version__.split(".")[:2])
     chosen = sorted({str(layer.isa) for layer in layers if getattr(layer, "isa", None)})
     if not chosen:
         chosen = [_instruction_set(vllm_config.model_config.dtype, spec)]
-    return f"{'+'.join(chosen)}/{release}"
+    return f"{'+'.join(chosen)}/{_release()}"
 
 
 def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]) -> Namespace:
@@ -110,7 +128,8 @@ def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]
         ("weights", weights),
         ("loading", _loading(vllm_config)),
         ("config", _digest(canonical_config(model.hf_config.to_dict()))),
-        ("implementation", str(getattr(model, "model_impl", "auto"))),
+        ("implementation", _implementation(model)),
+        ("release", _release()),
         ("dtype", str(model.dtype)),
         ("quantization", str(model.quantization)),
         ("kv_dtype", str(cache.cache_dtype)),
@@ -132,6 +151,7 @@ def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]
 
 def _rank_part(vllm_config: Any, kv_cache_config: Any, device_layout: str) -> RankPart:
     group = kv_cache_config.kv_cache_groups[0]
+    _refuse_moving_rotary(vllm_config.model_config)
     context = vllm_config.compilation_config.static_forward_context
     layers = {name: context[name] for name in group.layer_names if name in context}
     return RankPart(
@@ -150,7 +170,11 @@ def _gather(part: RankPart, rank_count: int) -> tuple[RankPart, ...]:
     from vllm.distributed import get_tp_group
 
     gathered: list[bytes] = [b""] * rank_count
-    torch.distributed.all_gather_object(gathered, msgspec.json.encode(part), group=get_tp_group().cpu_group)
+    encoded = msgspec.json.encode(part)
+    try:
+        torch.distributed.all_gather_object(gathered, encoded, group=get_tp_group().cpu_group)
+    except RuntimeError as error:
+        raise KvbmError(f"the ranks' parts could not be gathered: {' '.join(str(error).split())}") from None
     return tuple(msgspec.json.decode(encoded, type=RankPart) for encoded in gathered)
 
 
@@ -209,7 +233,67 @@ def _optional_facts(vllm_config: Any) -> dict[str, str]:
         "encoder": _facts(multimodal, _ENCODER_FACTS),
         "adapters": _facts(lora, _ADAPTER_FACTS),
         "speculative": str(getattr(speculative, "method", "")) if speculative is not None else "",
+        "quantized_kernels": _quantized_kernels(vllm_config),
+        "matmul_precision": _matmul_precision(),
     }
+
+
+def _quantized_kernels(vllm_config: Any) -> str:
+    """What chooses how quantized weights are multiplied; unquantized ones are multiplied alike but for rounding."""
+    if vllm_config.model_config.quantization is None and getattr(vllm_config, "quant_config", None) is None:
+        return ""
+    from vllm import envs
+
+    names = [name for name in dir(envs) if name.startswith("VLLM_")]
+    chosen = [name for name in names if any(part in name for part in _QUANTIZING_VARIABLES)]
+    facts = [f"{name}={getattr(envs, name, None)}" for name in sorted(chosen)]
+    kernels = getattr(vllm_config, "kernel_config", None)
+    facts += [f"{name}={getattr(kernels, name, None)}" for name in _QUANTIZED_KERNELS]
+    facts.append(f"all2all={getattr(vllm_config.parallel_config, 'all2all_backend', None)}")
+    if torch.cuda.is_available():
+        facts.append(f"device={torch.cuda.get_device_capability()}")
+    return _digest("\n".join(facts))
+
+
+def _matmul_precision() -> str:
+    """How float32 matrices are multiplied, where it is not as they are."""
+    from vllm import envs
+
+    chosen = str(getattr(envs, "VLLM_FLOAT32_MATMUL_PRECISION", "highest"))
+    return "" if chosen == "highest" else chosen
+
+
+def _implementation(model: Any) -> str:
+    """The class that computes: the same architecture may be implemented more than once."""
+    try:
+        from vllm.model_executor.model_loader import get_model_cls
+
+        found = get_model_cls(model)
+    except Exception:  # its place has moved between releases
+        log.debug("the model's class is not known", exc_info=True)
+        return str(getattr(model, "model_impl", "auto"))
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def _release() -> str:
+    """vLLM's release: another one may compute or pack otherwise, and no configuration shows it."""
+    import vllm
+
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
+def _refuse_moving_rotary(model: Any) -> None:
+    """Raise KvbmError where one position's K depends on which others are computed beside it."""
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    kinds = {
+        str(value.get("rope_type")) for value in (parameters, *parameters.values()) if isinstance(value, dict)
+    }
+    moving = sorted(kinds & {"dynamic", "longrope"})
+    if moving and "Transformers" in _implementation(model).rpartition(".")[2]:
+        raise KvbmError(
+            f"rope_type={moving[0]} under model_impl=transformers changes with the longest prompt of a batch; "
+            "accepted is vLLM's own implementation of the model"
+        )
 
 
 def _facts(config: Any, names: Iterable[str]) -> str:
@@ -222,13 +306,17 @@ def _facts(config: Any, names: Iterable[str]) -> str:
 def _weights(vllm_config: Any, memo_path: Path) -> str:
     """The digest of all weights that shape KV: the model's and, with one, the draft model's."""
     model = vllm_config.model_config
-    if str(vllm_config.load_config.load_format) in ("dummy", "LoadFormat.DUMMY"):
+    loader = str(vllm_config.load_config.load_format).rpartition(".")[2].lower()
+    if loader == "dummy":
         return f"dummy-seed-{model.seed}"
     models = [(getattr(model, "model_weights", "") or model.model, model.revision)]
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     if draft is not None and draft.model != model.model:
         models.append((draft.model, draft.revision))
-    locations = [_location(name, revision) for name, revision in models]
+    downloads = vllm_config.load_config.download_dir
+    locations = [_location(name, revision, downloads) for name, revision in models]
+    if loader not in _FILE_FORMATS:
+        locations = [None]
     known = [location for location in locations if location is not None]
     digest = weights_digest(known, memo_path) if len(known) == len(locations) else None
     young = changed_since(known, engine_start.engine_start_s()) if digest is not None else None
@@ -249,14 +337,14 @@ def _instance(vllm_config: Any) -> str:
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
-def _location(name: str, revision: str | None) -> Path | None:
+def _location(name: str, revision: str | None, downloads: str | None) -> Path | None:
     """The local files of a model given by path or by hub name."""
     if Path(name).exists():
         return Path(name)
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
+        config = try_to_load_from_cache(name, "config.json", cache_dir=downloads, revision=revision)
     except (ImportError, ValueError):
         return None
     return Path(config).parent if isinstance(config, str) else None

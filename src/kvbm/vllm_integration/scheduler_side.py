@@ -81,6 +81,7 @@ class SchedulerSide:
     def bind_block_pool(self, pool: Any) -> None:
         """vLLM's block pool, for a look at what is on the device."""
         self._blocks.pool = pool
+        self._blocks.take_reset()  # from here on a new index is a reset
 
     def added(self, request: Any) -> None:
         """A request arrived: ask the manager now, long before it is scheduled."""
@@ -95,8 +96,11 @@ class SchedulerSide:
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones can be loaded (None: ask again), and whether the request waits."""
+        self._notice_reset()
         if request.request_id not in self._requests:
             self.added(request)
+        elif request.lora_request is not None and self._extras(request) is None:
+            self._leader.unkeep(request.request_id)  # its adapter changed while it waited
         before_tail = (request.num_tokens - 1) // self.block_tokens
         answer = self._leader.matched(
             request.request_id, num_computed_tokens // self.block_tokens, before_tail
@@ -172,7 +176,7 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget everything. The reset of the device's own cache that comes with it is no second one."""
         self._blocks.take_reset()
-        return self._leader.reset()
+        return self._leader.reset(keep_disk=self._weights_may_change)
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights: so may they again."""
@@ -201,8 +205,8 @@ class SchedulerSide:
 
     def _notice_reset(self) -> None:
         """A trainer that has updated weights empties the device's cache, often without a word to connectors."""
-        if self._blocks.take_reset() and self._weights_may_change:
-            self._leader.weights_changed()
+        if self._blocks.take_reset():
+            self._leader.device_was_reset(self._weights_may_change)
 
     def _tell_sizes(self, host_blocks: int) -> None:
         """What is odd about the host tier's size. A private manager writes to our log itself, and knows more."""

@@ -1,9 +1,10 @@
 """Weights that change while the engine runs. vLLM tells connectors nothing of it, so its own calls are watched.
 
-Two places see an update. In the scheduler's process `EngineCore.collective_rpc` is the door through which users reach
-the ranks: the weights are sampled before and after, so that an update is noticed whatever it is called, before
-another request is looked up. In a rank's process the calls that update weights are counted, for an update that comes
-another way; a step that was planned without knowing of it is refused there (`Worker`).
+Two places see an update. In the scheduler's process users reach the ranks through `EngineCore.collective_rpc`, and
+empty the device's cache with `EngineCore.reset_prefix_cache`: there the ranks compare a sample of their weights with
+the one before, so that an update is noticed whatever it is called, before another request is looked up. In a rank's
+process the calls that update weights are counted as they begin and end, for an update that comes another way; a step
+that was planned without knowing of it is refused there (`Worker`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ UPDATES = (
 MEMORY_CALLS = ("sleep", "discard")
 """Calls of a rank after which its KV memory is not there."""
 
+BEFORE_SERVING = "compile_or_warm_up_model"
+"""The call of a rank that ends its start: its weights are loaded, and no request has come."""
+
 SAMPLED_BYTES = 64
 """Of each weight so many bytes are compared, spread over it."""
+
+SAMPLE_TIMEOUT_S = 60.0
 
 
 class WeightsListener(Protocol):
@@ -47,6 +53,8 @@ class WeightsListener(Protocol):
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _before_sleep: weakref.WeakSet[Any] = weakref.WeakSet()
+_samples: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Of each model in this process the latest sample."""
 _updates = 0
 
 
@@ -56,6 +64,7 @@ def listen(listener: WeightsListener) -> None:
 
     _listeners.add(listener)
     _wrap(EngineCore, "collective_rpc", _watched_call)
+    _wrap(EngineCore, "reset_prefix_cache", _watched_reset)
     _wrap(EngineCore, "set_weight_version", _noted_version)
 
 
@@ -65,33 +74,39 @@ def count_updates(worker_side: Any) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     _before_sleep.add(worker_side)
-    for name in UPDATES:
-        _wrap(Worker, name, _counted_update)
-    for name in MEMORY_CALLS:
-        _wrap(Worker, name, _quiet_first)
+    for kind in (Worker, *Worker.__subclasses__()):
+        for name in UPDATES:
+            _wrap(kind, name, _counted_update)
+        for name in MEMORY_CALLS:
+            _wrap(kind, name, _quiet_first)
+        _wrap(kind, BEFORE_SERVING, _sampled_first)
 
 
 def updates_seen() -> int:
-    """How often this process's weights were changed by calls that are counted."""
+    """Rises whenever a call that is counted begins or ends to change this process's weights."""
     return _updates
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Callable[..., Any]]) -> None:
-    """Put our watch around a method, once; a vLLM that has no such method has nothing to watch."""
-    original = getattr(owner, name, None)
+    """Put our watch around a method that the class itself has, once; one that it lacks is nothing to watch."""
+    original = vars(owner).get(name)
     if original is not None and not hasattr(original, "kvbm_watches"):
         watched = functools.wraps(original)(wrapper(original))
         watched.kvbm_watches = True  # type: ignore[attr-defined]
         setattr(owner, name, watched)
 
 
+# ---- in a rank
+
+
 def _counted_update(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **more: Any) -> Any:
         global _updates
+        _updates += 1  # steps may run beside it, with weights that are half-written
         try:
             return original(*arguments, **more)
         finally:
-            _updates += 1  # also when it failed half-way
+            _updates += 1
 
     return call
 
@@ -105,17 +120,75 @@ def _quiet_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _sampled_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(worker: Any, *arguments: Any, **more: Any) -> Any:
+        try:
+            weights_moved(worker)
+        except Exception:
+            log.debug("no sample of the weights", exc_info=True)
+        return original(worker, *arguments, **more)
+
+    return call
+
+
+def weights_moved(worker: Any) -> bool:
+    """In a rank: whether its weights are other ones than when this was asked last; True when it was not yet."""
+    model = worker.get_model()
+    before, now = _samples.get(model), _sample(model)
+    _samples[model] = now
+    return now != before
+
+
+def _sample(model: torch.nn.Module) -> str:
+    """A digest of some bytes of every weight and scale, and of where weights lie that are kept packed."""
+    digest = hashlib.sha256()
+    samples = []
+    for name, weight in sorted(model.state_dict(keep_vars=True).items()):
+        digest.update(f"{name} {tuple(weight.shape)};".encode())
+        try:
+            samples.append(_some_bytes(weight.detach()))
+        except (RuntimeError, TypeError, NotImplementedError):  # a tensor of another make
+            digest.update(f"{id(weight)};".encode())
+    for name, module in sorted(model.named_modules()):
+        digest.update(f"{name} {id(getattr(module, 'cpu_linear', None))};".encode())
+    if samples:
+        digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _some_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """At most SAMPLED_BYTES of a tensor, spread over it; none of one that does not lie in one piece."""
+    if not weight.numel() or not weight.is_contiguous():
+        return torch.empty(0, dtype=torch.uint8, device=weight.device)
+    flat = weight.reshape(-1).view(torch.uint8)
+    count = min(SAMPLED_BYTES, flat.numel())
+    return flat[torch.linspace(0, flat.numel() - 1, count, device=flat.device).long()]
+
+
+# ---- in the scheduler's process
+
+
 def _watched_call(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(core: Any, method: Any, *arguments: Any, **more: Any) -> Any:
-        if not _listeners:
-            return original(core, method, *arguments, **more)
-        before = None if method in UPDATES else _samples(core)
         try:
-            return original(core, method, *arguments, **more)
-        finally:
-            if before is None or _samples(core) != before:
-                for listener in list(_listeners):
-                    listener.weights_changed()
+            result = original(core, method, *arguments, **more)
+        except BaseException:
+            _tell_changed()  # who knows how far it came
+            raise
+        if _listeners:
+            moved = _moved(core)  # in any case: what comes next is compared with this
+            if moved or method in UPDATES:
+                _tell_changed()
+        return result
+
+    return call
+
+
+def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(core: Any, *arguments: Any, **more: Any) -> Any:
+        if _listeners and _moved(core):
+            _tell_changed()  # first: the reset that follows is the end of it
+        return original(core, *arguments, **more)
 
     return call
 
@@ -130,33 +203,18 @@ def _noted_version(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _samples(core: Any) -> tuple[str, ...] | None:
-    """A digest of a sample of each rank's weights; None where it cannot be taken, which counts as a change."""
+def _tell_changed() -> None:
+    for listener in list(_listeners):
+        listener.weights_changed()
+
+
+def _moved(core: Any) -> bool:
+    """Whether some rank's weights are other ones than before; True where that cannot be found out."""
     executor = core.model_executor
-    if getattr(executor, "is_sleeping", False):
-        return None  # their memory may not be there
+    if "weights" in getattr(executor, "sleeping_tags", ()):
+        return True  # their memory may not be there
     try:
-        found = executor.collective_rpc(sample_weights)
+        return any(executor.collective_rpc(weights_moved, timeout=SAMPLE_TIMEOUT_S))
     except Exception:
         log.debug("no sample of the weights", exc_info=True)
-        return None
-    return tuple(found)
-
-
-def sample_weights(worker: Any) -> str:
-    """In a rank: a digest of some bytes of every weight, and of where weights lie that are kept packed."""
-    model = worker.get_model()
-    digest = hashlib.sha256()
-    samples = []
-    for name, weight in sorted(model.named_parameters()):
-        data = weight.detach()
-        digest.update(f"{name} {tuple(data.shape)} {data.data_ptr()};".encode())
-        if data.numel() and data.is_contiguous():
-            flat = data.reshape(-1).view(torch.uint8)
-            places = torch.linspace(0, flat.numel() - 1, min(SAMPLED_BYTES, flat.numel()), device=flat.device)
-            samples.append(flat[places.long()])
-    for name, module in sorted(model.named_modules()):
-        digest.update(f"{name} {id(getattr(module, 'cpu_linear', None))};".encode())
-    if samples:
-        digest.update(torch.cat(samples).cpu().numpy().tobytes())
-    return digest.hexdigest()
+        return True

@@ -191,7 +191,8 @@ class Worker:
         if changes != self._changes_seen:
             self._changes_seen, self._weights_unknown = changes, True
         if plan.weights > self._weights_known:
-            # It knows of a change, and of the latest: nothing was computed since the plan before.
+            # It knows of a change, and of the latest: nothing was computed since the plan before, and every load of
+            # this plan was found after the leader heard of it.
             self._weights_known, self._weights_unknown = plan.weights, False
 
     def _set_mark(self, plan: StepPlan) -> None:
@@ -217,13 +218,13 @@ class Worker:
             self._failures.tell("letting the device wait for a store", error)
 
     def _begin_stores(self, plan: StepPlan) -> None:
-        if not self._stores_here:
-            self._stored.update({store.store: (1, (), 0.0) for store in plan.stores})
-            return
-        if not self._mover.connected or self._weights_unknown:
+        if self._weights_unknown or (self._stores_here and not self._mover.connected):
             # Nothing could be committed, and the copying thread may be busy joining a manager. Or what was computed
             # with other weights would be kept under the name of those before.
             self._stored.update({s.store: (1, tuple(range(len(s.slots))), 0.0) for s in plan.stores})
+            return
+        if not self._stores_here:
+            self._stored.update({store.store: (1, (), 0.0) for store in plan.stores})
             return
         job = StoreJob(plan.stores, self._mark)
         self._mover.put(job)

@@ -1,0 +1,181 @@
+"""The watch over vLLM's calls, on classes that stand for vLLM's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="weights are torch tensors; torch is not installed")
+
+import torch
+
+from kvbm.vllm_integration import weight_changes
+
+
+class Listener:
+    """What a leader's side hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def weights_changed(self) -> None:
+        self.heard.append("changed")
+
+    def weights_named(self, version: str) -> None:
+        self.heard.append(version)
+
+
+class Worker:
+    """A rank with a model."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(8, 8)
+        self.model.register_buffer("k_scale", torch.ones(1))
+        self.slept: list[str] = []
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def update_weights(self, seen: list[int]) -> None:
+        seen.append(weight_changes.updates_seen())
+
+    def sleep(self) -> None:
+        self.slept.append("asleep")
+
+
+class Core:
+    """An engine core with one rank."""
+
+    def __init__(self) -> None:
+        self.worker = Worker()
+        self.model_executor: Any = SimpleNamespace(collective_rpc=self._run, sleeping_tags=set())
+
+    def _run(self, method: Any, timeout: float | None = None) -> list[Any]:
+        return [method(self.worker)]
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        return self._run(method)
+
+    def reset_prefix_cache(self, *arguments: bool) -> bool:
+        return True
+
+    def set_weight_version(self, weight_version: str) -> None:
+        pass
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    """Watched as vLLM's is, and sampled at its start."""
+    for name, watch in {
+        "collective_rpc": weight_changes._watched_call,
+        "reset_prefix_cache": weight_changes._watched_reset,
+        "set_weight_version": weight_changes._noted_version,
+    }.items():
+        monkeypatch.setattr(Core, name, watch(vars(Core)[name]))
+    made = Core()
+    weight_changes.weights_moved(made.worker)
+    return made
+
+
+@pytest.fixture
+def listener(core: Core) -> Listener:
+    made = Listener()
+    weight_changes._listeners.add(made)
+    return made
+
+
+def write(worker: Worker) -> None:
+    worker.model.weight.data[3] += 1.0
+
+
+def rescale(worker: Worker) -> None:
+    worker.model.k_scale.fill_(0.5)
+
+
+def look(worker: Worker) -> int:
+    return 5
+
+
+def test_a_call_that_changes_weights_is_heard_of_and_one_that_looks_is_not(
+    core: Core, listener: Listener
+) -> None:
+    assert core.collective_rpc(look) == [5]
+    assert listener.heard == []
+    for change in (write, rescale):
+        core.collective_rpc(change)
+        assert listener.heard.pop() == "changed"
+        core.collective_rpc(look)
+        assert listener.heard == [], "it is compared with what was there before"
+
+
+def test_a_call_that_fails_may_have_changed_anything(core: Core, listener: Listener) -> None:
+    def fail(worker: Worker) -> None:
+        raise ValueError("half-way")
+
+    with pytest.raises(ValueError, match="half-way"):
+        core.collective_rpc(fail)
+    assert listener.heard == ["changed"]
+
+
+def test_weights_that_sleep_are_not_read(core: Core, listener: Listener) -> None:
+    core.model_executor.sleeping_tags = {"weights"}
+    core.worker.get_model = None  # type: ignore[assignment, method-assign]
+    core.collective_rpc(look)
+    assert listener.heard == ["changed"]
+
+
+def test_a_write_past_every_call_is_found_by_the_reset_that_follows(core: Core, listener: Listener) -> None:
+    write(core.worker)
+    assert core.reset_prefix_cache()
+    assert listener.heard == ["changed"]
+    assert core.reset_prefix_cache()
+    assert listener.heard == ["changed"], "a plain reset is none"
+
+
+def test_a_version_is_passed_on(core: Core, listener: Listener) -> None:
+    core.set_weight_version("step-7")
+    assert listener.heard == ["step-7"]
+
+
+def test_an_update_counts_from_its_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps may run beside it, with weights that are half-written."""
+    monkeypatch.setattr(
+        Worker, "update_weights", weight_changes._counted_update(vars(Worker)["update_weights"])
+    )
+    before, seen = weight_changes.updates_seen(), list[int]()
+    Worker().update_weights(seen)
+    assert before < seen[0] < weight_changes.updates_seen()
+
+
+def test_copies_end_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    side = SimpleNamespace(quiesce=lambda: worker.slept.append("quiet"))
+
+    class Side:
+        def quiesce(self) -> None:
+            side.quiesce()
+
+    kept = Side()
+    weight_changes._before_sleep.add(kept)
+    monkeypatch.setattr(Worker, "sleep", weight_changes._quiet_first(vars(Worker)["sleep"]))
+    worker.sleep()
+    assert worker.slept == ["quiet", "asleep"]
+
+
+def test_a_method_is_wrapped_once_and_only_where_it_is_defined() -> None:
+    class Base:
+        def sleep(self) -> str:
+            return "base"
+
+    class Special(Base):
+        pass
+
+    weight_changes._wrap(Special, "sleep", weight_changes._quiet_first)
+    assert "sleep" not in vars(Special)
+    weight_changes._wrap(Base, "sleep", weight_changes._quiet_first)
+    once = Base.sleep
+    weight_changes._wrap(Base, "sleep", weight_changes._quiet_first)
+    assert Base.sleep is once
+    assert Special().sleep() == "base"
