@@ -55,10 +55,12 @@ def expected(launcher: Launcher) -> dict[int, list[list[int]]]:
 
 def test_sleep_swap_wake(launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path) -> None:
     """And what is on disk still means the files' weights: an engine that starts with them hits it or computes."""
+    launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
-    engine = launcher.start(settings)
-    assert texts(answer(engine, "a")) == expected[0]
-    assert hits(answer(engine, "b")) == 6
+    engine = launcher.start(settings, **TRANSFER)
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    assert texts(engine.run(again(prompts(), "a"))) == expected[0]
+    assert hits(engine.run(again(prompts(), "b"))) + hits(engine.run(again(prompts(), "b+"))) > 0
     for number in (1, 2):
         engine.call(weight_swaps.sleep, timeout_s=30.0)
         engine.call(weight_swaps.swap, number, timeout_s=30.0)
@@ -70,7 +72,9 @@ def test_sleep_swap_wake(launcher: Launcher, expected: dict[int, list[list[int]]
         assert loaded > 10, "the device holds half of it; what was computed since is kept for this engine"
     assert engine.log().count("for this engine's life only") == 1
     launcher.stop()
-    assert texts(answer(launcher.start(settings), "e")) == expected[0]
+    later = answer(launcher.start(settings), "e")
+    assert texts(later) == expected[0]
+    assert hits(later) == 6, "sleep leaves on disk what means the files' weights"
 
 
 def test_updates_in_a_loop(launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path) -> None:
@@ -78,7 +82,8 @@ def test_updates_in_a_loop(launcher: Launcher, expected: dict[int, list[list[int
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
     engine = launcher.start(settings, **TRANSFER)
-    assert texts(answer(engine, "a")) == expected[0]
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    assert texts(engine.run(again(prompts(), "a"))) == expected[0]
     for number in (1, 2, 3, 1):
         engine.call(weight_swaps.update, number, timeout_s=30.0)
         for turn in ("b", "c"):
@@ -86,7 +91,7 @@ def test_updates_in_a_loop(launcher: Launcher, expected: dict[int, list[list[int
             assert texts(answers) == expected[number]
         launcher.assert_nothing_held()
     launcher.stop()
-    again_from_files = answer(launcher.start(settings, **TRANSFER), "d")
+    again_from_files = answer(launcher.start(settings), "d")
     assert texts(again_from_files) == expected[0]
     assert hits(again_from_files) == 6, "from start on an engine that may be updated keeps its blocks"
 
@@ -105,8 +110,7 @@ def test_an_update_that_nobody_tells_of(
     # What the device holds of before is vLLM's to serve; these prompts are new to it.
     assert texts(engine.run(second)) == expected[1][3:]
     launcher.stop()
-    engine = launcher.start(settings, **TRANSFER)
-    answers = answer(engine, "+")
+    answers = answer(launcher.start(settings), "+")
     assert texts(answers) == expected[0]
     assert hits(answers) == 3, "the prompts of before the update are kept, and no others"
 
@@ -121,23 +125,50 @@ def test_an_update_while_requests_run_and_wait(
     engine.call(weight_swaps.update_between, prompts(), 1, timeout_s=90.0)
     assert texts(answer(engine, "+")) == expected[1]
     launcher.stop()
-    assert texts(answer(launcher.start(settings, **TRANSFER), "-")) == expected[0]
+    assert texts(answer(launcher.start(settings), "-")) == expected[0]
 
 
 def test_a_named_version_outlives_the_engine(
     launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path
 ) -> None:
+    """Through the resets that belong to its updates, and plain ones after them."""
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
     for turn in range(2):
         engine = launcher.start(settings, **TRANSFER)
-        engine.call(weight_swaps.update, 1, "step-100", timeout_s=30.0)
-        answers = answer(engine, f"a{turn}")
-        assert texts(answers) == expected[1]
-        assert hits(answers) == (6 if turn else 0)
-        engine.call(weight_swaps.update, 2, "step-200", timeout_s=30.0)
-        assert texts(answer(engine, f"b{turn}")) == expected[2]
+        answer(engine, f"0{turn}")
+        for number in (1, 2):
+            engine.call(weight_swaps.update, number, f"step-{number}00", timeout_s=30.0)
+            answers = answer(engine, f"a{turn}{number}")
+            assert texts(answers) == expected[number]
+            assert hits(answers) == (6 if turn else 0)
+            later = answer(engine, f"b{turn}{number}")
+            assert texts(later) == expected[number]
+            assert hits(later) == 6
         launcher.stop()
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_write_past_every_call_is_found_by_the_reset_that_follows(
+    launcher: Launcher, expected: dict[int, list[list[int]]], tmp_path: Path, asked_before: bool
+) -> None:
+    """Also where it is the first thing that happens, and nothing says that weights may change."""
+    settings = disk(tmp_path / "cache", host_blocks=200)
+    assert texts(answer(launcher.start(settings), "a")) == expected[0]
+    launcher.stop()
+    engine = launcher.start(settings)
+    if asked_before:
+        assert texts(answer(engine, "b")) == expected[0]
+    engine.call(weight_swaps.write_past_everything, 1, timeout_s=30.0)
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    assert engine.call(weight_swaps.reset_device, timeout_s=30.0)
+    answers = engine.run(again(prompts(), "c"))
+    assert texts(answers) == expected[1]
+    assert hits(answers) == 0
+    launcher.stop()
+    later = answer(launcher.start(settings), "d")
+    assert texts(later) == expected[0]
+    assert hits(later) == 6
 
 
 def test_a_call_that_changes_nothing_costs_nothing(launcher: Launcher) -> None:

@@ -104,6 +104,16 @@ def update_unseen(child: Child, number: int) -> None:
     worker.finish_weight_update()
 
 
+def write_past_everything(child: Child, number: int) -> None:
+    """As trainers in the engine's own process do: straight into the model, past every call of vLLM."""
+    overwrite(_engine(child).core.model_executor.driver_worker.worker.get_model(), number)
+
+
+def reset_device(child: Child) -> bool:
+    """vLLM's own reset of its prefix cache, as users call it."""
+    return bool(_engine(child).core.reset_prefix_cache())
+
+
 def look_around(child: Child) -> None:
     """A call to the ranks that changes nothing."""
     _engine(child).llm.collective_rpc(_nothing)

@@ -172,9 +172,9 @@ def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..
     assert bench.leader.matched("twin", 5, 9).later, "it found blocks that are being loaded"
     stranger = [bytes([200 + i]) * 32 for i in range(8)]
     bench.leader.request_added("stranger", stranger, b"", 5)
-    assert bench.leader._shares_unconfirmed(bench.leader._requests["twin"], 5)
-    assert not bench.leader._shares_unconfirmed(bench.leader._requests["twin"], 0), "it loads its own"
-    assert not bench.leader._shares_unconfirmed(bench.leader._requests["stranger"], 5)
+    assert bench.leader._unconfirmed.shared(bench.leader._requests["twin"].hashes, 5)
+    assert not bench.leader._unconfirmed.shared(bench.leader._requests["twin"].hashes, 0), "it loads its own"
+    assert not bench.leader._unconfirmed.shared(bench.leader._requests["stranger"].hashes, 5)
     bench.leader.finished("r")
     assert bench.leader.matched("twin", 5, 9).later, "though it was aborted, its blocks may be found"
     bench.manager.ready(False)
@@ -184,7 +184,7 @@ def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..
     bench.manager.said()
     bench.add("r")  # a client may use the name again
     bench.leader.updated(StepReport(loaded={"r": 0.25}), (), set())
-    assert bench.leader._unconfirmed == {}
+    assert bench.leader._unconfirmed._first == {}
 
 
 def test_a_failed_load_that_nobody_has_read_costs_only_itself(make_bench: Callable[..., Bench]) -> None:
