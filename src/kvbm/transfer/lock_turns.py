@@ -24,7 +24,7 @@ from kvbm.clock import Clock
 _log = logging.getLogger(__name__)
 
 TURN_S_MAX = 30.0
-"""Others lock a piece each meanwhile. Where that takes longer one of them was stopped, and there are no turns any more."""
+"""Others lock a piece each meanwhile. Where that takes longer one of them was stopped, and turns are set aside."""
 POLL_S = 0.01
 
 _TURN, _NEXT = 0, 1
