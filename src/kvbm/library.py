@@ -215,7 +215,6 @@ class BlockManager:
         self._space.pump()
         lease = self._space.lookup(_OWNER, number, keys, min(skip, len(keys)))
         hit = Hit(self, lease)
-        self.metrics.add("kvbm_matched_tokens", hit.tokens)
         try:
             yield hit
         finally:
@@ -290,6 +289,8 @@ class BlockManager:
     def _onboard(
         self, lease: Lease, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
     ) -> int:
+        begun = min(len(lease.slots), len(device_blocks))
+        self.metrics.add("kvbm_matched_tokens", begun * self.layout.block_tokens)
         deadline_s = self._clock() + _ARRIVAL_DEADLINE_S
         while not lease.final and self._clock() < deadline_s:
             self._space.pump()

@@ -65,6 +65,7 @@ def test_host_smaller_than_a_request(
     metrics = launcher.metrics()
     assert metrics["kvbm_onboard_blocks_h2d"] + metrics["kvbm_onboard_blocks_d2d"] > 20
     assert metrics['kvbm_failures_total{tier="host",kind="load"}'] == 0
+    assert metrics['kvbm_failures_total{tier="disk",kind="load"}'] == 0
     if below:
         assert metrics["kvbm_onboard_blocks_d2d"] > 20
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING

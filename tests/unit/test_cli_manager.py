@@ -99,6 +99,14 @@ def test_what_is_an_engines_affair_is_named(started, monkeypatch, caplog):
     assert lines == ["no effect in a manager, as engines read it: DYN_KVBM_CUDA_COPY"]
 
 
+def test_what_has_no_effect_is_a_warning(started, monkeypatch, caplog):
+    """Else nobody reads it under DYN_LOG=warn."""
+    monkeypatch.setattr(logging.getLogger("kvbm"), "propagate", True)
+    assert call("--host-memory", "4GB", "--disk-unowned", "0") == 0
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["no effect without a disk tier (DYN_KVBM_DISK_CACHE_GB): DYN_KVBM_DISK_UNOWNED_GB"]
+
+
 def test_the_socket_can_be_chosen_and_becomes_absolute(started, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert call("--socket", "m.sock") == 0

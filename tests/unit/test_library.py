@@ -90,9 +90,10 @@ def test_another_manager_finds_what_an_earlier_one_left_on_disk(tmp_path: Path) 
     ) as manager:
         with manager.match(tokens) as hit:
             assert (hit.blocks, hit.host, hit.disk) == (5, 0, 5)
-            assert manager.metrics.value("kvbm_matched_tokens") == 5 * BLOCK_TOKENS
+            assert manager.metrics.value("kvbm_matched_tokens") == 0, "it is found, and nobody loads it yet"
             assert manager.metrics.value("kvbm_onboard_blocks_d2d") == 0
             assert hit.onboard(cache, blocks) == 5
+        assert manager.metrics.value("kvbm_matched_tokens") == 5 * BLOCK_TOKENS
         assert manager.metrics.value("kvbm_onboard_blocks_d2d") == 5
         assert manager.metrics.value("kvbm_onboard_blocks_h2d") == 0
         moved = manager.metrics.value("kvbm_transfer_bytes_total", source="host", target="device")

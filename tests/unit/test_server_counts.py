@@ -9,7 +9,7 @@ import pytest
 from kvbm.block import Outcome, Tier
 from kvbm.hashing import join_keys
 from kvbm.observe.metrics import BY_NAME
-from kvbm.protocol import UNLOADED_REASONS, Commit, Lookup, LookupReply, Release, Reset, ResetReply
+from kvbm.protocol import UNLOADED_REASONS, Commit, Lookup, LookupReply, Progress, Release, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from unit.manager_bench import KEYS, LAYOUT, ManagerBench, store
 
@@ -96,6 +96,52 @@ def test_what_is_found_in_a_staging_area_is_a_disk_hit(staged: ManagerBench, bel
         if metric.name == "kvbm_tier_up"
     }
     assert up == {("disk",)}, "host memory is no tier that was configured"
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_load_that_fails_counts_where_the_blocks_were_found(
+    make_manager: Callable[..., ManagerBench], below: FakeTier, cut: bool
+) -> None:
+    """Two blocks in host memory before two on disk; what the lease lost meanwhile, disk did not give."""
+    manager = make_manager(disk_blocks=32, disk_offload_filter=False)
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    below.release()
+    manager.step()
+    leader.send(Reset(tier="host"))
+    assert leader.expect(ResetReply).dropped == 4
+    store(leader, worker, 2, KEYS[:2])
+    below.release()
+    manager.step()
+    reply = leader.lookup(3, KEYS[:4])
+    assert reply.sources == bytes((Tier.HOST, Tier.HOST, Tier.DISK, Tier.DISK))
+    if cut:
+        (slot,) = (slot for slot, entry in below.medium.entries.items() if entry.key == KEYS[2])
+        below.medium.corrupt(slot)
+        below.release()
+        assert leader.expect(Progress) == Progress(lookup=3, ready=2, final=True)
+    leader.send(Release(lookup=3, loaded=1, failed=3, seconds=0.1))
+    manager.step()
+    assert failures(manager) == (1, 2)
+
+
+def test_a_load_that_fails_where_disk_is_the_only_tier(staged: ManagerBench, below: FakeTier) -> None:
+    leader, worker = staged.engine()
+    store(leader, worker, 1, KEYS[:4])
+    below.release()
+    leader.lookup(2, KEYS[:4])
+    leader.send(Release(lookup=2, loaded=1, failed=3, seconds=0.1))
+    leader.send(Release(lookup=77, failed=2))
+    staged.step()
+    assert failures(staged) == (0, 5)
+
+
+def failures(manager: ManagerBench) -> tuple[float, float]:
+    """Blocks of loads that failed, of host memory and of disk."""
+    host, disk = (
+        manager.metrics.value("kvbm_failures_total", tier=tier, kind="load") for tier in ("host", "disk")
+    )
+    return host, disk
 
 
 def test_what_has_no_room_to_come_up_is_said_and_is_no_hit(staged: ManagerBench, below: FakeTier) -> None:

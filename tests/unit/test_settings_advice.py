@@ -128,12 +128,15 @@ def test_what_is_set_of_a_disk_tier_that_is_not_there_is_named_in_one_line():
         "DYN_KVBM_DISK_IO_THREADS": "4",
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
         "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "false",
+        "DYN_KVBM_DISK_WRITE_BUDGET_GB": "0",
+        "DYN_KVBM_DISK_UNOWNED_GB": "0",
         "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": "32",
     }
     assert said({**host, **disk}) == [
         (
             "no effect without a disk tier (DYN_KVBM_DISK_CACHE_GB): DYN_KVBM_DISK_CACHE_DIR, "
-            "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER, DYN_KVBM_DISK_IO_THREADS, DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
+            "DYN_KVBM_DISK_UNOWNED_GB, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER, DYN_KVBM_DISK_IO_THREADS, "
+            "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
         )
     ]
     for size in ("DYN_KVBM_DISK_CACHE_GB", "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS"):
@@ -198,7 +201,12 @@ def test_a_host_tier_below_one_request_names_the_size_that_holds_it():
     assert line.endswith("; DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=5120 (9.396 GB) would hold it")
     (line,) = request_notices(Settings(disk_bytes=10**12), 279, block_bytes, 16, 2560, 1)
     assert line.startswith("DYN_KVBM_DISK_STAGING_GB=0.512 gives 279 blocks and ")
+    assert ": no more than 279 of its blocks are loaded at a time; " in line, "disk keeps more"
+    both = Settings(host_bytes=4 * 10**9, disk_bytes=10**12)
+    (line,) = request_notices(both, slots, block_bytes, 16, 2560, 1)
+    assert ": no more than 2179 of its blocks are loaded at a time; " in line
     (line,) = shared_request_notices(279, block_bytes, 16, 2560)
+    assert ": no more than 279 of its blocks are loaded at a time; " in line, "it may have a disk"
     assert line.startswith("the manager's host tier gives 279 blocks and one request may need 2560 ")
     assert line.endswith("; 4.698 GB for this model would hold it")
     for slots in (0, 2560):

@@ -91,17 +91,16 @@ def other_process(memory: int) -> Iterator[OtherProcess]:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when this process has asked for its turn and was refused."""
-    event, flock = threading.Event(), fcntl.flock
+    """Set when somebody in this process, being next, has asked for the turn and was refused."""
+    event, take = threading.Event(), LockTurns._take
 
-    def watched(fd: int, operation: int) -> None:
-        try:
-            flock(fd, operation)
-        except BlockingIOError:
+    def watched(turns: LockTurns, place: int) -> bool:
+        taken = take(turns, place)
+        if place == lock_turns._TURN and not taken:
             event.set()
-            raise
+        return taken
 
-    monkeypatch.setattr(lock_turns.fcntl, "flock", watched)
+    monkeypatch.setattr(LockTurns, "_take", watched)
     return event
 
 
@@ -143,14 +142,40 @@ def test_the_turn_is_given_back_after_each_piece(memory: int) -> None:
     locks.close()
 
 
+def test_who_waits_has_the_turn_before_who_gives_it_up_has_it_again(
+    memory: int, refused: threading.Event
+) -> None:
+    mine, other = LockTurns(memory), LockTurns(memory)
+    had: list[str] = []
+
+    def take() -> None:
+        with other.turn(threading.Event()):
+            had.append("other")
+
+    thread = threading.Thread(target=take)
+    with mine.turn(threading.Event()):
+        thread.start()
+        assert refused.wait(DEADLINE_S)
+    with mine.turn(threading.Event()):
+        had.append("mine")
+    thread.join(DEADLINE_S)
+    assert had == ["other", "mine"]
+    mine.close()
+    other.close()
+
+
 def test_closing_does_not_wait_for_the_other_process(memory: int, refused: threading.Event) -> None:
     model = Model()
+    probe = LockTurns(memory)
     with other_process(memory):
         locks, thread = locking(memory, model)
         assert refused.wait(DEADLINE_S)
+        assert not probe._take(lock_turns._NEXT)
         locks.close()
         thread.join(DEADLINE_S)
+        assert probe._take(lock_turns._NEXT), "nor does it keep the place of who is next"
     assert model.lock_calls == 0
+    probe.close()
 
 
 def test_a_process_that_was_stopped_is_not_waited_for_for_ever(
@@ -161,8 +186,9 @@ def test_a_process_that_was_stopped_is_not_waited_for_for_ever(
     had: list[str] = []
 
     def take() -> None:
-        with turns.turn(threading.Event()):
-            had.append("on")
+        for piece in ("first", "second"):
+            with turns.turn(threading.Event()):
+                had.append(piece)
 
     with other_process(memory):
         thread = threading.Thread(target=take)
@@ -171,9 +197,11 @@ def test_a_process_that_was_stopped_is_not_waited_for_for_ever(
         assert had == []
         clock.advance(TURN_S_MAX)
         thread.join(DEADLINE_S)
-        assert had == ["on"]
+        assert had == ["first", "second"], "the second piece does not wait as long again"
     (record,) = caplog.records
-    assert record.getMessage() == "another process locks pages of the host arena for over 30 s"
+    assert record.getMessage() == (
+        "another process locks pages of the host arena for over 30 s: it is not waited for any more"
+    )
     turns.close()
     turns.close()
 
@@ -182,10 +210,11 @@ def test_a_lock_on_what_was_handed_over_would_exclude_nobody(memory: int) -> Non
     """Why the memory is opened again: a lock is the open file's, and both processes have the same one."""
     with other_process(memory):
         own = LockTurns(memory)
-        assert not own._take()
+        assert not own._take(lock_turns._TURN)
         own.close()
-    script = f"import fcntl; fcntl.flock({memory}, fcntl.LOCK_EX | fcntl.LOCK_NB); print('mine')"
-    fcntl.flock(memory, fcntl.LOCK_EX)
+    lock = lock_turns._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, lock_turns._TURN, 1, 0)
+    script = f"import fcntl; fcntl.fcntl({memory}, fcntl.F_OFD_SETLK, {lock!r}); print('mine')"
+    fcntl.fcntl(memory, fcntl.F_OFD_SETLK, lock)
     child = subprocess.run(
         [sys.executable, "-c", script], pass_fds=[memory], capture_output=True, timeout=DEADLINE_S, check=True
     )

@@ -105,10 +105,8 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
     socket_path = os.path.abspath(settings.manager or os.path.join(settings.runtime_dir, SOCKET_NAME))
     parse_socket_path(FIELDS["manager"].flag, socket_path)
     configure(settings.log_level)
-    for line in (*loaded.warnings, *manager_notices(settings, loaded.origins)):
+    for line in (*loaded.warnings, *loaded.notices, *manager_notices(settings, loaded.origins)):
         log.warning("%s", line)
-    for line in loaded.notices:
-        log.info("%s", line)
     if settings.trusted_peer_uids:
         # They have to get to the socket; what else lies there is for us alone.
         make_own_dir(os.path.dirname(socket_path), FIELDS["manager"].variable, mode=0o711)

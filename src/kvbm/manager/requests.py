@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey
+from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.manager.followers import Followers
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
+from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.protocol import (
     REFUSED,
@@ -91,7 +92,8 @@ class Requests:
             loaded = bytes(lease.sources[message.first : message.first + message.loaded])
             self._traffic.loaded(engine.space.layout, engine.space.told(loaded), message.seconds)
         if message.failed > 0:
-            self._traffic.failed_load(message.failed)
+            on_disk = _failed_on_disk(engine.space, lease, message)
+            self._traffic.failed_load(message.failed - on_disk, on_disk)
         self._traffic.matched(engine.space.layout, max(0, message.loaded) + max(0, message.failed))
         self._traffic.unloaded(message.unloaded)
 
@@ -168,6 +170,19 @@ class Requests:
                 session = self._session_by_number(number)
                 if session is not None:
                     session.send(Progress(lookup=lease.number, ready=0, final=True))
+
+
+def _failed_on_disk(space: Space, lease: Lease | None, message: Release) -> int:
+    """How many of the blocks that were promised and did not reach the device were found on disk.
+
+    What a lease no longer names is disk's: a run is only ever cut where disk did not give a block. Of one that has
+    ended before its load nothing is known, and it counts as host memory's, if that is a tier.
+    """
+    first = message.first + max(0, message.loaded)
+    found = bytes(lease.sources[first : first + message.failed]) if lease is not None else b""
+    nameless = Tier.DISK if lease is not None else space.told(bytes((Tier.HOST,)))[0]
+    lost = message.failed - len(found) if nameless == Tier.DISK else 0
+    return space.told(found).count(Tier.DISK) + lost
 
 
 def _keys(joined: bytes) -> list[BlockKey]:

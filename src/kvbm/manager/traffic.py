@@ -64,7 +64,7 @@ class Traffic:
             self.metrics.observe("kvbm_transfer_seconds", seconds, source="device", target="host")
 
     def matched(self, layout: BlockLayout, blocks: int) -> None:
-        """A scheduler was promised these blocks and made room for them, whatever became of their load."""
+        """The load of so many blocks was begun, whatever became of it."""
         self.metrics.add("kvbm_matched_tokens", blocks * layout.block_tokens)
 
     def unloaded(self, blocks: Mapping[str, int]) -> None:
@@ -73,9 +73,10 @@ class Traffic:
             if reason in UNLOADED_REASONS and count > 0:
                 self.metrics.add("kvbm_unloaded_blocks_total", count, reason=reason)
 
-    def failed_load(self, blocks: int) -> None:
-        """Blocks that were promised did not reach the device; the engine computes them."""
-        self.metrics.add("kvbm_failures_total", blocks, tier="host", kind="load")
+    def failed_load(self, on_host: int, on_disk: int) -> None:
+        """Blocks that were promised, by where they were found, did not reach the device; the engine computes them."""
+        self.metrics.add("kvbm_failures_total", on_host, tier="host", kind="load")
+        self.metrics.add("kvbm_failures_total", on_disk, tier="disk", kind="load")
 
     def tick(self, roles: Sequence[str], engines: Collection[str]) -> None:
         """Gauges, and the lines that are due; `engines` names those that are there."""

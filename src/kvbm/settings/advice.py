@@ -27,6 +27,7 @@ _TRANSFER_FIELDS = ("max_concurrent_transfers", "max_transfer_batch_size")
 DISK_FIELDS = (
     "disk_dir",
     "disk_persist",
+    "disk_unowned_bytes",
     "disk_zerofill_fallback",
     "disk_o_direct",
     "disk_offload_filter",
@@ -153,13 +154,18 @@ def _transfer_line(settings: Settings) -> str:
 
 
 def _asked(settings: Settings, origins: Mapping[str, str], field: str) -> bool:
-    """The user set it, and not to off: a switch as it is by default, or a size or number of 0, asks for nothing."""
+    """The user set it, and not to off: a switch as it is by default, or a size or number of 0, asks for nothing.
+
+    Where the default is no value at all, 0 is one.
+    """
     if origins.get(field, DEFAULT_ORIGIN) == DEFAULT_ORIGIN or FIELDS[field].no_effect:
         return False
     value: object = getattr(settings, field)
     kind = FIELDS[field].kind
     if kind is Kind.SWITCH:
         return bool(value != getattr(Settings(), field))
+    if getattr(Settings(), field) is None:
+        return value is not None
     return bool(value) or kind not in (Kind.SIZE, Kind.COUNT)
 
 
@@ -199,22 +205,27 @@ def request_notices(
     here, enough = f"{(size_bytes or 0) / 1e9:g}", f"{field}={needed}"
     if settings.host_blocks:
         here, enough = f"{settings.host_blocks}", f"{field}={request_blocks * namespaces} ({needed} GB)"
-    return [f"{field}={here} gives {_cut_line(slots, request_blocks, block_tokens)}; {enough} would hold it"]
+    held = "loaded" if settings.disk_on else "kept or loaded"
+    cut = _cut_line(slots, request_blocks, block_tokens, held)
+    return [f"{field}={here} gives {cut}; {enough} would hold it"]
 
 
 def shared_request_notices(slots: int, block_bytes: int, block_tokens: int, request_blocks: int) -> list[str]:
-    """The same for an engine of a shared manager, whose settings it does not know; `slots` is 0 without a host tier."""
+    """The same for an engine of a shared manager, whose settings it does not know; `slots` is 0 without a host tier.
+
+    There may be a disk, which keeps more.
+    """
     if not 0 < slots < request_blocks:
         return []
     needed = _gigabytes(request_blocks * block_bytes)
-    cut = _cut_line(slots, request_blocks, block_tokens)
+    cut = _cut_line(slots, request_blocks, block_tokens, "loaded")
     return [f"the manager's host tier gives {cut}; {needed} GB for this model would hold it"]
 
 
-def _cut_line(slots: int, request_blocks: int, block_tokens: int) -> str:
+def _cut_line(slots: int, request_blocks: int, block_tokens: int, held: str) -> str:
     return (
         f"{slots} blocks and one request may need {request_blocks} (max_model_len, up to "
-        f"{request_blocks * block_tokens} tokens): no more than {slots} of its blocks are kept or loaded at a time"
+        f"{request_blocks * block_tokens} tokens): no more than {slots} of its blocks are {held} at a time"
     )
 
 

@@ -2,6 +2,10 @@
 
 Ranks whose KV is alike, and engines that share a manager, map the same memory and lock all of it. The kernel takes
 each page for each of them in turn: at once they only stand in one another's way, each inside its driver's own locks.
+
+Who gives a turn up asks again microseconds later, and those who wait look every few milliseconds: a single lock would
+be its holder's for good. So there are two, on two bytes of the memory. Who is next has the second one while it waits
+for the first, and all others wait for the second.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +24,13 @@ from kvbm.clock import Clock
 _log = logging.getLogger(__name__)
 
 TURN_S_MAX = 30.0
-"""Who has the turn locks one piece meanwhile. One that takes longer was stopped, and nobody waits for it any more."""
+"""Others lock a piece each meanwhile. Where that takes longer one of them was stopped, and turns are set aside."""
 POLL_S = 0.01
+
+_TURN, _NEXT = 0, 1
+"""The bytes whose locks are the turn, and the place of who has it next."""
+_FLOCK = struct.Struct("hhqqi4x")
+"""The kernel's `struct flock`: type, whence, first byte, bytes, and a process, which locks of open files leave 0."""
 
 
 class LockTurns:
@@ -33,27 +43,23 @@ class LockTurns:
         self._clock = clock
         self._fd = -1
         try:
-            # File locks are of open files. All processes were sent the same one: each must open its own.
-            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            # These locks are of open files. All processes were sent the same one: each must open its own.
+            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             _log.debug("pages are locked without taking turns: %s", error)
 
     @contextmanager
     def turn(self, closing: threading.Event) -> Iterator[None]:
-        """Waits for the turn, until `closing` is set or for `TURN_S_MAX`, and has it, or goes on without."""
-        deadline_s = self._clock() + TURN_S_MAX
-        mine = False
-        while self._fd >= 0 and not (mine := self._take()):
-            if closing.wait(POLL_S):
-                break
-            if self._clock() >= deadline_s:
-                _log.warning("another process locks pages of the host arena for over %g s", TURN_S_MAX)
-                break
+        """Waits for the turn, until `closing` is set or for `TURN_S_MAX`, and has it, or goes on without.
+
+        Who has waited that long once waits for no later turn either.
+        """
+        mine = self._wait(closing)
         try:
             yield
         finally:
             if mine:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                self._give_up(_TURN)
 
     def close(self) -> None:
         """Idempotent."""
@@ -61,9 +67,38 @@ class LockTurns:
         if fd >= 0:
             os.close(fd)
 
-    def _take(self) -> bool:
+    def _wait(self, closing: threading.Event) -> bool:
+        """Whether this process has the turn now."""
+        deadline_s = self._clock() + TURN_S_MAX
+        for place in (_NEXT, _TURN):
+            while self._fd >= 0 and not self._take(place):
+                if closing.wait(POLL_S):
+                    self._give_up(_NEXT)
+                    return False
+                if self._clock() >= deadline_s:
+                    _log.warning(
+                        "another process locks pages of the host arena for over %g s: it is not waited for any more",
+                        TURN_S_MAX,
+                    )
+                    self.close()
+        if self._fd < 0:
+            return False
+        self._give_up(_NEXT)
+        return True
+
+    def _take(self, place: int) -> bool:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._set(fcntl.F_WRLCK, place)
         except BlockingIOError:
             return False
+        except OSError as error:
+            _log.debug("pages are locked without taking turns: %s", error)
+            self.close()
+            return False
         return True
+
+    def _give_up(self, place: int) -> None:
+        self._set(fcntl.F_UNLCK, place)
+
+    def _set(self, kind: int, place: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0))

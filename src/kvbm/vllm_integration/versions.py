@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-SUPPORTED = "0.28 to 0.33"
+SUPPORTED = "0.28 to 0.32, and 0.33 untested"
 OLDEST = (0, 28)
 
 

@@ -1,4 +1,4 @@
-"""`DynamoConnector`: vLLM's connector contract (0.28 to 0.32) on one side, `Leader` or `Worker` on the other.
+"""`DynamoConnector`: vLLM's contract (0.28 to 0.32, and 0.33 untested) on one side, `Leader` or `Worker` on the other.
 
 vLLM builds the class twice, once in the scheduler's process and once in every rank; each half delegates to its side.
 A configuration that cannot be served gets one line, and the engine runs as if there were no connector.
