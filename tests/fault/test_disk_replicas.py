@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, by_slot, make_key, store
+from kvbm.tiers import disk_geometry
 from kvbm.tiers.disk import DiskTier, open_disk_tier
 
 CHILD = Path(__file__).with_name("replica_child.py")
@@ -130,6 +131,49 @@ def test_replicas_of_different_sizes_find_their_own(tmp_path: Path, order: tuple
     for rank, tier in enumerate(tiers):
         assert found_keys(tier) == {make_key(20 * rank + slot) for slot in range(sizes[rank])}
         tier.close(keep=False)
+
+
+def test_many_replicas_all_find_what_they_left(tmp_path: Path) -> None:
+    """However many: the first to come back does not know how many follow."""
+    count, slots = 16, 150  # so large that the filesystem's own maps do not hide what blocks take
+    tiers = [open_tier(tmp_path, slots) for _ in range(count)]
+    for rank, tier in enumerate(tiers):
+        store(tier, LAYOUT, make_key(rank), 0)
+    for tier in tiers:
+        tier.close(keep=True)
+    again = [open_tier(tmp_path, slots) for _ in range(count)]
+    assert set().union(*map(found_keys, again)) == {make_key(rank) for rank in range(count)}
+    for tier in again:
+        tier.close(keep=False)
+
+
+def test_a_replica_that_keeps_nothing_leaves_those_of_the_others(tmp_path: Path) -> None:
+    kept = open_tier(tmp_path)
+    store(kept, LAYOUT, make_key(1), 1)
+    kept.close(keep=True)
+    passing = open_disk_tier(tmp_path, LAYOUT, NAMESPACE, capacity_blocks=8, persist=False)
+    passing.close(keep=True)
+    again = open_tier(tmp_path)
+    assert found_keys(again) == {make_key(1)}
+    again.close(keep=False)
+
+
+def test_two_engines_with_other_slabs_do_not_empty_each_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one model, one above and one below the size from which slabs are larger."""
+    small = open_tier(tmp_path, 8)
+    store(small, LAYOUT, make_key(1), 1)
+    small.close(keep=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_geometry, "SLAB_BYTES", 4 * LAYOUT.block_bytes)
+        large = open_tier(tmp_path, 16)
+        assert found_keys(large) == set()
+        store(large, LAYOUT, make_key(2), 2)
+        large.close(keep=True)
+    small = open_tier(tmp_path, 8)
+    assert found_keys(small) == {make_key(1)}
+    small.close(keep=False)
 
 
 def test_a_tier_that_heals_comes_back_to_its_own_directory(tmp_path: Path) -> None:

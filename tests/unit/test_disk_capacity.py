@@ -126,21 +126,23 @@ def test_slabs_grow_and_shrink_with_the_capacity(tmp_path: Path, monkeypatch: py
         BlockLayout(block_tokens=16, shard_bytes=9000, shard_count=1),
     ],
 )
-def test_another_layout_starts_empty_in_the_same_place(tmp_path: Path, layout: BlockLayout) -> None:
+def test_another_layout_starts_empty_in_a_place_of_its_own(tmp_path: Path, layout: BlockLayout) -> None:
+    """Two engines of one model may differ in it: the first start of one must not empty what the other has left."""
     tier = open_tier(tmp_path, 8)
     fill(tier)
     path = tier.path
     tier.close(keep=True)
     tier = open_tier(tmp_path, 8, layout)
-    assert tier.path == path
+    assert tier.path != path
     assert found_slots(tier) == []
     assert load(tier, layout, make_key(0), 0).outcome is Outcome.MISS
     fill(tier, layout)
     tier.close(keep=True)
     assert found_slots(open_and_close(tmp_path, 8, layout)) == list(range(8))
+    assert found_slots(open_and_close(tmp_path, 8)) == list(range(8))
 
 
-def open_and_close(root: Path, capacity_blocks: int, layout: BlockLayout) -> DiskTier:
+def open_and_close(root: Path, capacity_blocks: int, layout: BlockLayout = LAYOUT) -> DiskTier:
     tier = open_tier(root, capacity_blocks, layout)
     tier.close(keep=True)
     return tier
@@ -167,14 +169,46 @@ def test_a_directory_of_another_format_starts_empty(tmp_path: Path, damage: str)
 
 
 def test_without_persistence_nothing_is_taken_over_and_nothing_left(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, 4)
-    fill(tier)
-    tier.close(keep=True)
+    left = open_tier(tmp_path, 4)
+    fill(left)
+    left.close(keep=True)
     tier = open_tier(tmp_path, 4, persist=False)
+    assert tier.path != left.path
     assert found_slots(tier) == []
     fill(tier)
     tier.close(keep=True)
-    assert os.listdir(tmp_path) == []
+    assert len(os.listdir(tmp_path)) == 1
+    again = open_tier(tmp_path, 4)
+    assert found_slots(again) == [0, 1, 2, 3], "what another replica keeps"
+    again.close(keep=False)
+
+
+def test_without_persistence_a_tier_that_heals_starts_empty_and_leaves_nothing(tmp_path: Path) -> None:
+    left = open_tier(tmp_path, 4)
+    fill(left)
+    left.close(keep=True)
+    tier = open_tier(tmp_path, 4, persist=False)
+    fill(tier)
+    tier._declare("broken by the test")
+    assert tier.heal()
+    assert found_slots(tier) == []
+    assert len(os.listdir(tmp_path)) == 2
+    tier.close(keep=True)
+    assert found_slots(open_and_close(tmp_path, 4)) == [0, 1, 2, 3]
+
+
+def test_what_one_without_persistence_left_in_a_crash_goes_with_the_next_claim(tmp_path: Path) -> None:
+    crashed = open_tier(tmp_path, 4, persist=False)
+    fill(crashed)
+    assert crashed._medium is not None
+    crashed._medium.close(remove=False)  # as the kernel does it
+    crashed._medium = None
+    tier = open_tier(tmp_path, 4)
+    assert found_slots(tier) == []
+    assert crashed.path != tier.path
+    assert len(os.listdir(tmp_path)) == 1
+    tier.close(keep=False)
+    crashed.close(keep=False)
 
 
 def test_two_tiers_of_one_namespace_do_not_meet(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kvbm.errors import SettingsError, TierError
 from kvbm.layout import BlockLayout
 from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import NAMESPACE, OTHER_NAMESPACE
+from kvbm.tiers import disk_directory
 from kvbm.tiers.disk_directory import (
     DIRECTORY_PREFIX,
     FORMAT_VERSION,
@@ -128,7 +129,9 @@ def test_one_that_was_held_before_is_taken_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "useless", [resized(4, slab_slots=2), resized(4, format_version=1), OTHER_META], ids=str
+    "useless",
+    [resized(4, slab_slots=2), resized(4, format_version=1), OTHER_META],
+    ids=["slab", "format", "namespace"],
 )
 def test_blocks_that_cannot_be_used_are_passed_over_while_others_can(
     tmp_path: Path, useless: DirectoryMeta
@@ -138,8 +141,12 @@ def test_blocks_that_cannot_be_used_are_passed_over_while_others_can(
     os.utime(first / "journal", (900.0, 900.0))
     second = leave(tmp_path, META)
     owners = [claim(tmp_path), claim(tmp_path)]
-    assert [owner.path for owner in owners] == [second, first]
-    assert owners[1].found == useless, "the first free one is better than none"
+    assert owners[0].path == second
+    if useless.format == FORMAT_VERSION:
+        assert owners[1].created, "somebody else's blocks stay"
+    else:
+        assert owners[1].path == first
+        assert owners[1].found == useless, "nobody reads these any more"
     assert "\n" not in useless.difference(META)
     for owner in owners:
         owner.release(remove=False)
@@ -156,9 +163,23 @@ def test_one_that_was_taken_and_changed_meanwhile_is_given_back(tmp_path: Path) 
             return super().open(path_, flags, mode, dir_fd=dir_fd)
 
     claimed = claim_directory(tmp_path, META, Overtaken())
-    assert claimed.found == resized(4, slab_slots=2)
-    assert is_locked(path)
+    assert claimed.created
+    assert not is_locked(path)
+    assert read_meta(path / "meta.json") == resized(4, slab_slots=2)
     claimed.release(remove=False)
+
+
+def test_other_blocks_are_taken_when_no_index_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_directory, "INDEX_COUNT_MAX", 2)
+    paths = [leave(tmp_path, resized(4, slab_slots=2)) for _ in range(2)]
+    with pytest.raises(TierError, match="taken"):
+        claim_directory(tmp_path, msgspec.structs.replace(META, persist=False), Syscalls())
+    owners = [claim(tmp_path), claim(tmp_path)]
+    assert [owner.path for owner in owners] == paths
+    for owner in owners:
+        owner.release(remove=False)
 
 
 def test_many_at_once_get_one_each(tmp_path: Path) -> None:

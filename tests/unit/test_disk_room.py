@@ -1,4 +1,4 @@
-"""What is kept without an owner, what goes first, and what is left of a filesystem to others."""
+"""What is kept without an owner, and what goes first."""
 
 from __future__ import annotations
 
@@ -9,47 +9,18 @@ from pathlib import Path
 import pytest
 
 from kvbm.block import Outcome
-from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, load, make_key, store
-from kvbm.tiers import disk_geometry, disk_room
+from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, make_key, store
+from kvbm.tiers import disk_room
 from kvbm.tiers.disk import DiskTier, open_disk_tier
-from kvbm.tiers.disk_directory import DIRECTORY_PREFIX
-from kvbm.tiers.disk_room import LEFT_BYTES_MAX, LEFT_SHARE, UNOWNED_TIERS, Room, list_unowned
-from kvbm.tiers.disk_syscalls import Syscalls
+from kvbm.tiers.disk_directory import DIRECTORY_PREFIX, last_used_s
+from kvbm.tiers.disk_room import (
+    UNOWNED_S,
+    UNOWNED_TIERS,
+    list_unowned,
+)
+from unit.disk_bench import leave, open_tier, path_of
 from unit.manager_bench import ManagerBench
-
-GB = 10**9
-SLOTS = 4
-
-
-def open_tier(
-    root: Path, namespace: Namespace = NAMESPACE, slots: int = SLOTS, **options: object
-) -> DiskTier:
-    return open_disk_tier(
-        root,
-        LAYOUT,
-        namespace,
-        capacity_blocks=slots,
-        io_threads=1,
-        **options,  # type: ignore[arg-type]
-    )
-
-
-def path_of(tier: DiskTier) -> Path:
-    assert tier.path is not None
-    return tier.path
-
-
-def leave(root: Path, count: int, namespace: Namespace = OTHER_NAMESPACE, slots: int = SLOTS) -> list[Path]:
-    """So many directories of tiers that have ended, the least recently used first."""
-    tiers = [open_tier(root, namespace, slots, unowned_bytes=10**12) for _ in range(count)]
-    paths = [path_of(tier) for tier in tiers]
-    for age, tier in enumerate(tiers):
-        tier.close(keep=True)
-        os.utime(paths[age] / "journal", (1000.0 + age, 1000.0 + age))
-    return paths
 
 
 def size_of(path: Path) -> int:
@@ -89,6 +60,32 @@ def test_unset_as_many_are_kept_as_a_node_has_ranks(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, slots=200)
     assert [path.exists() for path in left] == [False] * 2 + [True] * UNOWNED_TIERS
     tier.close(keep=False)
+
+
+def test_unset_what_was_used_within_a_week_stays_however_much_it_is(tmp_path: Path) -> None:
+    left = leave(tmp_path, UNOWNED_TIERS + 3, slots=200)
+    now_s = (tmp_path / left[0].name / "lock").stat().st_mtime
+    ages_s = [UNOWNED_S + 3600.0, UNOWNED_S - 3600.0, *[0.0] * (len(left) - 2)]
+    for path, age_s in zip(left, ages_s, strict=True):
+        os.utime(path / "journal", (now_s - age_s,) * 2)
+    tier = open_tier(tmp_path, slots=200)
+    assert [path.exists() for path in left] == [False] + [True] * (len(left) - 1)
+    tier.close(keep=False)
+    tier = open_tier(tmp_path, slots=200, unowned_bytes=size_of(left[1]))
+    assert [path.exists() for path in left[:-1]] == [False] * (len(left) - 1), (
+        "a bound that was set is kept to"
+    )
+    tier.close(keep=False)
+
+
+def test_a_tier_that_was_only_read_counts_as_used_when_it_opens_and_when_it_closes(tmp_path: Path) -> None:
+    (path,) = leave(tmp_path, 1, NAMESPACE)
+    assert last_used_s(path) < 2000.0
+    tier = open_tier(tmp_path)
+    assert last_used_s(path) > 10**9, "it may be killed"
+    os.utime(path / "journal", (1000.0, 1000.0))
+    tier.close(keep=True)
+    assert last_used_s(path) > 10**9
 
 
 def test_unset_a_small_tier_does_not_end_the_cache_of_large_ones(tmp_path: Path) -> None:
@@ -189,124 +186,6 @@ def test_one_that_another_claim_removes_meanwhile_counts_no_more(
 
 def is_there(tier: DiskTier) -> bool:
     return path_of(tier).exists() and store(tier, LAYOUT, make_key(3), 3).outcome is Outcome.HIT
-
-
-# ---- what is left to others
-
-
-class Filesystem(Syscalls):
-    """A filesystem of a size of the test's choosing; what is written to it is not counted."""
-
-    def __init__(self, size_bytes: int, free_bytes: int) -> None:
-        self.size_bytes, self.free = size_bytes, free_bytes
-        self.allocated = 0
-
-    def filesystem_bytes(self, path: str) -> int:
-        return self.size_bytes
-
-    def free_bytes(self, path: str) -> int:
-        return self.free - self.allocated
-
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
-        super().fallocate(fd, offset, length)
-        self.allocated += length
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "left_bytes"),
-    [(1 << 20, (1 << 20) // LEFT_SHARE), (10 * GB, GB // 10), (20_000 * GB, LEFT_BYTES_MAX), (0, 0)],
-)
-def test_a_hundredth_is_left_and_no_more_than_a_gigabyte(
-    tmp_path: Path, size_bytes: int, left_bytes: int
-) -> None:
-    room = Room(Filesystem(size_bytes, size_bytes), tmp_path)
-    assert room.left_bytes == left_bytes
-    assert room.free_bytes() == size_bytes - left_bytes
-    room.require(size_bytes - left_bytes)
-    with pytest.raises(OSError, match="left to others"):
-        room.require(size_bytes - left_bytes + 1)
-
-
-def test_a_tier_that_would_fill_the_filesystem_is_refused(tmp_path: Path) -> None:
-    size, wanted = 100 * LAYOUT.block_bytes, SLOTS * LAYOUT.block_bytes
-    with pytest.raises(TierError, match=r"needs .* GB more and .* has .* GB free, beside .* left to others"):
-        open_tier(tmp_path, syscalls=Filesystem(size, wanted + size // LEFT_SHARE - 4096))
-    assert os.listdir(tmp_path) == []
-    enough = wanted + size // LEFT_SHARE + 8192  # with a journal
-    tier = open_tier(tmp_path, syscalls=Filesystem(size, enough))
-    tier.close(keep=True)
-    full = Filesystem(size, 0)
-    tier = open_tier(tmp_path, syscalls=full)
-    assert tier.fault == "", "what it needs it has already"
-    tier.close(keep=False)
-
-
-def test_two_that_start_at_once_do_not_fill_it_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each sees room for itself; the second to get there gives up before the rest is gone."""
-    monkeypatch.setattr(disk_geometry, "SLAB_BYTES", 2 * LAYOUT.block_bytes)
-    size = 100 * LAYOUT.block_bytes
-
-    class Crowded(Filesystem):
-        looks = 0
-
-        def free_bytes(self, path: str) -> int:
-            self.looks += 1
-            if self.looks == 4:
-                self.free -= 7 * LAYOUT.block_bytes
-            return super().free_bytes(path)
-
-    crowded = Crowded(size, 14 * LAYOUT.block_bytes)
-    with pytest.raises(TierError, match="left to others"):
-        open_tier(tmp_path, slots=10, syscalls=crowded)
-    assert crowded.free - crowded.allocated >= size // LEFT_SHARE
-    assert os.listdir(tmp_path) == []
-
-
-def test_zero_filling_stops_before_the_filesystem_is_full(tmp_path: Path) -> None:
-    class Filled(Filesystem):
-        def fallocate(self, fd: int, offset: int, length: int) -> None:
-            raise OSError(95, "Operation not supported")
-
-        def free_bytes(self, path: str) -> int:
-            self.free -= 2 * LAYOUT.block_bytes
-            return self.free
-
-    crowded = Filled(10**9, 10 * LAYOUT.block_bytes + 10**7)
-    with pytest.raises(TierError, match="left to others"):
-        open_tier(tmp_path, slots=5, syscalls=crowded, zerofill_fallback=True)
-    assert os.listdir(tmp_path) == []
-
-
-def test_sparse_files_stop_growing_before_the_filesystem_is_full(tmp_path: Path) -> None:
-    rules = (
-        FaultRule(operation="fallocate", fault=Fault.EOPNOTSUPP),
-        FaultRule(operation="free_bytes", fault=Fault.SHORT),
-    )
-    syscalls = FaultySyscalls(0, rules[0])
-    tier = open_tier(tmp_path, syscalls=syscalls)
-    store(tier, LAYOUT, make_key(0), 0)
-    syscalls.arm(rules[1])
-    writes = syscalls.calls.get("pwritev", 0)
-    assert store(tier, LAYOUT, make_key(1), 1).outcome is Outcome.RETRY
-    assert syscalls.calls.get("pwritev", 0) == writes, "not a byte"
-    assert "of the filesystem are left to others" in tier.fault
-    assert "\n" not in tier.fault
-    assert not tier.heal()
-    syscalls.disarm()
-    syscalls.arm(rules[0])
-    assert tier.heal()
-    assert load(tier, LAYOUT, make_key(0), 0).outcome is Outcome.HIT
-    tier.close(keep=False)
-
-
-def test_reserved_files_go_on_in_a_full_filesystem(tmp_path: Path) -> None:
-    syscalls = FaultySyscalls(0)
-    tier = open_tier(tmp_path, syscalls=syscalls)
-    syscalls.arm(FaultRule(operation="free_bytes", fault=Fault.SHORT))
-    assert store(tier, LAYOUT, make_key(1), 1).outcome is Outcome.HIT
-    tier.close(keep=False)
 
 
 # ---- a new format

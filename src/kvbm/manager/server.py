@@ -5,7 +5,7 @@ report through its descriptor. The loop never waits for a client. For a medium i
 
 - a tier is opened when the first engine of a namespace comes, and again when it heals: what others left behind is
   removed, its files are prepared (when it heals, for about a second at most), its journal is read and indexed;
-- a slot of the disk tier is emptied: its journal record is voided, 128 bytes into the page cache. `Reset` does that
+- a slot of the disk tier is emptied: its journal record is voided, 256 bytes into the page cache. `Reset` does that
   once for each block that it drops from disk;
 - every few seconds each tier looks whether its files are still there;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.

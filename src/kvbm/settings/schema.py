@@ -37,7 +37,8 @@ SCHEMA: tuple[Setting, ...] = (
         "DYN_KVBM_DISK_CACHE_GB",
         "--disk",
         Kind.SIZE,
-        "size of the disk tier (G3), per node; 0 is off",
+        "size of the disk tier (G3) of one manager; engines with private managers take as much each, and what nobody "
+        "owns comes on top (DYN_KVBM_DISK_UNOWNED_GB); 0 is off",
         0,
         BYTES_MAX,
     ),
@@ -65,8 +66,9 @@ SCHEMA: tuple[Setting, ...] = (
         "DYN_KVBM_DISK_UNOWNED_GB",
         "--disk-unowned",
         Kind.SIZE,
-        "most that directories nobody owns may take in the directory of the disk tier, over all models, the least "
-        "recently used going first; unset, eight times the largest tier there; 0 keeps none",
+        "most that directories nobody owns may take in the directory of the disk tier, over all models, those "
+        "that were opened, written or closed longest ago going first; unset, eight times the largest tier there, and "
+        "what was used within seven days stays beyond that; 0 keeps none",
         0,
         BYTES_MAX,
         ours=True,

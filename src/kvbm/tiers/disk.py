@@ -21,6 +21,7 @@ from kvbm.tiers.block_io import BlockIo, Buffer, HostBlockIo, UnsettledTransfer,
 from kvbm.tiers.contract import Completion, RecoveredBlock
 from kvbm.tiers.disk_io import IoThreads, Job, LoadJob, StoreJob
 from kvbm.tiers.disk_medium import DiskMedium, DiskOptions, open_medium, plan
+from kvbm.tiers.disk_room import NoRoom
 from kvbm.tiers.disk_syscalls import Syscalls
 
 log = logging.getLogger("kvbm.tiers.disk")
@@ -59,9 +60,11 @@ def open_disk_tier(
       (it wins when both are given).
     - `o_direct`: bypass the page cache; where the filesystem cannot, a warning is logged and it is used after all.
     - `zerofill_fallback`: on a filesystem without fallocate, write zeros at start instead of making sparse files.
-    - `persist`: keep the blocks for the next run; otherwise start empty and leave nothing behind.
+    - `persist`: keep the blocks for the next run; otherwise start empty, in a directory of its own, and leave nothing
+      behind.
     - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
-      go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting.
+      go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting, and
+      spares what was used within seven days.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
 
@@ -220,7 +223,7 @@ class DiskTier:
                 False  # the kernel or the device still holds a transfer of ours; its files cannot be closed
             )
         if self._medium is not None:
-            self._medium.close(remove=False)
+            self._medium.close(remove=not self._options.persist)
             self._medium = None
         self._recovered = []
         try:
@@ -261,7 +264,7 @@ class DiskTier:
             self._voids_owed.clear()
             self._recovered = medium.recover()
         except OSError as error:
-            medium.close(remove=False)
+            medium.close(remove=not self._options.persist)
             raise TierError(
                 f"disk tier: cannot read the journal in {medium.path}: {_reason(error)}"
             ) from error
@@ -269,6 +272,7 @@ class DiskTier:
         self._medium = medium
         self._home = medium.path
         self._watched_s = self._clock()
+        self._told_no_room = False
 
     def _execute(self, job: Job) -> Completion:
         """In an I/O thread: run one job. Raises nothing."""
@@ -281,6 +285,8 @@ class DiskTier:
                 medium.store(job)
                 return self._moved(job, start_s)
             verdict = medium.load(job.key, job.slot, job.targets)
+        except NoRoom as error:
+            return self._refuse(job, medium, error)
         except Exception as error:
             verb = "writing" if isinstance(job, StoreJob) else "reading"
             self._turn_off(f"{verb} slot {job.slot} in {medium.path}", error)
@@ -295,6 +301,14 @@ class DiskTier:
             corrupt=verdict.corrupt,
             seconds=self._clock() - start_s,
         )
+
+    def _refuse(self, job: Job, medium: DiskMedium, error: NoRoom) -> Completion:
+        """A store that has no room ends alone: what is on the disk can be read, and be replaced by other blocks."""
+        text = f"disk tier: no room for more blocks in {medium.path}: {error.strerror}"
+        if not self._told_no_room:
+            self._told_no_room = True
+            log.warning("%s; said once", text)
+        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=text)
 
     def _moved(self, job: Job, start_s: float, engine_hash: bytes = b"", group: int = 0) -> Completion:
         return Completion(

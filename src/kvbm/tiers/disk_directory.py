@@ -57,16 +57,19 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     slot_count: int
     slab_slots: int
+    persist: bool = True
+    """False: its owner asked for nothing to be left behind, so without an owner it is nobody's cache."""
 
     def same_blocks(self, other: DirectoryMeta) -> bool:
         """True when slot i of one holds the same bytes in the same place as slot i of the other.
 
-        The number of slots may differ, and what people call the model: the fingerprint says what it is.
+        The number of slots may differ, whether they are left behind, and what people call the model: the fingerprint
+        says what it is.
         """
-        return (
-            msgspec.structs.replace(self, slot_count=other.slot_count, namespace=other.namespace) == other
-            and self.namespace.fingerprint == other.namespace.fingerprint
+        alike = msgspec.structs.replace(
+            self, slot_count=other.slot_count, namespace=other.namespace, persist=other.persist
         )
+        return alike == other and self.namespace.fingerprint == other.namespace.fingerprint
 
     def difference(self, wanted: DirectoryMeta) -> str:
         """One line saying why its blocks are not those of `wanted`."""
@@ -82,7 +85,9 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def describe(namespace: Namespace, layout: BlockLayout, geometry: DiskGeometry) -> DirectoryMeta:
+def describe(
+    namespace: Namespace, layout: BlockLayout, geometry: DiskGeometry, persist: bool = True
+) -> DirectoryMeta:
     """The meta of a directory with these contents."""
     return DirectoryMeta(
         format=FORMAT_VERSION,
@@ -94,6 +99,7 @@ def describe(namespace: Namespace, layout: BlockLayout, geometry: DiskGeometry) 
         block_bytes=layout.block_bytes,
         slot_count=geometry.slot_count,
         slab_slots=geometry.slab_slots,
+        persist=persist,
     )
 
 
@@ -105,7 +111,7 @@ def encode_meta(meta: DirectoryMeta) -> bytes:
 def meta_bytes_bound(namespace: Namespace, layout: BlockLayout) -> int:
     """No meta of this namespace is longer, whatever the geometry."""
     widest = DiskGeometry(block_bytes=layout.block_bytes, slot_count=10**18, slab_slots=10**18)
-    return len(encode_meta(describe(namespace, layout, widest)))
+    return len(encode_meta(describe(namespace, layout, widest, persist=False)))
 
 
 def read_meta(path: Path | str, dir_fd: int | None = None) -> DirectoryMeta | None:
@@ -171,18 +177,16 @@ def claim_directory(
 
     One with blocks that can be used comes first, of those the one that was held `before`, then those of the wanted
     size, then the one used last. So replicas that come back, in whatever order, find what they left, all together.
-    Where there is none it is the first free one. The others stay, but for what ephemeral namespaces left behind.
+    Where there is none it is a new one, or one that nobody can read any more. A tier that does not persist always makes
+    its own: it would empty another's and remove it. All others stay, but for what was not meant to outlive its owner.
 
     Raises SettingsError when `root` cannot be used, TierError when all are taken or the medium fails.
     """
     short = wanted.namespace.short
     try:
         root.mkdir(parents=True, exist_ok=True)
-        claimed = _claim_usable(root, wanted, syscalls, before)
-        for index in range(INDEX_COUNT_MAX if claimed is None else 0):
-            claimed = _claim(root / f"{DIRECTORY_PREFIX}{short}-{index}", syscalls)
-            if claimed is not None:
-                break
+        claimed = _claim_usable(root, wanted, syscalls, before) if wanted.persist else None
+        claimed = claimed or _claim_index(root, wanted, syscalls)
         if claimed is None:
             raise TierError(f"disk tier: all {INDEX_COUNT_MAX} directories of {short} in {root} are taken")
     except OSError as error:
@@ -194,7 +198,7 @@ def claim_directory(
             ) from error
         raise TierError(f"disk tier: cannot make a directory in {root}: {error.strerror}") from error
     for path in list_directories(root):
-        if path != claimed.path and _is_ephemeral(path) and remove_directory(path):
+        if path != claimed.path and _is_passing(path) and remove_directory(path):
             log.warning("disk tier: removed %s, left behind by a process that has ended", path)
     return claimed
 
@@ -206,7 +210,7 @@ def _claim_usable(
     found: list[tuple[bool, int, float, int, Path]] = []
     for path in list_directories(root, wanted.namespace.short):
         meta = read_meta(path / META_NAME)
-        if meta is None or not meta.same_blocks(wanted):
+        if meta is None or not meta.persist or not meta.same_blocks(wanted):
             continue
         # Shrinking one gives up blocks that a replica of that size would have found.
         fit = 0 if meta.slot_count == wanted.slot_count else 1 if meta.slot_count < wanted.slot_count else 2
@@ -218,6 +222,30 @@ def _claim_usable(
         if claimed.found is not None and claimed.found.same_blocks(wanted):
             return claimed
         claimed.release(remove=False)  # somebody else had it since we looked
+    return None
+
+
+def _claim_index(root: Path, wanted: DirectoryMeta, syscalls: Syscalls) -> ClaimedDirectory | None:
+    """The first index without a directory, or with one that holds nobody's blocks; None when all are taken.
+
+    One with other blocks (another size of slab, say) is an engine's that may come back, and is emptied only when no
+    index is left. A tier that does not persist takes nothing that it did not make. Raises OSError.
+    """
+    paths = [root / f"{DIRECTORY_PREFIX}{wanted.namespace.short}-{index}" for index in range(INDEX_COUNT_MAX)]
+    for spare_blocks in (True, False) if wanted.persist else (True,):
+        for path in paths:
+            if spare_blocks and os.path.lexists(path):  # without a lock: its owner may be about to come
+                meta = read_meta(path / META_NAME)
+                if not wanted.persist or (meta is not None and meta.format == FORMAT_VERSION):
+                    continue
+            claimed = _claim(path, syscalls)
+            if claimed is None:
+                continue
+            found = claimed.found
+            holds_blocks = found is not None and found.format == FORMAT_VERSION
+            if claimed.created or (wanted.persist and not (spare_blocks and holds_blocks)):
+                return claimed
+            claimed.release(remove=False)
     return None
 
 
@@ -252,7 +280,10 @@ def owner_pid(path: Path) -> int | None:
 
 
 def last_used_s(path: Path) -> float:
-    """When a block was stored or forgotten there last, in seconds of the system's clock; 0 where that is not known."""
+    """When it was opened, written or closed last, in seconds of the filesystem's clock; 0 where that is not known.
+
+    Reading leaves no trace: a process that was killed had it in use until then, but is known only by the other three.
+    """
     try:
         return (path / JOURNAL_NAME).lstat().st_mtime
     except OSError:
@@ -271,10 +302,10 @@ def remove_directory(path: Path) -> bool:
     return not path.exists()
 
 
-def _is_ephemeral(path: Path) -> bool:
-    """Nobody but its owner can ever ask for its blocks again."""
+def _is_passing(path: Path) -> bool:
+    """Nobody but its owner can ever ask for its blocks again, or its owner wanted nothing left behind."""
     meta = read_meta(path / META_NAME)
-    return meta is not None and meta.namespace.ephemeral
+    return meta is not None and (meta.namespace.ephemeral or not meta.persist)
 
 
 def _index(path: Path) -> int:

@@ -18,7 +18,7 @@ import msgspec
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
 from kvbm.errors import TierError
-from kvbm.layout import BlockLayout, Namespace
+from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
 from kvbm.tiers.block_io import BlockIo, Buffer
 from kvbm.tiers.contract import RecoveredBlock
 from kvbm.tiers.disk_directory import (
@@ -107,8 +107,11 @@ class DiskMedium:
         return self._slabs.direct
 
     def store(self, job: StoreJob) -> None:
-        """Make the slot hold this block. Raises OSError; the slot then holds nothing."""
-        if self._slabs.sparse:  # only now the bytes are taken from the filesystem
+        """Make the slot hold this block. Raises OSError; the slot then holds nothing.
+
+        NoRoom: its bytes would have to be taken from what is left to others; nothing was touched.
+        """
+        if not self._slabs.has_bytes(job.slot):
             self._room.require(self._slabs.block_bytes)
         checksum = self._io.checksum(self._fingerprint, job.key, job.sources)
         self._journal.void(job.slot)
@@ -173,6 +176,7 @@ class DiskMedium:
                 damaged_count += 1
                 rejected.append(entry)
                 continue
+            self._slabs.note_bytes(entry.slot)
             found = RecoveredBlock(
                 key=entry.key,
                 slot=entry.slot,
@@ -208,6 +212,7 @@ class DiskMedium:
         """Close the files and give up the directory, with `remove` after deleting it. Never raises."""
         try:
             self._slabs.close()
+            _touch(self._journal_fd, self._syscalls)
             self._syscalls.close(self._journal_fd)
         except OSError as error:
             log.warning("disk tier: closing %s: %s", self.path, error.strerror)
@@ -231,8 +236,8 @@ def open_medium(
     """Claim a directory, keep the blocks in it that may be kept, and make it as large as it should be.
 
     Raises SettingsError for a directory or a capacity that cannot be used, TierError when the medium fails, is too
-    full, or is not ready after `within_s` seconds. A directory that was made here and cannot be used is removed. The
-    directory `before`, which this tier had, is preferred.
+    full, or is not ready after `within_s` seconds. A directory that was made here and cannot be used is removed, one
+    that was found is not. The directory `before`, which this tier had, is preferred.
     """
     geometry = plan(options)
     deadline = None if within_s is None else clock() + within_s
@@ -241,18 +246,18 @@ def open_medium(
         if deadline is not None and clock() > deadline:
             raise TierError(f"disk tier: {options.root} was not ready within {within_s:g} s")
 
-    meta = describe(options.namespace, options.layout, geometry)
+    meta = describe(options.namespace, options.layout, geometry, options.persist)
     directory = claim_directory(options.root, meta, syscalls, before)
     found = directory.found
-    kept = options.persist and found is not None and found.same_blocks(meta)
-    if options.persist and found is not None and not kept:
+    kept = found is not None and found.same_blocks(meta)
+    if found is not None and not kept:
         log.warning("disk tier: %s starts empty: %s", directory.path, found.difference(meta))
     tier_bytes = geometry.total_bytes(meta_bytes_bound(options.namespace, options.layout))
     bound_unowned(options.root, directory.path, tier_bytes, options.unowned_bytes, options.tier_count)
     try:
         return _open_files(directory, options, meta, kept, syscalls, io, within_time)
     except BaseException as error:
-        directory.release(remove=not kept)
+        directory.release(remove=directory.created)
         if isinstance(error, OSError):
             text = error.strerror or str(error)
             raise TierError(f"disk tier: cannot prepare {directory.path}: {text}") from error
@@ -273,12 +278,13 @@ def _open_files(
     journal_fd = syscalls.open(JOURNAL_NAME, flags, dir_fd=directory.dir_fd)
     slabs = SlabFiles(syscalls, io, geometry, str(directory.path), options.o_direct)
     try:
+        sparse = not (options.zerofill_fallback or _reserves(journal_fd, syscalls))
+        _find_space(directory, options, geometry, syscalls, sparse)
         if not kept:
             # Voids every record before anything else: what follows may be interrupted, and other geometry or
             # another namespace must find nothing here.
             syscalls.ftruncate(journal_fd, 0)
         _trim(directory, geometry, journal_fd, syscalls)
-        require_space(directory, options.root, geometry, syscalls)
         room = Room(syscalls, directory.path)
         try:
             syscalls.fallocate(journal_fd, 0, geometry.journal_bytes)
@@ -286,9 +292,11 @@ def _open_files(
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             syscalls.ftruncate(journal_fd, geometry.journal_bytes)
-        slabs.open(directory.dir_fd, options.zerofill_fallback, within_time, room.require)
+        require_room = _require_nothing if sparse else room.require
+        slabs.open(directory.dir_fd, options.zerofill_fallback, within_time, require_room)
         if directory.found != meta:
             directory.write_meta(meta)
+        _touch(journal_fd, syscalls)
     except BaseException:
         slabs.close()
         syscalls.close(journal_fd)
@@ -296,6 +304,47 @@ def _open_files(
     fingerprint = options.namespace.fingerprint
     journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
     return DiskMedium(directory, journal_fd, journal, slabs, room, fingerprint, syscalls, io)
+
+
+def _reserves(journal_fd: int, syscalls: Syscalls) -> bool:
+    """Whether the filesystem can reserve bytes; asked with the page that every journal has. Raises OSError."""
+    try:
+        syscalls.fallocate(journal_fd, 0, PAGE_BYTES)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        if error.errno != errno.ENOSPC:
+            raise
+    return True
+
+
+def _find_space(
+    directory: ClaimedDirectory,
+    options: DiskOptions,
+    geometry: DiskGeometry,
+    syscalls: Syscalls,
+    sparse: bool,
+) -> None:
+    """Room for all slots, before anything is changed. Raises TierError and OSError as `require_space` does."""
+    try:
+        require_space(directory, options.root, geometry, syscalls)
+    except TierError:
+        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then. What is
+        # there already must be found also on a filesystem that others have filled.
+        if not sparse:
+            raise
+
+
+def _require_nothing(size_bytes: int) -> None:
+    """In place of `Room.require` where opening takes nothing."""
+
+
+def _touch(journal_fd: int, syscalls: Syscalls) -> None:
+    """Say that the directory is in use: by this time it is judged when nobody owns it. Never raises."""
+    try:
+        syscalls.touch(journal_fd)
+    except OSError:
+        pass  # a medium that fails says so where it matters
 
 
 def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:

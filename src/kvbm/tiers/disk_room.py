@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from kvbm.errors import TierError
 from kvbm.tiers.disk_directory import (
+    JOURNAL_NAME,
+    LOCK_NAME,
     ClaimedDirectory,
     is_locked,
     last_used_s,
@@ -23,13 +25,17 @@ from kvbm.tiers.disk_directory import (
     remove_directory,
 )
 from kvbm.tiers.disk_geometry import DiskGeometry
+from kvbm.tiers.disk_slabs import slab_name
 from kvbm.tiers.disk_syscalls import Syscalls
 
 log = logging.getLogger("kvbm.tiers.disk")
 
 UNOWNED_TIERS = 8
-"""By default so many tiers of the size of the largest one there are kept without an owner: one for each rank of a
-node of eight."""
+"""By default so many tiers of the size of the largest one there are kept without an owner, however old."""
+
+UNOWNED_S = 7 * 86400.0
+"""By default what was used within so many seconds stays whatever its size: the first of many replicas to come back
+cannot know how many follow, and must leave all of them what they left."""
 
 LEFT_SHARE = 100
 LEFT_BYTES_MAX = 1 << 30
@@ -42,6 +48,11 @@ class UnownedDirectory(NamedTuple):
 
     path: Path
     medium_bytes: int
+    used_s: float
+
+
+class NoRoom(OSError):
+    """What is asked for would go into the part of the filesystem that is left to others."""
 
 
 def list_unowned(root: Path, ours: Path) -> list[UnownedDirectory]:
@@ -49,8 +60,8 @@ def list_unowned(root: Path, ours: Path) -> list[UnownedDirectory]:
     found = [
         path for path in list_directories(root) if path != ours and _is_ours(path) and not is_locked(path)
     ]
-    found.sort(key=last_used_s)
-    return [UnownedDirectory(path, _medium_bytes(path)) for path in found]
+    left = [UnownedDirectory(path, _medium_bytes(path), last_used_s(path)) for path in found]
+    return sorted(left, key=lambda directory: directory.used_s)
 
 
 def bound_unowned(
@@ -59,14 +70,17 @@ def bound_unowned(
     """Remove unowned directories of any namespace, the least recently used first, until they take `limit_bytes`.
 
     None is UNOWNED_TIERS times the size of the largest of them and of ours, which may take `tier_bytes`; `tier_count`
-    such tiers make one setting.
+    such tiers make one setting. What was used within UNOWNED_S stays then, also beyond that.
     """
     left = list_unowned(root, ours)
+    removable = left
     if limit_bytes is None:
+        recent_s = _claimed_s(ours) - UNOWNED_S
+        removable = [directory for directory in left if directory.used_s < recent_s]
         largest_bytes = max([tier_bytes, *(directory.medium_bytes for directory in left)])
         limit_bytes = UNOWNED_TIERS * tier_count * largest_bytes
     total_bytes = sum(directory.medium_bytes for directory in left)
-    for directory in left:
+    for directory in removable:
         if total_bytes <= limit_bytes:
             return
         removed = remove_directory(directory.path)
@@ -86,20 +100,17 @@ def require_space(
 ) -> None:
     """Raise TierError unless the filesystem has room for all that is not allocated yet, and something is left.
 
-    Before giving up it removes directories that nobody owns, the least recently used first: they would otherwise keep
-    the space for somebody who may never come back.
+    Directories that nobody owns are removed where that makes the room, the least recently used first: they would
+    otherwise keep the space for somebody who may never come back. Where it would not, none is removed. To be called
+    before the directory is trimmed: when it raises nothing was changed in it.
     """
-    present = sum(
-        os.stat(name, dir_fd=directory.dir_fd, follow_symlinks=False).st_blocks * 512
-        for name in os.listdir(directory.dir_fd)
-    )
-    needed = geometry.slot_count * geometry.block_bytes + geometry.journal_bytes - present
+    needed, excess = _needed_bytes(directory, geometry)
     if needed <= 0:
         return
     room = Room(syscalls, directory.path)
     unowned = list_unowned(root, directory.path)
-    while (free := room.free_bytes()) < needed:
-        if not unowned:
+    while (free := room.free_bytes() + excess) < needed:
+        if free + sum(each.medium_bytes for each in unowned) < needed:
             raise TierError(
                 f"disk tier: {directory.path} needs {needed / 1e9:.3f} GB more and {root} has "
                 f"{free / 1e9:.3f} GB free, beside {room.left_bytes / 1e9:.3f} GB that are left to others: "
@@ -108,6 +119,20 @@ def require_space(
         path = unowned.pop(0).path
         if remove_directory(path):
             log.warning("disk tier: removed %s, which nobody owns, to make room", path)
+
+
+def _needed_bytes(directory: ClaimedDirectory, geometry: DiskGeometry) -> tuple[int, int]:
+    """(what the geometry's files have not allocated yet, what is allocated and will be given back). Raises OSError."""
+    wanted = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
+    wanted[JOURNAL_NAME] = geometry.journal_bytes
+    needed, excess = sum(wanted.values()), 0
+    for name in os.listdir(directory.dir_fd):
+        allocated = os.stat(name, dir_fd=directory.dir_fd, follow_symlinks=False).st_blocks * 512
+        kept = min(allocated, wanted.get(name, 0))
+        needed -= kept
+        if name in wanted or name.startswith("slab-"):
+            excess += allocated - kept
+    return needed, excess
 
 
 class Room:
@@ -124,10 +149,18 @@ class Room:
         return max(0, self._syscalls.free_bytes(self._path) - self.left_bytes)
 
     def require(self, size_bytes: int) -> None:
-        """Raise OSError (ENOSPC) unless so much may still be written."""
+        """Raise NoRoom (ENOSPC) unless so much may still be written, OSError when that cannot be known."""
         if size_bytes > 0 and self.free_bytes() < size_bytes:
             text = f"the last {self.left_bytes / 1e9:.3f} GB of the filesystem are left to others"
-            raise OSError(errno.ENOSPC, text)
+            raise NoRoom(errno.ENOSPC, text)
+
+
+def _claimed_s(ours: Path) -> float:
+    """Now, by the clock that the other directories' times are of: the claim has just written the lock file."""
+    try:
+        return (ours / LOCK_NAME).lstat().st_mtime
+    except OSError:
+        return 0.0  # all others count as recent
 
 
 def _is_ours(path: Path) -> bool:

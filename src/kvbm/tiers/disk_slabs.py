@@ -30,7 +30,7 @@ class SlabFiles:
     """The slabs of one directory, open. `direct` tells whether O_DIRECT is in use, `sparse` whether the filesystem
     could not reserve their bytes.
 
-    Thread-safe after `open`: reads and writes share nothing but descriptors.
+    Thread-safe after `open`: reads and writes share nothing but descriptors, and `has_bytes` a byte for each slot.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class SlabFiles:
         self._fds: list[int] = []
         self.direct = o_direct and _O_DIRECT != 0
         self.sparse = False
+        self._written = bytearray()
         self.block_bytes = geometry.block_bytes
 
     def open(
@@ -61,7 +62,7 @@ class SlabFiles:
             fd = self._open_one(slab_name(slab), dir_fd)
             self._fds.append(fd)
             within_time()
-            self._allocate(fd, self._geometry.slab_bytes(slab), zerofill, within_time, require_room)
+            self._allocate(fd, slab, zerofill, within_time, require_room)
         if self.direct:
             self._probe_direct()
         files = [(fd, self._geometry.slab_bytes(slab)) for slab, fd in enumerate(self._fds)]
@@ -74,6 +75,20 @@ class SlabFiles:
     def write(self, slot: SlotIndex, sources: Sequence[Buffer]) -> None:
         """Write the sources into the slot. Raises OSError."""
         self._transfer(self._io.write, slot, sources)
+        self.note_bytes(slot)
+
+    def has_bytes(self, slot: SlotIndex) -> bool:
+        """True when the slot takes nothing more from the filesystem when it is written.
+
+        In sparse files: what was written since they were opened, or is known to have been before. Asking the filesystem
+        for holes would not do: one without fallocate may call the whole file data.
+        """
+        return not self.sparse or bool(self._written[slot])
+
+    def note_bytes(self, slot: SlotIndex) -> None:
+        """The slot was written, now or by an earlier owner."""
+        if self.sparse:
+            self._written[slot] = 1
 
     def vanished(self) -> str:
         """Empty, or one phrase saying which file was removed or cut short. Raises OSError."""
@@ -104,11 +119,12 @@ class SlabFiles:
     def _allocate(
         self,
         fd: int,
-        size: int,
+        slab: int,
         zerofill: bool,
         within_time: Callable[[], None],
         require_room: Callable[[int], None],
     ) -> None:
+        size = self._geometry.slab_bytes(slab)
         status = self._syscalls.fstat(fd)
         present = status.st_size
         if present > size:
@@ -124,6 +140,10 @@ class SlabFiles:
         if not zerofill:
             self._syscalls.ftruncate(fd, size)
             self.sparse = True
+            self._written = self._written or bytearray(self._geometry.slot_count)
+            if status.st_blocks * 512 >= size:
+                first, count = slab * self._geometry.slab_slots, size // self.block_bytes
+                self._written[first : first + count] = b"\1" * count
             return
         # An interrupted fill goes on where it stopped: the file is as long as what was filled.
         chunk = memoryview(mmap.mmap(-1, min(size, ZEROFILL_CHUNK_BYTES)))

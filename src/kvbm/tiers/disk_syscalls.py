@@ -62,6 +62,10 @@ class Syscalls:
     def ftruncate(self, fd: int, length: int) -> None:
         os.ftruncate(fd, length)
 
+    def touch(self, fd: int) -> None:
+        """Set the file's time of modification to now."""
+        os.utime(fd)
+
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 
