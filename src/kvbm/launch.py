@@ -34,6 +34,19 @@ _CONNECT_POLL_S = 0.02
 _HELLO_TIMEOUT_S = 30.0
 _WORDS_MAX = 4096
 
+PRIVATE_MANAGER = "kvbm.manager.process"
+"""The module that a private manager runs; it stands in its command line, where `ps` shows it."""
+
+_RUN_MODULE = (
+    "import sys; sys.path[:] = [path for path in sys.path if path]; "
+    f"sys.path.append({os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r}); "
+    "import runpy; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+"""As `python -m`, without its habit of looking in the working directory first: a `kvbm` there may be anybody's.
+
+(Python can leave that out by itself, `-P`, from 3.11.) Ours is found last where an engine found it by other means.
+"""
+
 SOCKET_NAME = "manager.sock"
 """A shared manager listens here, in the runtime directory, unless it is told otherwise."""
 
@@ -212,7 +225,7 @@ class ManagerFinder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.socket_path + ERROR_SUFFIX)
             settings = msgspec.json.encode(self._settings).decode()
-            command = [sys.executable, "-m", "kvbm.manager.process"]
+            command = [sys.executable, "-c", _RUN_MODULE, PRIVATE_MANAGER]
             command += [self.address.socket_path, str(lock_fd), settings]
             self._child = subprocess.Popen(
                 command,

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 
 _CREDENTIALS = struct.Struct("3i")
 ROOT = 0
+OVERFLOW_UID = "65534"
+ALL_USERS = ["0", "0", "4294967295"]
+"""The map of a user namespace in which every user has his own number: that of the machine itself."""
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -23,11 +26,41 @@ def peer_uid(connection: socket.socket) -> int:
     return int(uid) & 0xFFFFFFFF  # the kernel's ids are unsigned
 
 
+def nameless_as() -> str:
+    """The id that we have in common with every user outside our user namespace, in words; empty when there is none.
+
+    Users without a number in a namespace (rootless containers) are all called by one, the overflow uid. Where that is
+    ours as well, it says nothing about who somebody is.
+    """
+    ours = str(os.geteuid())
+    if ours != (_read("/proc/sys/kernel/overflowuid") or OVERFLOW_UID):
+        return ""
+    if _read("/proc/self/uid_map").split() == ALL_USERS:
+        return ""
+    return f"{ours}, as the kernel calls every user outside this user namespace too: run as another user"
+
+
+def is_ourselves(uid: int) -> bool:
+    """Whether this id, by the kernel's word, is ours and nobody else's."""
+    return uid == os.geteuid() and not nameless_as()
+
+
 def is_trusted(uid: int, listed: Iterable[int]) -> bool:
     """Whether this user may be at the other end: ourselves, root, or one that the settings list."""
-    return uid in (os.geteuid(), ROOT, *listed)
+    return uid == ROOT or uid in listed or is_ourselves(uid)
 
 
 def accepted_users(listed: Iterable[int]) -> str:
     """Those that `is_trusted` accepts, for a line to the user."""
-    return ", ".join(map(str, dict.fromkeys((os.geteuid(), ROOT, *listed))))
+    nameless = nameless_as()
+    ours = () if nameless else (os.geteuid(),)
+    accepted = ", ".join(map(str, dict.fromkeys((*ours, ROOT, *listed))))
+    return f"{accepted} (we are user {nameless})" if nameless else accepted
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""

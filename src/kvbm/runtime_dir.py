@@ -14,49 +14,37 @@ import secrets
 import stat
 
 from kvbm.errors import SettingsError
+from kvbm.peers import is_ourselves, nameless_as
 
 FIELD = "DYN_KVBM_RUNTIME_DIR"
-_ACCEPTED = "a directory that only you own and can write to (0700), not through a link"
+_ACCEPTED = "a directory that only you own and can write to (at most 0755), not through a link"
 _READ_BYTES_MAX = 64 << 20
 
 
 def make_runtime_dir(path: str) -> None:
-    """Make the directory, 0700. Raises SettingsError for one that is not ours alone; see `check_runtime_dir`."""
+    """Make the directory, 0700, unless it is there. Raises SettingsError as `check_runtime_dir` does."""
     make_own_dir(path, FIELD)
-    check_runtime_dir(path)
 
 
 def check_runtime_dir(path: str) -> bool:
     """Whether the directory is there. Raises SettingsError, in one line, for one that may not be used.
 
-    One that is ours and that others can only read or enter is closed to them.
+    One that others can read or enter is left as it is: somebody may have named his home directory, and every file of
+    ours has a mode of its own (0600).
     """
-    mode = _check(path, FIELD)
-    if mode < 0:
-        return False
-    if mode & 0o077:
-        try:
-            fd = os.open(_bare(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fchmod(fd, 0o700)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise SettingsError(
-                FIELD, path, f"{_ACCEPTED}; this has mode {mode:o} ({error.strerror})"
-            ) from None
-    return True
+    return _check(path, FIELD) >= 0
 
 
 def make_own_dir(path: str, field: str, mode: int = 0o700) -> None:
-    """Make a directory that somebody named, with this mode. One that is there keeps its own: others may enter it.
+    """Make a directory that somebody named, with this mode, whatever the umask. One that is there keeps its own.
 
+    Missing directories above it are made as the umask says, or with this mode too where others are to enter it.
     Raises SettingsError, which names `field`, when it is not ours or others can write to it.
     """
     if _check(path, field) >= 0:
         return
     try:
-        os.makedirs(path, mode=mode, exist_ok=True)
+        _make(os.path.join(os.getcwd(), _bare(path)), mode)
     except OSError as error:
         raise SettingsError(field, path, f"a directory that can be made ({error.strerror})") from None
     # Somebody else may have been faster.
@@ -83,7 +71,7 @@ def read_private(path: str) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EPERM, "it is no plain file")
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        if not is_ourselves(status.st_uid) or stat.S_IMODE(status.st_mode) & 0o022:
             raise OSError(errno.EPERM, f"user {status.st_uid} owns it, mode {stat.S_IMODE(status.st_mode):o}")
         return file.read(_READ_BYTES_MAX)
 
@@ -107,6 +95,26 @@ def open_lock(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
+def _make(path: str, mode: int) -> None:
+    """A directory and those above it. Only what we made ourselves gets the mode."""
+    above = os.path.dirname(path)
+    if not os.path.isdir(above):
+        if mode & 0o077:
+            _make(above, mode)
+        else:
+            os.makedirs(above, exist_ok=True)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+            os.fchmod(fd, mode)
+    finally:
+        os.close(fd)
+
+
 def _check(path: str, field: str) -> int:
     """The mode of a directory that is ours; -1 where there is none."""
     try:
@@ -121,8 +129,8 @@ def _check(path: str, field: str) -> int:
         found = f"this is a link that user {status.st_uid} made"
     elif not stat.S_ISDIR(status.st_mode):
         found = "this is no directory"
-    elif status.st_uid != os.geteuid():
-        found = f"this is user {status.st_uid}'s, and you are user {os.geteuid()}"
+    elif not is_ourselves(status.st_uid):
+        found = f"this is user {status.st_uid}'s, and you are user {nameless_as() or os.geteuid()}"
     elif mode & 0o022:
         found = f"this has mode {mode:o}"
     if found:

@@ -6,9 +6,10 @@ import logging
 import sys
 from importlib.machinery import ModuleSpec
 
-from openkvbm.installation import MixedInstallation, shadow, site_of_this, trouble
+from openkvbm.installation import MixedInstallation, other_copy, shadow, site_of_this, trouble
 
 log = logging.getLogger("openkvbm")
+_told: set[str] = set()
 
 ERROR_EXIT_CODE = 2
 
@@ -19,6 +20,9 @@ def main() -> None:
     if line:
         print(f"kvbm: {line}", file=sys.stderr)
         sys.exit(ERROR_EXIT_CODE)
+    remark = other_copy(site_of_this())
+    if remark:
+        print(f"kvbm: {remark}", file=sys.stderr)
     from kvbm.cli.main import main as run
 
     run()
@@ -37,6 +41,10 @@ def register() -> None:
         log.error("%s", line)
         sys.meta_path.insert(0, _Refusal(line))
         return
+    remark = other_copy(site_of_this())
+    if remark and remark not in _told:
+        _told.add(remark)
+        log.warning("%s", remark)
     from kvbm.vllm_integration.plugin import register as register_connectors
 
     register_connectors()

@@ -11,8 +11,13 @@ import os
 
 OURS = "openkvbm"
 THEIRS = "kvbm"
-MEND = "pip uninstall -y kvbm openkvbm && pip install openkvbm"
+MEND = (
+    "pip uninstall -y kvbm openkvbm, then install openkvbm again from where you had it "
+    "(`pip install .` in its checkout, or its wheel)"
+)
 _FOLDER = "kvbm/"
+_ONLY_OURS = "manager/process.py"
+"""In every version of our `kvbm`, and in none of NVIDIA's."""
 
 
 class MixedInstallation(ImportError):
@@ -35,7 +40,7 @@ def refuse_mixture() -> None:
 
 
 def trouble(site: str, read_files: bool = True) -> str:
-    """What is wrong with `kvbm` in this folder, in one line with the commands that mend it; empty when nothing is.
+    """What is wrong with `kvbm` in this folder, in one line that says what mends it; empty when nothing is.
 
     With `read_files` a file that holds something else than what we installed is found too.
     """
@@ -44,34 +49,66 @@ def trouble(site: str, read_files: bool = True) -> str:
     if shared:
         return (
             f"openkvbm and NVIDIA's kvbm are both installed in {site} and have {_some(shared)} in common, so that "
-            f"what runs would be a mixture. Mend it with: {MEND} (or, to keep NVIDIA's, put kvbm at its end)"
+            f"what runs would be a mixture. Mend it with: {MEND}; or, to keep NVIDIA's, install kvbm again instead"
         )
     odd = sorted(
         path for path, digest in ours.items() if not _holds(site, path, digest if read_files else "")
     )
     if odd:
         return (
-            f"{_some(odd)} of openkvbm in {site} are missing or were changed, as when a package with files of the same "
-            f"names was installed or removed. Mend it with: {MEND}"
+            f"{_some(odd)} of openkvbm in {site} {'are missing or were' if len(odd) > 1 else 'is missing or was'} "
+            "changed, as when a package with files of the same names was installed or removed. "
+            f"Mend it with: {MEND}"
         )
     return ""
 
 
 def shadow(site: str) -> str:
-    """Another `kvbm` that `import kvbm` would find before ours, in one line as `trouble`; empty when there is none."""
+    """What is wrong with another `kvbm` that `import kvbm` would find before ours, in one line; empty when nothing is.
+
+    Another copy of our software, a checkout for instance, is what somebody who sets PYTHONPATH wants.
+    """
+    origin, folder = _found_instead(site)
+    if not origin:
+        return ""
+    line = trouble(folder)
+    if line:
+        return line
+    if f"{_FOLDER}__init__.py" in _claims(folder, THEIRS):
+        mend = f"Mend it with: pip uninstall -y {THEIRS}"
+    elif not _marked(origin):
+        mend = f"Take {folder} from PYTHONPATH (sys.path), or give what lies there another name"
+    else:
+        return ""
+    return f"`import kvbm` finds {origin}, which is not openkvbm's: that is in {site}. {mend}"
+
+
+def other_copy(site: str) -> str:
+    """One line when `import kvbm` finds another copy than ours, with which `shadow` finds nothing wrong; else empty."""
+    origin, folder = _found_instead(site)
+    if not origin:
+        return ""
+    return f"PYTHONPATH (sys.path) puts {folder} first: `kvbm` is taken from there, not from {site}"
+
+
+def _found_instead(site: str) -> tuple[str, str]:
+    """The file that `import kvbm` would run and the folder it is installed in; empty where these are ours."""
     try:
         spec = importlib.util.find_spec("kvbm")
     except ValueError:  # a stand-in that somebody put among the imported modules
-        return ""
+        return "", ""
     if spec is None or spec.origin is None:
-        return ""
-    found = os.path.dirname(os.path.dirname(os.path.realpath(spec.origin)))
-    if found == os.path.realpath(site):
-        return ""
-    return (
-        f"`import kvbm` finds {spec.origin}, which is not openkvbm's: that is in {site}. "
-        f"Mend it with: pip uninstall -y {THEIRS}"
-    )
+        return "", ""
+    folder = os.path.dirname(os.path.realpath(spec.origin))
+    if spec.submodule_search_locations is not None:
+        folder = os.path.dirname(folder)
+    return ("", "") if folder == os.path.realpath(site) else (spec.origin, folder)
+
+
+def _marked(origin: str) -> bool:
+    """Whether a package has a file that only ours has."""
+    path = os.path.join(os.path.dirname(origin), _ONLY_OURS)
+    return os.path.exists(path) or os.path.exists(f"{path}c")
 
 
 def _claims(site: str, distribution: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from openkvbm.installation import MEND, MixedInstallation, shadow, site_of_this, trouble
+from openkvbm.installation import MEND, MixedInstallation, other_copy, shadow, site_of_this, trouble
 from unit.test_imports import PROJECT, ROOT
 
 if sys.version_info >= (3, 11):
@@ -136,7 +136,7 @@ def test_theirs_removed_again(site: Path) -> None:
     install(site, "openkvbm", ours())
     install(site, "kvbm", THEIRS)
     uninstall(site, "kvbm")
-    assert "4 files (kvbm/__init__.py, …) of openkvbm" in trouble(str(site))
+    assert f"(kvbm/__init__.py, …) of openkvbm in {site} are missing or were changed" in trouble(str(site))
     assert_refused(site, COMMAND, ENGINE)
     install_again = {name: content for name, content in ours().items() if name == "kvbm/__init__.py"}
     (site / "kvbm/__init__.py").write_bytes(install_again["kvbm/__init__.py"])
@@ -156,7 +156,8 @@ def test_theirs_without_its_record(site: Path) -> None:
 def test_what_it_says_mends_it(site: Path) -> None:
     install(site, "openkvbm", ours())
     install(site, "kvbm", THEIRS)
-    assert MEND == "pip uninstall -y kvbm openkvbm && pip install openkvbm"
+    assert "pip uninstall -y kvbm openkvbm, then install openkvbm again" in MEND
+    assert "pip install openkvbm" not in MEND, "where it is on no index, that finds nothing"
     for distribution in ("kvbm", "openkvbm"):
         uninstall(site, distribution)
     install(site, "openkvbm", ours())
@@ -191,6 +192,7 @@ def test_this_checkout_is_fine() -> None:
     assert site_of_this() == str(ROOT / "src")
     assert trouble(site_of_this()) == ""
     assert shadow(site_of_this()) == ""
+    assert other_copy(site_of_this()) == ""
 
 
 def test_a_package_of_a_linux_distribution_is_fine(site: Path) -> None:
@@ -208,7 +210,7 @@ def test_modules_without_their_source_are_fine(site: Path) -> None:
     launch.rename(launch.with_suffix(".pyc"))
     assert trouble(str(site)) == ""
     launch.with_suffix(".pyc").unlink()
-    assert "1 file (kvbm/launch.py) of openkvbm" in trouble(str(site))
+    assert f"1 file (kvbm/launch.py) of openkvbm in {site} is missing or was changed" in trouble(str(site))
 
 
 def test_theirs_found_before_an_editable_one(site: Path) -> None:
@@ -223,6 +225,59 @@ def test_theirs_found_before_an_editable_one(site: Path) -> None:
         assert "this is NVIDIA" not in answer.stdout
         assert f"`import kvbm` finds {site}/kvbm/__init__.py" in answer.stderr.splitlines()[-1]
         assert answer.stderr.splitlines()[-1].endswith("Mend it with: pip uninstall -y kvbm")
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """A folder that PYTHONPATH puts before the one that ours is installed in."""
+    path = tmp_path / "first"
+    path.mkdir()
+    return path
+
+
+def run_after(first: Path, site: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """With `openkvbm` from the second folder and `kvbm` from the first, where it has one."""
+    return run(
+        site, f"import openkvbm.entry, sys; sys.path.insert(0, {str(first)!r}); {program}", "--version"
+    )
+
+
+def test_a_checkout_that_is_found_first_is_used_and_said_once(site: Path, first: Path) -> None:
+    install(site, "openkvbm", ours())
+    shutil.copytree(ROOT / "src" / "kvbm", first / "kvbm")
+    expected = f"PYTHONPATH (sys.path) puts {first} first: `kvbm` is taken from there, not from {site}"
+    answer = run_after(first, site, COMMAND)
+    assert (answer.returncode, answer.stderr) == (0, f"kvbm: {expected}\n")
+    answer = run_after(first, site, PLUGIN + "import kvbm; print(kvbm.__file__)")
+    assert (answer.returncode, answer.stdout) == (0, f"{first}/kvbm/__init__.py\n"), answer.stderr
+    assert answer.stderr.count(expected) == 1
+    answer = run(site, COMMAND, "--version")
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_a_mixture_that_is_found_first_is_refused(site: Path, first: Path) -> None:
+    install(site, "openkvbm", ours())
+    install(first, "kvbm", THEIRS)
+    install(first, "openkvbm", {name: content for name, content in ours().items() if name[:5] == "kvbm/"})
+    answer = run_after(first, site, COMMAND)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"kvbm: openkvbm and NVIDIA's kvbm are both installed in {first} ")
+    assert answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["kvbm.py", "kvbm/__init__.py"])
+def test_what_nobody_installed_is_not_to_be_uninstalled(site: Path, first: Path, name: str) -> None:
+    """Something of that name that no distribution put there: it is in the way, and pip knows nothing of it."""
+    install(site, "openkvbm", ours())
+    (first / name).parent.mkdir(exist_ok=True)
+    (first / name).write_text("print('this is NVIDIA')")
+    for program in (COMMAND, ENGINE):
+        answer = run_after(first, site, program)
+        assert answer.returncode != 0
+        assert "this is NVIDIA" not in answer.stdout
+        last = answer.stderr.splitlines()[-1]
+        assert f"`import kvbm` finds {first / name}, which is not openkvbm's" in last
+        assert last.endswith(f"Take {first} from PYTHONPATH (sys.path), or give what lies there another name")
 
 
 def test_the_error_is_one_of_importing() -> None:

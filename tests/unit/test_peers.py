@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -15,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from kvbm import channel as channel_module
+from kvbm import peers
 from kvbm.channel import Channel
 from kvbm.cli.record import record
 from kvbm.clock import ManualClock
 from kvbm.errors import KvbmError, ManagerUnavailable, ManagerUntrusted, SettingsError
 from kvbm.launch import ManagerAddress, ManagerFinder
-from kvbm.peers import is_trusted, peer_uid
+from kvbm.peers import accepted_users, is_trusted, peer_uid
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, load_settings
 from kvbm.settings.advice import notices
@@ -49,6 +51,57 @@ def test_ourselves_and_root_and_those_listed_are_trusted() -> None:
     assert not is_trusted(OURS + 1, ())
     assert not is_trusted(OURS + 1, (OURS + 2,))
     assert is_trusted(OURS + 1, (OURS + 2, OURS + 1))
+
+
+OVERFLOW = "/proc/sys/kernel/overflowuid"
+UID_MAP = "/proc/self/uid_map"
+
+
+@pytest.mark.parametrize(
+    ("overflow", "uid_map", "nameless"),
+    [
+        pytest.param(str(OURS), "0 100000 65536", True, id="a container's"),
+        pytest.param(str(OURS), "0 1000 1\n1 100000 65536", True, id="rootless"),
+        pytest.param(str(OURS), "", True, id="nobody is mapped"),
+        pytest.param(str(OURS), "         0          0 4294967295", False, id="the machine's"),
+        pytest.param(str(OURS + 1), "0 100000 65536", False, id="we have a number"),
+    ],
+)
+def test_the_id_of_all_strangers_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, overflow: str, uid_map: str, nameless: bool
+) -> None:
+    monkeypatch.setattr(peers, "_read", {OVERFLOW: overflow, UID_MAP: uid_map}.__getitem__)
+    monkeypatch.setattr(peers, "ROOT", OURS + 3)
+    assert is_trusted(OURS, ()) is not nameless
+    assert is_trusted(OURS + 3, ())
+    assert is_trusted(OURS, (OURS,)), "who lists it says so"
+    said = accepted_users((OURS + 7,))
+    assert said.startswith(f"{OURS + 3}, {OURS + 7} (" if nameless else f"{OURS}, {OURS + 3}, {OURS + 7}")
+    assert ("run as another user" in said) is nameless
+
+
+@needs_root
+def test_in_a_user_namespace_nobody_is_everybody() -> None:
+    """As the kernel does it: a process that nobody mapped into its new namespace."""
+
+    def ask() -> str:
+        clone_new_user = 0x10000000
+        if ctypes.CDLL(None, use_errno=True).unshare(clone_new_user):
+            return "not allowed"
+        overflow = int(Path(OVERFLOW).read_text())
+        return f"{os.geteuid() == overflow} {is_trusted(overflow, ())} {is_trusted(0, ())}"
+
+    said = result(run_as(OURS + 1, ask))
+    if said == "not allowed":
+        pytest.skip("this machine lets nobody make a user namespace")
+    assert said == "True False True"
+
+
+@needs_root
+def test_nobody_on_the_machine_itself_is_a_user_like_others() -> None:
+    if Path(UID_MAP).read_text().split() != peers.ALL_USERS:
+        pytest.skip("we are in a user namespace ourselves")
+    assert result(run_as(NOBODY, lambda: is_trusted(NOBODY, ()))) == "True"
 
 
 def test_the_kernel_says_who_listens() -> None:
@@ -166,7 +219,7 @@ def test_between_users_over_a_named_socket(directory: Path, listed: bool) -> Non
     """The whole way: the directory can be entered, the socket connected to, and the manager answers, or says no."""
     path = str(directory / "shared" / "manager.sock")
     words = ["--socket", path, *(["--peer-uids", f"1,{NOBODY}"] if listed else [])]
-    manager = subprocess.Popen([*SERVE_AND_TALK, *words], stdout=subprocess.PIPE)
+    manager = subprocess.Popen([*SERVE_AND_TALK, *words], stdout=subprocess.PIPE, umask=0o077)
 
     def talk() -> str:
         try:

@@ -26,6 +26,7 @@ from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, Se
 from kvbm.hashing import join_keys
 from kvbm.launch import (
     ERROR_SUFFIX,
+    PRIVATE_MANAGER,
     ManagerAddress,
     ManagerFinder,
 )
@@ -193,6 +194,22 @@ def test_a_race_of_starters_settles_to_one_manager(make: Callable[..., Node]) ->
     status = os.stat(node.settings.runtime_dir)
     assert stat.S_IMODE(status.st_mode) == 0o700
     assert stat.S_IMODE(os.stat(node.address.socket_path).st_mode) == 0o600
+
+
+def test_a_foreign_kvbm_in_the_working_directory_is_not_what_is_started(
+    make: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may be started in a folder that others write to."""
+    for name in ("kvbm/__init__.py", "kvbm/manager/__init__.py", "kvbm/manager/process.py", "runpy.py"):
+        path = tmp_path / "cwd" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path[1:])))
+    monkeypatch.chdir(tmp_path / "cwd")
+    channel, _ = make().join()
+    assert not (tmp_path / "ran").exists()
+    words = Path(f"/proc/{manager_pid(channel)}/cmdline").read_text().split("\0")
+    assert PRIVATE_MANAGER in words, "an operator finds it with ps"
 
 
 def test_after_a_kill_the_next_attempt_starts_another(make: Callable[..., Node]) -> None:

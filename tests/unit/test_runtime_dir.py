@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbm import peers, runtime_dir
 from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUntrusted, SettingsError
 from kvbm.launch import ERROR_SUFFIX, ManagerAddress, ManagerFinder, find_manager
@@ -81,30 +81,23 @@ def test_nothing_there_is_nothing_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o711, 0o750])
-def test_one_that_others_can_only_read_is_closed_to_them(tmp_path: Path, mode: int) -> None:
+def test_one_that_others_can_only_read_is_used_as_it_is(tmp_path: Path, mode: int) -> None:
+    """Somebody may have named his home directory: its mode is his. What we put there has a mode of its own."""
     path = tmp_path / "run"
     path.mkdir()
     path.chmod(mode)
-    assert is_ours(str(path))
-    make_own_dir(str(path), "x")
-    assert mode_of(path) == mode, "a socket that was named, a memo: their directory is not ours to close"
-    assert check_runtime_dir(str(path))
-    assert mode_of(path) == 0o700
-
-
-def test_one_that_cannot_be_closed_to_others_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read-only mount, say: what it is read for would be on view, and an engine must not fail on it."""
-
-    def read_only(fd: int, mode: int) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    tmp_path.chmod(0o755)
-    monkeypatch.setattr(os, "fchmod", read_only)
-    with pytest.raises(SettingsError, match=r"this has mode 755 \(Read-only file system\)"):
-        check_runtime_dir(str(tmp_path))
-    assert finder_in(tmp_path, ManualClock()).attempt() is None
+    before = os.umask(0)
+    try:
+        assert is_ours(str(path))
+        assert check_runtime_dir(str(path))
+        make_runtime_dir(str(path))
+        make_own_dir(str(path), "x", 0o711)
+        os.close(take_lock(str(path / "m.sock")))
+        _leave_word(str(path / "m.sock"), "no memory")
+    finally:
+        os.umask(before)
+    assert mode_of(path) == mode
+    assert {mode_of(file) for file in path.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize(("plant", "found"), PLANTED)
@@ -134,14 +127,40 @@ def test_a_link_is_one_however_its_path_ends(tmp_path: Path, end: str) -> None:
 
 def test_somebody_who_is_faster_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
-    monkeypatch.setattr(os, "makedirs", lambda name, **options: link(Path(name), tmp_path / "target"))
+    mkdir = os.mkdir
+
+    def too_late(name: str, mode: int) -> None:
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        link(Path(name), tmp_path / "target")
+        os.mkdir(name, mode)
+
+    monkeypatch.setattr(os, "mkdir", too_late)
     with pytest.raises(SettingsError, match="this is a link"):
-        make_runtime_dir(str(path))
+        make_own_dir(str(path), "x", 0o700)
+    assert mode_of(tmp_path / "target") == 0o755, "what we did not make keeps its mode"
 
 
-def test_the_directory_of_a_named_socket_may_be_entered_by_those_it_is_for(tmp_path: Path) -> None:
-    make_own_dir(str(tmp_path / "shared"), "DYN_KVBM_MANAGER", 0o711)
-    assert mode_of(tmp_path / "shared") == 0o711
+@pytest.mark.parametrize("umask", [0, 0o022, 0o027, 0o077])
+@pytest.mark.parametrize("end", ["", "/", "/."])
+def test_the_directory_of_a_named_socket_may_be_entered_by_those_it_is_for(
+    tmp_path: Path, umask: int, end: str
+) -> None:
+    """Those above it too, where they are missing; not those that are there."""
+    (tmp_path / "mine").mkdir(0o700)
+    path = tmp_path / "mine" / "volume" / "shared"
+    before = os.umask(umask)
+    try:
+        make_own_dir(f"{path}{end}", "DYN_KVBM_MANAGER", 0o711)
+    finally:
+        os.umask(before)
+    assert [mode_of(made) for made in (path, path.parent, path.parent.parent)] == [0o711, 0o711, 0o700]
+
+
+def test_a_relative_directory_is_made_where_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, mode in enumerate((0o700, 0o711)):
+        make_own_dir(f"{number}/a", "x", mode)
+        assert mode_of(tmp_path / str(number) / "a") == mode
 
 
 # ---- who looks there
@@ -238,6 +257,24 @@ def test_last_words_do_not_go_through_a_link(tmp_path: Path) -> None:
     assert not words.is_symlink()
     assert mode_of(words) == 0o600
     assert read_private(str(words)) == b"no memory"
+
+
+def test_where_our_id_is_every_strangers_nothing_there_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a user namespace, as the one that the kernel calls everybody by."""
+    (tmp_path / "memo").write_text("")
+    monkeypatch.setattr(peers, "nameless_as", lambda: "")
+    assert is_ours(str(tmp_path))
+    for module in (peers, runtime_dir):
+        monkeypatch.setattr(module, "nameless_as", lambda: "65534, as everybody is: run as another user")
+    with pytest.raises(OSError, match="owns it"):
+        read_private(str(tmp_path / "memo"))
+    with pytest.raises(SettingsError, match="you are user 65534, as everybody is: run as another user"):
+        is_ours(str(tmp_path))
+    assert finder_in(tmp_path, ManualClock()).attempt() is None
+    assert len(caplog.records) == 1
+    assert sorted(os.listdir(tmp_path)) == ["memo"]
 
 
 def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
