@@ -189,8 +189,10 @@ def test_without_persistence_a_tier_that_heals_starts_empty_and_leaves_nothing(t
     left.close(keep=True)
     tier = open_tier(tmp_path, 4, persist=False)
     fill(tier)
+    path = tier.path
     tier._declare("broken by the test")
     assert tier.heal()
+    assert tier.path == path, "the old one has made room first"
     assert found_slots(tier) == []
     assert len(os.listdir(tmp_path)) == 2
     tier.close(keep=True)

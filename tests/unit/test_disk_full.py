@@ -91,10 +91,11 @@ def test_a_directory_that_was_found_is_not_removed_when_it_cannot_be_used(tmp_pa
     (path,) = leave(tmp_path, 1, NAMESPACE)
     meta = path / "meta.json"
     meta.write_text(meta.read_text().replace('"format": 2', '"format": 1'))
-    slab = (path / "slab-000").stat()
+    sizes = {name: (path / name).stat().st_size for name in ("slab-000", "journal")}
+    assert all(sizes.values())
     with pytest.raises(TierError, match="GB free"):
         open_tier(tmp_path, slots=10 * SLOTS, syscalls=Filesystem(10**9, 0))
-    assert (path / "slab-000").stat().st_size == slab.st_size
+    assert {name: (path / name).stat().st_size for name in sizes} == sizes
     assert '"format": 1' in meta.read_text()
 
 
@@ -103,8 +104,20 @@ def test_what_a_smaller_tier_gives_back_is_room(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(disk_geometry, "SLAB_BYTES", 2 * LAYOUT.block_bytes)
     open_tier(tmp_path, slots=10).close(keep=True)
     others = leave(tmp_path, 1)
-    tier = open_tier(tmp_path, slots=4, syscalls=Filesystem(10**9, 0))
-    assert len(list(path_of(tier).glob("slab-*"))) == 2
+
+    class Counting(Filesystem):
+        def free_bytes(self, path: str) -> int:
+            taken = sum(each.lstat().st_blocks * 512 for each in tmp_path.rglob("*"))
+            return max(0, self.free - taken)
+
+    full_bytes = sum(each.lstat().st_blocks * 512 for each in tmp_path.rglob("*"))
+    (mine,) = (path for path in tmp_path.iterdir() if path not in others)
+    (mine / "slab-000").unlink()
+    with (tmp_path / "somebody").open("wb") as file:
+        file.write(bytes(2 * LAYOUT.block_bytes))  # took what this set free
+    tier = open_tier(tmp_path, slots=4, syscalls=Counting(0, full_bytes))
+    assert path_of(tier) == mine
+    assert len(list(mine.glob("slab-*"))) == 2
     assert others[0].exists()
     tier.close(keep=False)
 

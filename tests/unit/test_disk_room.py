@@ -19,6 +19,7 @@ from kvbm.tiers.disk_room import (
     UNOWNED_TIERS,
     list_unowned,
 )
+from kvbm.tiers.disk_syscalls import Syscalls
 from unit.disk_bench import leave, open_tier, path_of
 from unit.manager_bench import ManagerBench
 
@@ -79,9 +80,15 @@ def test_unset_what_was_used_within_a_week_stays_however_much_it_is(tmp_path: Pa
 
 
 def test_a_tier_that_was_only_read_counts_as_used_when_it_opens_and_when_it_closes(tmp_path: Path) -> None:
-    (path,) = leave(tmp_path, 1, NAMESPACE)
+    class Untouched(Syscalls):
+        """A filesystem that takes no notice of bytes that were reserved before."""
+
+        def fallocate(self, fd: int, offset: int, length: int) -> None:
+            assert os.fstat(fd).st_size >= offset + length
+
+    (path,) = leave(tmp_path, 1, NAMESPACE, slots=16)  # whose records fill a page
     assert last_used_s(path) < 2000.0
-    tier = open_tier(tmp_path)
+    tier = open_tier(tmp_path, slots=16, syscalls=Untouched())
     assert last_used_s(path) > 10**9, "it may be killed"
     os.utime(path / "journal", (1000.0, 1000.0))
     tier.close(keep=True)
