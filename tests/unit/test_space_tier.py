@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
-from kvbm.block import SlotIndex
+from kvbm.block import Outcome, SlotIndex
 from kvbm.hashing import chain_keys
 from kvbm.manager.space import HEAL_INTERVAL_S, Space
 from kvbm.policy import AdmitAll
@@ -56,6 +57,22 @@ def test_a_block_that_goes_down_is_pinned_until_it_is_there(make: Callable[..., 
     assert bench.space.reserve(ME, 50, None, OTHER[:1]) == [REFUSED]
     bench.settle()
     assert bench.space.reserve(ME, 51, None, OTHER[:1])[0] >= 0
+
+
+def test_a_store_that_finds_no_room_is_no_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file on a full filesystem: the tier goes on with what it has."""
+    genuine = bench.tier.poll
+    monkeypatch.setattr(
+        bench.tier,
+        "poll",
+        lambda: [msgspec.structs.replace(each, outcome=Outcome.RETRY) for each in genuine()],
+    )
+    bench.store(KEYS[:2])
+    bench.settle()
+    assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 0
+    assert bench.metrics.value("kvbm_skipped_offloads_total", reason="full") == 2
+    assert bench.space.disk is not None
+    assert bench.space.disk.counts().filling == 0
 
 
 def test_a_throttled_tier_is_asked_again(bench: Bench) -> None:

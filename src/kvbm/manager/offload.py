@@ -172,6 +172,9 @@ class Offloader:
             self._metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
             self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
             self._metrics.add("kvbm_offload_blocks_d2d" if self._staging else "kvbm_offload_blocks_h2d")
+        elif completion.outcome is Outcome.RETRY and not self._tier.fault:
+            self._disk.abort(fall.disk_slot)
+            self._skip("full", admitted=True)  # the medium has no room for it, and goes on with what it has
         else:
             self._disk.abort(fall.disk_slot)
             self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
