@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvbm.vllm_integration.namespace import cpu_packing
+from kvbm.errors import KvbmError
+from kvbm.vllm_integration import namespace
+from kvbm.vllm_integration.namespace import RankPart, cpu_packing, engine_namespace
 
 
 @pytest.mark.parametrize(("dtype", "differs"), [(torch.bfloat16, True), (torch.float32, False)])
@@ -29,3 +32,14 @@ def test_layers_that_say_how_they_pack_are_believed() -> None:
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     layers = [SimpleNamespace(isa="vec"), SimpleNamespace(isa="vec"), SimpleNamespace()]
     assert cpu_packing(config, SimpleNamespace(block_size=32), layers).startswith("vec/")
+
+
+def test_a_configuration_that_cannot_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine then serves without us."""
+    monkeypatch.setattr(namespace, "_rank_part", lambda *_: RankPart())
+    monkeypatch.setattr(namespace, "_weights", lambda *_: "digest")
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, world_size=1))
+    with pytest.raises(KvbmError, match="could not be found out: AttributeError"):
+        engine_namespace(config, SimpleNamespace(), "layout", tmp_path / "memo")

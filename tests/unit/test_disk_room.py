@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvbm.block import Outcome
+from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, make_key, store
-from kvbm.tiers import disk_room
+from kvbm.tiers import disk_directory, disk_room
 from kvbm.tiers.disk import DiskTier, open_disk_tier
 from kvbm.tiers.disk_directory import DIRECTORY_PREFIX, last_used_s
 from kvbm.tiers.disk_room import (
@@ -124,6 +125,17 @@ def test_the_setting_reaches_the_tier(make_manager: Callable[..., ManagerBench],
     manager = make_manager(disk_blocks=4, disk_dir=str(tmp_path / "disk"), disk_unowned_bytes=0)
     manager.engine()
     assert not any(path.exists() for path in left)
+
+
+def test_where_every_stranger_has_our_id_no_directory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the cache that somebody else may have put there, nor a new one beside it."""
+    (left,) = leave(tmp_path, 1)
+    monkeypatch.setattr(disk_directory, "nameless_as", lambda: "65534: run as another user")
+    with pytest.raises(TierError, match="we are user 65534: run as another user"):
+        open_tier(tmp_path)
+    assert list(tmp_path.iterdir()) == [left]
 
 
 @pytest.mark.parametrize("kind", ["symlink", "writable by all", "another user's"])

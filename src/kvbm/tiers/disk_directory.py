@@ -21,6 +21,7 @@ import msgspec
 
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import BlockLayout, Namespace
+from kvbm.peers import nameless_as
 from kvbm.tiers.disk_geometry import DiskGeometry
 from kvbm.tiers.disk_syscalls import Syscalls, write_fully
 
@@ -180,8 +181,13 @@ def claim_directory(
     Where there is none it is a new one, or one that nobody can read any more. A tier that does not persist always makes
     its own: it would empty another's and remove it. All others stay, but for what was not meant to outlive its owner.
 
-    Raises SettingsError when `root` cannot be used, TierError when all are taken or the medium fails.
+    Raises SettingsError when `root` cannot be used, TierError when all are taken or the medium fails, or where it
+    cannot be told which directories are ours.
     """
+    if nameless := nameless_as():
+        raise TierError(
+            f"disk tier: it cannot be told whose directories in {root} are: we are user {nameless}"
+        )
     short = wanted.namespace.short
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,12 @@ def engine_namespace(
     errors = [part.error for part in parts if part.error]
     if errors:
         raise KvbmError(f"what the engine runs could not be found out: {errors[0]}")
-    return _compose(vllm_config, kv_cache_config, parts)
+    try:
+        return _compose(vllm_config, kv_cache_config, parts)
+    except Exception as error:  # a configuration that we cannot read is no reason not to serve
+        log.debug("what this engine runs could not be put together", exc_info=True)
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise KvbmError(f"what the engine runs could not be found out: {text}") from None
 
 
 def cpu_packing(vllm_config: Any, spec: Any, layers: Iterable[Any]) -> str:
