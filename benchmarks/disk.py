@@ -27,7 +27,7 @@ from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.settings import Settings
 from kvbm.tiers.contract import Completion
-from kvbm.tiers.disk import DiskTier, open_disk_tier
+from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena
 
 BLOCK_BYTES = 3 << 20

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from kvbm.transfer import Copier, DeviceCache
-from kvbm.transfer.cuda import CudaCopier
+from kvbm.transfer.cuda.copier import CudaCopier
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_beside import check_captures, check_layerwise, time_stores
@@ -179,7 +179,7 @@ def machine(rig: Rig) -> dict[str, str]:
     """What the table's caption says."""
     found = {"torch": torch.__version__, "device": "CPU, rehearsal"}
     if rig.cuda:
-        from kvbm.transfer.cuda_driver import CudaDriver
+        from kvbm.transfer.cuda.driver import CudaDriver
 
         version = CudaDriver().version
         found = {

@@ -8,7 +8,7 @@ import torch
 
 from gpu_rig import PAGE, Result, Rig, Sizes, shared_arena, views
 from kvbm.transfer import Copier, DeviceCache
-from kvbm.transfer.cuda import CudaCopier
+from kvbm.transfer.cuda.copier import CudaCopier
 
 PATTERNS = 32
 

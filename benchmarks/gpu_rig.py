@@ -92,9 +92,9 @@ class Rig:
         self.refused: dict[str, str] = {}
         """What fails here, and why: ways of copying, page locks."""
         if self.cuda:
-            from kvbm.transfer.cuda_choice import methods
-            from kvbm.transfer.cuda_device import TorchDevice
-            from kvbm.transfer.cuda_driver import CudaDriver
+            from kvbm.transfer.cuda.choice import methods
+            from kvbm.transfer.cuda.device import TorchDevice
+            from kvbm.transfer.cuda.driver import CudaDriver
 
             offered = methods(CudaDriver(), TorchDevice(self.device))
             self.methods = [method for method in offered if self._works(method)]
@@ -121,7 +121,7 @@ class Rig:
         if not self.cuda:
             yield CpuCopier(cache, arena)
             return
-        from kvbm.transfer.cuda import CudaCopier
+        from kvbm.transfer.cuda.copier import CudaCopier
 
         copier = CudaCopier(cache, arena, method)
         try:

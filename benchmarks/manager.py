@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbm.block import Tier
-from kvbm.channel import Channel
+from kvbm.client.channel import Channel
+from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.hashing import chain_key, derive_key, join_keys
-from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.leader import Leader
 from kvbm.manager.pool import SlotPool

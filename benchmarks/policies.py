@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbm.policy import EvictionPolicy, make_policy
-from kvbm.sim.tier import SimulatedTier
+from kvbm.sim.serving.tier import SimulatedTier
 
 TURN_BLOCKS = 10
 CHATS_ALIVE = 5000

@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvbm.sim.curves import lru_curve
-from kvbm.sim.formats import ReadOptions, read_trace
-from kvbm.sim.plan import parse_policies
-from kvbm.sim.sizes import parse_sizes
-from kvbm.sim.study import BASELINE, run_policy
-from kvbm.sim.synthetic import ChatShape, chats
-from kvbm.sim.trace import Trace
+from kvbm.sim.replay.curves import lru_curve
+from kvbm.sim.simulate.simulation import parse_policies
+from kvbm.sim.simulate.sizes import parse_sizes
+from kvbm.sim.simulate.study import BASELINE, run_policy
+from kvbm.sim.traces.formats import ReadOptions, read_trace
+from kvbm.sim.traces.synthetic import ChatShape, chats
+from kvbm.sim.traces.trace import Trace
 
 BUDGETS_PER_S = {BASELINE: 1e6, "gittins": 150e3}
 """Blocks a second that a replay must manage on one core."""

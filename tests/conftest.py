@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 import not_run
 
+pytest_plugins = ["rigs.fixtures"]
+
 ENGINE_TESTS = Path(__file__).parent / "engine"
 OPTIONAL = {
     "huggingface_hub",

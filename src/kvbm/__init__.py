@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError, TierError
     from kvbm.hashing import Chain
     from kvbm.layout import BlockLayout, Namespace
-    from kvbm.library import BlockManager, Hit
+    from kvbm.library.block_manager import BlockManager, Hit
 
 __all__ = [
     "BlockKey",

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvbm.policy import AdmissionPolicy, DiskFilter, WriteBudget, admission_policies, make_admission
-from kvbm.policy.admission import ENTRIES_MAX
-from kvbm.policy.write_budget import BLOCKS_PER_DAY_MIN, DAY_S
+from kvbm.policy.admission.filter import ENTRIES_MAX
+from kvbm.policy.admission.write_budget import BLOCKS_PER_DAY_MIN, DAY_S
 from kvbm.testing.admission_contract import AdmissionContract
 
 BLOCK_BYTES = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.tier_contract import PersistentTierContract
-from kvbm.tiers.disk import DiskTier, open_disk_tier
+from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 
 
 class TestDiskTier(PersistentTierContract):

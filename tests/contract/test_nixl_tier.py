@@ -9,9 +9,9 @@ import pytest
 
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.tier_contract import PersistentTierContract
-from kvbm.tiers.disk import DiskTier, open_disk_tier
-from kvbm.tiers.nixl_io import HostMemory, open_nixl
-from kvbm.tiers.nixl_package import PACKAGES
+from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
+from kvbm.tiers.nixl.block_io import HostMemory, open_nixl
+from kvbm.tiers.nixl.package import PACKAGES
 
 pytestmark = pytest.mark.skipif(
     not any(map(importlib.util.find_spec, PACKAGES)), reason="NIXL is not installed (the extra `nixl`)"

@@ -12,10 +12,10 @@ import pytest
 
 from engine.engine_process import EngineProcess
 from engine.launcher import Launcher
-from engine.manager_probe import SharedManager
 from engine.model_runners import V1, V2, chosen
 from engine.workload import Request, small_workload, workload
 from kvbm.testing.tiny_model import make_model
+from rigs.manager_probe import SharedManager
 
 REFERENCE_BLOCKS = 2000
 V2_TIMEOUT_S = 600.0

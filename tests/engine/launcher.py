@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.engine_child import KV_CONNECTOR, Answers
 from engine.engine_process import EngineProcess
-from engine.manager_probe import Metrics, free_port, private_managers, scrape, wait_for
+from rigs.manager_probe import Metrics, free_port, private_managers, scrape, wait_for
 
 DEVICE_BLOCKS = 48
 """Far too few for the workload: blocks are evicted from the device and requests are preempted all the time."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from engine import manager_probe
 from engine.engine_child import Answers, Child, Engine
 from engine.workload import Request
+from rigs import manager_probe
 
 _Hook = Callable[[Any], None]
 _gate = threading.Event()

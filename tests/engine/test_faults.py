@@ -10,9 +10,9 @@ import pytest
 from engine import reach
 from engine.engine_child import KV_CONNECTOR
 from engine.launcher import Launcher, differences
-from engine.manager_probe import flip_bits, private_managers, wait_for
 from engine.tier_settings import BLOCK_BYTES, HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
 from engine.workload import again, some, workload
+from rigs.manager_probe import flip_bits, private_managers, wait_for
 
 Reference = dict[str, list[int]]
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}

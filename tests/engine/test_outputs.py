@@ -11,9 +11,9 @@ from engine import reach
 from engine.engine_child import KV_CONNECTOR, Answers, Child
 from engine.engine_process import EngineProcess
 from engine.launcher import Launcher, differences
-from engine.manager_probe import wait_for
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, TINY_HOST_BLOCKS, disk, host
 from engine.workload import BLOCK_TOKENS, again, some, workload
+from rigs.manager_probe import wait_for
 
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 

@@ -14,11 +14,11 @@ import pytest
 from engine import reach
 from engine.engine_process import EngineFailed, EngineProcess
 from engine.launcher import Launcher, differences
-from engine.manager_probe import private_managers
 from engine.model_configs import write_config
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
 from engine.vllm_versions import runs_gated_delta_net
 from engine.workload import again, some, workload
+from rigs.manager_probe import private_managers
 
 Reference = dict[str, list[int]]
 

@@ -13,16 +13,16 @@ import pytest
 
 from engine import reach
 from engine.launcher import Launcher
-from engine.manager_probe import wait_for
 from engine.tier_settings import host
 from engine.workload import BLOCK_TOKENS, MODEL_TOKENS_MAX, Request, random_tokens
-from kvbm.channel import Channel
 from kvbm.cli.record import follow
+from kvbm.client.channel import Channel
 from kvbm.policy import make_policy
-from kvbm.sim.formats import read_trace
-from kvbm.sim.recorder import Recorder
-from kvbm.sim.replay import replay
-from kvbm.sim.trace import Trace
+from kvbm.sim.replay.replay import replay
+from kvbm.sim.traces.formats import read_trace
+from kvbm.sim.traces.recorder import Recorder
+from kvbm.sim.traces.trace import Trace
+from rigs.manager_probe import wait_for
 
 CHATS, TURNS_MAX, REQUESTS = 40, 6, 160
 AGREEMENT = 0.02

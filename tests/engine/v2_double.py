@@ -16,9 +16,9 @@ from kvbm.protocol import LoadPlan, StepPlan, StorePlan
 from kvbm.vllm_integration.connector import DynamoConnector, DynamoConnectorMetadata
 from kvbm.vllm_integration.worker_side import WorkerSide
 from kvbm.worker import Worker
-from unit.beside_bench import HELLO, make_mover
-from unit.test_transfer_cuda_layouts import BLOCKS
-from unit.test_transfer_cuda_order import SLOTS, new_bench, slots_hold
+from rigs.copies_beside import HELLO, make_mover
+from unit.transfer.cuda.test_layouts import BLOCKS
+from unit.transfer.cuda.test_order import SLOTS, new_bench, slots_hold
 
 LOADED_FROM = 10
 """Slots from here on hold what is loaded; those below are stored to, one after the other."""

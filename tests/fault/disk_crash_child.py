@@ -22,8 +22,9 @@ from pathlib import Path
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.faults import FaultySyscalls
-from kvbm.tiers import block_io, disk_medium
-from kvbm.tiers.disk import DiskTier, open_disk_tier
+from kvbm.tiers.disk import block_io
+from kvbm.tiers.disk import medium as disk_medium
+from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=20_000, shard_count=2)
 NAMESPACE = Namespace(model="crash", fields=())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvbm.block import BlockKey
-from kvbm.channel import Channel
+from kvbm.client.channel import Channel
 from kvbm.hashing import join_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.protocol import (
@@ -42,7 +42,7 @@ CHAIN_BLOCKS_MAX = 32
 
 VERIFIES_NOTHING = """
 import sys
-from kvbm.tiers import block_io
+from kvbm.tiers.disk import block_io
 
 class EqualToAll(bytes):
     __hash__ = bytes.__hash__

@@ -13,7 +13,7 @@ import sys
 
 from kvbm.block import Outcome
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, load, make_key, store
-from kvbm.tiers.disk import open_disk_tier
+from kvbm.tiers.disk.tier import open_disk_tier
 
 SLOT_COUNT = 8
 KEY_COUNT = 100

@@ -17,8 +17,8 @@ import pytest
 from fault import disk_crash_child as child
 from kvbm.block import Outcome, SlotIndex
 from kvbm.testing.tier_contract import by_slot
-from kvbm.tiers import block_io
-from kvbm.tiers.disk import DiskTier
+from kvbm.tiers.disk import block_io
+from kvbm.tiers.disk.tier import DiskTier
 
 KILL_COUNT = 64
 DEADLINE_S = 30.0

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, by_slot, make_key, store
-from kvbm.tiers import disk_geometry
-from kvbm.tiers.disk import DiskTier, open_disk_tier
+from kvbm.tiers.disk import geometry
+from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 
 CHILD = Path(__file__).with_name("replica_child.py")
 COUNTS = (3, 5, 2)
@@ -166,7 +166,7 @@ def test_two_engines_with_other_slabs_do_not_empty_each_others(
     store(small, LAYOUT, make_key(1), 1)
     small.close(keep=True)
     with monkeypatch.context() as patch:
-        patch.setattr(disk_geometry, "SLAB_BYTES", 4 * LAYOUT.block_bytes)
+        patch.setattr(geometry, "SLAB_BYTES", 4 * LAYOUT.block_bytes)
         large = open_tier(tmp_path, 16)
         assert found_keys(large) == set()
         store(large, LAYOUT, make_key(2), 2)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.manager_probe import flip_bits
 from fault.manager_crash import (
     CHAIN_BLOCKS_MAX,
     DISK_BLOCKS,
@@ -24,6 +23,7 @@ from fault.manager_crash import (
     make_key,
 )
 from kvbm.block import BlockKey
+from rigs.manager_probe import flip_bits
 
 SEEDS = (1, 2, 3, 4)
 KILLS_PER_SEED = 16

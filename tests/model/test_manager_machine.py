@@ -15,7 +15,7 @@ from kvbm.manager.space import HEAL_INTERVAL_S, SpaceOptions
 from kvbm.policy import LeafFirstLru
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier
-from kvbm.tiers.disk import DiskTier, open_disk_tier
+from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from model.manager_machine import (
     DISK_SLOTS,
     HOST_SLOTS,

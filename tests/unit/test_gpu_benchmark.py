@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rigs.checkout import ROOT
+
 pytest.importorskip("torch", reason="the benchmark copies torch tensors; torch is not installed")
 
-ROOT = Path(__file__).parents[2]
 BARE = """
 import sys
 

@@ -29,7 +29,7 @@ PUBLIC_PACKAGES = ("kvbm.testing", "kvbm._core", "kvbm.utils", "kvbm.vllm_integr
 """Import paths for users and for other people's tests, below which nothing of ours needs to lead."""
 SLOW_TO_IMPORT = {*NOT_DECLARED, "numpy"}
 """Imported where they are needed, not when a process starts."""
-DRAWS = ("kvbm/demo/", "kvbm/sim/drawing.py", "kvbm/sim/cluster_picture.py")
+DRAWS = ("kvbm/demo/", "kvbm/present/axes.py", "kvbm/sim/scale/picture.py")
 """Modules that draw may import what an extra brings: who asks for a picture is told which."""
 IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""

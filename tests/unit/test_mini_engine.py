@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 
 import kvbm
 from kvbm.testing.tiny_model import make_model
+from rigs.checkout import ROOT
 
 assert safetensors and tokenizers, "what the example and its model need"
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "mini_engine.py"
+EXAMPLE = ROOT / "examples" / "mini_engine.py"
 SMALL: dict[str, Any] = {"conversations": 3, "turns": 2, "batch": 2}
 DEVICE_BLOCKS = 40  # little more than one conversation takes at its end
 GPU = pytest.param(

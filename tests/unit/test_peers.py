@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from kvbm import channel as channel_module
 from kvbm import peers
-from kvbm.channel import Channel
 from kvbm.cli.record import record
+from kvbm.client import channel as channel_module
+from kvbm.client.channel import Channel
+from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.clock import ManualClock
 from kvbm.errors import KvbmError, ManagerUnavailable, ManagerUntrusted, SettingsError
-from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.peers import accepted_users, is_trusted, peer_uid
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, load_settings
 from kvbm.settings.advice import notices
 from kvbm.settings.parse import parse_user_ids
-from unit.manager_bench import ManagerBench
-from unit.other_user import NOBODY, needs_root, planted_socket, result, run_as
+from rigs.manager import ManagerBench
+from rigs.other_user import NOBODY, needs_root, planted_socket, result, run_as
 
 OURS = os.geteuid()
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from kvbm import peers, runtime_dir
+from kvbm.client.finder import ERROR_SUFFIX, ManagerAddress, ManagerFinder, find_manager
 from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUntrusted, SettingsError
-from kvbm.launch import ERROR_SUFFIX, ManagerAddress, ManagerFinder, find_manager
 from kvbm.manager import process
 from kvbm.manager.process import _leave_word, take_lock
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.runtime_dir import check_runtime_dir, is_ours, make_own_dir, make_runtime_dir, read_private
 from kvbm.settings import Settings
-from unit.other_user import NOBODY, needs_root
+from rigs.other_user import NOBODY, needs_root
 
 HELLO = Hello(version=PROTOCOL_VERSION, role="leader", engine="e")
 

@@ -10,8 +10,9 @@ import pytest
 
 import kvbm
 from kvbm.vllm_integration.versions import SUPPORTED
+from rigs.checkout import ROOT
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 CONNECTOR = Path(kvbm.__file__).parent / "vllm_integration" / "connector" / "dynamo_connector.py"
 
 pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="a source distribution has no scripts")

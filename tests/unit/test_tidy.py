@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from rigs.checkout import ROOT
+
 CODE_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 
 FILE_LINES_MAX = 420

@@ -13,7 +13,7 @@ import pytest
 
 from kvbm import weights
 from kvbm.weights import changed_since, process_start_s, weight_files, weights_digest
-from unit.other_user import NOBODY
+from rigs.other_user import NOBODY
 
 YEAR_2020 = 1_577_836_800
 

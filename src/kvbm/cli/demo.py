@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvbm.demo.plan import Options
+    from kvbm.demo.options import Options
     from kvbm.demo.report import Results
 
 app = typer.Typer()
@@ -55,7 +55,7 @@ def demo(
     from kvbm.demo.client import RequestError
     from kvbm.demo.experiment import run_experiment
     from kvbm.demo.machine import cuda_device
-    from kvbm.demo.plan import Options
+    from kvbm.demo.options import Options
     from kvbm.demo.progress import Reporter
     from kvbm.demo.server import ServerError
 

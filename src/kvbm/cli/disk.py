@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvbm.tiers.disk_directory import DIRECTORY_PREFIX, is_locked, owner_pid, remove_directory
-from kvbm.tiers.disk_survey import (
+from kvbm.tiers.disk.directory import DIRECTORY_PREFIX, is_locked, owner_pid, remove_directory
+from kvbm.tiers.disk.survey import (
     DirectorySurvey,
     VerifyReport,
     directories_at,

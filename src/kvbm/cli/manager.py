@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvbm.launch import SOCKET_NAME
+from kvbm.client.finder import SOCKET_NAME
 from kvbm.observe.log import configure
 from kvbm.runtime_dir import make_own_dir
 from kvbm.settings import (

@@ -13,7 +13,7 @@ from kvbm.cli.replaying import conclude, require_writable, with_bar
 from kvbm.errors import KvbmError, SettingsError
 
 if TYPE_CHECKING:
-    from kvbm.sim.cheapest import Bounds, Prices, Target
+    from kvbm.sim.plan.cheapest import Bounds, Prices, Target
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -139,9 +139,9 @@ def plan(
     Speeds are the options below, by default an H100 with an 8-billion-parameter model; TTFT is as good as they are.
     Tomorrow's requests are not in the trace: leave room.
     """
-    from kvbm.sim import plan_picture
-    from kvbm.sim.formats import ReadOptions
-    from kvbm.sim.planning import Question, answer
+    from kvbm.sim.plan import picture
+    from kvbm.sim.plan.planning import Question, answer
+    from kvbm.sim.traces.formats import ReadOptions
 
     target = _target(target_hit_rate, target_ttft)
     bounds, prices = _bounds_and_prices(machine, disk_dir, (max_host, max_disk), (price_host, price_disk))
@@ -164,12 +164,12 @@ def plan(
     question.check()
     require_writable(json_file, plot)
     answers = with_bar(lambda watch: answer(question, watch))
-    table = plan_picture.render(answers, everything)
-    conclude(table, partial(plan_picture.save, answers), partial(plan_picture.draw, answers), json_file, plot)
+    table = picture.render(answers, everything)
+    conclude(table, partial(picture.save, answers), partial(picture.draw, answers), json_file, plot)
 
 
 def _target(hit_rate: str | None, ttft: str | None) -> Target:
-    from kvbm.sim.cheapest import parse_hit_rate, parse_seconds
+    from kvbm.sim.plan.cheapest import parse_hit_rate, parse_seconds
 
     if hit_rate is not None and ttft is not None:
         raise SettingsError("--target-ttft", ttft, "either this or --target-hit-rate, not both")
@@ -198,7 +198,7 @@ def _bounds_and_prices(
     asked: tuple[float | None, float | None],
 ) -> tuple[Bounds, Prices]:
     from kvbm.settings.parse import parse_size
-    from kvbm.sim import cheapest
+    from kvbm.sim.plan import cheapest
 
     for option, price in zip(("--price-host", "--price-disk"), asked, strict=True):
         if price is not None and not 0.0 <= price < float("inf"):
@@ -224,7 +224,7 @@ def _bounds_and_prices(
 
 def _this_machine(disk_dir: Path | None) -> Bounds:
     from kvbm.settings import load_settings, process_environment
-    from kvbm.sim import cheapest
+    from kvbm.sim.plan import cheapest
 
     directory = disk_dir or Path(load_settings(process_environment(), {}).settings.disk_dir)
     try:

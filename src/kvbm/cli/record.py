@@ -13,12 +13,12 @@ from typing import IO, Annotated, cast
 import typer
 from rich.console import Console
 
-from kvbm.channel import Channel
+from kvbm.client.channel import Channel
+from kvbm.client.finder import find_manager
 from kvbm.errors import ManagerUnavailable, SettingsError
-from kvbm.launch import find_manager
 from kvbm.protocol import PROTOCOL_VERSION, Follow, Hello
 from kvbm.settings import load_settings, process_environment
-from kvbm.sim.recorder import Recorder
+from kvbm.sim.traces.recorder import Recorder
 
 _ANSWER_TIMEOUT_S = 10.0
 _LOOK_S = 0.5

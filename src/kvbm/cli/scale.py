@@ -105,8 +105,8 @@ def scale(
     """
     from kvbm.settings import Settings
     from kvbm.settings.parse import parse_count, parse_size
-    from kvbm.sim import cluster_picture, cluster_report
-    from kvbm.sim.cluster_study import ScalePlan, run
+    from kvbm.sim.scale import picture, report
+    from kvbm.sim.scale.study import ScalePlan, run
 
     plan = ScalePlan(
         trace=trace,
@@ -138,8 +138,8 @@ def scale(
         rows = with_bar(lambda watch: run(plan, watch))
     finally:
         gc.enable()
-    table = cluster_report.render(plan, rows)
-    save, draw = partial(cluster_report.save, plan, rows), partial(cluster_picture.draw, rows)
+    table = report.render(plan, rows)
+    save, draw = partial(report.save, plan, rows), partial(picture.draw, rows)
     conclude(table, save, draw, json_file, plot)
 
 

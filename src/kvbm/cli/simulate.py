@@ -12,8 +12,8 @@ from kvbm.cli.replaying import conclude, require_writable, with_bar
 from kvbm.errors import SettingsError
 
 if TYPE_CHECKING:
-    from kvbm.sim.machine import Machine
-    from kvbm.sim.offloads import DiskRules
+    from kvbm.sim.serving.machine import Machine
+    from kvbm.sim.serving.offloads import DiskRules
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -169,10 +169,10 @@ def simulate(
 
     Reads recordings of kvbm, Mooncake and Qwen-Bailian JSON Lines, and sessions of coding agents; plain or gzip.
     """
-    from kvbm.sim import picture, report
-    from kvbm.sim.formats import ReadOptions
-    from kvbm.sim.plan import Plan, parse_policies, run
-    from kvbm.sim.sizes import parse_sizes
+    from kvbm.sim.simulate import picture, report
+    from kvbm.sim.simulate.simulation import Plan, parse_policies, run
+    from kvbm.sim.simulate.sizes import parse_sizes
+    from kvbm.sim.traces.formats import ReadOptions
 
     timed = times or disk is not None
     if timed and policy == DEFAULT_POLICIES:
@@ -210,7 +210,7 @@ def read_seeds(text: str) -> list[int]:
 def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
     """Bytes of KV per token, from --bytes-per-token or --model; None without either. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
-    from kvbm.sim.model import kv_bytes_per_token
+    from kvbm.sim.serving.model import kv_bytes_per_token
 
     if size is not None and model is not None:
         raise SettingsError("--model", str(model), "either this or --bytes-per-token, not both")
@@ -227,7 +227,7 @@ def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
 def read_disk_rules(admission: str, write: str, budget: str | None) -> DiskRules:
     """How blocks get onto the disk, from the options. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
-    from kvbm.sim.offloads import DiskRules
+    from kvbm.sim.serving.offloads import DiskRules
 
     rules = DiskRules(admission, write, None if budget is None else parse_size("--write-budget", budget))
     rules.check()
@@ -239,7 +239,7 @@ def read_machine(
 ) -> Machine:
     """The machine of the options; `links` are host → device, disk → host, host → disk. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
-    from kvbm.sim.machine import Machine
+    from kvbm.sim.serving.machine import Machine
 
     numbers = {"--prefill-tokens-per-s": prefill_tokens_per_s, "--attention-tokens": attention_tokens}
     for option, number in numbers.items():

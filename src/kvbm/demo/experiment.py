@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from kvbm.demo import counters, workload
 from kvbm.demo.client import Answer, Client, RequestError
 from kvbm.demo.machine import describe
-from kvbm.demo.plan import (
+from kvbm.demo.options import (
     SERVED_NAME,
     Options,
     RunPlan,

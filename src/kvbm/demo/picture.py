@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbm.demo.counters import TIERS
 from kvbm.demo.report import Results, Run, percentile, prompt_tokens, speedup, ttfts_s
-from kvbm.sim.drawing import FAINT, GRID, INK, STYLE, find_pyplot
+from kvbm.present.axes import FAINT, GRID, INK, STYLE, find_pyplot
 
 RUN_COLOURS = ("#8a8f98", "#2f6fde", "#0f9d76")
 TIER_COLOURS = {"computed": "#d5d8dd", "device": "#f2b134", "host": "#2f6fde", "disk": "#0f9d76"}

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
-from kvbm.launch import ManagerFinder
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.lazy import Unsaved, tags_before

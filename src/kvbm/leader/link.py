@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from kvbm.channel import Channel
+from kvbm.client.channel import Channel
+from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.errors import ManagerUnavailable
-from kvbm.launch import ManagerFinder
 from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome, name_ranks
 
 log = logging.getLogger("kvbm.leader")

@@ -25,7 +25,7 @@ from kvbm.settings import (
     staging_slots,
 )
 from kvbm.tiers.contract import SlotTier
-from kvbm.tiers.disk import open_disk_tier
+from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
 
 log = logging.getLogger("kvbm.manager")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvbm.errors import SettingsError
 from kvbm.policy import AdmissionPolicy, eviction_policies, make_policy
-from kvbm.policy.admission_registry import BUILT_IN as BUILT_IN_ADMISSION
-from kvbm.policy.admission_registry import admission_policies, make_admission
+from kvbm.policy.admission.registry import BUILT_IN as BUILT_IN_ADMISSION
+from kvbm.policy.admission.registry import admission_policies, make_admission
+from kvbm.policy.admission.write_budget import BLOCKS_PER_DAY_MIN, WriteBudget
 from kvbm.policy.registry import BUILT_IN as BUILT_IN_EVICTION
-from kvbm.policy.write_budget import BLOCKS_PER_DAY_MIN, WriteBudget
 
 
 def refuse_eviction(field: str, name: str) -> None:

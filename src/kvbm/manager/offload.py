@@ -17,7 +17,7 @@ from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
-from kvbm.policy.write_budget import WriteBudget
+from kvbm.policy.admission.write_budget import WriteBudget
 from kvbm.tiers.contract import Completion, SlotTier
 from kvbm.tiers.host import HostArena
 

@@ -106,6 +106,11 @@ class SlotPool:
         assert self._parents is not None, "this pool keeps no parents"
         return self._parents[slot]
 
+    def parent_slot_of(self, slot: int) -> int:
+        """The slot of that block; -1 for a chain's first, and where it is not resident."""
+        parent = self.parent_of(slot)
+        return -1 if parent is None else self._resident.get(parent, -1)
+
     def state_of(self, slot: int) -> BlockState:
         """The slot's state."""
         return BlockState(self._state[slot])
@@ -118,6 +123,11 @@ class SlotPool:
     def leased(self) -> Container[int]:
         """The slots that somebody holds, as a policy is handed them."""
         return self._leases
+
+    @property
+    def free_count(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
 
     def counts(self) -> PoolCounts:
         """How many slots are in each state."""

@@ -1,6 +1,6 @@
 """The manager as a process: its lock, its socket, its signals, and its end.
 
-A *private* manager is started by an engine (`kvbm.launch`) and ends when its last engine has gone; a *shared* one
+A *private* manager is started by an engine (`client.finder`) and ends when its last engine has gone; a *shared* one
 is started by an operator and ends on SIGTERM or SIGINT. Both drain: what waits for disk is written, bounded in time.
 """
 
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvbm.client.finder import ERROR_SUFFIX
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.launch import ERROR_SUFFIX
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.leases import Lease
 from kvbm.manager.server import Server

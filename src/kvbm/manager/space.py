@@ -14,7 +14,6 @@ import msgspec
 from kvbm.block import BlockKey, SlotIndex, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
-from kvbm.manager.departures import Departures
 from kvbm.manager.leases import Cut, HoldTable, Lease, Owner, Place, Reservation
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
@@ -23,6 +22,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
+from kvbm.policy.departures import Departures
 from kvbm.protocol import HELD, REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena

@@ -3,9 +3,10 @@
 `make_policy` makes an eviction policy by name; `gittins`, which needs numpy, is imported there and not here.
 """
 
-from kvbm.policy.admission import AdmitAll, DiskFilter
-from kvbm.policy.admission_ghost import GhostAdmission
-from kvbm.policy.admission_registry import AdmissionFactory, admission_policies, make_admission
+from kvbm.policy.admission.filter import AdmitAll, DiskFilter
+from kvbm.policy.admission.ghost import GhostAdmission
+from kvbm.policy.admission.registry import AdmissionFactory, admission_policies, make_admission
+from kvbm.policy.admission.write_budget import WriteBudget
 from kvbm.policy.arc import Arc
 from kvbm.policy.contract import AdmissionPolicy, EvictionPolicy
 from kvbm.policy.gdsf import BlockCost, Gdsf
@@ -14,7 +15,6 @@ from kvbm.policy.registry import PolicyFactory, eviction_policies, make_policy
 from kvbm.policy.s3fifo import S3Fifo
 from kvbm.policy.sieve import Sieve
 from kvbm.policy.tinylfu import WTinyLfu
-from kvbm.policy.write_budget import WriteBudget
 
 __all__ = [
     "AdmissionFactory",

@@ -27,7 +27,7 @@ PolicyFactory = Callable[[int], EvictionPolicy]
 """Makes a policy for a tier of so many slots."""
 
 BUILT_IN = {
-    "gittins": "kvbm.policy.gittins:Gittins",
+    "gittins": "kvbm.policy.gittins.policy:Gittins",
     "lru": "kvbm.policy.lru:LeafFirstLru",
     "s3fifo": "kvbm.policy.s3fifo:S3Fifo",
     "sieve": "kvbm.policy.sieve:Sieve",

@@ -1,6 +1,6 @@
 """Seeded faults at the system-call boundary of the disk tier.
 
-What can be injected, into any call of `kvbm.tiers.disk_syscalls.Syscalls`:
+What can be injected, into any call of `kvbm.tiers.disk.syscalls.Syscalls`:
 
 - the errors a medium gives: EIO, ENOSPC, EROFS, ENODEV, EINVAL, EOPNOTSUPP;
 - an interrupted call (EINTR) and a short transfer, down to none at all;
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvbm.layout import PAGE_BYTES
-from kvbm.tiers.disk_syscalls import Syscalls
+from kvbm.tiers.disk.syscalls import Syscalls
 
 _Call = Callable[[int, Sequence[memoryview], int], int]
 

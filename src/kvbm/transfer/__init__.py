@@ -11,9 +11,9 @@ from kvbm.errors import KvbmError
 from kvbm.numa import node_of_pci_device
 from kvbm.transfer.copier import Copier, Copying, DeviceEvent, Pairs, arena_tensor
 from kvbm.transfer.cpu import CpuCopier
+from kvbm.transfer.cuda.lock_turns import LockTurns
 from kvbm.transfer.device_cache import DeviceCache
 from kvbm.transfer.device_copier import DeviceCopier
-from kvbm.transfer.lock_turns import LockTurns
 
 __all__ = [
     "Copier",
@@ -46,7 +46,7 @@ def make_copier(
     if cache.device.type == "cpu":
         return CpuCopier(cache, arena, by_engine=by_engine)
     if cache.device.type == "cuda":
-        from kvbm.transfer.cuda import CudaCopier
+        from kvbm.transfer.cuda.copier import CudaCopier
 
         return CudaCopier(cache, arena, cuda_method, numa_node=numa_node, turns=turns)
     raise KvbmError(f"copying KV on device {cache.device}: accepted are cpu and cuda")
@@ -56,7 +56,7 @@ def numa_node(device: torch.device) -> int:
     """The NUMA node that a CUDA device is attached to; -1 for any other device, and where nobody tells."""
     if device.type != "cuda":
         return -1
-    from kvbm.transfer.cuda_driver import CudaDriver
+    from kvbm.transfer.cuda.driver import CudaDriver
 
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:

@@ -16,11 +16,11 @@ import torch
 
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.layout import PAGE_BYTES, BlockLayout
-from kvbm.tiers.block_io import Buffer, DeviceSpan
-from kvbm.tiers.nixl_agent import Segment
-from kvbm.tiers.page_sums import PAGE_WORDS, coefficients
-from kvbm.transfer.cuda_device import STORE_PRIORITY, TorchDevice, TorchStream, first_line
-from kvbm.transfer.cuda_driver import CudaDriver
+from kvbm.tiers.disk.block_io import Buffer, DeviceSpan
+from kvbm.tiers.disk.page_sums import PAGE_WORDS, coefficients
+from kvbm.tiers.nixl.agent import Segment
+from kvbm.transfer.cuda.device import STORE_PRIORITY, TorchDevice, TorchStream, first_line
+from kvbm.transfer.cuda.driver import CudaDriver
 
 _CHUNK_PAGES = 1024
 """Pages summed at once: widened to 64 bits and multiplied they take 16 MiB."""

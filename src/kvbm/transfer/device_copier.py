@@ -8,7 +8,7 @@ import torch
 
 from kvbm.errors import KvbmError
 from kvbm.transfer.copier import Copying, DeviceEvent, Over, Pairs, assert_arena, checked
-from kvbm.transfer.cuda_device import TorchDevice
+from kvbm.transfer.cuda.device import TorchDevice
 from kvbm.transfer.device_cache import DeviceCache, Region
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.block import Tier
-from kvbm.launch import ManagerAddress, ManagerFinder
+from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport

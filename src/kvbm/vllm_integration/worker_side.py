@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
-from kvbm.launch import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
 from kvbm.settings import Settings

@@ -15,10 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvbm.channel import Channel, readable_among
+from kvbm.client.channel import Channel, readable_among
+from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable, ManagerUntrusted
-from kvbm.launch import ManagerFinder
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog

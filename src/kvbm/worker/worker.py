@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
-from kvbm.launch import ManagerFinder
 from kvbm.protocol import Hello, StepPlan, StepReport, Welcome
 from kvbm.transfer import DeviceCache
 from kvbm.worker.failures import FailureLog

@@ -1,0 +1,1 @@
+"""Policies that decide which blocks may enter the disk tier."""

@@ -1,0 +1,179 @@
+"""Which blocks leave host memory next when disk is written only on eviction, and that they are written before.
+
+Writing takes time and a reservation cannot wait for it, so the blocks that the eviction policy would give up next are
+set aside ahead of need: at any time a sixteenth of the slots is free, or holds a block that was set aside and offered
+to disk. Such a block stays resident and is found as before; a request that uses it, or stores a continuation, puts it
+back under the policy. Otherwise it goes when room is made and its write has ended, or was refused.
+
+A reservation never waits. When more room is needed at once than was prepared, blocks whose write has not begun go
+unwritten, which the offload queue counts; those being written are leased and stay until their bytes are on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol
+
+from kvbm.policy.contract import EvictionPolicy
+
+AHEAD_SHARE = 16
+AHEAD_BLOCKS_MAX = 4096
+_BATCH_BLOCKS_MAX = 256
+
+
+class Pool(Protocol):
+    """What `Departures` asks of the slots that it chooses among, as `manager.pool.SlotPool` is it.
+
+    Properties are read-only; a slot is a number below `slot_count`.
+    """
+
+    @property
+    def slot_count(self) -> int:
+        """All slots, free or not."""
+
+    @property
+    def free_count(self) -> int:
+        """Slots that hold nothing."""
+
+    @property
+    def leased(self) -> Container[int]:
+        """The slots that somebody holds."""
+
+    def key_of(self, slot: int) -> Hashable:
+        """The block in a slot that is not free."""
+
+    def parent_slot_of(self, slot: int) -> int:
+        """The slot of the block before the one in this slot; -1 where there is none, or it is not resident."""
+
+
+class DepartureQueue(Protocol):
+    """The way down, as `Offloader` is it."""
+
+    def depart(self, slot: int) -> bool:
+        """Host memory is about to give the block in this slot up. False: it may, now. True: it is to be written, and
+        `Departures.settled` will be called for the slot when that has ended, unless the block goes before."""
+
+
+class Departures:
+    """An `EvictionPolicy` around another one, for the pool of host memory. Owned by the manager's thread.
+
+    It keeps that contract but for one thing: a block that waits for its write may go after its parent. `attach` comes
+    before the first call.
+    """
+
+    def __init__(self, inner: EvictionPolicy, slot_count: int) -> None:
+        self._inner = inner
+        self._ahead = min(max(slot_count // AHEAD_SHARE, 1), AHEAD_BLOCKS_MAX)
+        # Slots that the policy inside has given up and that still hold their block, oldest first: those whose write
+        # has not ended, and those that may go.
+        self._writing: dict[int, None] = {}
+        self._settled: dict[int, None] = {}
+        self._exhausted = False
+        self._pool: Pool | None = None
+        self._queue: DepartureQueue | None = None
+
+    def attach(self, pool: Pool, queue: DepartureQueue) -> None:
+        """The pool that this is the policy of, which keeps parents, and the way down, idle when it is exchanged."""
+        assert not self._writing
+        self._pool, self._queue = pool, queue
+
+    def advance(self, now_s: float) -> None:
+        """Set as many blocks aside as are missing. Called often; costs nothing when none are."""
+        assert self._pool is not None
+        prepared = self._pool.free_count + len(self._writing) + len(self._settled)
+        missing = min(self._ahead - prepared, _BATCH_BLOCKS_MAX)
+        if missing > 0 and not self._exhausted:
+            chosen = self._inner.victims(missing, (), self._pool.leased, now_s)
+            self._exhausted = len(chosen) < missing
+            self._set_aside(chosen)
+
+    def advance_all(self, now_s: float) -> None:
+        """Host memory is about to go: offer everything to disk, what is worth most first."""
+        assert self._pool is not None
+        self._set_aside(self._inner.victims(self._pool.slot_count, (), self._pool.leased, now_s)[::-1])
+
+    def keep(self, slot: int, now_s: float) -> None:
+        """The block in this slot is about to get a continuation: room for that is not made of what comes before it."""
+        self._take_back(slot, now_s)
+
+    def settled(self, slot: int) -> None:
+        """The write of the block in this slot has ended, or there will be none."""
+        if slot in self._writing:
+            del self._writing[slot]
+            self._settled[slot] = None
+
+    # ---- the policy of the pool
+
+    def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """What is used again does not leave."""
+        if self._writing or self._settled:
+            for slot in slots:
+                self._take_back(slot, now_s)
+        self._inner.requested(keys, slots, now_s)
+
+    def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
+        self._inner.finished(key, output_tokens, now_s)
+
+    def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
+        """A block that gets a continuation does not leave before it."""
+        self._take_back(parent, now_s)
+        self._inner.inserted(keys, slots, parent, now_s)
+
+    def evictable(self, slots: Iterable[int]) -> None:
+        """Those set aside are not the inner policy's to choose."""
+        self._exhausted = False
+        if self._writing or self._settled:
+            slots = [slot for slot in slots if not self._leaves(slot)]
+        self._inner.evictable(slots)
+
+    def removed(self, slots: Iterable[int]) -> None:
+        """The inner policy hears of those it knows."""
+        for slot in slots:
+            if self._leaves(slot):
+                self._forget(slot)
+            else:
+                self._inner.removed((slot,))
+
+    def victims(
+        self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
+    ) -> list[int]:
+        """Those set aside first, and as many of the inner policy's next ones in their place.
+
+        Above a disk host memory takes every newcomer, so that none is weighed against what was set aside.
+        """
+        self._set_aside(self._inner.victims(needed, incoming, leased, now_s))
+        gone = list(islice((slot for slot in self._settled if slot not in leased), needed))
+        if len(gone) < needed:
+            # Unwritten, the oldest first: a write that has begun holds a lease.
+            unwritten = (slot for slot in self._writing if slot not in leased)
+            gone += islice(unwritten, needed - len(gone))
+        for slot in gone:
+            self._forget(slot)
+        return gone
+
+    def _set_aside(self, slots: Sequence[int]) -> None:
+        assert self._queue is not None
+        for slot in slots:
+            (self._writing if self._queue.depart(slot) else self._settled)[slot] = None
+
+    def _take_back(self, slot: int, now_s: float) -> None:
+        """Put a block that was set aside back under the policy, after its parents. Its write goes on."""
+        pool = self._pool
+        assert pool is not None
+        branch: list[tuple[int, Hashable, int]] = []
+        while self._leaves(slot):
+            branch.append((slot, pool.key_of(slot), pool.parent_slot_of(slot)))
+            self._forget(slot)
+            slot = branch[-1][2]
+        for slot, key, before in reversed(branch):
+            self._inner.inserted((key,), (slot,), before, now_s)
+            if slot not in pool.leased:  # else it becomes evictable when the lease ends
+                self._inner.evictable((slot,))
+
+    def _leaves(self, slot: int) -> bool:
+        return slot in self._writing or slot in self._settled
+
+    def _forget(self, slot: int) -> None:
+        self._writing.pop(slot, None)
+        self._settled.pop(slot, None)

@@ -1,0 +1,1 @@
+"""The default eviction policy: it learns online when runs of blocks are used again."""

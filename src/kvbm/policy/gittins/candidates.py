@@ -1,0 +1,128 @@
+"""Which leaf is worth least: a heap of those that may go next, filled by rating all leaves now and then.
+
+Between two ratings the worth of a leaf changes with its age, mostly downwards. A candidate is rated anew when its
+turn comes; that others have fallen below it meanwhile is accepted for `_RATING_S` seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Container
+from math import inf
+
+import numpy as np
+
+from kvbm.policy.gittins.hazard import EDGES_S, HazardModel, bins_of
+from kvbm.policy.gittins.runs import NOBODY, RunTree
+
+_EDGES = EDGES_S.tolist()
+_COUNT_MIN, _SHARE = 64, 50
+_RATING_S = 1.0
+_LEAVES_PER_REQUEST = 300
+
+
+class Candidates:
+    """The leaves of `tree` by their worth in `model`. `now_s` and `request_number` are kept up to date by the owner.
+
+    Leaves that are not among the candidates were worth more than `_ceiling` when all were rated; below 0 it says that
+    they have to be rated first.
+    """
+
+    def __init__(self, tree: RunTree, model: HazardModel) -> None:
+        self.now_s = 0.0
+        self.request_number = 0
+        self._tree = tree
+        self._model = model
+        self._heap: list[tuple[float, float, int]] = []
+        self._heap_max = 0
+        self._ceiling = -1.0
+        self._due_request, self._due_s = 0, 0.0
+        self._passed_over = False
+        self._last_use = False
+
+    @property
+    def passed_over(self) -> bool:
+        """Leaves that could not go were dropped from the candidates: they have to be offered again."""
+        return self._passed_over
+
+    def by_last_use(self, wanted: bool) -> None:
+        """From now on a leaf is worth what LRU would say, or what the model says."""
+        self._last_use = wanted
+        self.expire()
+
+    def worth(self, run: int) -> float:
+        """The run's index now; where last use counts, the number of the request that used it."""
+        tree = self._tree
+        if self._last_use:
+            return float(tree.turn[run])
+        return self._model.index_of(tree.kind[run], bisect_right(_EDGES, self.now_s - tree.used_s[run]) - 1)
+
+    def offer(self, run: int) -> None:
+        """The run may go if it is a leaf."""
+        if self._ceiling < 0:
+            return  # all leaves are rated before the next answer anyway
+        if len(self._heap) > self._heap_max:
+            self.expire()
+            return
+        tree = self._tree
+        if run >= 0 and tree.resident[run] and not tree.resident_children[run]:
+            heapq.heappush(self._heap, (self.worth(run), tree.used_s[run], run))
+
+    def expire(self) -> None:
+        """Rate all leaves again before the next answer: the model has changed."""
+        self._heap, self._ceiling = [], -1.0
+
+    def expire_if_due(self) -> None:
+        """`expire` once a second, and less often where there are so many leaves that it would cost too much."""
+        if self.request_number >= self._due_request and self.now_s >= self._due_s:
+            self.expire()
+
+    def least(self, leased: Container[int], filling: Container[int]) -> tuple[float, int]:
+        """The worth of the leaf that is worth least, and the leaf; it is a candidate no more. -1 when none may go."""
+        tree, heap = self._tree, self._heap
+        wanted = 0
+        while True:
+            if not heap or heap[0][0] > self._ceiling:
+                if not heap and wanted and self._ceiling == inf:
+                    return 0.0, NOBODY
+                wanted = max(_COUNT_MIN, 2 * wanted)
+                self._rate_all(wanted)
+                heap = self._heap
+                if not heap:
+                    return 0.0, NOBODY
+            run = heapq.heappop(heap)[2]
+            if not tree.resident[run] or tree.resident_children[run]:
+                continue
+            tail = tree.tail_slot(run)
+            if tail in leased or tail in filling:
+                self._passed_over = True
+                continue
+            worth = self.worth(run)
+            if worth > self._ceiling or (heap and worth > heap[0][0]):
+                heapq.heappush(heap, (worth, tree.used_s[run], run))
+                continue
+            return worth, run
+
+    def _rate_all(self, wanted: int) -> None:
+        """Rate every leaf now, and keep those that are worth least: `wanted`, or a share of many."""
+        tree = self._tree
+        resident = np.frombuffer(tree.resident, np.int32)
+        leaves = np.flatnonzero((resident > 0) & (np.frombuffer(tree.resident_children, np.int32) == 0))
+        used_s = np.frombuffer(tree.used_s)[leaves]
+        if self._last_use:
+            worth = np.frombuffer(tree.turn, np.int32)[leaves].astype(np.float64)
+        else:
+            kinds = np.frombuffer(tree.kind, np.int32)[leaves].astype(np.int64)
+            worth = self._model.index(kinds, bins_of(self.now_s - used_s))
+        self._due_request = self.request_number + 1 + len(leaves) // _LEAVES_PER_REQUEST
+        self._due_s = self.now_s + _RATING_S
+        self._heap_max = 2 * len(leaves) + _COUNT_MIN
+        self._ceiling = inf
+        wanted = max(wanted, len(leaves) // _SHARE)
+        if wanted < len(leaves):
+            least = np.argpartition(worth, wanted)[: wanted + 1]
+            self._ceiling = float(worth[least].max())
+            leaves, used_s, worth = leaves[least], used_s[least], worth[least]
+        self._heap = list(zip(worth.tolist(), used_s.tolist(), leaves.tolist(), strict=True))
+        heapq.heapify(self._heap)

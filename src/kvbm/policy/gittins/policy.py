@@ -1,0 +1,380 @@
+"""Keep the runs that are expected to be used soonest: an online hazard model turned into a Gittins index.
+
+See `history` for the tree of runs, `features` for what is known of a run, `hazard` for the model. This file lets
+requests teach the model, and answers who goes: the leaf with the lowest index, and that may be the newcomer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Hashable, Iterable, Sequence
+
+import numpy as np
+
+from kvbm.policy.gittins import features
+from kvbm.policy.gittins.candidates import Candidates
+from kvbm.policy.gittins.duel import Duel
+from kvbm.policy.gittins.features import FIRST_NEW_BLOCKS, RUN_CODES, Place
+from kvbm.policy.gittins.learning import KINDS_MAX, Fitting, Learner
+from kvbm.policy.gittins.runs import NOBODY, RunTree, names_of
+from kvbm.policy.gittins.turns import TURNS_MAX, Turns
+
+HISTORY_RUNS_MIN = 65_536
+HISTORY_BLOCKS_MIN = 1 << 19
+_BRANCHES_MAX = 4
+_WEIGHT = array("f", (length**0.4 for length in range(4096)))
+
+
+class Gittins:
+    """The policy over `slot_count` slots. It starts knowing nothing and learns from every request.
+
+    What it remembers beyond the tier is bounded: `history_runs_min` runs (or one for 16 slots) and
+    `history_blocks_min` blocks (or one for four slots), whichever is more, the latest `turns_max` requests, and
+    `kinds_max` kinds of runs told apart.
+    """
+
+    def __init__(
+        self,
+        slot_count: int,
+        history_runs_min: int = HISTORY_RUNS_MIN,
+        history_blocks_min: int = HISTORY_BLOCKS_MIN,
+        turns_max: int = TURNS_MAX,
+        kinds_max: int = KINDS_MAX,
+    ) -> None:
+        self._tree = RunTree(slot_count)
+        self._learner = Learner(kinds_max)
+        self._turns = Turns(turns_max)
+        self._running: dict[int, int] = {}
+        self._filling: set[int] = set()
+        self._runs_max = max(history_runs_min, slot_count // 16)
+        self._blocks_max = max(history_blocks_min, slot_count // 4)
+        self._duel = Duel(slot_count, turns_max)
+        self._candidates = Candidates(self._tree, self._learner.model)
+        self._fitting = Fitting(self._tree, self._turns, self._learner)
+
+    # ---- requests
+
+    def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """Learn from the request: which runs were used again, and which new ones it brings."""
+        if not keys:
+            return
+        self._candidates.now_s = now_s
+        names = names_of(keys)
+        path, known = self._tree.match(names)
+        self._cut_at_residency(path)
+        number = self._begin_turn(names, path, known, now_s)
+        self._supersede(path, now_s)
+        self._duel.begin(number)
+        tree = self._tree
+        lru_hits = self._duel.lru_hits((tree.turn[run], tree.length[run]) for run in path)
+        last = self._use(path, number, len(names), now_s)
+        self._add_new(last, known, names, number, now_s)
+        hits = slots.index(NOBODY) if NOBODY in slots else len(slots)
+        if self._duel.end(lru_hits, hits, len(names), now_s):
+            self._candidates.by_last_use(self._duel.lru_decides)
+        if self._fitting.step(now_s):
+            self._candidates.expire()
+
+    def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
+        """The length of the output says how likely a next turn is."""
+        name = names_of((key,))[0]
+        number = self._running.pop(name, 0)
+        turns, tree = self._turns, self._tree
+        at = turns.find(number)
+        if at < 0:
+            return
+        self._candidates.now_s = now_s
+        turns.finish(at, output_tokens)
+        code, codes, run = turns.code[at] * RUN_CODES, self._learner.codes, turns.last_run[at]
+        while run >= 0 and tree.turn[run] == number:
+            # What is known now was true from the start. But the model has to know runs as they are known at first
+            # as well, and over their whole life: so they count for both kinds.
+            early = tree.early_kind[run] = tree.kind[run]
+            tree.kind[run] = self._learner.kind(code + codes[early] % RUN_CODES)
+            tree.used_s[run] = now_s
+            self._candidates.offer(run)
+            run = tree.parent[run]
+
+    def _begin_turn(self, names: array[int], path: list[int], known: int, now_s: float) -> int:
+        """Note the request; it is the next turn of the one that used the last known run, unless many continue that."""
+        turns, tree = self._turns, self._tree
+        before = 0
+        if path and tree.branches[path[-1]] < _BRANCHES_MAX:
+            before = tree.turn[path[-1]]
+        if path and known < len(names):
+            tree.branches[path[-1]] += 1
+        number = self._candidates.request_number = turns.begin(before, now_s, len(names), known)
+        self._running[names[-1]] = number
+        if len(self._running) > turns.capacity:
+            del self._running[next(iter(self._running))]
+        return number
+
+    def _cut_at_residency(self, path: list[int]) -> None:
+        """Cut runs that are there in part, so that a run either comes into the tier as a whole or not at all."""
+        tree = self._tree
+        for i in range(len(path) - 1, -1, -1):
+            run = path[i]
+            if 0 < tree.resident[run] < tree.length[run]:
+                weight = tree.weight[run]
+                rest = tree.cut(run, tree.resident[run])
+                tree.weight[rest] = weight
+                path.insert(i + 1, rest)
+
+    def _use(self, path: list[int], number: int, blocks: int, now_s: float) -> int:
+        """Every run of the path was used: an event for the model, and a new start for the run. The last of them."""
+        tree, at, used = self._tree, number % self._turns.capacity, self._learner.used
+        code, drops = self._turns.code[at] * RUN_CODES, self._turns.drops[at]
+        position, before, moved = 0, NOBODY, self._duel.moved
+        for run in path:
+            if weight := tree.weight[run]:
+                age_s = now_s - tree.used_s[run]
+                used.add(tree.kind[run], age_s, weight)
+                if tree.early_kind[run] >= 0:
+                    used.add(tree.early_kind[run], self._age_s(run, now_s), weight)
+                    tree.early_kind[run] = NOBODY
+            length = tree.length[run]
+            moved(tree.turn[run], number, length)
+            uses = tree.uses[run] = tree.uses[run] + 1
+            place = Place.OLD
+            if position == 0:
+                place = Place.ROOT
+            if position == blocks - 1:
+                place = Place.LAST
+            position += length
+            tree.turn[run] = number
+            tree.used_s[run] = now_s
+            tree.weight[run] = _WEIGHT[min(length, 4095)]
+            kind = tree.kind[run] = self._learner.kind(code + features.run_code(uses, place, drops))
+            if before >= 0 and tree.kind[before] == kind and self._can_merge(before, run):
+                tree.merge(before, run)
+                tree.uses[before] = uses
+                tree.weight[before] = _WEIGHT[min(tree.length[before], 4095)]
+            else:
+                before = run
+        return before
+
+    def _can_merge(self, run: int, rest: int) -> bool:
+        """Nothing tells them apart any more, and no part of the first is missing while the second is there."""
+        tree = self._tree
+        return (
+            tree.child[run] == rest
+            and tree.next[rest] < 0
+            and (tree.resident[run] == tree.length[run] or not tree.resident[rest])
+            and (tree.resident[run] == 0) == (tree.resident[rest] == 0)
+        )
+
+    def _add_new(self, parent: int, known: int, names: array[int], number: int, now_s: float) -> None:
+        """Runs for what nobody asked for before: its first blocks, the rest, and its last block."""
+        blocks = len(names)
+        at = known
+        for end, place in (
+            (min(known + FIRST_NEW_BLOCKS, blocks - 1), Place.FIRST_NEW),
+            (blocks - 1, Place.NEW),
+            (blocks, Place.LAST),
+        ):
+            if at < end:
+                parent = self._new_run(parent, names[at:end], place, number, now_s)
+                at = end
+        self._turns.last_run[number % self._turns.capacity] = parent
+        if self._surplus(1.0):
+            self._forget(now_s)
+
+    def _new_run(self, parent: int, names: array[int], place: int, number: int, now_s: float) -> int:
+        tree, at = self._tree, number % self._turns.capacity
+        run = tree.add(parent, names)
+        self._duel.moved(0, number, len(names))
+        tree.turn[run], tree.used_s[run], tree.uses[run] = number, now_s, 1
+        tree.weight[run] = _WEIGHT[min(len(names), 4095)]
+        code = self._turns.code[at] * RUN_CODES if number else 0
+        tree.kind[run] = self._learner.kind(
+            code + features.run_code(1, place, self._turns.drops[at] if number else 0)
+        )
+        return run
+
+    def _supersede(self, path: list[int], now_s: float) -> None:
+        """Where this request parts from the one that used a run last, the rest of that one has been left behind."""
+        tree = self._tree
+        for i, run in enumerate(path):
+            turn = tree.turn[run]
+            if i + 1 < len(path) and tree.turn[path[i + 1]] == turn:
+                continue
+            if tree.branches[run] >= _BRANCHES_MAX:
+                continue
+            following = path[i + 1] if i + 1 < len(path) else NOBODY
+            child = tree.child[run]
+            while child >= 0:
+                if child != following and tree.turn[child] == turn:
+                    self._leave_behind(child, turn, now_s)
+                    break
+                child = tree.next[child]
+
+    def _leave_behind(self, run: int, turn: int, now_s: float) -> None:
+        tree = self._tree
+        while run >= 0:
+            self._become(run, features.superseded(self._learner.codes[tree.kind[run]]), now_s)
+            run = tree.child[run]
+            while run >= 0 and tree.turn[run] != turn:
+                run = tree.next[run]
+
+    # ---- changes
+
+    def _become(self, run: int, code: int, now_s: float) -> None:
+        """More is known of the run: from this age on it counts for another kind."""
+        tree = self._tree
+        before, kind = tree.kind[run], self._learner.kind(code)
+        if before == kind:
+            return
+        tree.kind[run] = kind
+        if weight := tree.weight[run]:
+            age_s = now_s - tree.used_s[run]
+            self._learner.left.add(before, age_s, weight)
+            self._learner.joined.add(kind, age_s, weight)
+            if tree.early_kind[run] >= 0:
+                self._learner.left.add(tree.early_kind[run], self._age_s(run, now_s), weight)
+                tree.early_kind[run] = NOBODY
+        self._candidates.offer(run)
+
+    def _age_s(self, run: int, now_s: float) -> float:
+        """Since the run's request arrived; `used_s` says when it finished, once it has."""
+        return now_s - self._turns.arrived_s[self._tree.turn[run] % self._turns.capacity]
+
+    # ---- residency
+
+    def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
+        """Put the blocks into the runs that the request made, or into new ones."""
+        tree, names = self._tree, names_of(keys)
+        self._filling.update(slots)
+        behind = tree.run_of[parent] if parent >= 0 else NOBODY
+        if behind >= 0 and tree.tail_slot(behind) != parent:
+            tree.cut(behind, tree.slots(behind).index(parent) + 1)
+        done, end = 0, len(names)
+        while done < end:
+            run = self._run_to_fill(behind, names, done, now_s)
+            room = min(tree.length[run] - tree.resident[run], end - done)
+            tree.fill(run, slots[done : done + room])
+            done += room
+            behind = run
+
+    def _run_to_fill(self, behind: int, names: array[int], done: int, now_s: float) -> int:
+        """A run whose next block that is not resident is `names[done]`, and the others of it follow."""
+        tree = self._tree
+        if behind >= 0 and tree.resident[behind] < tree.length[behind]:
+            # The block is the next of the run behind, or the chain goes another way in the middle of it.
+            rest = tree.cut(behind, tree.resident[behind])
+            tree.weight[rest] = tree.weight[behind]
+        run = tree.first.get(names[done], NOBODY)
+        if run >= 0 and not tree.resident[run]:
+            tree.cut(run, tree.common(run, names, done))
+            if behind >= 0 and tree.parent[run] != behind and not tree.leads_to(run, behind):
+                tree.move(run, behind)  # it was left without its parent once
+            return run
+        if behind >= 0 and tree.child[behind] < 0:
+            code = self._learner.codes[tree.kind[behind]]
+            if features.place_of(code) == Place.OUTPUT and tree.can_extend(behind):
+                self._duel.moved(0, tree.turn[behind], len(names) - done)
+                tree.extend(behind, names[done:])  # what is generated grows block by block
+                return behind
+        number = tree.turn[behind] if behind >= 0 else 0
+        number = number if self._turns.find(number) >= 0 else 0
+        return self._new_run(behind, names[done:], Place.OUTPUT, number, now_s)
+
+    def evictable(self, slots: Iterable[int]) -> None:
+        """Offer the leaves among these."""
+        if not self._filling and not self._candidates.passed_over:
+            return
+        tree = self._tree
+        slots = list(slots)
+        self._filling.difference_update(slots)
+        for run in {tree.run_of[slot] for slot in slots}:
+            self._candidates.offer(run)
+
+    def removed(self, slots: Iterable[int]) -> None:
+        """Take the blocks out of their runs."""
+        tree = self._tree
+        for slot in slots:
+            run = tree.run_of[slot]
+            turn, known = tree.turn[run], tree.live_blocks
+            self._filling.discard(slot)
+            tree.remove(slot)
+            self._duel.forgotten(turn, known - tree.live_blocks)
+            self._candidates.offer(run if tree.resident[run] else tree.parent[run])
+
+    # ---- eviction
+
+    def victims(
+        self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
+    ) -> list[int]:
+        """Blocks of the leaves with the lowest index; fewer where the end of `incoming` has a lower one."""
+        tree, candidates = self._tree, self._candidates
+        candidates.now_s = now_s
+        candidates.expire_if_due()
+        chosen: list[int] = []
+        newcomers = self._newcomers(incoming)
+        while needed > 0:
+            worth, run = candidates.least(leased, self._filling)
+            while newcomers and needed > 0 and (run < 0 or worth > newcomers[-1][0]):
+                # The end of what is to come is worth less than anything that could go.
+                needed -= newcomers.pop()[1]
+            if run < 0:
+                break
+            if needed > 0:
+                count = self._free_tail(run, min(needed, tree.resident[run]), leased)
+                chosen.extend(tree.trim(run, count))
+                needed -= count
+            self._candidates.offer(run if tree.resident[run] else tree.parent[run])
+        return chosen
+
+    def _newcomers(self, incoming: Sequence[Hashable]) -> list[tuple[float, int]]:
+        """(worth, blocks) of the runs that are to come in, in the order of the chain."""
+        tree, names = self._tree, names_of(incoming)
+        found: list[tuple[float, int]] = []
+        position, end = 0, len(names)
+        while position < end:
+            run = tree.first.get(names[position], NOBODY)
+            if run >= 0:
+                length = min(tree.length[run], end - position)
+                found.append((self._candidates.worth(run), length))
+                position += length
+            else:  # nobody asked for it: worth as much as what it continues
+                position += 1
+                if found:
+                    found[-1] = (found[-1][0], found[-1][1] + 1)
+        return found
+
+    def _free_tail(self, run: int, most: int, leased: Container[int]) -> int:
+        """How many of the run's last blocks may go; the last is known to."""
+        filling, count = self._filling, 1
+        for slot in self._tree.slots(run)[-2 : -most - 1 : -1]:
+            if slot in leased or slot in filling:
+                break
+            count += 1
+        return count
+
+    # ---- forgetting
+
+    def _surplus(self, share: float) -> bool:
+        """More is remembered, beyond what is resident, than this share of what may be."""
+        tree = self._tree
+        gone_runs, gone_blocks = len(tree) - tree.resident_runs, tree.live_blocks - tree.resident_blocks
+        return gone_runs > share * self._runs_max or gone_blocks > share * self._blocks_max
+
+    def _forget(self, now_s: float) -> None:
+        """Drop the oldest of the history that is not resident, a tenth of what is allowed."""
+        tree = self._tree
+        while self._surplus(0.9):
+            gone = np.frombuffer(tree.resident, np.int32) == 0
+            gone &= np.frombuffer(tree.child, np.int32) < 0
+            gone &= np.frombuffer(tree.length, np.int32) > 0
+            ends = np.flatnonzero(gone)
+            if not len(ends):
+                return
+            used_s = np.frombuffer(tree.used_s)[ends]
+            oldest = ends[np.argsort(used_s, kind="stable")][: max(1, len(ends) // 10)].tolist()
+            del gone, used_s
+            for run in oldest:
+                if weight := tree.weight[run]:
+                    for kind in (tree.kind[run], tree.early_kind[run]):
+                        if kind >= 0:
+                            self._learner.left.add(kind, now_s - tree.used_s[run], weight)
+                self._duel.forgotten(tree.turn[run], tree.length[run])
+                tree.forget(run)

@@ -1,0 +1,66 @@
+"""The latest requests: what the next turn of a conversation wants to know of the one before it."""
+
+from __future__ import annotations
+
+from array import array
+
+from kvbm.policy.gittins import features
+
+TURNS_MAX = 1 << 16
+NOBODY = -1
+
+
+class Turns:
+    """The `capacity` latest requests in a ring, as parallel arrays. A request's number counts from 1; its place in
+    the arrays is `find(number)`. 45 bytes each.
+
+    `blocks` and `new_blocks` of its prompt, `code` of what is known of it (`features.request_code`), `gap_mean` of
+    its conversation, `dropping` the moving share of turns that lost blocks and `drops` its level, `last_run` where
+    its prompt ended.
+    """
+
+    def __init__(self, capacity: int = TURNS_MAX) -> None:
+        self.capacity = capacity
+        self.latest = 0
+        self.number = array("q", [-1]) * capacity
+        self.arrived_s = array("d", bytes(8 * capacity))
+        self.blocks = array("i", bytes(4 * capacity))
+        self.new_blocks = array("i", bytes(4 * capacity))
+        self.code = array("i", bytes(4 * capacity))
+        self.gap_mean = array("f", bytes(4 * capacity))
+        self.dropping = array("f", bytes(4 * capacity))
+        self.drops = bytearray(capacity)
+        self.last_run = array("i", bytes(4 * capacity))
+
+    def find(self, number: int) -> int:
+        """The place of a request in the ring, or -1 when it was overwritten."""
+        at = number % self.capacity
+        return at if number > 0 and self.number[at] == number else NOBODY
+
+    def begin(self, before: int, now_s: float, blocks: int, known: int) -> int:
+        """A request of so many blocks, the first `known` of which were asked for before; its number.
+
+        `before` is the number of the turn that it goes on from, 0 when there is none.
+        """
+        self.latest += 1
+        number, at = self.latest, self.latest % self.capacity
+        gap_mean, dropping, drops = -1.0, 0.0, 0
+        last = self.find(before)
+        if last >= 0:
+            gap = features.log2_seconds(now_s - self.arrived_s[last])
+            earlier = self.gap_mean[last]
+            gap_mean = gap if earlier < 0 else 0.6 * earlier + 0.4 * gap
+            lost = self.blocks[last] - known > 1
+            dropping = 0.5 * self.dropping[last] + (0.5 if lost else 0.0)
+            drops = features.drop_level(dropping)
+        self.number[at], self.arrived_s[at] = number, now_s
+        self.blocks[at], self.new_blocks[at] = blocks, blocks - known
+        self.gap_mean[at], self.dropping[at], self.drops[at] = gap_mean, dropping, drops
+        self.finish(at, -1)
+        return number
+
+    def finish(self, at: int, output_tokens: int) -> None:
+        """Note how much the request at this place generated (-1: not known yet)."""
+        self.code[at] = features.request_code(
+            self.gap_mean[at], output_tokens, self.new_blocks[at], self.blocks[at]
+        )

@@ -1,0 +1,1 @@
+"""What `kvbm plan` asks and answers."""

@@ -1,0 +1,267 @@
+"""A plan for people: what each sum buys, as a picture and as a table, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvbm.present.axes import FAINT, INK, STYLE, find_pyplot, plain_axes, save_figure
+from kvbm.settings import Settings
+from kvbm.settings.advice import format_bytes
+from kvbm.settings.parse import GB
+from kvbm.sim.plan.cheapest import DOLLARS, Candidate, Prices, frontier
+from kvbm.sim.plan.planning import Answer, Answers, words_of
+from kvbm.sim.serving.offloads import DiskRules
+from kvbm.sim.simulate.picture import DPI, HEIGHT_IN, PANEL_IN
+from kvbm.sim.simulate.report import SECONDS_PER_HOUR
+
+ALONE, BOTH = "host memory alone", "with a disk"
+COLOURS = {ALONE: "#d9480f", BOTH: "#2f6fde"}
+
+
+def save(answers: Answers, path: Path) -> None:
+    """Write everything that was tried as indented JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(answers), indent=2) + b"\n")
+
+
+def kinds(answer: Answer, everything: bool) -> dict[str, list[Candidate]]:
+    """What was tried with and without a disk, by cost; unless `everything`, only what none of its kind beats.
+
+    Beaten is what something does better at for no more money. No cache is of the first kind.
+    """
+    found: dict[str, list[Candidate]] = {}
+    for kind in (ALONE, BOTH):
+        rows = [row for row in answer.candidates if bool(row.disk_bytes) == (kind == BOTH)]
+        sign = 1.0 if answer.target.most_s is not None else -1.0
+        kept = frontier([(row.cost, sign * answer.target.measure(row)) for row in rows])
+        found[kind] = rows if everything else [rows[i] for i in kept]
+    return {kind: rows for kind, rows in found.items() if rows}
+
+
+def render(answers: Answers, everything: bool) -> RenderableType:
+    """A table for each trace, the cheapest sizes that meet the target, and what the numbers rest on."""
+    parts: list[RenderableType] = []
+    for answer in answers.plans:
+        parts += [_title(answer), _table(answer, everything), *_conclusion(answer), *_notes(answer), Text("")]
+    return Group(*parts)
+
+
+def target_words(answer: Answer) -> str:
+    """The target, for people."""
+    target = answer.target
+    if target.most_s is not None:
+        return f"TTFT {target.statistic} of at most {target.most_s:g} s"
+    return f"a hit rate of at least {target.least_hit_rate or 0.0:.4g}"
+
+
+def _title(answer: Answer) -> Text:
+    return Text(f"{answer.trace.name}, {answer.policy}: {target_words(answer)}", style="bold", no_wrap=True)
+
+
+def _table(answer: Answer, everything: bool) -> Table:
+    timed = answer.target.most_s is not None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ["host", "disk", answer.prices.unit, "hits"]
+    if timed:
+        headings += ["of disk", "TTFT, s\nmean", "\np50", "\np90", "\np99", "load", "written\na day"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("meets", no_wrap=True)
+    for rows in kinds(answer, everything).values():
+        for row in rows:
+            cells = [_host(row), format_bytes(row.disk_bytes) if row.disk_bytes else "-"]
+            cells += [f"{row.cost:,.2f}", f"{row.hit_rate:.1%}"]
+            if timed:
+                cells.append(f"{row.disk_hit_rate:.1%}" if row.disk_bytes else "-")
+                seconds = (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
+                cells += [f"{value:.3f}" if value < 1.0 else f"{value:,.2f}" for value in seconds]
+                cells.append(f"{row.load:.2f}")
+                cells.append(format_bytes(row.disk_written_bytes_per_day) if row.disk_bytes else "-")
+            chosen = row == answer.chosen
+            cells.append("cheapest" if chosen else "yes" if row.meets else "no")
+            table.add_row(*cells, style="bold" if chosen else None if row.meets else "dim")
+        table.add_section()
+    return table
+
+
+def _host(row: Candidate) -> str:
+    if not row.host_bytes:
+        return "no cache"
+    return f"({format_bytes(row.host_bytes)})" if row.staged else format_bytes(row.host_bytes)
+
+
+def _conclusion(answer: Answer) -> list[Text]:
+    chosen = answer.chosen
+    if chosen is None:
+        return [Text(f"No size meets {target_words(answer)}: {answer.why_none}.", style="bold yellow")]
+    if not chosen.host_bytes:
+        return [Text(f"No cache is needed: {target_words(answer)} is met without.", style="bold")]
+    price = money(chosen.cost, answer.prices)
+    return [
+        Text(f"Cheapest of {len(answer.candidates)} tried: {words_of(chosen)}, {price}.", style="bold"),
+        # To be copied: one line, however narrow the table is.
+        Text("  " + " ".join(_settings(answer, chosen)), no_wrap=True, overflow="ignore"),
+    ]
+
+
+def _settings(answer: Answer, chosen: Candidate) -> list[str]:
+    """The settings of a manager like the one that was replayed, as far as they are not the default."""
+    settings, rules, usual = [], answer.rules, DiskRules()
+    if not chosen.staged:
+        settings.append(f"DYN_KVBM_CPU_CACHE_GB={_gigabytes(chosen.host_bytes)}")
+    if chosen.disk_bytes:
+        settings.append(f"DYN_KVBM_DISK_CACHE_GB={_gigabytes(chosen.disk_bytes)}")
+    if answer.policy != Settings().eviction:
+        settings.append(f"DYN_KVBM_EVICTION={answer.policy}")
+    if chosen.disk_bytes and not chosen.staged:
+        if rules.admission != usual.admission:
+            settings.append(f"DYN_KVBM_DISK_ADMISSION={rules.admission}")
+        if rules.write != usual.write:
+            settings.append(f"DYN_KVBM_DISK_WRITE={rules.write}")
+        if rules.budget_bytes_per_day is not None:
+            settings.append(f"DYN_KVBM_DISK_WRITE_BUDGET={rules.budget_bytes_per_day}")
+    return settings
+
+
+def money(cost: float, prices: Prices) -> str:
+    """A cost with its unit."""
+    return f"${cost:,.2f} a month" if prices.unit == DOLLARS else f"{cost:.1f} {prices.unit}"
+
+
+def _gigabytes(size_bytes: int) -> str:
+    """Rounded up, so that what was tried fits."""
+    return f"{math.ceil(size_bytes / GB * 1000) / 1000:g}"
+
+
+def _notes(answer: Answer) -> list[Text]:
+    trace, prices = answer.trace, answer.prices
+    everything = format_bytes(trace.unique_blocks * (trace.block_bytes or 0))
+    served = (
+        f"{trace.requests:,} requests in {trace.seconds / SECONDS_PER_HOUR:,.1f} h ask for {trace.accesses:,} blocks "
+        f"of {trace.block_tokens} tokens; all different ones take {everything}; no cache can hit more than "
+        f"{trace.repeated_rate:.2%}."
+    )
+    lines = [served]
+    if prices.unit == DOLLARS:
+        whose = "ASSUMED prices, not an offer (--price-host, --price-disk)" if prices.assumed else "Prices"
+        lines.append(
+            f"{whose}: host ${prices.host_per_gb:g}, disk ${prices.disk_per_gb:g} for a GB in a month."
+        )
+    else:
+        all_bytes = [
+            100.0 * GB / price if price else 0.0 for price in (prices.host_per_gb, prices.disk_per_gb)
+        ]
+        lines.append(
+            f"Instead of prices: percent of the memory that this machine has available, {format_bytes(all_bytes[0])}, "
+            f"plus percent of its free disk, {format_bytes(all_bytes[1])}."
+        )
+    if any(row.staged for row in answer.candidates):
+        lines.append(
+            "(host): not a tier, but the staging area of a disk alone. A hit rate says nothing about speed."
+        )
+    lines += [f"NB: {note}." for note in answer.notes]
+    return [Text(line, style="yellow" if line.startswith("NB") else "dim") for line in lines]
+
+
+# ---- the picture
+
+
+def draw(answers: Answers, path: Path) -> bool:
+    """Write a PNG: cost and what it buys, a panel a trace. False, and no file, without matplotlib (extra `demo`)."""
+    pyplot = find_pyplot()
+    if pyplot is None:
+        return False
+    panels = len(answers.plans)
+    with pyplot.rc_context(STYLE):
+        size_in = (PANEL_IN * panels, HEIGHT_IN)
+        figure, grid = pyplot.subplots(
+            1, panels, figsize=size_in, dpi=DPI, squeeze=False, layout="constrained"
+        )
+        for axes, answer in zip(grid[0], answers.plans, strict=True):
+            _panel(axes, answer)
+        save_figure(figure, path)
+    return True
+
+
+def _panel(axes: Any, answer: Answer) -> None:
+    timed = answer.target.most_s is not None
+    how = (
+        "line: LRU at every size, exactly"
+        if answer.lru_curve
+        else "every dot is a replay; the lines join the best"
+    )
+    note = "prices are assumed; " + how if answer.prices.assumed else how
+    plain_axes(axes, "both", f"{answer.trace.name}: {target_words(answer)}", note)
+    for kind, rows in kinds(answer, everything=True).items():
+        cached = [row for row in rows if row.host_bytes]
+        axes.scatter(*_xy(answer, cached), s=16, color=COLOURS[kind], alpha=0.4, linewidths=0)
+        best = [row for row in kinds(answer, everything=False)[kind] if row.host_bytes]
+        line = _exact(answer, kind, cached) if answer.lru_curve and cached else _xy(answer, best)
+        label = "disk alone" if cached and cached[0].staged else kind
+        axes.plot(*line, color=COLOURS[kind], linewidth=1.8, label=label)
+    level = answer.target.most_s if timed else 100 * (answer.target.least_hit_rate or 0.0)
+    axes.axhline(level, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="target")
+    if timed:
+        without = next(row for row in answer.candidates if not row.host_bytes)
+        axes.axhline(
+            answer.target.measure(without),
+            color=FAINT,
+            linewidth=1.0,
+            linestyle=(0, (1, 3)),
+            label="no cache",
+        )
+    _mark_chosen(axes, answer)
+    axes.set_xscale("log", subs=())
+    axes.xaxis.get_major_locator().set_params(subs=(1.0, 2.0, 5.0))
+    axes.xaxis.set_major_formatter(lambda cost, _: f"{cost:,g}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("cost, $ a month" if answer.prices.unit == DOLLARS else f"cost, {answer.prices.unit}")
+    axes.set_ylabel(f"TTFT, {answer.target.statistic}, seconds" if timed else "hit rate, %")
+    place = "upper right" if timed else "lower right"
+    axes.legend(loc=place, facecolor="white", edgecolor="white", framealpha=1.0)
+
+
+def _exact(answer: Answer, kind: str, rows: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+    """The curve of LRU over the sizes of the rows, which differ in one tier only."""
+    block_bytes = answer.trace.block_bytes or 0
+    largest = max(row.disk_bytes or row.host_bytes for row in rows)
+    smallest = min(row.disk_bytes or row.host_bytes for row in rows)
+    sizes = [(blocks * block_bytes, 100 * rate) for blocks, rate in answer.lru_curve]
+    kept = [(size, rate) for size, rate in sizes if smallest <= size <= largest]
+    points = [(size, 0) if kind == ALONE else (rows[0].host_bytes, size) for size, _ in kept]
+    return [answer.prices.cost(point) for point in points], [rate for _, rate in kept]
+
+
+def _mark_chosen(axes: Any, answer: Answer) -> None:
+    chosen = answer.chosen
+    if chosen is None or not chosen.host_bytes:
+        text = "no size meets the target" if chosen is None else "met without a cache"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=INK, weight="bold")
+        return
+    timed = answer.target.most_s is not None
+    (x,), (y,) = _xy(answer, [chosen])
+    axes.plot([x], [y], marker="*", markersize=16, color=INK, linestyle="none", zorder=5)
+    axes.annotate(
+        f"{words_of(chosen)}\n{money(chosen.cost, answer.prices)}",
+        (x, y),
+        # Below the curve, which falls with times and rises with hit rates.
+        xytext=(10, -42) if timed else (14, -38),
+        textcoords="offset points",
+        ha="right" if timed else "left",
+        weight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2},
+        zorder=6,
+    )
+
+
+def _xy(answer: Answer, rows: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+    scale = 1.0 if answer.target.most_s is not None else 100.0
+    return [row.cost for row in rows], [scale * answer.target.measure(row) for row in rows]

@@ -1,0 +1,391 @@
+"""Which sizes of the tiers meet a target on a trace, cheapest: what `kvbm plan` is asked, and the doing of it.
+
+A target of hit rates is met by one tier, as host memory or as disk: a hit rate does not say where a block came from.
+A target of times to first token is met by host memory with or without a disk below, replayed with their speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from kvbm.errors import KvbmError, SettingsError
+from kvbm.settings import Settings
+from kvbm.settings.advice import format_bytes
+from kvbm.sim.plan.cheapest import (
+    Bounds,
+    Candidate,
+    Point,
+    Prices,
+    Search,
+    Target,
+    coarse,
+    sizes_between,
+    smallest_enough,
+)
+from kvbm.sim.replay.curves import LruCurve, lru_curve
+from kvbm.sim.replay.sampling import Sample
+from kvbm.sim.serving.machine import Machine, quantile
+from kvbm.sim.serving.offloads import DiskRules
+from kvbm.sim.simulate.report import TraceFacts, facts
+from kvbm.sim.simulate.simulation import Plan, Watch, open_trace
+from kvbm.sim.simulate.study import BASELINE, Progress, Setup, hit_row, time_row
+from kvbm.sim.traces.formats import ReadOptions
+from kvbm.sim.traces.trace import Trace
+
+HOST_SPAN, DISK_SPAN = 100, 10
+"""The smallest size tried is this part of what all different blocks take."""
+PRECISION = 0.01
+"""Where a size takes a replay, bisection ends this close to the smallest that meets."""
+CURVE_POINTS = 200
+REPLAYS = 80
+DAY_S = 86_400.0
+STAGING_BYTES = Settings().staging_bytes
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """What was found for one trace. `chosen` is the cheapest that meets; without one `why_none` says why.
+
+    `lru_curve`: (blocks, hit rate) of LRU at all sizes, for a target of hit rates. `notes`: what was cut or estimated.
+    """
+
+    trace: TraceFacts
+    target: Target
+    policy: str
+    prices: Prices
+    rules: DiskRules
+    candidates: list[Candidate] = msgspec.field(default_factory=list)
+    chosen: Candidate | None = None
+    why_none: str = ""
+    replays: int = 0
+    notes: list[str] = msgspec.field(default_factory=list)
+    lru_curve: Sequence[tuple[int, float]] = ()
+
+
+class Answers(msgspec.Struct, kw_only=True):
+    """What `--json` writes: one answer for each trace."""
+
+    settings: dict[str, object]
+    plans: list[Answer] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What one call of `kvbm plan` is asked. `machine` is there for a target of times; its `block_bytes` follow.
+
+    `reading.limit` is None: `limit` cuts here, where it can be said how much was cut. `replays` bounds how many.
+    """
+
+    traces: list[str]
+    target: Target
+    bytes_per_token: int | None
+    policy: str = Settings().eviction
+    prices: Prices = field(default_factory=lambda: Prices(assumed=True))
+    bounds: Bounds = field(default_factory=Bounds)
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    limit: int | None = None
+    sample: float | None = None
+    replays: int = REPLAYS
+    machine: Machine | None = None
+    rules: DiskRules = field(default_factory=DiskRules)
+    closed_loop: bool = True
+
+    def check(self) -> None:
+        """`SettingsError` for what cannot be run, whatever the traces hold."""
+        if self.bytes_per_token is None:
+            raise KvbmError(
+                "sizes have a price only with the KV of a token: --bytes-per-token 128KiB, or --model DIR"
+            )
+        if self.sample is not None and self.target.most_s is not None:
+            raise SettingsError("--sample", self.sample, "nothing with --target-ttft: a sample has no queue")
+        Plan(
+            traces=self.traces,
+            policies=[self.policy],
+            host=[],
+            reading=self.reading,
+            sample=self.sample,
+            rules=[self.rules],
+        ).check()
+        if self.bounds.host_bytes == 0 and (self.target.most_s is not None or self.bounds.disk_bytes == 0):
+            raise SettingsError(
+                "--max-host",
+                0,
+                "more than 0: without host memory only a target of hit rates is met, from disk",
+            )
+
+
+def answer(question: Question, watch: Watch) -> Answers:
+    """Every trace's answer. `TraceError` for files that cannot be read."""
+    settings: dict[str, object] = {
+        "policy": question.policy,
+        "bytes_per_token": question.bytes_per_token,
+        "bounds": question.bounds,
+        "reading": question.reading,
+        "limit": question.limit,
+        "sample": question.sample,
+        "replays": question.replays,
+        "machine": question.machine,
+        "disk_rules": question.rules,
+        "closed_loop": question.closed_loop,
+    }
+    answers = Answers(settings=settings)
+    for word in dict.fromkeys(question.traces):
+        watch(f"reading {word}", 0)
+        trace = open_trace(word, question.reading)
+        cut = ""
+        if question.limit is not None and question.limit < len(trace.requests):
+            cut = (
+                f"only the first {question.limit:,} of {len(trace.requests):,} requests were replayed (--limit): "
+                "the whole trace needs more room"
+            )
+            trace = first_requests(trace, question.limit)
+        answers.plans.append(answer_for(question, word, trace, watch))
+        if cut:
+            answers.plans[-1].notes.insert(0, cut)
+    return answers
+
+
+def answer_for(question: Question, word: str, trace: Trace, watch: Watch) -> Answer:
+    """One trace's answer; `word` is where it is from. The same arguments give the same answer."""
+    return _Planning(question, word, trace, watch).answer()
+
+
+def first_requests(trace: Trace, limit: int) -> Trace:
+    """The first `limit` requests. Blocks are numbered by first use, so what is left is still dense."""
+    requests = trace.requests[:limit]
+    return replace(trace, requests=requests, unique_blocks=1 + max(max(r.blocks) for r in requests))
+
+
+class _Planning:
+    """One trace's answer in the making."""
+
+    def __init__(self, question: Question, word: str, trace: Trace, watch: Watch) -> None:
+        assert question.bytes_per_token is not None
+        self._question = question
+        self._target = question.target
+        self._trace = trace
+        self._watch = watch
+        self._block_bytes = question.bytes_per_token * trace.block_tokens
+        self._everything = trace.unique_blocks * self._block_bytes
+        self._found: dict[Point, Candidate] = {}
+        self._replays = 0
+        self._cut_short = False
+        self._sampling_error = 0.0
+        self._answer = Answer(
+            trace=facts(trace, word, question.reading.seed, question.bytes_per_token),
+            target=question.target,
+            policy=question.policy,
+            prices=question.prices,
+            rules=question.rules,
+        )
+
+    def answer(self) -> Answer:
+        """Everything that the question asks for."""
+        answer, timed = self._answer, self._target.most_s is not None
+        if timed:
+            self._by_times()
+        else:
+            self._by_hit_rate()
+        answer.candidates = sorted(self._found.values(), key=lambda found: (found.cost, found.point))
+        answer.chosen = next((found for found in answer.candidates if found.meets), None)
+        if self._cut_short:
+            answer.notes.append(f"stopped after {self._replays} replays (--replays): cheaper sizes may do")
+        if self._sampling_error:
+            answer.notes.append(
+                f"estimated from {self._question.sample:.0%} of the conversations (--sample), which alone moves LRU "
+                f"by up to {self._sampling_error:.1%} at these sizes"
+            )
+        if answer.chosen is None and self._cut_short:
+            answer.why_none = (
+                f"none of the {self._replays} that were replayed does, and --replays allows no more"
+            )
+        elif answer.chosen is None:
+            answer.why_none = self._why_no_times() if timed else self._why_no_hit_rate()
+        answer.replays = self._replays
+        return answer
+
+    def _sizes(self, span: int, bound: int | None) -> list[int]:
+        """Those to try of one tier, in bytes."""
+        if bound == 0:
+            return []
+        return sizes_between(self._everything // span, self._everything, bound, self._block_bytes)
+
+    def _blocks(self, size_bytes: int) -> int:
+        # More than all blocks is as good as all.
+        return min(size_bytes // self._block_bytes, self._trace.unique_blocks)
+
+    def _next_replay(self, what: str, requests: int) -> Progress:
+        self._replays += 1
+        most = self._question.replays
+        return self._watch(f"{self._trace.name}: replay {self._replays} of at most {most}, {what}", requests)
+
+    # ---- hit rates: one tier
+
+    def _by_hit_rate(self) -> None:
+        """The smallest size that meets, and some to compare: each as host memory, and as disk."""
+        curve = lru_curve(self._trace)
+        rate_of = self._rates(curve)
+        least = self._target.least_hit_rate
+        assert least is not None
+        if self._question.policy == BASELINE:
+            self._answer.lru_curve = curve.points(CURVE_POINTS)
+        self._add((0, 0), {"hit_rate": 0.0})
+        bounds = (self._question.bounds.host_bytes, self._question.bounds.disk_bytes)
+        known = [bound for bound in bounds if bound is not None]
+        low = high = 0
+        for size in coarse(self._sizes(HOST_SPAN, max(known) if len(known) == len(bounds) else None)):
+            blocks = self._blocks(size)
+            rate = rate_of(blocks)
+            if rate is None:
+                continue
+            self._add_as_host_and_as_disk(size, rate)
+            if not high:
+                low, high = (blocks, 0) if rate < least else (low, blocks)
+        # One pass tells everything about LRU; elsewhere every size costs a replay.
+        precision = 0.0 if self._question.policy == BASELINE else PRECISION
+        blocks = smallest_enough(lambda blocks: (rate_of(blocks) or 0.0) >= least, low, high, precision)
+        rate = rate_of(blocks) if blocks else None
+        if rate is not None:
+            self._add_as_host_and_as_disk(blocks * self._block_bytes, rate)
+
+    def _rates(self, curve: LruCurve) -> Callable[[int], float | None]:
+        """Blocks to the hit rate of the policy; None when there are no replays left."""
+        question, trace, seed = self._question, self._trace, self._question.reading.seed
+        if question.policy == BASELINE:
+            return curve.hit_rate
+        sample = Sample(trace, question.sample, seed, curve) if question.sample is not None else None
+        requests = len((trace if sample is None else sample.trace).requests)
+        known: dict[int, float] = {}
+
+        def rate_of(blocks: int) -> float | None:
+            if blocks not in known:
+                if self._replays >= question.replays:
+                    self._cut_short = True
+                    return None
+                what = format_bytes(blocks * self._block_bytes)
+                on_progress = self._next_replay(what, requests)
+                row = hit_row(trace, seed, question.policy, what, blocks, sample, on_progress)
+                known[blocks] = row.hit_rate
+                self._sampling_error = max(self._sampling_error, abs(row.sampling_error or 0.0))
+            return known[blocks]
+
+        return rate_of
+
+    def _add_as_host_and_as_disk(self, size_bytes: int, hit_rate: float) -> None:
+        bounds = self._question.bounds
+        if bounds.host_bytes is None or size_bytes <= bounds.host_bytes:
+            self._add((size_bytes, 0), {"hit_rate": hit_rate})
+        if bounds.disk_bytes is None or size_bytes <= bounds.disk_bytes:
+            # Without host memory blocks pass through a staging area.
+            self._add((STAGING_BYTES, size_bytes), {"hit_rate": hit_rate, "staged": True})
+
+    def _why_no_hit_rate(self) -> str:
+        most = self._answer.trace.repeated_rate
+        assert self._target.least_hit_rate is not None
+        if most < self._target.least_hit_rate:
+            return f"a cache of endless size hits {most:.2%}: no more was asked for before"
+        best = max(self._found.values(), key=lambda found: found.hit_rate)
+        return f"within the bounds {words_of(best)} hits most, {best.hit_rate:.2%}"
+
+    # ---- times to first token: host memory, and a disk below it
+
+    def _by_times(self) -> None:
+        bounds = self._question.bounds
+        search = Search(self._serve, self._question.prices.cost, self._question.replays, bounds)
+        search.run(self._sizes(HOST_SPAN, bounds.host_bytes), self._sizes(DISK_SPAN, bounds.disk_bytes))
+        self._cut_short = search.cut_short
+
+    def _serve(self, point: Point) -> bool:
+        self._add(point, self._served(point))
+        return self._found[point].meets
+
+    def _served(self, point: Point) -> dict[str, float]:
+        """The fields of a candidate, from a replay."""
+        question, trace, machine = self._question, self._trace, self._question.machine
+        assert machine is not None
+        host, disk = (("", self._blocks(size)) for size in point)
+        row = time_row(
+            trace,
+            question.reading.seed,
+            replace(machine, block_bytes=self._block_bytes),
+            Setup(question.policy, host, disk, question.rules),
+            question.closed_loop,
+            self._next_replay(_words(point), len(trace.requests)),
+        )
+        return {
+            "hit_rate": row.host_hit_rate + row.disk_hit_rate,
+            "disk_hit_rate": row.disk_hit_rate,
+            "ttft_mean_s": row.ttft_mean_s,
+            "ttft_p50_s": row.ttft_p50_s,
+            "ttft_p90_s": row.ttft_p90_s,
+            "ttft_p99_s": row.ttft_p99_s,
+            "load": row.load,
+            "disk_written_bytes_per_day": row.disk_written_bytes / trace.seconds * DAY_S
+            if trace.seconds
+            else 0.0,
+        }
+
+    def _why_no_times(self) -> str:
+        target = self._target
+        assert target.most_s is not None and self._question.machine is not None
+        ideal_s = statistic_of(unavoidable_s(self._trace, self._question.machine), target.statistic)
+        if ideal_s > target.most_s:
+            return (
+                f"only to compute what was not asked for before takes {target.statistic} {ideal_s:.3g} s on an idle "
+                "engine with an endless cache: a faster engine would help (--prefill-tokens-per-s), a larger cache not"
+            )
+        point = (self._everything, 0)
+        endless = self._candidate(point, self._served(point))
+        seconds = f"{target.statistic} {target.measure(endless):.3g} s"
+        what = f"host memory for everything, {format_bytes(point[0])}, has {seconds}"
+        if endless.meets:
+            return f"the sizes within the bounds are too small: {what}"
+        if endless.load > 1.0:
+            return (
+                f"{what}: the engine cannot keep up with the trace (load {endless.load:.2f}): one is too few"
+            )
+        return (
+            f"{what}; to compute what was not asked for before takes {ideal_s:.3g} s of an idle engine, the rest is "
+            f"waiting for the engine (load {endless.load:.2f}) and for what is loaded"
+        )
+
+    # ---- both
+
+    def _add(self, point: Point, fields: dict[str, Any]) -> None:
+        self._found[point] = self._candidate(point, fields)
+
+    def _candidate(self, point: Point, fields: dict[str, Any]) -> Candidate:
+        cost = self._question.prices.cost(point)
+        found = Candidate(host_bytes=point[0], disk_bytes=point[1], cost=cost, **fields)
+        return msgspec.structs.replace(found, meets=self._target.met_by(found))
+
+
+def unavoidable_s(trace: Trace, machine: Machine) -> list[float]:
+    """For each request the seconds to compute what nobody had asked for before: an idle engine, an endless cache."""
+    seconds, known = [], 0
+    for request in trace.requests:
+        # Blocks are numbered by first use.
+        new = next((i for i, block in enumerate(request.blocks) if block >= known), len(request.blocks))
+        known = max(known, 1 + max(request.blocks))
+        cached = max(min(new * trace.block_tokens, request.prompt_tokens - 1), 0)
+        seconds.append(float(machine.prefill_s(cached, request.prompt_tokens)))
+    return seconds
+
+
+def statistic_of(seconds: Sequence[float], statistic: str) -> float:
+    """The mean, or the quantile that `p90` names."""
+    return fmean(seconds) if statistic == "mean" else quantile(seconds, int(statistic[1:]) / 100)
+
+
+def words_of(candidate: Candidate) -> str:
+    """The sizes for people."""
+    return f"disk {format_bytes(candidate.disk_bytes)}" if candidate.staged else _words(candidate.point)
+
+
+def _words(point: Point) -> str:
+    named = zip(("host", "disk"), point, strict=True)
+    return " + ".join(f"{tier} {format_bytes(size)}" for tier, size in named if size) or "no cache"

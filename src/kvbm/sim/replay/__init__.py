@@ -1,0 +1,1 @@
+"""One tier replayed without time: hit rates, LRU curves, the offline optimum."""

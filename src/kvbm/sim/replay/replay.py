@@ -1,0 +1,65 @@
+"""Replay of a trace through one tier: how many blocks hit. A block counts only when everything before it hit too."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbm.policy import EvictionPolicy
+from kvbm.sim.serving.tier import SimulatedTier
+from kvbm.sim.traces.trace import Trace
+
+PROGRESS_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay counted. Blocks are those of prompts."""
+
+    accesses: int
+    hits: int
+    inserted: int
+    evicted: int
+    hits_by_request: tuple[int, ...] = ()
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the blocks asked for that hit; 0 for an empty trace."""
+        return self.hits / self.accesses if self.accesses else 0.0
+
+
+def replay(
+    trace: Trace,
+    capacity: int,
+    policy: EvictionPolicy,
+    on_progress: Callable[[int], None] = lambda requests: None,
+) -> Replay:
+    """Every request in its order: look up, then insert what missed. Deterministic.
+
+    `capacity` is in blocks, `policy` an object made for as many slots. `on_progress` hears now and then how many
+    requests are done.
+    """
+    tier = SimulatedTier(capacity, trace.unique_blocks, policy)
+    hits_by_request: list[int] = []
+    running: list[tuple[float, int, int, int]] = []
+    for number, request in enumerate(trace.requests):
+        now_s = request.arrived_s
+        while running and running[0][0] <= now_s:
+            finished_s, _, last, output_tokens = heapq.heappop(running)
+            policy.finished(last, output_tokens, finished_s)
+        hits = tier.request(request.blocks, now_s)
+        tier.insert(request.blocks, hits, now_s)
+        hits_by_request.append(hits)
+        ending = (now_s + request.seconds, number, request.blocks[-1], request.output_tokens)
+        heapq.heappush(running, ending)
+        if number % PROGRESS_REQUESTS == 0:
+            on_progress(number)
+    on_progress(len(trace.requests))
+    return Replay(
+        trace.accesses,
+        sum(hits_by_request),
+        tier.inserted_blocks,
+        tier.evicted_blocks,
+        tuple(hits_by_request),
+    )

@@ -1,0 +1,1 @@
+"""What `kvbm scale` asks and answers: many nodes behind a router."""

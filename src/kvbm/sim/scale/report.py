@@ -1,0 +1,92 @@
+"""The rows of `cluster_study` as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvbm.sim.scale.study import SEEDED_NODES_MAX, ScalePlan, ScaleRow
+
+OVERLOAD = 0.95
+
+_HEADINGS = (
+    "host\nhits",
+    "on\npaper",
+    "all\nhits",
+    "on\npaper",
+    "TTFT\nmean",
+    "\np50",
+    "\np99",
+    "load\noffered",
+    "\nleft",
+    "busiest\nnode",
+    "read\nGB/s",
+    "written\nGB/s",
+)
+
+
+def render(plan: ScalePlan, rows: Sequence[ScaleRow]) -> RenderableType:
+    """One table, and below it what it needs to be understood."""
+    table = Table(
+        title=Text(rows[0].trace, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for heading in ("load", "nodes", "router", "remote", *_HEADINGS):
+        text = heading in ("router", "remote")
+        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
+    last = None
+    for row in rows:
+        if last not in (None, (row.wanted_load, row.nodes)):
+            table.add_section()
+        last = (row.wanted_load, row.nodes)
+        table.add_row(f"{row.wanted_load:g}", f"{row.nodes:,}", row.router, row.remote, *_cells(row))
+    kind = "of all nodes together" if plan.total_load is not None else "of each node"
+    seeds = f"seed {plan.seeds[0]}" if len(plan.seeds) == 1 else f"seeds {', '.join(map(str, plan.seeds))}"
+    if len(plan.seeds) > 1 and max(plan.nodes) > SEEDED_NODES_MAX:
+        seeds += f" ({SEEDED_NODES_MAX + 1} nodes and more: {plan.seeds[0]})"
+    note = (
+        f"{rows[0].measured_s / 60:.3g} minutes after {rows[0].warm_up_s / 60:.3g} of warm-up; load: prefill {kind} if "
+        f"nothing was cached; policy {plan.policy}; host memory {plan.host} and remote {plan.remote_size} a node; "
+        f"network {plan.network_bytes_per_s / 1e9:g} GB/s a node; {seeds}"
+    )
+    lines: list[RenderableType] = [table, Text(note + "\n", style="dim")]
+    asked_s = 60.0 * (plan.minutes + plan.warm_up_minutes)
+    if rows[0].measured_s + rows[0].warm_up_s < asked_s - 1.0:
+        lines.append(
+            Text(f"the trace is shorter than the {asked_s / 60:g} minutes asked for", style="yellow")
+        )
+    if not all(row.requests for row in rows):
+        lines.append(
+            Text("-: no request came in the minutes that count; try more of them (--minutes)", style="yellow")
+        )
+    if any(row.load > OVERLOAD for row in rows):
+        lines.append(Text(f"load left above {OVERLOAD}: those nodes cannot keep up", style="yellow"))
+    return Group(*lines)
+
+
+def _cells(row: ScaleRow) -> list[str]:
+    if not row.requests:
+        return ["-"] * len(_HEADINGS)
+    return [
+        f"{row.host_hit_rate:.1%}",
+        f"{row.paper_host:.1%}",
+        f"{row.hit_rate:.1%}",
+        f"{row.paper_all:.1%}",
+        *(f"{seconds:,.2f}" for seconds in (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p99_s)),
+        f"{row.offered_load:.2f}",
+        f"{row.load:.2f}",
+        f"{row.imbalance:.2f} ×",
+        f"{row.read_bytes_per_s / 1e9:.2f}",
+        f"{row.written_bytes_per_s / 1e9:.2f}",
+    ]
+
+
+def save(plan: ScalePlan, rows: Sequence[ScaleRow], path: Path) -> None:
+    """Write everything as indented JSON."""
+    found = msgspec.json.encode({"settings": plan, "rows": rows})
+    path.write_bytes(msgspec.json.format(found, indent=2) + b"\n")

@@ -1,0 +1,226 @@
+"""Many clusters out of one trace, as rows: nodes by routers, remote tiers and loads, each beside what paper says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from kvbm.errors import SettingsError
+from kvbm.policy import eviction_policies
+from kvbm.sim.scale.cluster import Cluster, ClusterRun, ClusterShape, Remote
+from kvbm.sim.scale.routing import ROUTERS, Loads
+from kvbm.sim.scale.traffic import Paper, Traffic, trace_load
+from kvbm.sim.serving.machine import Machine, quantile
+from kvbm.sim.simulate.simulation import SYNTHETIC, Watch, open_trace
+from kvbm.sim.simulate.sizes import parse_sizes
+from kvbm.sim.traces.formats import ReadOptions
+from kvbm.sim.traces.trace import Trace
+
+SEEDED_NODES_MAX = 63
+"""Larger clusters take the first seed only: they average over their copies of the trace by themselves."""
+PAPER_NODES = 16
+"""On paper the traffic of so many nodes stands for that of more."""
+
+
+class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call is asked for. `loads` are seconds of prefill for each node and second, were there no cache."""
+
+    trace: str
+    nodes: list[int]
+    routers: list[str]
+    remotes: list[str]
+    loads: list[float]
+    total_load: float | None
+    host: str
+    remote_size: str
+    bytes_per_token: int
+    chunk_tokens: int | None
+    minutes: float
+    warm_up_minutes: float
+    seeds: list[int]
+    policy: str
+    weight: float
+    temperature: float
+    closed_loop: bool
+    prefill_tokens_per_s: float
+    network_bytes_per_s: float
+    store_bytes_per_s: float | None
+
+    def check(self) -> None:
+        """`SettingsError` for what cannot be run, whatever the trace holds."""
+        for name in self.routers:
+            if name not in ROUTERS:
+                raise SettingsError("--router", name, f"one of {', '.join(ROUTERS)}")
+        for name in self.remotes:
+            if name not in {kind.value for kind in Remote}:
+                raise SettingsError("--remote", name, f"one of {', '.join(kind.value for kind in Remote)}")
+        if self.policy not in (known := eviction_policies()):
+            raise SettingsError("--policy", self.policy, f"one of {', '.join(known)}")
+        for option, number in (
+            ("--warm-up", self.warm_up_minutes),
+            ("--weight", self.weight),
+            ("--temperature", self.temperature),
+        ):
+            if not 0.0 <= number < float("inf"):
+                raise SettingsError(option, number, "a number, 0 or above")
+        for option, text in (("--host", self.host), ("--remote-size", self.remote_size)):
+            if len(parse_sizes(option, text)) > 1:
+                raise SettingsError(option, text, "one size; a call for each to compare")
+        if self.bytes_per_token < 1:
+            raise SettingsError("--bytes-per-token", self.bytes_per_token, "at least one byte")
+        if self.trace != SYNTHETIC and not Path(self.trace).exists():
+            raise SettingsError("TRACE", self.trace, f"an existing file or directory, or {SYNTHETIC}")
+
+
+class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One cluster. Rates are shares of the blocks asked for, times are seconds, loads are for the mean node.
+
+    Counted were `measured_s` seconds after `warm_up_s`, less than asked for where the trace is shorter.
+    `offered_load`: prefill without a cache of what arrived; `load`: prefill that was left; `imbalance`: the busiest
+    node over the mean one. `read` and `written`: remote tier, bytes a second of the mean node. The last two are what
+    paper says: `paper_host` for this router in host memory, `paper_all` with the remote tier.
+    """
+
+    trace: str
+    nodes: int
+    router: str
+    remote: str
+    wanted_load: float
+    seeds: int
+    warm_up_s: float
+    measured_s: float
+    requests: int
+    host_hit_rate: float
+    hit_rate: float
+    declined_rate: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    offered_load: float
+    load: float
+    imbalance: float
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+    paper_host: float
+    paper_all: float
+
+
+def run(plan: ScalePlan, watch: Watch) -> list[ScaleRow]:
+    """Everything that the plan asks for. `SettingsError` where a size does not fit the trace."""
+    watch(f"reading {Path(plan.trace).name}", 0)
+    trace = open_trace(plan.trace, ReadOptions(chunk_tokens=plan.chunk_tokens))
+    rows = []
+    for load in [plan.total_load] if plan.total_load is not None else plan.loads:
+        for nodes in plan.nodes:
+            seeds = plan.seeds if nodes <= SEEDED_NODES_MAX else plan.seeds[:1]
+            found = [_at(plan, trace, nodes, load, seed, watch) for seed in seeds]
+            rows += [_mean(same) for same in zip(*found, strict=True)]
+    return rows
+
+
+def _at(plan: ScalePlan, trace: Trace, nodes: int, wanted: float, seed: int, watch: Watch) -> list[ScaleRow]:
+    """All routers and remote tiers on the same traffic."""
+    machine = Machine(plan.bytes_per_token * trace.block_tokens, plan.prefill_tokens_per_s)
+    per_node = wanted / nodes if plan.total_load is not None else wanted
+    copies = per_node / trace_load(trace, machine)
+    seconds = 60.0 * (plan.warm_up_minutes + plan.minutes)
+    traffic = Traffic(trace, copies * nodes, seconds, seed, plan.closed_loop)
+    # A trace that is shorter than asked for is divided in the same proportion.
+    warm_up_s = 60.0 * plan.warm_up_minutes * min(1.0, traffic.seconds / seconds)
+    worth = min(nodes, PAPER_NODES)
+    sample = traffic
+    if worth < nodes:
+        sample = Traffic(trace, copies * worth, seconds, seed, plan.closed_loop)
+    paper = Paper(sample, worth, warm_up_s)
+    host = parse_sizes("--host", plan.host)[0].blocks_of(trace, plan.bytes_per_token)
+    below = parse_sizes("--remote-size", plan.remote_size)[0].blocks_of(trace, plan.bytes_per_token)
+    on_paper = {
+        (spread, size): paper.random_routing(spread, size) for spread in (1, nodes) for size in (host, below)
+    }
+    rows = []
+    for remote in map(Remote, plan.remotes):
+        shape = ClusterShape(
+            nodes=nodes,
+            machine=machine,
+            block_tokens=trace.block_tokens,
+            host_blocks=host,
+            remote=remote,
+            remote_blocks=below,
+            network_bytes_per_s=plan.network_bytes_per_s,
+            store_bytes_per_s=plan.store_bytes_per_s if remote is Remote.SHARED else None,
+            policy=plan.policy,
+        )
+        for router in plan.routers:
+            on_progress = watch(f"{nodes} nodes, {router}, remote {remote.value}", len(traffic))
+            result = _serve(plan, shape, router, traffic, warm_up_s, seed, on_progress)
+            spread = nodes if router in ("random", "round-robin", "least-loaded") else 1
+            paper_host = on_paper[spread, host]
+            paper_all = on_paper[1 if remote is Remote.SHARED else spread, below]
+            paper_all = paper_host if remote is Remote.NONE else max(paper_host, paper_all)
+            rows.append(_row(trace.name, shape, router, wanted, result, (paper_host, paper_all), warm_up_s))
+    return rows
+
+
+def _serve(
+    plan: ScalePlan,
+    shape: ClusterShape,
+    router: str,
+    traffic: Traffic,
+    warm_up_s: float,
+    seed: int,
+    on_progress: Callable[[int], None],
+) -> ClusterRun:
+    loads = Loads(shape.nodes)
+    chosen = ROUTERS[router](shape.nodes, loads, seed, plan.weight, plan.temperature)
+    return Cluster(shape, chosen, loads).run(traffic, warm_up_s, on_progress)
+
+
+def _row(
+    trace: str,
+    shape: ClusterShape,
+    router: str,
+    wanted: float,
+    result: ClusterRun,
+    paper: tuple[float, float],
+    warm_up_s: float,
+) -> ScaleRow:
+    waits = result.ttft_s
+    return ScaleRow(
+        trace=trace,
+        nodes=shape.nodes,
+        router=router,
+        remote=shape.remote.value,
+        wanted_load=wanted,
+        seeds=1,
+        warm_up_s=warm_up_s,
+        measured_s=result.seconds,
+        requests=len(waits),
+        host_hit_rate=result.host_hit_rate,
+        hit_rate=result.hit_rate,
+        declined_rate=result.declined_blocks / result.blocks if result.blocks else 0.0,
+        ttft_mean_s=fmean(waits) if waits else 0.0,
+        ttft_p50_s=quantile(waits, 0.5),
+        ttft_p99_s=quantile(waits, 0.99),
+        offered_load=result.offered_load,
+        load=result.load,
+        imbalance=result.imbalance,
+        read_bytes_per_s=result.read_bytes_per_s,
+        written_bytes_per_s=result.written_bytes_per_s,
+        paper_host=paper[0],
+        paper_all=paper[1],
+    )
+
+
+def _mean(rows: tuple[ScaleRow, ...]) -> ScaleRow:
+    """The mean over seeds of every measured number; a seed with which nobody came measured none."""
+    total = len(rows)
+    rows = tuple(row for row in rows if row.requests) or rows[:1]
+    fixed = {"trace", "nodes", "router", "remote", "wanted_load", "seeds", "requests"}
+    changes: dict[str, float | int] = {"seeds": total, "requests": sum(row.requests for row in rows)}
+    for name in ScaleRow.__struct_fields__:
+        if name not in fixed:
+            changes[name] = fmean(getattr(row, name) for row in rows)
+    return msgspec.structs.replace(rows[0], **changes)

@@ -1,0 +1,232 @@
+"""Traffic for many nodes out of one trace, and what a cluster should hit on paper.
+
+A trace has the traffic of a few nodes. For more it is played several times at once. Every copy
+
+- begins at a moment of its own, so that peaks do not meet, and lasts `minutes` at most;
+- has blocks of its own: its conversations are other people's. Only the trunk, blocks that more than `trunk_share` of
+  all the trace's requests ask for (a system prompt that everybody has), is the same in all copies;
+- leaves out conversations by chance where less than whole copies are wanted. A conversation is all requests that ask
+  for the same first block below the trunk; it stays or goes as one, so its own pauses stay what they are.
+
+Who goes on with a conversation waits for the answer before, and then as long as in the trace (`conversations`): a
+cluster that is too slow slows its users down, as in life. What would come after the end is left out.
+
+What was found before a copy's beginning is not there when it begins: hit rates are counted after a warm-up only, and
+reuse after longer than warm-up and measurement together is cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+
+from kvbm.sim.replay.sampling import TRUNK_SHARE
+from kvbm.sim.serving.machine import Machine
+from kvbm.sim.traces.conversations import NONE, predecessors
+from kvbm.sim.traces.trace import Trace
+
+_BISECTIONS = 40
+
+
+class Arrival(NamedTuple):
+    """One request to the cluster: the trace's `number` in a `copy`. `blocks` are numbered across all copies."""
+
+    arrived_s: float
+    copy: int
+    number: int
+    conversation: int
+    blocks: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+
+
+class Traffic:
+    """Requests of `copies` copies of a trace (a fraction is a thinned copy each), in order, for `seconds` at most.
+
+    Iterating, which can be done any number of times, gives those that follow no other; `following` the rest. Without
+    `closed_loop` none follows another: all arrive as recorded. The same seed gives the same requests.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        copies: float,
+        seconds: float,
+        seed: int,
+        closed_loop: bool = True,
+        trunk_share: float = TRUNK_SHARE,
+    ) -> None:
+        assert copies > 0.0 and seconds > 0.0
+        self.trace = trace
+        self.seconds = min(seconds, math.nextafter(trace.seconds, math.inf))
+        asked = numpy.bincount(trace.flat, minlength=trace.unique_blocks)
+        trunk = asked > trunk_share * len(trace.requests)
+        # Chains nest: what lies before a block of the trunk is asked for at least as often.
+        self._depths = [_depth(trunk, request.blocks) for request in trace.requests]
+        self._roots = [
+            request.blocks[min(depth, len(request.blocks) - 1)]
+            for request, depth in zip(trace.requests, self._depths, strict=True)
+        ]
+        self.trunk_blocks = int(numpy.count_nonzero(trunk))
+        self.copies = math.ceil(copies - 1e-9)
+        self._before = predecessors(trace) if closed_loop else [NONE] * len(trace.requests)
+        self._following: dict[int, list[int]] = {}
+        for number, before in enumerate(self._before):
+            if before != NONE and self._roots[before] != self._roots[number]:
+                # Only those of one conversation stay together when copies are thinned.
+                self._before[number] = NONE
+            elif before != NONE:
+                self._following.setdefault(before, []).append(number)
+        self._starts_s: list[float] = []
+        self._draw(copies / self.copies, seed)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def __iter__(self) -> Iterator[Arrival]:
+        first = self._first
+        rows = (self._times[first].tolist(), self._copies[first].tolist(), self._numbers[first].tolist())
+        return map(self._arrival, *rows)
+
+    def following(self, arrival: Arrival, finished_s: float) -> Iterator[Arrival]:
+        """Who goes on with the conversation of a request that is through, as far as that is before the end."""
+        numbers = self._following.get(arrival.number)
+        if not numbers:
+            return
+        requests, start_s = self.trace.requests, self._starts_s[arrival.copy]
+        before = requests[arrival.number]
+        for number in numbers:
+            recorded_s = requests[number].arrived_s
+            pause_s = recorded_s - before.arrived_s - before.seconds
+            arrived_s = max(recorded_s - start_s, finished_s + pause_s)
+            if arrived_s < self.seconds:
+                yield self._arrival(arrived_s, arrival.copy, number)
+
+    def _arrival(self, arrived_s: float, copy: int, number: int) -> Arrival:
+        request, depth = self.trace.requests[number], self._depths[number]
+        # Copy 0 has the trace's own numbers.
+        shift = copy * self.trace.unique_blocks
+        own = [block + shift for block in request.blocks[depth:]]
+        return Arrival(
+            arrived_s,
+            copy,
+            number,
+            self._roots[number] + shift,
+            [*request.blocks[:depth], *own] if depth else own,
+            request.prompt_tokens,
+            request.output_tokens,
+            request.seconds,
+        )
+
+    def below_trunk(self) -> tuple[Any, Any, Any]:
+        """All accesses but those of the trunk, as arrays: block, time; and how much of the trunk each request has."""
+        trace, starts = self.trace, self.trace.starts
+        flat, depths = trace.flat, numpy.array(self._depths)
+        firsts = numpy.array(starts[:-1])[self._numbers] + depths[self._numbers]
+        counts = numpy.array(starts[1:])[self._numbers] - firsts
+        within = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+        blocks = flat[numpy.repeat(firsts, counts) + within]
+        blocks = blocks + numpy.repeat(self._copies, counts) * trace.unique_blocks
+        return blocks, numpy.repeat(self._times, counts), depths[self._numbers]
+
+    def _draw(self, share: float, seed: int) -> None:
+        """Which request of which copy comes when, and which of them follow no other."""
+        before = numpy.array(self._before)
+        arrived_s = numpy.array([request.arrived_s for request in self.trace.requests])
+        _, trees = numpy.unique(self._roots, return_inverse=True)
+        tree_count = int(trees.max()) + 1
+        times, copies, numbers, firsts = [], [], [], []
+        for copy in range(self.copies):
+            chance = numpy.random.default_rng((seed, copy))
+            start_s = chance.random() * max(self.trace.seconds - self.seconds, 0.0)
+            kept = chance.random(tree_count) < share
+            first, last = numpy.searchsorted(arrived_s, (start_s, start_s + self.seconds))
+            chosen = first + numpy.flatnonzero(kept[trees[first:last]])
+            self._starts_s.append(start_s)
+            times.append(arrived_s[chosen] - start_s)
+            firsts.append(before[chosen] < first)
+            copies.append(numpy.full(len(chosen), copy))
+            numbers.append(chosen)
+        joined_s = numpy.concatenate(times)
+        order = numpy.argsort(joined_s, kind="stable")
+        self._times, self._copies = joined_s[order], numpy.concatenate(copies)[order]
+        self._numbers, self._first = numpy.concatenate(numbers)[order], numpy.concatenate(firsts)[order]
+
+
+def trace_load(trace: Trace, machine: Machine) -> float:
+    """Nodes that the trace would keep busy with prefill if there was no cache: seconds of prefill per second."""
+    prompts = numpy.array([request.prompt_tokens for request in trace.requests])
+    # One more mean gap after the last arrival: a trace of one request has no length of its own.
+    seconds = trace.seconds * len(prompts) / max(len(prompts) - 1, 1)
+    return float(machine.prefill_s(0, prompts).sum()) / seconds if seconds else 0.0
+
+
+class Paper:
+    """Hit rates without a simulation, after H. Che, Y. Tung and Z. Wang (IEEE JSAC 20(7), 2002).
+
+    Che's approximation: an LRU cache of C blocks keeps a block for one and the same time T after its last use, and T
+    is where so many blocks are kept on average as there is room for. Nothing is assumed about the requests: the
+    traffic itself says how often a block was asked for in the last T. Routed by chance over N nodes, each of those m
+    requests went to the node in question with chance 1/N, so the block is there with chance 1 - (1 - 1/N)^m.
+
+    `traffic` stands for that of `worth` nodes; the trunk is taken to be everywhere. Counted from `warm_up_s` on.
+    """
+
+    def __init__(self, traffic: Traffic, worth: float, warm_up_s: float) -> None:
+        blocks, times, depths = traffic.below_trunk()
+        self._worth = worth
+        self._from_s, self._until_s = warm_up_s, traffic.seconds
+        order = numpy.lexsort((times, blocks))
+        self._times = times[order]
+        _, self._of = numpy.unique(blocks[order], return_inverse=True)
+        self._trunk_hits = int(depths[traffic._times >= warm_up_s].sum())
+        # Blocks one after the other on one line of time, far enough apart not to meet.
+        self._line = self._of * (4.0 * traffic.seconds) + self._times
+
+    def random_routing(self, nodes: int, capacity: int) -> float:
+        """Share of the blocks asked for that hit, on `nodes` nodes of `capacity` blocks each, routed by chance.
+
+        With 1 node: also what N nodes hit with one cache of N times that size, N times the traffic, and no block
+        twice: as much as a KV-aware router can get, and a shared remote tier does.
+        """
+        keep_s = self._characteristic_s(nodes, capacity)
+        measured = self._times >= self._from_s
+        first = numpy.searchsorted(self._line, self._line - keep_s, side="left")
+        uses = (numpy.arange(len(self._line)) - first)[measured]
+        hits = float((1.0 - (1.0 - 1.0 / nodes) ** uses).sum()) + self._trunk_hits
+        total = int(measured.sum()) + self._trunk_hits
+        return hits / total if total else 0.0
+
+    def _characteristic_s(self, nodes: int, capacity: int) -> float:
+        """For how long a block is kept: T."""
+        low, high = 0.0, self._until_s
+        if self._kept(nodes, high) <= capacity:
+            return high
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if self._kept(nodes, middle) <= capacity:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _kept(self, nodes: int, keep_s: float) -> float:
+        """Blocks on one node at an average moment, each kept for `keep_s` after its last use there."""
+        line = numpy.concatenate((self._line, self._line + keep_s))
+        order = numpy.argsort(line, kind="stable")
+        uses = numpy.cumsum(numpy.where(order < len(self._line), 1, -1))[:-1]
+        # Uses of one block never overlap with those of another, so `uses` is back at 0 between them.
+        moments = numpy.concatenate((self._times, self._times + keep_s))[order]
+        inside = numpy.clip(moments, self._from_s, self._until_s)
+        lasted = numpy.where(uses > 0, numpy.diff(inside), 0.0)
+        there = 1.0 - (1.0 - 1.0 / nodes) ** uses
+        return float((there * lasted).sum()) / (self._until_s - self._from_s) * nodes / self._worth
+
+
+def _depth(trunk: Any, blocks: Sequence[int]) -> int:
+    """How many of the first blocks are of the trunk."""
+    return next((i for i, block in enumerate(blocks) if not trunk[block]), len(blocks))

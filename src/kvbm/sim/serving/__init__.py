@@ -1,0 +1,1 @@
+"""One engine with host memory and disk in simulated time."""

@@ -1,0 +1,331 @@
+"""A trace served by one engine with host memory and a disk below it: hits by tier, and times to the first token.
+
+An event-driven replay. The engine's prefill is one server; the links host → device, disk → host and host → disk each
+carry one transfer after the other. A request:
+
+1. arrives and queues. Its chain is looked up and leased, as far as the cost model finds it worth loading; what only
+   the disk has gets a place in host memory and is read.
+2. is begun, first come first served. What has been found by now is sent to the device; the engine goes on with others
+   meanwhile.
+3. is loaded: the engine takes it next. It computes the rest of the prompt, and there is the first token. The
+   computed blocks enter host memory.
+4. ends `Request.seconds` later. Who goes on with the conversation comes no sooner than that, and waits as long
+   between as in the trace (`conversations`); so an engine that is too slow slows its users down, as in life.
+
+Left out: the device's own prefix cache, the copies device → host, decoding's share of the engine, and the blocks of
+generated tokens, which host memory gets only when a later prompt contains them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy
+
+from kvbm.policy import AdmissionPolicy
+from kvbm.sim.replay.replay import PROGRESS_REQUESTS
+from kvbm.sim.serving.events import Events
+from kvbm.sim.serving.machine import Link, Machine
+from kvbm.sim.serving.offloads import Offloads
+from kvbm.sim.serving.tier import SimulatedTier
+from kvbm.sim.traces.conversations import predecessors
+from kvbm.sim.traces.trace import Request, Trace
+
+LEASE_S = 90.0
+"""For so long what was found for a waiting request is kept for it; after that it is looked up again when it begins."""
+
+
+@dataclass(slots=True)
+class Served:
+    """What happened. Blocks are those of prompts; `ttft_s` has an entry for each request, in order of the trace.
+
+    `declined_blocks` were there, but computing them was going to be faster. `skipped_writes` are blocks that were
+    admitted to disk and never got there. `trace_s` is how long the trace took when it was recorded.
+    """
+
+    block_bytes: int
+    blocks: int
+    trace_s: float
+    ttft_s: list[float]
+    host_hits: int = 0
+    disk_hits: int = 0
+    declined_blocks: int = 0
+    computing_s: float = 0.0
+    loaded_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    skipped_writes: int = 0
+
+    @property
+    def host_hit_rate(self) -> float:
+        """Share of the blocks asked for that came from host memory."""
+        return self.host_hits / self.blocks if self.blocks else 0.0
+
+    @property
+    def disk_hit_rate(self) -> float:
+        """Share of the blocks asked for that came from disk."""
+        return self.disk_hits / self.blocks if self.blocks else 0.0
+
+    @property
+    def load(self) -> float:
+        """Seconds of prefill for each second of the trace. Above 1 the engine cannot keep up."""
+        return self.computing_s / self.trace_s if self.trace_s else 0.0
+
+    @property
+    def written_per_hit(self) -> float | None:
+        """Bytes written to disk for each byte that hit there; None when nothing did."""
+        return self.disk_written_bytes / (self.disk_hits * self.block_bytes) if self.disk_hits else None
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request on its way: how many of its first blocks are leased, and are loaded; and what was read for it."""
+
+    number: int
+    request: Request
+    arrived_s: float
+    begun: bool = False
+    leased: int = 0
+    loaded: int = 0
+    read: set[int] = field(default_factory=set)
+
+
+class Engine:
+    """One engine, for one run over a trace. Without `host` it has no cache; `disk` and `admission` come together.
+
+    Disk is written through; or on eviction, if the policy of `host` is `manager.departures.Departures`.
+
+    `closed_loop`: who goes on with a conversation waits for the answer before, even where that takes longer than it
+    did in the trace. Without it everybody arrives as recorded.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        machine: Machine,
+        host: SimulatedTier | None = None,
+        disk: SimulatedTier | None = None,
+        admission: AdmissionPolicy | None = None,
+        closed_loop: bool = True,
+    ) -> None:
+        self._trace = trace
+        self._machine = machine
+        self._host = host
+        self._disk = disk
+        self._events = Events()
+        self._block_s = machine.block_s(machine.host_bytes_per_s)
+        self._read_s = machine.block_s(machine.disk_read_bytes_per_s)
+        self._to_device = Link(machine.host_bytes_per_s)
+        self._from_disk = Link(machine.disk_read_bytes_per_s)
+        self._to_disk = Link(machine.disk_write_bytes_per_s)
+        self._offloads: Offloads | None = None
+        if disk is not None:
+            assert host is not None and admission is not None
+            host.insist = True
+            size = machine.block_bytes
+            self._offloads = Offloads(host, disk, admission, self._to_disk, size, self._events, trace.parents)
+        self._waiting: deque[_Job] = deque()
+        self._ready: deque[_Job] = deque()
+        self._computing = False
+        # When the engine will be through with all who wait, as far as can be told when they come.
+        self._queue_s = 0.0
+        self._through = 0
+        self._on_progress: Callable[[int], None] = lambda requests: None
+        # Blocks that have a place in host memory and are still being read from disk, and until when.
+        self._arriving: dict[int, float] = {}
+        self._following: dict[int, list[int]] = {}
+        self._before = predecessors(trace) if closed_loop else [-1] * len(trace.requests)
+        self._served = Served(machine.block_bytes, trace.accesses, trace.seconds, [0.0] * len(trace.requests))
+
+    def run(self, on_progress: Callable[[int], None] = lambda requests: None) -> Served:
+        """Serve the whole trace, once. `on_progress` hears now and then how many requests have a first token."""
+        self._on_progress = on_progress
+        for number, request in enumerate(self._trace.requests):
+            if self._before[number] >= 0:
+                self._following.setdefault(self._before[number], []).append(number)
+            else:
+                self._events.at(request.arrived_s, self._arrive, number)
+        self._events.pass_until(float("inf"))
+        on_progress(len(self._trace.requests))
+        served = self._served
+        served.loaded_bytes = self._to_device.sent_bytes
+        served.disk_read_bytes = self._from_disk.sent_bytes
+        served.disk_written_bytes = self._to_disk.sent_bytes
+        served.skipped_writes = self._offloads.skipped_blocks if self._offloads else 0
+        return served
+
+    # ---- a request, step by step
+
+    def _arrive(self, now_s: float, number: int) -> None:
+        job = _Job(number, self._trace.requests[number], now_s)
+        blocks = job.request.blocks
+        for tier in (self._host, self._disk):
+            if tier is not None:
+                tier.request(blocks, now_s)
+        self._queue_s = max(self._queue_s, now_s)
+        depth = 0
+        if self._host is not None:
+            # Reading begins now, as far as it will pay by the time the engine gets here.
+            depth = self._look_up(self._host, job, now_s, self._queue_s)
+            self._events.at(now_s + LEASE_S, self._lapsed, job)
+            if self._offloads is not None:
+                self._offloads.used(blocks, _leading(blocks, self._holds), now_s)
+        self._queue_s += self._prefill_s(job.request, depth)
+        self._waiting.append(job)
+        self._take_next(now_s)
+
+    def _take_next(self, now_s: float) -> None:
+        """An idle engine computes what is ready, or else turns to who has waited longest."""
+        while not self._computing and (self._ready or self._waiting):
+            if self._ready:
+                self._compute(now_s, self._ready.popleft())
+            else:
+                self._begin(now_s, self._waiting.popleft())
+
+    def _begin(self, now_s: float, job: _Job) -> None:
+        job.begun = True
+        if self._host is not None:
+            # More may be there by now than when it came.
+            job.loaded = self._look_up(self._host, job, now_s, now_s)
+            self._served.declined_blocks += _leading(job.request.blocks, self._holds) - job.loaded
+        if not job.loaded:
+            self._ready.append(job)
+            return
+        blocks = job.request.blocks[: job.loaded]
+        from_disk = sum(map(job.read.__contains__, blocks))
+        self._served.disk_hits += from_disk
+        self._served.host_hits += job.loaded - from_disk
+        sent_s = self._to_device.send(now_s, job.loaded * self._machine.block_bytes)
+        there_s = max(self._arriving.get(block, 0.0) for block in blocks) if self._arriving else 0.0
+        # A block goes on to the device as soon as it has been read.
+        self._events.at(max(sent_s, there_s + self._block_s if there_s > now_s else 0.0), self._loaded, job)
+
+    def _loaded(self, now_s: float, job: _Job) -> None:
+        self._lease(job, 0)
+        self._ready.append(job)
+        self._take_next(now_s)
+
+    def _lapsed(self, now_s: float, job: _Job) -> None:
+        if not job.begun:
+            self._lease(job, 0)
+
+    def _compute(self, now_s: float, job: _Job) -> None:
+        seconds = self._prefill_s(job.request, job.loaded)
+        self._computing = True
+        self._served.computing_s += seconds
+        self._events.at(now_s + seconds, self._computed, job)
+
+    def _computed(self, now_s: float, job: _Job) -> None:
+        blocks, loaded = job.request.blocks, job.loaded
+        self._computing = False
+        self._served.ttft_s[job.number] = now_s - job.arrived_s
+        # Without its prefix a block could never be found: the manager spends no slot on it.
+        if self._host is not None and (loaded == 0 or self._holds(blocks[loaded - 1])):
+            new = loaded + _leading(blocks[loaded:], self._host.holds)
+            self._host.insert(blocks, new, now_s)
+            if self._offloads is not None:
+                self._offloads.entered(blocks, new, len(blocks), now_s)
+        self._events.at(now_s + job.request.seconds, self._finished, job)
+        self._through += 1
+        if self._through % PROGRESS_REQUESTS == 0:
+            self._on_progress(self._through)
+        self._take_next(now_s)
+        if not self._computing:
+            self._queue_s = now_s
+
+    def _finished(self, now_s: float, job: _Job) -> None:
+        request = job.request
+        for tier in (self._host, self._disk):
+            if tier is not None:
+                tier.policy.finished(request.blocks[-1], request.output_tokens, now_s)
+        for number in self._following.pop(job.number, ()):
+            following = self._trace.requests[number]
+            pause_s = following.arrived_s - request.arrived_s - request.seconds
+            self._events.at(max(following.arrived_s, now_s + pause_s), self._arrive, number)
+
+    # ---- what is there, and what is worth loading
+
+    def _look_up(self, host: SimulatedTier, job: _Job, now_s: float, start_s: float) -> int:
+        """How many of the first blocks to load when the engine gets to them at `start_s` or after.
+
+        Those of them that only the disk has get places in host memory, and are queued for reading. The answer ends
+        before the first that gets none.
+        """
+        blocks = job.request.blocks
+        blocks = blocks[: _leading(blocks, self._holds)]
+        there_s = []
+        read_s = max(now_s, self._from_disk.free_s)
+        for block in blocks:
+            if host.holds(block):
+                there_s.append(self._arriving.get(block, now_s))
+            else:
+                read_s += self._read_s
+                there_s.append(read_s)
+        depth = self._worth_loading(job.request, there_s, now_s, start_s)
+        if _leading(blocks[:depth], host.holds) < depth:
+            depth = self._raise(host, job, blocks[:depth], now_s)
+        self._lease(job, depth)
+        return depth
+
+    def _raise(self, host: SimulatedTier, job: _Job, blocks: Sequence[int], now_s: float) -> int:
+        """Give those that only the disk has a place in host memory and queue them for reading; how many are there."""
+        held = [block for block in blocks if host.holds(block)]
+        host.lease(held)
+        host.insert(blocks, _leading(blocks, host.holds), now_s)
+        host.unlease(held)
+        before = set(held)
+        reads = [block for block in blocks if block not in before and host.holds(block)]
+        host.lease(reads)
+        for block in reads:
+            self._arriving[block] = self._from_disk.send(now_s, self._machine.block_bytes)
+        job.read.update(reads)
+        self._events.at(self._from_disk.free_s, self._were_read, reads)
+        return _leading(blocks, host.holds)
+
+    def _lease(self, job: _Job, depth: int) -> None:
+        """Lease the first blocks, instead of what the request had leased before."""
+        if self._host is not None:
+            blocks = job.request.blocks
+            self._host.lease(blocks[:depth])
+            self._host.unlease(blocks[: job.leased])
+            job.leased = depth
+
+    def _were_read(self, now_s: float, blocks: Sequence[int]) -> None:
+        assert self._host is not None
+        self._host.unlease(blocks)
+        for block in blocks:
+            del self._arriving[block]
+
+    def _worth_loading(self, request: Request, there_s: Sequence[float], now_s: float, start_s: float) -> int:
+        """How many of the blocks to load for the first token to come soonest.
+
+        `there_s`: for each block, when it is in host memory. Loading deeper takes longer and spares computing; deep in
+        a prompt it spares more. What is loaded while the engine is busy with others until `start_s` costs no time.
+        """
+        if not there_s:
+            return 0
+        depths = numpy.arange(len(there_s) + 1)
+        sent_s = max(now_s, self._to_device.free_s) + depths * self._block_s
+        read_s = numpy.maximum.accumulate([now_s, *there_s])
+        ready_s = numpy.maximum(sent_s, numpy.where(read_s > now_s, read_s + self._block_s, now_s))
+        ready_s[0] = now_s
+        cached = numpy.clip(depths * self._trace.block_tokens, 0, max(request.prompt_tokens - 1, 0))
+        first_s = numpy.maximum(ready_s, start_s) + self._machine.prefill_s(cached, request.prompt_tokens)
+        # Of equal times the deepest: it leaves the engine to others.
+        return len(there_s) - int(numpy.argmin(first_s[::-1]))
+
+    def _prefill_s(self, request: Request, loaded: int) -> float:
+        # An engine computes at least one token, to have something to sample from.
+        cached = max(min(loaded * self._trace.block_tokens, request.prompt_tokens - 1), 0)
+        return float(self._machine.prefill_s(cached, request.prompt_tokens))
+
+    def _holds(self, block: int) -> bool:
+        assert self._host is not None
+        return self._host.holds(block) or (self._disk is not None and self._disk.holds(block))
+
+
+def _leading(blocks: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """How many of the blocks there are before the first that is not held."""
+    return next((i for i, block in enumerate(blocks) if not holds(block)), len(blocks))

@@ -1,0 +1,1 @@
+"""What `kvbm simulate` asks and answers."""

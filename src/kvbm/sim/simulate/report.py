@@ -1,0 +1,210 @@
+"""The rows of a study as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvbm.sim.replay import optimum
+from kvbm.sim.serving.offloads import WRITES
+from kvbm.sim.simulate.study import HitRow, TimeRow, averaged, spread
+from kvbm.sim.traces.trace import Trace
+
+SECONDS_PER_HOUR = 3600.0
+
+
+class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was replayed. `repeated_rate`: the share of blocks that were asked for before, which no cache can exceed."""
+
+    name: str
+    path: str
+    seed: int
+    requests: int
+    block_tokens: int
+    accesses: int
+    unique_blocks: int
+    repeated_rate: float
+    seconds: float
+    block_bytes: int | None = None
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """LRU at all sizes of a trace: points of (blocks, hit rate)."""
+
+    trace: str
+    seed: int
+    points: Sequence[tuple[int, float]]
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """Everything that one call found; what `--json` writes."""
+
+    settings: dict[str, object]
+    traces: list[TraceFacts] = msgspec.field(default_factory=list)
+    hit_rates: list[HitRow] = msgspec.field(default_factory=list)
+    times: list[TimeRow] = msgspec.field(default_factory=list)
+    lru_curves: list[Curve] = msgspec.field(default_factory=list)
+
+
+def facts(trace: Trace, path: str, seed: int, bytes_per_token: int | None) -> TraceFacts:
+    """The facts of one trace as it was read."""
+    return TraceFacts(
+        name=trace.name,
+        path=path,
+        seed=seed,
+        requests=len(trace.requests),
+        block_tokens=trace.block_tokens,
+        accesses=trace.accesses,
+        unique_blocks=trace.unique_blocks,
+        repeated_rate=1.0 - trace.unique_blocks / trace.accesses,
+        seconds=trace.seconds,
+        block_bytes=bytes_per_token * trace.block_tokens if bytes_per_token else None,
+    )
+
+
+def save(document: Document, path: Path) -> None:
+    """Write everything as indented JSON: each seed for itself."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+
+def render(document: Document, with_curves: bool) -> RenderableType:
+    """A table for each trace, the mean over all seeds; below it what it needs to be understood."""
+    tables: list[RenderableType] = []
+    for name in dict.fromkeys(trace.name for trace in document.traces):
+        found = [trace for trace in document.traces if trace.name == name]
+        if hits := [row for row in document.hit_rates if row.trace == name]:
+            tables.append(_hits(found, hits))
+        if times := [row for row in document.times if row.trace == name]:
+            tables.append(_times(found, times))
+        curves = [curve for curve in document.lru_curves if curve.trace == name]
+        if curves and with_curves:
+            tables.append(_curve(found, curves[0]))
+    return Group(*tables)
+
+
+def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableType:
+    table = _table()
+    table.add_column("size", no_wrap=True)
+    table.add_column("blocks", justify="right", no_wrap=True)
+    if traces[0].block_bytes:
+        table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    table.add_column("hit rate", justify="right", no_wrap=True)
+    several, sampled = len(traces) > 1, rows[0].sampling_error is not None
+    gaps = any(row.gap_closed is not None for row in rows)
+    for wanted, heading in (
+        (several, "± seeds"),
+        (sampled, "LRU is off by"),
+        (gaps, "of LRU → optimum"),
+        (True, "M blocks/s"),
+    ):
+        if wanted:
+            table.add_column(heading, justify="right", no_wrap=True)
+    size = ""
+    for row in sorted(averaged(rows), key=lambda row: row.blocks):
+        if size and row.size != size:
+            table.add_section()
+        cells = [row.size, f"{row.blocks:,}"] if row.size != size else ["", ""]
+        if traces[0].block_bytes:
+            cells.append(_bytes(row.blocks * traces[0].block_bytes) if row.size != size else "")
+        cells += [row.policy, f"{row.hit_rate:.2%}"]
+        if several:
+            cells.append(f"± {spread(rows, row):.2%}")
+        if sampled:
+            cells.append(f"{row.sampling_error or 0.0:+.2%}")
+        if gaps:
+            cells.append("" if row.gap_closed is None else f"{row.gap_closed:.1%}")
+        cells.append(f"{row.accesses_per_s / 1e6:.2f}")
+        table.add_row(*cells, style="dim" if row.policy == optimum.NAME else None)
+        size = row.size
+    return Group(_title(traces[0].name), table, _note(traces))
+
+
+def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableType:
+    table = _table()
+    on_eviction = any(row.write not in ("", WRITES[0]) for row in rows)
+    for heading in ("host", "disk", "policy", *(["write"] if on_eviction else [])):
+        table.add_column(heading, no_wrap=True)
+    headings = [
+        "host\nhits",
+        "disk\nhits",
+        "TTFT, s\nmean",
+        "\np50",
+        "\np90",
+        "\np99",
+        "sooner\n(mean)",
+        "load",
+    ]
+    headings += ["written\nto disk", "per byte\nhit"] if any(row.disk_blocks for row in rows) else []
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    means = averaged(rows)
+    without_s = next((row.ttft_mean_s for row in means if not row.host_blocks), None)
+    for row in means:
+        cells = [row.host or "no cache", row.disk or "-", row.policy or "-"]
+        cells += [row.write or "-"] if on_eviction else []
+        cells += [f"{row.host_hit_rate:.1%}", f"{row.disk_hit_rate:.1%}"]
+        cells += map(_seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s))
+        cells.append(f"{without_s / row.ttft_mean_s:.2f} ×" if without_s and row.ttft_mean_s else "")
+        cells.append(f"{row.load:.2f}")
+        if len(headings) > 8:
+            cells.append(_bytes(row.disk_written_bytes) if row.disk_blocks else "")
+            cells.append("" if row.written_per_hit is None else f"{row.written_per_hit:.2f}")
+        table.add_row(*cells)
+    lines = [_note(traces)]
+    if any(row.load > 1.0 for row in means):
+        note = "load above 1: the engine cannot keep up with the trace; try --time-scale or --prefill-tokens-per-s"
+        lines.append(Text(note, style="yellow"))
+    return Group(_title(f"{traces[0].name}, served"), table, *lines)
+
+
+def _curve(traces: Sequence[TraceFacts], curve: Curve) -> RenderableType:
+    table = _table()
+    for heading in ("blocks", "of all", *(["bytes"] if traces[0].block_bytes else []), "hit rate"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for blocks, hit_rate in curve.points[:: max(1, len(curve.points) // 16)]:
+        cells = [f"{blocks:,}", f"{blocks / traces[0].unique_blocks:.2%}"]
+        if traces[0].block_bytes:
+            cells.append(_bytes(blocks * traces[0].block_bytes))
+        table.add_row(*cells, f"{hit_rate:.2%}")
+    return Group(_title(f"{traces[0].name}: LRU at all sizes, exactly"), table)
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _title(text: str) -> Text:
+    # Not the table's own title, which would be broken to the width of the table.
+    return Text(text, style="bold", no_wrap=True)
+
+
+def _note(traces: Sequence[TraceFacts]) -> Text:
+    trace = traces[0]
+    hours = trace.seconds / SECONDS_PER_HOUR
+    text = (
+        f"{trace.requests:,} requests in {hours:,.1f} h ask for {trace.accesses:,} blocks of "
+        f"{trace.block_tokens} tokens, {trace.unique_blocks:,} of them different: no cache can hit more than "
+        f"{trace.repeated_rate:.2%}"
+    )
+    if len(traces) > 1:
+        text += f"; means over seeds {', '.join(str(trace.seed) for trace in traces)}"
+    return Text(text + "\n", style="dim")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}" if seconds < 1.0 else f"{seconds:,.2f}"
+
+
+def _bytes(size_bytes: float) -> str:
+    """Decimal, as the settings count: GB = 10^9 bytes."""
+    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:,.1f} {unit}"
+    return f"{size_bytes / 1e3:,.1f} kB"

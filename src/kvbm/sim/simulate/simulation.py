@@ -1,0 +1,187 @@
+"""What one call of `kvbm simulate` is asked to do, checked before any trace is read, and the doing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvbm.errors import KvbmError, SettingsError
+from kvbm.policy import eviction_policies
+from kvbm.sim.replay import optimum
+from kvbm.sim.replay.curves import LruCurve, lru_curve
+from kvbm.sim.replay.sampling import Sample
+from kvbm.sim.serving.machine import Machine
+from kvbm.sim.serving.offloads import DiskRules
+from kvbm.sim.simulate.report import Curve, Document, facts
+from kvbm.sim.simulate.sizes import TierSize
+from kvbm.sim.simulate.study import Progress, Setup, hit_row, time_row, with_gaps
+from kvbm.sim.traces.formats import ReadOptions, read_trace
+from kvbm.sim.traces.halves import halves
+from kvbm.sim.traces.synthetic import ChatShape, chats
+from kvbm.sim.traces.trace import Trace
+
+SYNTHETIC = "synthetic"
+CURVE_POINTS = 200
+
+Watch = Callable[[str, int], Progress]
+"""Told what begins and how many requests it has; answers with whom to tell how many are done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Traces × seeds × policies × sizes. With a machine (its `block_bytes` set per trace) times, else hit rates.
+
+    With `halves` each trace is two: see `sim.traces.halves`. `rules` are ways to get blocks onto the disks, to compare.
+    """
+
+    traces: list[str]
+    policies: list[str]
+    host: list[TierSize]
+    disk: list[TierSize] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: [0])
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    bytes_per_token: int | None = None
+    sample: float | None = None
+    halves: bool = False
+    curve: bool = False
+    machine: Machine | None = None
+    rules: list[DiskRules] = field(default_factory=lambda: [DiskRules()])
+    closed_loop: bool = True
+
+    def check(self) -> None:
+        """`SettingsError` for what cannot be run, whatever the traces hold."""
+        if self.sample is not None and not 0.0 < self.sample <= 1.0:
+            raise SettingsError("--sample", self.sample, "a share above 0 and at most 1, such as 0.3")
+        for option, value in (
+            ("--session-hours", self.reading.session_hours),
+            ("--time-scale", self.reading.time_scale),
+        ):
+            if not 0.0 < value < float("inf"):
+                raise SettingsError(option, value, "a number above 0")
+        for rules in self.rules:
+            rules.check()
+        if self.machine is not None and self.bytes_per_token is None:
+            raise KvbmError(
+                "--times and --disk need the KV of a token: --bytes-per-token 128KiB, or --model DIR"
+            )
+        if self.machine is not None and self.sample is not None:
+            raise SettingsError(
+                "--sample", self.sample, "nothing with --times or --disk: a sample has no queue"
+            )
+        for name in self.traces:
+            if name != SYNTHETIC and not Path(name).exists():
+                raise SettingsError("TRACE", name, f"an existing file or directory, or {SYNTHETIC}")
+
+
+def parse_policies(text: str, timed: bool) -> list[str]:
+    """The policies that a list names; `all` is every one. With times the optimum is none: it cannot be driven."""
+    known = [*eviction_policies(), *([] if timed else [optimum.NAME])]
+    chosen: list[str] = []
+    for name in (word.strip() for word in text.split(",")):
+        if name not in (*known, "all"):
+            without = "; the optimum has no times" if name == optimum.NAME else ""
+            raise SettingsError("--policy", name, f"one of {', '.join(known)}, or all{without}")
+        chosen += known if name == "all" else [name]
+    return list(dict.fromkeys(chosen))
+
+
+def run(plan: Plan, watch: Watch) -> Document:
+    """Everything that the plan asks for. `SettingsError` where a size does not fit a trace, `TraceError` for files."""
+    document = Document(settings=_settings(plan))
+    for word in dict.fromkeys(plan.traces):
+        for seed in dict.fromkeys(plan.seeds):
+            watch(f"reading {Path(word).name}", 0)
+            whole = open_trace(word, replace(plan.reading, seed=seed))
+            for trace in halves(whole) if plan.halves else (whole,):
+                _replay(plan, document, trace, word, seed, watch)
+    document.hit_rates = with_gaps(document.hit_rates)
+    return document
+
+
+def _replay(plan: Plan, document: Document, trace: Trace, word: str, seed: int, watch: Watch) -> None:
+    """One trace with one seed, at all sizes."""
+    if any(known.name == trace.name and known.path != word for known in document.traces):
+        trace = replace(trace, name=f"{trace.name} ({word})")
+    sizes = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.host]
+    below = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.disk]
+    document.traces.append(facts(trace, word, seed, plan.bytes_per_token))
+    exact = lru_curve(trace) if plan.curve or plan.sample is not None else None
+    if plan.curve and exact is not None:
+        points = exact.points(CURVE_POINTS)
+        document.lru_curves.append(Curve(trace=trace.name, seed=seed, points=points))
+    if plan.machine is None:
+        _hit_rates(plan, document, trace, seed, sizes, exact, watch)
+    else:
+        _times(plan, plan.machine, document, trace, seed, sizes, below, watch)
+
+
+def open_trace(word: str, options: ReadOptions) -> Trace:
+    """The trace that a word on the command line means."""
+    if word == SYNTHETIC and not Path(word).exists():
+        shape = ChatShape()
+        tokens = options.chunk_tokens or shape.block_tokens
+        return chats(replace(shape, block_tokens=tokens), options.seed, options.time_scale, options.limit)
+    return read_trace(Path(word), options)
+
+
+def _hit_rates(
+    plan: Plan,
+    document: Document,
+    trace: Trace,
+    seed: int,
+    sizes: list[tuple[str, int]],
+    exact: LruCurve | None,
+    watch: Watch,
+) -> None:
+    sample = Sample(trace, plan.sample, seed, exact) if plan.sample is not None else None
+    replayed = sample.trace if sample is not None else trace
+    for text, blocks in sizes:
+        for policy in plan.policies:
+            on_progress = watch(f"{trace.name}: {policy}, {text}", len(replayed.requests))
+            document.hit_rates.append(hit_row(trace, seed, policy, text, blocks, sample, on_progress))
+
+
+def _times(
+    plan: Plan,
+    machine: Machine,
+    document: Document,
+    trace: Trace,
+    seed: int,
+    sizes: list[tuple[str, int]],
+    below: list[tuple[str, int]],
+    watch: Watch,
+) -> None:
+    assert plan.bytes_per_token is not None
+    machine = replace(machine, block_bytes=plan.bytes_per_token * trace.block_tokens)
+    for setup in _setups(plan, sizes, below):
+        what = " + ".join(part for part in (setup.policy, setup.host[0], setup.disk[0]) if part) or "no cache"
+        on_progress = watch(f"{trace.name}: {what}", len(trace.requests))
+        document.times.append(time_row(trace, seed, machine, setup, plan.closed_loop, on_progress))
+
+
+def _setups(plan: Plan, sizes: list[tuple[str, int]], below: list[tuple[str, int]]) -> Iterator[Setup]:
+    """No cache, then every host size without and with every disk, each by every policy; a disk by all rules."""
+    yield Setup()
+    for host in sizes:
+        for policy in plan.policies:
+            yield Setup(policy, host)
+        for disk in below:
+            for policy in plan.policies:
+                for rules in plan.rules:
+                    yield Setup(policy, host, disk, rules)
+
+
+def _settings(plan: Plan) -> dict[str, object]:
+    """What the results depend on, for the JSON."""
+    return {
+        "policies": plan.policies,
+        "seeds": plan.seeds,
+        "bytes_per_token": plan.bytes_per_token,
+        "sample": plan.sample,
+        "halves": plan.halves,
+        "reading": plan.reading,
+        "machine": plan.machine,
+        "disk_rules": plan.rules,
+        "closed_loop": plan.closed_loop,
+    }

@@ -1,0 +1,1 @@
+"""Traces: reading, recording, making and halving them."""

@@ -1,0 +1,417 @@
+"""The directories of the disk tier: who owns one, what it belongs to, and how it goes away.
+
+`DIR/dynamo-kvbm-disk-cache-<fingerprint, 12 digits>-<n>/` (0700) holds `lock`, `meta.json`, `journal`, `slab-000`, …
+An owner holds an exclusive flock on `lock`, which ends with the process however it ends; a directory whose lock is
+free was left behind and may be taken over or removed by whoever gets the lock. A shared flock means only "somebody is
+looking" (`is_locked`), and a claim waits it out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+
+from kvbm.errors import SettingsError, TierError
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.peers import nameless_as
+from kvbm.tiers.disk.geometry import DiskGeometry
+from kvbm.tiers.disk.syscalls import Syscalls, write_fully
+
+log = logging.getLogger("kvbm.tiers.disk.tier")
+
+DIRECTORY_PREFIX = "dynamo-kvbm-disk-cache-"
+FORMAT_VERSION = 2
+INDEX_COUNT_MAX = 256
+META_BYTES_MAX = 1 << 20
+_PID_BYTES_MAX = 32
+META_NAME, LOCK_NAME, JOURNAL_NAME = "meta.json", "lock", "journal"
+_CLAIM_ATTEMPTS = 200
+_LOOKERS_PAUSE_S = 0.001
+_UNWRITABLE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.ENOENT,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
+
+
+class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """`meta.json`: everything that must agree before a directory's blocks may be used again."""
+
+    format: int
+    fingerprint: str
+    namespace: Namespace
+    block_tokens: int
+    shard_bytes: int
+    shard_count: int
+    block_bytes: int
+    slot_count: int
+    slab_slots: int
+    persist: bool = True
+    """False: its owner asked for nothing to be left behind, so without an owner it is nobody's cache."""
+
+    def same_blocks(self, other: DirectoryMeta) -> bool:
+        """True when slot i of one holds the same bytes in the same place as slot i of the other.
+
+        The number of slots may differ, whether they are left behind, and what people call the model: the fingerprint
+        says what it is.
+        """
+        alike = msgspec.structs.replace(
+            self, slot_count=other.slot_count, namespace=other.namespace, persist=other.persist
+        )
+        return alike == other and self.namespace.fingerprint == other.namespace.fingerprint
+
+    def difference(self, wanted: DirectoryMeta) -> str:
+        """One line saying why its blocks are not those of `wanted`."""
+        for name in ("format", "block_tokens", "shard_bytes", "shard_count", "block_bytes", "slab_slots"):
+            if getattr(self, name) != getattr(wanted, name):
+                return f"its {name} is {getattr(self, name)}, and {getattr(wanted, name)} is wanted"
+        return "it is of another namespace"
+
+    @property
+    def geometry(self) -> DiskGeometry:
+        return DiskGeometry(
+            block_bytes=self.block_bytes, slot_count=self.slot_count, slab_slots=self.slab_slots
+        )
+
+
+def describe(
+    namespace: Namespace, layout: BlockLayout, geometry: DiskGeometry, persist: bool = True
+) -> DirectoryMeta:
+    """The meta of a directory with these contents."""
+    return DirectoryMeta(
+        format=FORMAT_VERSION,
+        fingerprint=namespace.fingerprint.hex(),
+        namespace=namespace,
+        block_tokens=layout.block_tokens,
+        shard_bytes=layout.shard_bytes,
+        shard_count=layout.shard_count,
+        block_bytes=layout.block_bytes,
+        slot_count=geometry.slot_count,
+        slab_slots=geometry.slab_slots,
+        persist=persist,
+    )
+
+
+def encode_meta(meta: DirectoryMeta) -> bytes:
+    """The text of `meta.json`."""
+    return msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n"
+
+
+def meta_bytes_bound(namespace: Namespace, layout: BlockLayout) -> int:
+    """No meta of this namespace is longer, whatever the geometry."""
+    widest = DiskGeometry(block_bytes=layout.block_bytes, slot_count=10**18, slab_slots=10**18)
+    return len(encode_meta(describe(namespace, layout, widest, persist=False)))
+
+
+def read_meta(path: Path | str, dir_fd: int | None = None) -> DirectoryMeta | None:
+    """The meta in that file; None when it is missing, unreadable, too long or not one of ours."""
+    try:
+        fd = _open_to_read(path, dir_fd)
+    except OSError:
+        return None
+    with open(fd, "rb") as file:
+        try:
+            meta = msgspec.json.decode(file.read(META_BYTES_MAX), type=DirectoryMeta)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+    sane = 0 < meta.slot_count and 0 < meta.slab_slots and 0 < meta.shard_count
+    return meta if sane and 0 < meta.block_bytes and meta.block_bytes % meta.shard_count == 0 else None
+
+
+class ClaimedDirectory:
+    """A directory whose lock we hold. `found` is the meta that was in it, None when there was none that can be read."""
+
+    def __init__(self, syscalls: Syscalls, path: Path, dir_fd: int, lock_fd: int, created: bool) -> None:
+        self._syscalls = syscalls
+        self.path = path
+        self.dir_fd = dir_fd
+        self._lock_fd = lock_fd
+        self.created = created
+        self.found = None if created else read_meta(META_NAME, dir_fd)
+
+    def write_meta(self, meta: DirectoryMeta) -> None:
+        """Replace `meta.json` as a whole. Raises OSError."""
+        text = encode_meta(meta)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = self._syscalls.open(META_NAME + ".new", flags, dir_fd=self.dir_fd)
+        try:
+            write_fully(self._syscalls, fd, [memoryview(text)], 0, alignment=1)
+        finally:
+            self._syscalls.close(fd)
+        self._syscalls.rename(META_NAME + ".new", META_NAME, dir_fd=self.dir_fd)
+
+    def vanished(self) -> str:
+        """Empty, or one phrase saying that the path no longer leads to this directory."""
+        try:
+            there = os.stat(self.path)
+        except OSError as error:
+            return f"the directory is gone ({error.strerror})"
+        here = os.fstat(self.dir_fd)
+        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            return "the directory was replaced or another filesystem was mounted over it"
+        return "lock was removed" if os.fstat(self._lock_fd).st_nlink == 0 else ""
+
+    def release(self, remove: bool) -> None:
+        """Give the directory up, and with `remove` delete it first. Never raises."""
+        if remove and not self.vanished():
+            shutil.rmtree(self.path, ignore_errors=True)
+        for fd in (self.dir_fd, self._lock_fd):
+            os.close(fd)
+
+
+def claim_directory(
+    root: Path, wanted: DirectoryMeta, syscalls: Syscalls, before: Path | None = None
+) -> ClaimedDirectory:
+    """Take one of the namespace's directories that nobody holds.
+
+    One with blocks that can be used comes first, of those the one that was held `before`, then those of the wanted
+    size, then the one used last. So replicas that come back, in whatever order, find what they left, all together.
+    Where there is none it is a new one, or one that nobody can read any more. A tier that does not persist always makes
+    its own: it would empty another's and remove it. All others stay, but for what was not meant to outlive its owner.
+
+    Raises SettingsError when `root` cannot be used, TierError when all are taken or the medium fails, or where it
+    cannot be told which directories are ours.
+    """
+    if nameless := nameless_as():
+        raise TierError(
+            f"disk tier: it cannot be told whose directories in {root} are: we are user {nameless}"
+        )
+    short = wanted.namespace.short
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        claimed = _claim_usable(root, wanted, syscalls, before) if wanted.persist else None
+        claimed = claimed or _claim_index(root, wanted, syscalls)
+        if claimed is None:
+            raise TierError(f"disk tier: all {INDEX_COUNT_MAX} directories of {short} in {root} are taken")
+    except OSError as error:
+        if error.errno in _UNWRITABLE or isinstance(error, FileExistsError):
+            raise SettingsError(
+                "DYN_KVBM_DISK_CACHE_DIR",
+                str(root),
+                f"a directory that this user can write to ({error.strerror})",
+            ) from error
+        raise TierError(f"disk tier: cannot make a directory in {root}: {error.strerror}") from error
+    for path in list_directories(root):
+        if path != claimed.path and _is_passing(path) and remove_directory(path):
+            log.warning("disk tier: removed %s, left behind by a process that has ended", path)
+    return claimed
+
+
+def _claim_usable(
+    root: Path, wanted: DirectoryMeta, syscalls: Syscalls, before: Path | None
+) -> ClaimedDirectory | None:
+    """The best of the directories whose blocks can be used; None when there is none that is free. Raises OSError."""
+    found: list[tuple[bool, int, float, int, Path]] = []
+    for path in list_directories(root, wanted.namespace.short):
+        meta = read_meta(path / META_NAME)
+        if meta is None or not meta.persist or not meta.same_blocks(wanted):
+            continue
+        # Shrinking one gives up blocks that a replica of that size would have found.
+        fit = 0 if meta.slot_count == wanted.slot_count else 1 if meta.slot_count < wanted.slot_count else 2
+        found.append((path != before, fit, -last_used_s(path), _index(path), path))
+    for *_, path in sorted(found):
+        claimed = _claim(path, syscalls, create=False)
+        if claimed is None:
+            continue
+        if claimed.found is not None and claimed.found.same_blocks(wanted):
+            return claimed
+        claimed.release(remove=False)  # somebody else had it since we looked
+    return None
+
+
+def _claim_index(root: Path, wanted: DirectoryMeta, syscalls: Syscalls) -> ClaimedDirectory | None:
+    """The first index without a directory, or with one that holds nobody's blocks; None when all are taken.
+
+    One with other blocks (another size of slab, say) is an engine's that may come back, and is emptied only when no
+    index is left. A tier that does not persist takes nothing that it did not make. Raises OSError.
+    """
+    paths = [root / f"{DIRECTORY_PREFIX}{wanted.namespace.short}-{index}" for index in range(INDEX_COUNT_MAX)]
+    for spare_blocks in (True, False) if wanted.persist else (True,):
+        for path in paths:
+            if spare_blocks and os.path.lexists(path):  # without a lock: its owner may be about to come
+                meta = read_meta(path / META_NAME)
+                if not wanted.persist or (meta is not None and meta.format == FORMAT_VERSION):
+                    continue
+            claimed = _claim(path, syscalls)
+            if claimed is None:
+                continue
+            found = claimed.found
+            holds_blocks = found is not None and found.format == FORMAT_VERSION
+            if claimed.created or (wanted.persist and not (spare_blocks and holds_blocks)):
+                return claimed
+            claimed.release(remove=False)
+    return None
+
+
+def list_directories(root: Path, short: str = "") -> list[Path]:
+    """The cache directories in `root`, of one namespace when `short` is given; by namespace and index."""
+    try:
+        found = [path for path in root.glob(f"{DIRECTORY_PREFIX}{short}*-*") if _index(path) >= 0]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (path.name.rpartition("-")[0], _index(path)))
+
+
+def is_locked(path: Path) -> bool:
+    """True while a process owns the directory. Looking never makes a claim fail."""
+    try:
+        fd = _open_to_read(path / LOCK_NAME)
+    except OSError:
+        return False
+    try:
+        return not _flock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def owner_pid(path: Path) -> int | None:
+    """The process that wrote itself into the lock file last: the owner, while `is_locked`."""
+    try:
+        with open(_open_to_read(path / LOCK_NAME), "rb") as file:
+            return int(file.read(_PID_BYTES_MAX))
+    except (OSError, ValueError):
+        return None
+
+
+def last_used_s(path: Path) -> float:
+    """When it was opened, written or closed last, in seconds of the filesystem's clock; 0 where that is not known.
+
+    Reading leaves no trace: a process that was killed had it in use until then, but is known only by the other three.
+    """
+    try:
+        return (path / JOURNAL_NAME).lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def remove_directory(path: Path) -> bool:
+    """Delete a directory that nobody owns. False when it is owned, another user's, or could not be deleted."""
+    try:
+        claimed = _claim(path, Syscalls(), create=False)
+    except OSError:
+        return False
+    if claimed is None:
+        return False
+    claimed.release(remove=True)
+    return not path.exists()
+
+
+def _is_passing(path: Path) -> bool:
+    """Nobody but its owner can ever ask for its blocks again, or its owner wanted nothing left behind."""
+    meta = read_meta(path / META_NAME)
+    return meta is not None and (meta.namespace.ephemeral or not meta.persist)
+
+
+def _index(path: Path) -> int:
+    digits = path.name.rpartition("-")[2]
+    return (
+        int(digits)
+        if digits.isascii() and digits.isdigit() and not path.is_symlink() and path.is_dir()
+        else -1
+    )
+
+
+def _claim(path: Path, syscalls: Syscalls, create: bool = True) -> ClaimedDirectory | None:
+    """Lock the directory, made if need be. None when somebody else has it or it is not ours to use. Raises OSError."""
+    for _ in range(_CLAIM_ATTEMPTS):
+        created = create and _make(path, syscalls)
+        try:
+            dir_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if not create:
+                return None
+            continue  # removed by its last owner since we looked
+        except OSError as error:
+            if created or error.errno not in (errno.EACCES, errno.ENOTDIR, errno.ELOOP):
+                raise
+            return None  # another user's, or no directory: the next index will do
+        lock_fd = -1
+        try:
+            if not _private(dir_fd):
+                os.close(dir_fd)
+                return None
+            lock_fd = syscalls.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, dir_fd=dir_fd)
+            locked = _flock(lock_fd, fcntl.LOCK_EX)
+            if locked and _still_leads(path, dir_fd, lock_fd):
+                os.ftruncate(lock_fd, 0)
+                os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+                return ClaimedDirectory(syscalls, path, dir_fd, lock_fd, created)
+            # An owner excludes even a shared lock; who only looks does not.
+            owned = not locked and not _flock(lock_fd, fcntl.LOCK_SH)
+        except FileNotFoundError:
+            owned = False  # removed under our hands: try again
+        except OSError:
+            _close_all(dir_fd, lock_fd)
+            raise
+        _close_all(dir_fd, lock_fd)
+        if owned:
+            return None
+        time.sleep(_LOOKERS_PAUSE_S)
+    return None
+
+
+def _make(path: Path, syscalls: Syscalls) -> bool:
+    try:
+        syscalls.mkdir(str(path), 0o700)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _open_to_read(path: Path | str, dir_fd: int | None = None) -> int:
+    """Open a regular file, and nothing else: in a directory that all may write to, a pipe could hold us for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def _private(dir_fd: int) -> bool:
+    """Ours alone: in a directory that all may write to, somebody else's cache could feed us false KV."""
+    status = os.fstat(dir_fd)
+    if status.st_uid != os.geteuid():
+        return False
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022:
+        return False
+    if mode & 0o077:
+        os.fchmod(dir_fd, 0o700)
+    return True
+
+
+def _flock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _still_leads(path: Path, dir_fd: int, lock_fd: int) -> bool:
+    """False when the directory was removed, or removed and made anew, between our opening and our locking it."""
+    here, lock = os.fstat(dir_fd), os.fstat(lock_fd)
+    try:
+        there = os.stat(path, follow_symlinks=False)
+        named = os.stat(LOCK_NAME, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return there.st_ino == here.st_ino and named.st_ino == lock.st_ino
+
+
+def _close_all(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)

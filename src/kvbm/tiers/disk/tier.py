@@ -1,0 +1,361 @@
+"""G3, the persistent disk tier: `DiskTier` is the asynchronous face of a `DiskMedium`.
+
+The owner thread submits and polls; I/O threads move the bytes and verify them. A medium that fails turns the tier
+off with one line of `fault`, whatever is pending completes with RETRY, and `heal` opens everything anew. A block that
+fails verification is only a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome, SlotIndex
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import SettingsError, TierError
+from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
+from kvbm.tiers.contract import Completion, RecoveredBlock
+from kvbm.tiers.disk.block_io import BlockIo, Buffer, HostBlockIo, UnsettledTransfer, disk_namespace
+from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, open_medium, plan
+from kvbm.tiers.disk.room import NoRoom
+from kvbm.tiers.disk.syscalls import Syscalls
+from kvbm.tiers.disk.threads import IoThreads, Job, LoadJob, StoreJob
+
+log = logging.getLogger("kvbm.tiers.disk.tier")
+
+PENDING_LIMIT = 64
+WATCH_PERIOD_S = 5.0
+"""How often the tier looks whether its files are still there."""
+
+HEAL_LIMIT_S = 1.0
+"""`heal` runs in the owner's thread: what takes longer (zero-filling) goes on with the next attempt."""
+
+CLOSE_LIMIT_S = 30.0
+
+
+def open_disk_tier(
+    root: Path | str,
+    layout: BlockLayout,
+    namespace: Namespace,
+    *,
+    capacity_bytes: int | None = None,
+    capacity_blocks: int | None = None,
+    io_threads: int = 4,
+    pending_limit: int = PENDING_LIMIT,
+    o_direct: bool = True,
+    zerofill_fallback: bool = False,
+    persist: bool = True,
+    unowned_bytes: int | None = None,
+    tier_count: int = 1,
+    clock: Clock = monotonic,
+    syscalls: Syscalls | None = None,
+    io: BlockIo | None = None,
+) -> DiskTier:
+    """Open the namespace's disk tier under `root`, with the blocks that an earlier run left there.
+
+    - `capacity_bytes`: everything on the medium together stays below it; `capacity_blocks`: exactly so many slots
+      (it wins when both are given).
+    - `o_direct`: bypass the page cache; where the filesystem cannot, a warning is logged and it is used after all.
+    - `zerofill_fallback`: on a filesystem without fallocate, write zeros at start instead of making sparse files.
+    - `persist`: keep the blocks for the next run; otherwise start empty, in a directory of its own, and leave nothing
+      behind.
+    - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
+      go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting, and
+      spares what was used within seven days.
+    - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
+      over and closes it, also when opening fails.
+
+    Raises SettingsError (a directory or a capacity that cannot be used) and TierError (the medium failed or is full;
+    DirectRefused: it cannot be reached by this `io`).
+    """
+    syscalls = syscalls or Syscalls()
+    io = io or HostBlockIo(syscalls)
+    options = DiskOptions(
+        root=Path(root),
+        layout=layout,
+        namespace=disk_namespace(namespace, io.checksum_kind),
+        capacity_bytes=capacity_bytes,
+        capacity_blocks=capacity_blocks,
+        o_direct=o_direct,
+        zerofill_fallback=zerofill_fallback,
+        persist=persist,
+        unowned_bytes=unowned_bytes,
+        tier_count=tier_count,
+    )
+    try:
+        return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
+    except BaseException:
+        io.close()
+        raise
+
+
+class DiskTier:
+    """A `SlotTier` on local disk. All methods belong to one owner thread.
+
+    Beyond the contract: after a fault the owner must forget all it knew of the slots, and after a `heal` that
+    returned True take `recovered()` anew. A submission counts against `pending_limit` until its completion is polled;
+    stores may use three quarters of it, so that loads always find room.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        io_threads: int,
+        pending_limit: int,
+        clock: Clock,
+        syscalls: Syscalls,
+        io: BlockIo,
+    ) -> None:
+        """Use `open_disk_tier`. Raises as it does."""
+        self._options = options
+        self._clock = clock
+        self._syscalls = syscalls
+        self._io = io
+        self.slot_count = plan(options).slot_count
+        self.pending_limit = pending_limit
+        self._store_limit = max(1, pending_limit - pending_limit // 4)
+        self._fault_lock = threading.Lock()
+        self._fault = ""
+        self._sequence = 0
+        self._closed = False
+        self._voids_owed: set[SlotIndex] = set()
+        self._medium: DiskMedium | None = None
+        self._recovered: list[RecoveredBlock] = []
+        self._attach(open_medium(options, syscalls, io, clock))
+        self._threads = IoThreads(self._execute, self._abandon, io_threads, pending_limit)
+
+    @property
+    def path(self) -> Path | None:
+        """The directory in use; None while the tier is off because it could not be opened again."""
+        return self._medium.path if self._medium else None
+
+    @property
+    def direct(self) -> bool:
+        """True while transfers bypass the page cache."""
+        return self._medium is not None and self._medium.direct
+
+    @property
+    def fault(self) -> str:
+        return self._fault
+
+    def recovered(self) -> Iterable[RecoveredBlock]:
+        found, self._recovered = self._recovered, []
+        return found
+
+    def submit_store(
+        self,
+        job_id: int,
+        key: BlockKey,
+        parent: BlockKey | None,
+        slot: SlotIndex,
+        sources: Sequence[Buffer],
+        engine_hash: bytes = b"",
+        group: int = 0,
+    ) -> Outcome:
+        assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
+        assert len(engine_hash) in (0, KEY_BYTES) and 0 <= group <= GROUP_MAX
+        self._check_buffers(sources)
+        self._watch()
+        if self._fault or self._closed:
+            return Outcome.RETRY
+        if self._threads.uncollected_count >= self._store_limit:
+            return Outcome.THROTTLED
+        self._sequence += 1
+        self._threads.submit(
+            StoreJob(
+                job_id=job_id,
+                key=key,
+                parent=parent,
+                slot=slot,
+                sequence=self._sequence,
+                sources=tuple(sources),
+                engine_hash=engine_hash,
+                group=group,
+            )
+        )
+        return Outcome.PENDING
+
+    def submit_load(self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> Outcome:
+        assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
+        self._check_buffers(targets)
+        self._watch()
+        if self._fault or self._closed:
+            return Outcome.RETRY
+        if self._threads.uncollected_count >= self.pending_limit:
+            return Outcome.THROTTLED
+        self._threads.submit(LoadJob(job_id=job_id, key=key, slot=slot, targets=tuple(targets)))
+        return Outcome.PENDING
+
+    def forget(self, slot: SlotIndex) -> None:
+        assert 0 <= slot < self.slot_count
+        if self._closed:
+            return
+        if self._fault or self._medium is None:
+            self._voids_owed.add(slot)
+            return
+        try:
+            self._medium.void(slot)
+        except OSError as error:
+            self._voids_owed.add(slot)
+            self._turn_off(f"voiding slot {slot} in the journal", error)
+
+    def poll(self) -> list[Completion]:
+        self._watch()
+        return self._threads.collect()
+
+    def fileno(self) -> int:
+        """As the contract says; not after `close`."""
+        return self._threads.fileno()
+
+    def heal(self) -> bool:
+        """Open the directory anew and recover it, within about a second. The owner decides how often to try."""
+        if self._closed:
+            return False
+        if not self._fault:
+            return True
+        if not (self._threads.wait_idle(0.0) and self._io.settled()):
+            return (
+                False  # the kernel or the device still holds a transfer of ours; its files cannot be closed
+            )
+        if self._medium is not None:
+            self._medium.close(remove=not self._options.persist)
+            self._medium = None
+        self._recovered = []
+        try:
+            medium = open_medium(
+                self._options, self._syscalls, self._io, self._clock, HEAL_LIMIT_S, self._home
+            )
+            self._attach(medium)
+        except (SettingsError, TierError) as error:
+            self._fault = str(error)
+            return False
+        log.warning("disk tier is back in %s with %d block(s)", medium.path, len(self._recovered))
+        self._fault = ""
+        return True
+
+    def drain(self, deadline_s: float) -> bool:
+        return self._threads.wait_idle(deadline_s)
+
+    def close(self, keep: bool) -> None:
+        """As the contract says. The completions of what was pending can still be polled afterwards.
+
+        A transfer that the kernel or the device does not end within half a minute completes with RETRY, and its buffers
+        may still be touched: keep their memory mapped until the process ends.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        finished = self._threads.stop(CLOSE_LIMIT_S) and self._io.settled()
+        if self._medium is not None and finished:
+            self._medium.close(remove=not (keep and self._options.persist))
+        self._medium = None
+        self._io.close()
+
+    def _attach(self, medium: DiskMedium) -> None:
+        """Take a newly opened medium into use. Raises TierError, the medium closed again."""
+        try:
+            for slot in self._voids_owed:
+                medium.void(slot)
+            self._voids_owed.clear()
+            self._recovered = medium.recover()
+        except OSError as error:
+            medium.close(remove=not self._options.persist)
+            raise TierError(
+                f"disk tier: cannot read the journal in {medium.path}: {_reason(error)}"
+            ) from error
+        self._sequence = max([self._sequence, *(block.sequence for block in self._recovered)])
+        self._medium = medium
+        self._home = medium.path
+        self._watched_s = self._clock()
+        self._told_no_room = False
+
+    def _execute(self, job: Job) -> Completion:
+        """In an I/O thread: run one job. Raises nothing."""
+        medium = self._medium
+        if self._fault or medium is None:
+            return self._abandon(job)
+        start_s = self._clock()
+        try:
+            if isinstance(job, StoreJob):
+                medium.store(job)
+                return self._moved(job, start_s)
+            verdict = medium.load(job.key, job.slot, job.targets)
+        except NoRoom as error:
+            return self._refuse(job, medium, error)
+        except Exception as error:
+            verb = "writing" if isinstance(job, StoreJob) else "reading"
+            self._turn_off(f"{verb} slot {job.slot} in {medium.path}", error)
+            return self._abandon(job, unsettled=isinstance(error, UnsettledTransfer))
+        if verdict.outcome is Outcome.HIT:
+            return self._moved(job, start_s, verdict.engine_hash, verdict.group)
+        if verdict.corrupt:
+            log.warning("disk tier: slot %d in %s failed verification and was dropped", job.slot, medium.path)
+        return Completion(
+            job_id=job.job_id,
+            outcome=verdict.outcome,
+            corrupt=verdict.corrupt,
+            seconds=self._clock() - start_s,
+        )
+
+    def _refuse(self, job: Job, medium: DiskMedium, error: NoRoom) -> Completion:
+        """A store that has no room ends alone: what is on the disk can be read, and be replaced by other blocks."""
+        text = f"disk tier: no room for more blocks in {medium.path}: {error.strerror}"
+        if not self._told_no_room:
+            self._told_no_room = True
+            log.warning("%s; said once", text)
+        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=text)
+
+    def _moved(self, job: Job, start_s: float, engine_hash: bytes = b"", group: int = 0) -> Completion:
+        return Completion(
+            job_id=job.job_id,
+            outcome=Outcome.HIT,
+            bytes_moved=self._options.layout.block_bytes,
+            seconds=self._clock() - start_s,
+            engine_hash=engine_hash,
+            group=group,
+        )
+
+    def _abandon(self, job: Job, unsettled: bool = False) -> Completion:
+        error = self._fault or "disk tier: closed before the transfer ended"
+        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=error, unsettled=unsettled)
+
+    def _turn_off(self, operation: str, error: Exception) -> None:
+        """Any thread: the first failure names the fault, later ones are its consequences."""
+        unexpected = None if isinstance(error, OSError) else error
+        self._declare(f"{operation} failed: {_reason(error)}", unexpected)
+
+    def _declare(self, what: str, unexpected: Exception | None = None) -> None:
+        with self._fault_lock:
+            if self._fault:
+                return
+            self._fault = f"disk tier is off: {what}"
+        log.error("%s", self._fault, exc_info=unexpected)
+
+    def _watch(self) -> None:
+        """Files that were removed still take writes: look whether anybody could ever find them again."""
+        if self._medium is None or self._fault or self._closed:
+            return
+        now_s = self._clock()
+        if now_s - self._watched_s < WATCH_PERIOD_S:
+            return
+        self._watched_s = now_s
+        what = self._medium.vanished()
+        if what:
+            self._declare(what)
+
+    def _check_buffers(self, buffers: Sequence[Buffer]) -> None:
+        layout = self._options.layout
+        assert len(buffers) == layout.shard_count, "one buffer per shard"
+        assert all(buffer.nbytes == layout.slot_bytes for buffer in buffers), "whole slots, padding included"
+        assert layout.slot_bytes % PAGE_BYTES == 0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)})"
+    return f"{type(error).__name__}: {error}"

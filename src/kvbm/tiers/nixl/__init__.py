@@ -1,0 +1,1 @@
+"""The disk tier's bytes moved by NIXL instead of system calls."""

@@ -1,0 +1,293 @@
+"""Copies where the device is a CUDA GPU: beside the forward pass, on streams of our own.
+
+Each direction has a stream. What a copy must wait for, and what must wait for a copy, is said by events on the device:
+no thread waits for the engine, and the engine's stream gets nothing but an event to wait for. How the bytes move is
+`cuda_choice`'s; page-locking the arena is `page_lock`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kvbm.errors import DeviceLost, KvbmError
+from kvbm.numa import keep_thread_on
+from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked
+from kvbm.transfer.cuda import choice as cuda_choice
+from kvbm.transfer.cuda.choice import AUTO, Choice, Method
+from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, TorchDevice, first_line
+from kvbm.transfer.cuda.driver import CudaDriver, CudaError, Driver
+from kvbm.transfer.cuda.lock_turns import LockTurns
+from kvbm.transfer.cuda.page_lock import PageLocks
+from kvbm.transfer.cuda.pieces import Pieces, SlotRows, pieces_of
+from kvbm.transfer.device_cache import DeviceCache
+
+_log = logging.getLogger(__name__)
+
+STAGING_BYTES_MAX = 64 << 20
+
+
+class CudaCopying(NamedTuple):
+    """Copies that were begun: over when the device has got to `event`. See `Copying`.
+
+    An event fails only when work before it has cost the device its context: both raise DeviceLost then.
+    """
+
+    event: Any
+
+    def done(self) -> bool:
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:
+            raise DeviceLost(first_line(error)) from error
+
+    def wait(self) -> None:
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise DeviceLost(first_line(error)) from error
+
+
+class CudaCopier:
+    """See `Copier`. `method` is one of `cuda_choice.METHODS`, or `auto`: what was measured to be fastest here.
+
+    A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
+    are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
+    nobody has touched before lie on `numa_node` then (-1: anywhere). `turns` are those of the arena's memory; `close`
+    closes them. Nothing that any thread does here ends the capture of a CUDA graph that runs in the engine's.
+    Copies are begun by one thread at a time.
+
+    Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
+    offered here.
+    """
+
+    def __init__(
+        self,
+        cache: DeviceCache,
+        arena: torch.Tensor,
+        method: str = AUTO,
+        driver: Driver | None = None,
+        device: Device | None = None,
+        numa_node: int = -1,
+        turns: LockTurns | None = None,
+    ) -> None:
+        assert_arena(arena, cache)
+        self._cache = cache
+        self._arena = arena
+        self._driver = driver or CudaDriver()
+        self._device = device or TorchDevice(cache.device)
+        self._slots = SlotRows(arena.data_ptr(), arena.stride(0))
+        self._pieces = pieces_of(cache.regions)
+        self._layers: dict[str, Pieces] = {}
+        self._numa_node = numa_node
+        self._closed = False
+        with self._device.active(), self._driver.beside_captures(self._device.index):
+            offered = cuda_choice.methods(self._driver, self._device)
+            self._choice = (
+                cuda_choice.unmeasured(offered) if method == AUTO else cuda_choice.named(method, offered)
+            )
+            self._store_stream = self._device.new_stream(STORE_PRIORITY)
+            self._load_stream = self._device.new_stream(LOAD_PRIORITY)
+            self._staging = self._make_staging()
+        self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device, turns)
+        self._turns = turns
+        self._preparation = threading.Thread(
+            target=self._prepare,
+            args=(offered if method == AUTO else {},),
+            name="kvbm-cuda-prepare",
+            daemon=True,
+        )
+        self._preparation.start()
+
+    @property
+    def choice(self) -> Choice:
+        """The ways of copying in use."""
+        return self._choice
+
+    @property
+    def locks(self) -> PageLocks:
+        """How much of the arena is page-locked by now, and what was refused."""
+        return self._locks
+
+    def prepared(self, timeout_s: float) -> bool:
+        """Wait until the arena is locked and the ways of copying are measured; False when it takes longer."""
+        return self._locks.finished.wait(timeout_s)
+
+    def adopt_thread(self) -> None:
+        """Bind the device's context, and never disturb the engine while it captures a CUDA graph."""
+        self._driver.adopt_thread(self._device.index)
+
+    def mark(self) -> DeviceEvent:
+        """An event on the calling thread's current stream."""
+        event: DeviceEvent = self._device.mark()
+        return event
+
+    def hold(self, copying: Copying) -> None:
+        """The calling thread's current stream waits; the thread does not."""
+        assert isinstance(copying, CudaCopying), copying
+        self._device.hold(copying.event)
+
+    def begin_store(self, pairs: Pairs, after: DeviceEvent | None = None) -> CudaCopying:
+        """Device blocks → slots."""
+        ordered = checked(pairs, self._cache, self._arena)
+        return self._begin(self._store_stream, self._pieces, ordered, after, to_device=False)
+
+    def begin_load(
+        self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None
+    ) -> CudaCopying:
+        """Slots → device blocks."""
+        ordered = checked(pairs, self._cache, self._arena)
+        pieces = self._pieces if layer is None else self._layer(layer)
+        return self._begin(self._load_stream, pieces, ordered, after, to_device=True)
+
+    def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+        """`begin_store`, and wait."""
+        self.begin_store(pairs, after).wait()
+
+    def load(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
+        """`begin_load`, and wait."""
+        self.begin_load(pairs, after).wait()
+
+    def close(self) -> None:
+        """Wait for copies under way and unlock the arena's pages. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        lost = False
+        with contextlib.ExitStack() as relaxed:
+            try:
+                relaxed.enter_context(self._device.active())
+                relaxed.enter_context(self._driver.beside_captures(self._device.index))
+                for stream in (self._store_stream, self._load_stream):
+                    stream.record().synchronize()
+            except (CudaError, RuntimeError) as error:
+                # Nothing but a lost device fails here; the process's end unlocks what the driver no longer can.
+                _log.warning("waiting for copies under way: %s", first_line(error))
+                lost = True
+            self._locks.close(unlock=not lost)
+        self._preparation.join()
+        if self._turns is not None:
+            self._turns.close()
+
+    def _begin(
+        self, stream: Stream, pieces: Pieces, pairs: Pairs, after: DeviceEvent | None, *, to_device: bool
+    ) -> CudaCopying:
+        method = self._choice.load if to_device else self._choice.store
+        locked_slots = self._locks.locked_slots
+        locked = [pair for pair in pairs if pair[1] < locked_slots]
+        with self._device.active():
+            stream.wait(after if after is not None else self.mark())
+            try:
+                if locked:
+                    self._copy(method, stream, pieces, locked, self._slots, to_device=to_device)
+                if len(locked) < len(pairs):
+                    unlocked = [pair for pair in pairs if pair[1] >= locked_slots]
+                    self._staging.copy(
+                        lambda batch, rows: self._copy(
+                            method, stream, pieces, batch, rows, to_device=to_device
+                        ),
+                        stream,
+                        self._arena,
+                        unlocked,
+                        pieces.slot_span,
+                        to_device=to_device,
+                    )
+                return CudaCopying(stream.record())
+            except BaseException as error:
+                # Some copies may be under way: the caller frees what they touch as soon as it hears of the error.
+                _drain(stream)
+                if isinstance(error, CudaError) and error.lost:
+                    raise DeviceLost(str(error)) from error
+                raise
+
+    def _copy(
+        self, method: Method, stream: Stream, pieces: Pieces, pairs: Pairs, rows: SlotRows, *, to_device: bool
+    ) -> None:
+        stream.run(lambda: method.begin(pieces, pairs, rows, to_device=to_device, stream=stream.handle))
+
+    def _layer(self, name: str) -> Pieces:
+        """One layer's pieces, found on first use."""
+        pieces = self._layers.get(name)
+        if pieces is None:
+            pieces = self._layers[name] = pieces_of([self._cache.layers[name]])
+        return pieces
+
+    def _make_staging(self) -> _Staging:
+        row_bytes = self._arena.shape[1]
+        rows = max(1, min(STAGING_BYTES_MAX // row_bytes, self._arena.shape[0]))
+        try:
+            return _Staging(self._device.pinned(rows, row_bytes))
+        except RuntimeError as error:
+            raise KvbmError(
+                f"page-locking a buffer of {rows * row_bytes} bytes for copies: {first_line(error)}"
+            ) from error
+
+    def _prepare(self, offered: dict[str, Method]) -> None:
+        keep_thread_on(self._numa_node)
+        try:
+            self._driver.adopt_thread(self._device.index)
+            if offered:
+                with self._device.active():
+                    table = cuda_choice.measure(self._pieces, offered, self._device)
+                self._choice = cuda_choice.best(table, self._choice)
+                _log.info(
+                    "copies by %s down and %s up; %s",
+                    self._choice.store.name,
+                    self._choice.load.name,
+                    cuda_choice.told(table, self._pieces),
+                )
+        except (KvbmError, RuntimeError) as error:
+            _log.warning(
+                "the ways of copying could not be measured (%s): %s is used",
+                first_line(error),
+                self._choice.store.name,
+            )
+            if isinstance(error, CudaError) and error.lost:
+                self._locks.stop()
+        finally:
+            self._locks.run()
+
+
+class _Staging:
+    """A few page-locked rows that stand for slots which are not locked. Copies through it end before it returns."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def copy(
+        self,
+        begin: Callable[[Pairs, SlotRows], None],
+        stream: Stream,
+        arena: torch.Tensor,
+        pairs: Pairs,
+        span: slice,
+        *,
+        to_device: bool,
+    ) -> None:
+        """Copy `span` of the pairs' slots in batches of as many as there are rows; `begin` puts one on the stream."""
+        rows = SlotRows(self._rows.data_ptr(), self._rows.stride(0))
+        for start in range(0, len(pairs), len(self._rows)):
+            batch = pairs[start : start + len(self._rows)]
+            staged = [self._rows[row, span] for row in range(len(batch))]
+            slots = [arena[slot, span] for _, slot in batch]
+            if to_device:
+                torch._foreach_copy_(staged, slots)
+            begin([(block, row) for row, (block, _) in enumerate(batch)], rows)
+            # The rows are refilled by the next batch, and read below.
+            stream.record().synchronize()
+            if not to_device:
+                torch._foreach_copy_(slots, staged)
+
+
+def _drain(stream: Stream) -> None:
+    """Wait until nothing is under way on the stream."""
+    try:
+        stream.record().synchronize()
+    except RuntimeError as error:
+        # The device is lost: nothing moves any more, and the error that led here says more.
+        _log.debug("waiting for copies that were begun: %s", first_line(error))

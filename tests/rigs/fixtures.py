@@ -1,0 +1,91 @@
+"""Managers on real sockets and ranks attached to them, closed in the right order at the end of each test."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvbm.layout import BlockLayout
+from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from rigs.manager import ManagerBench
+
+if TYPE_CHECKING:
+    from rigs.mover import Rank
+
+
+def no_defects(caplog: pytest.LogCaptureFixture) -> None:
+    """What our code survives though it should not happen, it logs as an error."""
+    records = caplog.get_records("setup") + caplog.get_records("call")
+    assert [record.getMessage() for record in records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.fixture
+def media() -> Iterator[list[FakeMedium]]:
+    """Closed after the managers that use them."""
+    media: list[FakeMedium] = []
+    yield media
+    for medium in media:
+        medium.close()
+
+
+@pytest.fixture
+def below(media: list[FakeMedium], monkeypatch: pytest.MonkeyPatch) -> FakeTier:
+    """What a manager opens when it opens its disk tier. It completes by hand."""
+    media.append(FakeMedium(BlockLayout(block_tokens=4, shard_bytes=4096), 40))
+    tier = FakeTier(media[0], pending_limit=40)
+    monkeypatch.setattr("kvbm.manager.assembly.open_disk_tier", lambda *args, **options: tier)
+    return tier
+
+
+@pytest.fixture
+def make_manager(tmp_path: Path, media: list[FakeMedium]) -> Iterator[Callable[..., ManagerBench]]:
+    """Makes managers; their law is checked at the end."""
+    benches: list[ManagerBench] = []
+
+    def make(namespaces: int = 1, **options: Any) -> ManagerBench:
+        directory = tmp_path / str(len(benches))
+        directory.mkdir()
+        benches.append(ManagerBench(directory, namespaces, **options))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.check()
+        bench.close()
+
+
+@pytest.fixture
+def manager(
+    make_manager: Callable[..., ManagerBench], caplog: pytest.LogCaptureFixture
+) -> Iterator[ManagerBench]:
+    """A manager that must not meet a defect of its own."""
+    yield make_manager()
+    no_defects(caplog)
+
+
+@pytest.fixture
+def make_rank(tmp_path: Path, media: list[FakeMedium]) -> Iterator[Callable[..., Rank]]:
+    """Makes ranks that are attached and serve."""
+    from rigs.mover import Rank
+
+    ranks: list[Rank] = []
+
+    def make(**settings: Any) -> Rank:
+        ranks.append(Rank(tmp_path, **settings))
+        ranks[-1].attach()
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.fixture
+def rank(make_rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> Iterator[Rank]:
+    """A rank whose mover must not meet a defect of its own."""
+    yield make_rank()
+    no_defects(caplog)

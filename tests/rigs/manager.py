@@ -1,0 +1,220 @@
+"""A server on a real Unix socket, stepped by the test's own thread, and clients that talk to it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvbm.block import BlockKey
+from kvbm.client.channel import Channel
+from kvbm.clock import ManualClock
+from kvbm.errors import ManagerUnavailable
+from kvbm.hashing import chain_keys, join_keys
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.leases import Lease
+from kvbm.manager.server import Server
+from kvbm.manager.space import Space
+from kvbm.manager.traffic import Traffic
+from kvbm.observe.metrics import Metrics
+from kvbm.protocol import (
+    PROTOCOL_VERSION,
+    Commit,
+    FromManager,
+    Hello,
+    Lookup,
+    LookupReply,
+    Message,
+    Ready,
+    Refused,
+    Reserve,
+    ReserveReply,
+    Welcome,
+)
+from kvbm.settings import Settings
+from kvbm.testing.oracle import block_bytes
+from kvbm.tiers.host import open_arena
+
+DEADLINE_S = 20.0
+LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)
+NAMESPACE = Namespace(model="unit/model", fields=(("weights", "aa"), ("dtype", "float32")))
+OTHER = Namespace(model="unit/model", fields=(("weights", "bb"), ("dtype", "float32")))
+KEYS = chain_keys(bytes(32), range(4000), LAYOUT.block_tokens)
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+
+class ManagerBench:
+    """The manager under test. `clock` is moved by hand; nothing happens but in `step`."""
+
+    def __init__(self, directory: Path, namespaces: int = 1, **settings: Any) -> None:
+        self.path = str(directory / "m.sock")
+        self.settings = Settings(**{"host_blocks": 16, "runtime_dir": str(directory), **settings})
+        self.clock = ManualClock(50.0)
+        self.metrics = Metrics()
+        self._namespaces = namespaces
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(64)
+        self.server = Server(
+            self._listener, self._spaces, Traffic(self.metrics, self.settings, self.clock), self.clock
+        )
+        self.clients: list[Client] = []
+        self.open = True
+
+    def _spaces(self, on_progress: Callable[[Lease], None]) -> SpaceTable:
+        return SpaceTable(self.settings, self._namespaces, self.metrics, self.clock, on_progress)
+
+    def step(self, times: int = 3) -> None:
+        """Deal with what has arrived."""
+        for _ in range(times):
+            self.server.step(0.0)
+
+    def until(self, condition: Callable[[], object], what: str = "") -> None:
+        """Step until the condition holds; fails after a deadline that only a defect reaches."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, what or "it never happened"
+            self.server.step(0.005)
+
+    def tick(self, seconds: float = 1.0) -> None:
+        """Time passes, and the server notices."""
+        self.clock.advance(seconds)
+        self.step()
+
+    def space(self, number: int = 0) -> Space:
+        """One of the spaces, in the order in which they were made."""
+        return list(self.server.spaces)[number][1]
+
+    def check(self) -> None:
+        for _, space in self.server.spaces:
+            space.check()
+
+    def client(self) -> Client:
+        """A connection that has not said anything."""
+        client = Client(self, Channel.connect(self.path))
+        self.clients.append(client)
+        self.step()
+        return client
+
+    def leader(self, engine: str = "e", **hello: Any) -> Client:
+        client = self.client()
+        client.send(Hello(version=PROTOCOL_VERSION, role="leader", engine=engine, **hello))
+        client.expect(Welcome)
+        return client
+
+    def worker(self, engine: str = "e", **hello: Any) -> Client:
+        client = self.client()
+        client.send(self.worker_hello(engine, **hello))
+        client.welcome = client.expect(Welcome)
+        return client
+
+    def worker_hello(self, engine: str = "e", **hello: Any) -> Hello:
+        fields = {"namespace": NAMESPACE, "layout": LAYOUT, "request_blocks": 4, **hello}
+        return Hello(version=PROTOCOL_VERSION, role="worker", engine=engine, **fields)
+
+    def engine(self, name: str = "e", **hello: Any) -> tuple[Client, Client]:
+        """A leader and its one worker, ready."""
+        leader = self.leader(name)
+        worker = self.worker(name, **hello)
+        assert leader.expect(Ready).ready
+        return leader, worker
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        if self.open:
+            self.open = False
+            self.server.close(keep=False)
+
+
+class Client:
+    """One end of a session."""
+
+    def __init__(self, bench: ManagerBench, channel: Channel) -> None:
+        self.bench = bench
+        self.channel = channel
+        self.welcome = Welcome(version=0, epoch=0)
+        self.inbox: list[FromManager] = []
+        self.gone = False
+        self._memory: Any = None
+
+    def send(self, message: Message) -> None:
+        self.channel.send(message)
+        self.bench.step()
+
+    def take(self) -> list[FromManager]:
+        """All that has arrived by now."""
+        self.bench.step()
+        self._receive()
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def expect(self, kind: type[MessageT]) -> MessageT:
+        """The next message, which must be of this kind."""
+        self.bench.until(self._receive, f"no {kind.__name__} came")
+        message = self.inbox.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    def expect_end(self) -> None:
+        """The manager closes the session."""
+        self.bench.until(lambda: self._receive() and self.gone, "the session stays open")
+
+    def _receive(self) -> bool:
+        try:
+            self.inbox += self.channel.receive()
+        except ManagerUnavailable:
+            self.gone = True
+        return bool(self.inbox) or self.gone
+
+    def lookup(self, number: int, keys: list[BlockKey], skip: int = 0) -> LookupReply:
+        self.send(Lookup(lookup=number, keys=join_keys(keys), skip=skip))
+        return self.expect(LookupReply)
+
+    def reserve(self, number: int, keys: list[BlockKey], parent: bytes = b"") -> tuple[int, ...]:
+        self.send(Reserve(store=number, parent=parent, keys=join_keys(keys)))
+        return self.expect(ReserveReply).slots
+
+    def memory(self) -> Any:
+        """The worker's own mapping of the arena."""
+        if self._memory is None:
+            self._memory, generations = open_arena(self.channel.fds)
+            generations.close()
+            self.channel.fds = []
+        return self._memory
+
+    def write(self, slot: int, key: BlockKey, nonce: int = 0) -> None:
+        """As a worker does: straight into shared memory, whatever the manager thinks of it."""
+        size = self.welcome.slot_bytes
+        self.memory()[slot * size : (slot + 1) * size] = block_bytes(key, nonce, size)
+
+    def read(self, slot: int) -> bytes:
+        size = self.welcome.slot_bytes
+        return bytes(self.memory()[slot * size : (slot + 1) * size])
+
+    def close(self) -> None:
+        """As if the process were killed."""
+        self.channel.close()
+
+
+def store(leader: Client, worker: Client, number: int, keys: list[BlockKey]) -> tuple[int, ...]:
+    """One store from end to end."""
+    slots = leader.reserve(number, keys)
+    for key, slot in zip(keys, slots, strict=True):
+        if slot >= 0:
+            worker.write(slot, key)
+    leader.send(Commit(store=number))
+    return slots
+
+
+def refusal(client: Client) -> str:
+    reason = client.expect(Refused).reason
+    assert "\n" not in reason
+    client.expect_end()
+    return reason

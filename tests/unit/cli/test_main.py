@@ -1,0 +1,196 @@
+"""The command line as a user meets it: help, errors of one line, exit codes."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import typer
+
+from kvbm.cli import main as entry
+from kvbm.errors import KvbmError
+from kvbm.settings import FIELDS, SCHEMA
+from rigs.checkout import ROOT
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in ("DYN_LOG", "DYN_KVBM_CONFIG", *(setting.variable for setting in SCHEMA)):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def kvbm(capfd):
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            entry.main(words)
+        out, err = capfd.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A command `probe` of our own, as another file of the package would bring it."""
+
+    def add(module: types.ModuleType | None) -> None:
+        monkeypatch.setitem(entry.COMMANDS, "probe", "Look at something.")
+        if module is not None:
+            monkeypatch.setitem(sys.modules, "kvbm.cli.probe", module)
+
+    return add
+
+
+def probe_module(app: typer.Typer) -> types.ModuleType:
+    module = types.ModuleType("kvbm.cli.probe")
+    module.__spec__ = importlib.machinery.ModuleSpec("kvbm.cli.probe", None)
+    module.app = app
+    return module
+
+
+def test_help_lists_the_commands(kvbm):
+    for words in (("--help",), ("-h",)):
+        code, out, err = kvbm(*words)
+        assert (code, err) == (0, "")
+        for name in ("manager", "config"):
+            assert f"\n  {name}" in out
+            assert entry.COMMANDS[name] in out
+        assert "kvbm manager --host-memory 20GB" in out
+
+
+def test_no_word_at_all_is_help(kvbm):
+    code, out, err = kvbm()
+    assert code in (0, 2)
+    assert "Usage: kvbm" in out + err
+
+
+def test_help_imports_no_command():
+    code = (
+        "import sys\nfrom kvbm.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "names = [n for n in sys.modules if n.startswith(('kvbm.cli.', 'kvbm.manager', 'torch', 'vllm', 'rich'))]\n"
+        "print(names, file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.strip() == "['kvbm.cli.main']"
+
+
+@pytest.mark.parametrize("name", ["manager", "config"])
+def test_every_command_has_an_example(kvbm, name):
+    texts = [kvbm(name, "--help")[1]]
+    if name == "config":
+        texts = [kvbm(name, "show", "--help")[1]]
+    for text in texts:
+        assert "Examples:" in text
+        assert f"kvbm {name}" in text.split("Examples:")[1]
+
+
+def test_version(kvbm):
+    code, out, _ = kvbm("--version")
+    assert code == 0
+    assert out.startswith("kvbm ")
+
+
+def test_a_wrong_command_is_a_usage_error(kvbm):
+    code, out, err = kvbm("mnager")
+    assert (code, out) == (2, "")
+    assert "No such command 'mnager'" in err
+
+
+def test_an_operating_error_is_one_line_and_exit_code_two(kvbm, command):
+    app = typer.Typer()
+
+    @app.command()
+    def probe() -> None:
+        raise KvbmError("first\nsecond")
+
+    command(probe_module(app))
+    assert kvbm("probe") == (2, "", "kvbm: first second\n")
+
+
+def test_a_programmers_error_is_not_hidden(command):
+    app = typer.Typer()
+
+    @app.command()
+    def probe() -> None:
+        raise AssertionError("bug")
+
+    command(probe_module(app))
+    with pytest.raises(AssertionError, match="bug"):
+        entry.main(["probe"])
+
+
+def test_a_command_that_is_not_written_yet_breaks_nothing(kvbm, command):
+    command(None)
+    code, out, _ = kvbm("--help")
+    assert code == 0
+    assert "probe" not in out
+    code, _, err = kvbm("probe")
+    assert code == 2
+    assert "No such command 'probe'" in err
+
+
+def test_a_group_keeps_its_sub_commands(kvbm, command):
+    app = typer.Typer()
+
+    @app.command()
+    def look(path: str) -> None:
+        typer.echo(f"looking at {path}")
+
+    @app.command()
+    def clear() -> None:
+        typer.echo("cleared")
+
+    command(probe_module(app))
+    assert kvbm("probe", "look", "/x")[:2] == (0, "looking at /x\n")
+    assert kvbm("probe", "clear")[:2] == (0, "cleared\n")
+    assert "Look at something." in kvbm("--help")[1]
+
+
+def test_config_show_names_every_origin(kvbm, monkeypatch, tmp_path):
+    file = tmp_path / "kvbm.toml"
+    file.write_text("metrics_port = 7001\n")
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "1.5")
+    monkeypatch.setenv("DYN_KVBM_CPU_CASH_GB", "1")
+    code, out, err = kvbm("config", "show", "--config", str(file))
+    assert code == 0
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()}
+    assert list(rows) == list(FIELDS)
+    assert rows["host_bytes"].split("  ")[0] == "1.5 GB"
+    assert rows["host_bytes"].endswith("environment DYN_KVBM_CPU_CACHE_GB")
+    assert rows["metrics_port"].endswith(f"file {file}")
+    assert rows["disk_bytes"].startswith("-")
+    assert rows["disk_bytes"].endswith("default")
+    assert "warning: DYN_KVBM_CPU_CASH_GB is not a setting" in err
+
+
+def test_config_show_json(kvbm, monkeypatch):
+    monkeypatch.setenv("DYN_KVBM_METRICS", "on")
+    code, out, err = kvbm("config", "show", "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["settings"]["metrics"] == {
+        "value": True,
+        "origin": "environment DYN_KVBM_METRICS",
+        "variable": "DYN_KVBM_METRICS",
+    }
+    assert set(document["settings"]) == set(FIELDS)
+    assert document["notices"]
+
+
+def test_config_show_with_a_bad_value(kvbm, monkeypatch):
+    monkeypatch.setenv("DYN_KVBM_METRICS", "maybe")
+    code, out, err = kvbm("config", "show")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("kvbm: DYN_KVBM_METRICS='maybe' cannot be used")
+
+
+def test_the_installed_command_is_this_one():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'kvbm = "openkvbm.entry:main"' in text, "which asks whose files these are, and runs kvbm.cli.main"

@@ -1,0 +1,156 @@
+"""What a manager tells its followers becomes a recording that the simulator reads back."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbm.client.finder import find_manager
+from kvbm.errors import SettingsError
+from kvbm.hashing import chain_keys, join_keys
+from kvbm.protocol import PROTOCOL_VERSION, Asked, Ended, Finished, Follow, Hello, StatusQuery, Welcome
+from kvbm.settings import Settings
+from kvbm.sim.traces import recorder as recorder_module
+from kvbm.sim.traces.formats import read_trace
+from kvbm.sim.traces.recorder import Recorder
+from kvbm.sim.traces.trace import Trace
+from rigs import manager as manager_bench
+from rigs.manager import ManagerBench
+
+KEYS = chain_keys(bytes(32), range(64), 4)
+OURS, THEIRS = b"\x01" * 32, b"\x02" * 32
+
+
+def asked(count: int, at_s: float, fingerprint: bytes = OURS, start: int = 0) -> Asked:
+    keys = join_keys(KEYS[start:count])
+    return Asked(fingerprint=fingerprint, model="tiny", block_tokens=4, keys=keys, at_s=at_s)
+
+
+def ended(count: int, at_s: float, output_tokens: int, fingerprint: bytes = OURS) -> Ended:
+    return Ended(fingerprint=fingerprint, key=KEYS[count - 1], output_tokens=output_tokens, at_s=at_s)
+
+
+def recorded(
+    tmp_path: Path, *messages: Asked | Ended | StatusQuery, namespace: str = ""
+) -> tuple[Recorder, Trace]:
+    file = io.BytesIO()
+    recorder = Recorder(file, namespace)
+    for message in messages:
+        recorder.hear(message)
+    recorder.close()
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(file.getvalue()))
+    return recorder, read_trace(path)
+
+
+def test_a_recording_has_chains_lengths_and_times(tmp_path: Path) -> None:
+    recorder, trace = recorded(
+        tmp_path, asked(3, 100.0), asked(5, 101.0), ended(5, 103.5, 7), ended(3, 104.0, 40), StatusQuery()
+    )
+    assert (recorder.written, recorder.others, trace.block_tokens) == (2, 0, 4)
+    first, second = trace.requests
+    assert (first.arrived_s, first.seconds, first.output_tokens, first.prompt_tokens) == (0.0, 4.0, 40, 12)
+    assert (second.arrived_s, second.seconds, second.output_tokens) == (1.0, 2.5, 7)
+    assert list(second.blocks[:3]) == list(first.blocks)
+
+
+def test_a_request_that_is_asked_for_twice_is_one(tmp_path: Path) -> None:
+    recorder, trace = recorded(tmp_path, asked(3, 1.0), asked(3, 2.0), ended(3, 4.0, 5), asked(3, 9.0))
+    assert recorder.written == 2
+    assert [request.arrived_s for request in trace.requests] == [0.0, 8.0]
+
+
+def test_another_namespace_is_left_out_and_counted(tmp_path: Path) -> None:
+    recorder, trace = recorded(
+        tmp_path, asked(2, 1.0, THEIRS), asked(3, 1.0), ended(2, 2.0, 1, THEIRS), namespace=OURS.hex()[:6]
+    )
+    assert (recorder.written, recorder.others) == (1, 1)
+    assert len(trace.requests[0].blocks) == 3
+
+
+def test_what_never_ends_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "RUNNING_MAX", 2)
+    file = io.BytesIO()
+    recorder = Recorder(file)
+    for count in (1, 2, 3):
+        recorder.hear(asked(count, float(count)))
+    assert recorder.written == 1
+
+
+def test_nothing_of_the_keys_is_in_the_file(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    recorder = Recorder(file)
+    recorder.hear(asked(3, 1.0))
+    recorder.close()
+    assert all(
+        key[:6] not in file.getvalue() and key.hex()[:8].encode() not in file.getvalue() for key in KEYS
+    )
+
+
+def test_the_manager_is_found_where_it_is_clear_which(tmp_path: Path) -> None:
+    settings = Settings(runtime_dir=str(tmp_path))
+    with pytest.raises(SettingsError, match="none in"):
+        find_manager(settings)
+    (tmp_path / "private-1.sock").touch()
+    assert find_manager(settings) == str(tmp_path / "private-1.sock")
+    (tmp_path / "private-2.sock").touch()
+    with pytest.raises(SettingsError, match=r"private-1\.sock, .*private-2\.sock"):
+        find_manager(settings)
+    (tmp_path / "manager.sock").touch()
+    assert find_manager(settings) == str(tmp_path / "manager.sock")
+    assert find_manager(Settings(manager="/x.sock", runtime_dir=str(tmp_path))) == "/x.sock"
+
+
+def test_a_follower_hears_of_every_request_and_an_admin_who_does_not_follow_of_none(
+    manager: ManagerBench,
+) -> None:
+    leader, _ = manager.engine()
+    follower, bystander = manager.client(), manager.client()
+    for client in (follower, bystander):
+        client.send(Hello(version=PROTOCOL_VERSION, role="admin"))
+        client.expect(Welcome)
+    follower.send(Follow())
+    manager.clock.advance(3.0)
+    leader.lookup(1, manager_bench.KEYS[:3])
+    leader.send(Finished(key=manager_bench.KEYS[2], output_tokens=9))
+    asked_, ended_ = follower.take()
+    fingerprint, now_s = manager_bench.NAMESPACE.fingerprint, manager.clock()
+    assert asked_ == Asked(
+        fingerprint=fingerprint,
+        model=manager_bench.NAMESPACE.model,
+        block_tokens=manager_bench.LAYOUT.block_tokens,
+        keys=join_keys(manager_bench.KEYS[:3]),
+        at_s=now_s,
+    )
+    assert ended_ == Ended(fingerprint=fingerprint, key=manager_bench.KEYS[2], output_tokens=9, at_s=now_s)
+    assert bystander.take() == []
+    follower.close()
+    manager.step()
+    assert leader.lookup(2, manager_bench.KEYS[:3]).slots == ()
+
+
+def test_the_command_ends_its_file_when_it_is_told_to_stop(manager: ManagerBench, tmp_path: Path) -> None:
+    leader, _ = manager.engine()
+    file = tmp_path / "trace.jsonl.gz"
+    words = ("record", str(file), "--manager", manager.path)
+    with subprocess.Popen([sys.executable, "-m", "kvbm.cli.main", *words], stderr=subprocess.PIPE) as child:
+        try:
+            manager.until(lambda: manager.server._followers._numbers, "it never followed")
+            leader.lookup(1, manager_bench.KEYS[:3])
+            leader.send(Finished(key=manager_bench.KEYS[2], output_tokens=9))
+            manager.step()
+            child.send_signal(signal.SIGTERM)
+            _, said = child.communicate(timeout=60.0)
+        finally:
+            child.kill()
+    assert child.returncode == 0
+    # A long path is broken over lines.
+    assert f"1requestswrittento{file}" in "".join(said.decode().split())
+    (request,) = read_trace(file).requests
+    assert (len(request.blocks), request.output_tokens) == (3, 9)

@@ -1,0 +1,330 @@
+"""The library against a dict oracle: what comes back is what left, from host memory, from disk, after a restart."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import zlib
+from pathlib import Path
+
+import pytest
+
+import kvbm
+from rigs.checkout import ROOT
+
+torch = pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
+
+BLOCK_TOKENS = 8
+NAMESPACE = kvbm.Namespace(model="test", fields=(("weights", "1"),))
+LAYERS = 3
+DEVICE_BLOCKS = 32
+BLOCK_SHAPE = (2, BLOCK_TOKENS, 16)
+SHARD_BYTES = LAYERS * 2 * BLOCK_TOKENS * 16 * 4
+
+
+def layout() -> kvbm.BlockLayout:
+    return kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=SHARD_BYTES)
+
+
+def new_cache(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"layer.{i}": torch.randn(DEVICE_BLOCKS, *BLOCK_SHAPE, generator=generator) for i in range(LAYERS)
+    }
+
+
+def content(cache: dict[str, torch.Tensor], blocks: list[int]) -> torch.Tensor:
+    return torch.stack([cache[f"layer.{i}"][blocks] for i in range(LAYERS)])
+
+
+def computed(tokens: list[int], block: int) -> torch.Tensor:
+    """The KV of one block, as a model computes it: a function of all tokens up to its end."""
+    prefix = repr(tokens[: (block + 1) * BLOCK_TOKENS]).encode()
+    generator = torch.Generator().manual_seed(zlib.crc32(prefix))
+    return torch.randn(LAYERS, 1, *BLOCK_SHAPE, generator=generator)
+
+
+def prompt(rng: random.Random, blocks: int) -> list[int]:
+    return [rng.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS))]
+
+
+def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    cache = new_cache(1)
+    prompts = [prompt(rng, rng.randint(1, 6)) for _ in range(24)]
+    hits = 0
+    # Room for a third of the blocks on the host: evictions and disk loads are the rule.
+    with kvbm.BlockManager(
+        layout(), host=28 * 4096, disk="4MB", disk_dir=str(tmp_path), namespace=NAMESPACE
+    ) as manager:
+        for _ in range(120):
+            tokens = rng.choice(prompts)
+            blocks = len(tokens) // BLOCK_TOKENS
+            given = rng.choice((tokens, kvbm.Chain(layout(), NAMESPACE, tokens)))
+            target, skip = rng.sample(range(DEVICE_BLOCKS), blocks), rng.choice((0, rng.randint(0, blocks)))
+            with manager.match(given, skip=skip) as hit:
+                arrived = hit.onboard(cache, target[skip:])
+                hits += arrived
+                for i in range(skip, skip + arrived):
+                    assert torch.equal(content(cache, [target[i]]), computed(tokens, i))
+            for i in (*range(skip), *range(skip + arrived, blocks)):
+                for name, layer in zip(cache, computed(tokens, i), strict=True):
+                    cache[name][target[i]] = layer[0]
+            manager.offload(given, cache, target)
+            manager._space.check()
+        assert manager.flush()
+        assert manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
+    assert hits > 100
+
+
+def test_another_manager_finds_what_an_earlier_one_left_on_disk(tmp_path: Path) -> None:
+    cache, tokens, blocks = new_cache(2), list(range(5 * BLOCK_TOKENS)), [4, 9, 0, 31, 7]
+    before = content(cache, blocks)
+    with kvbm.BlockManager(
+        layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE
+    ) as manager:
+        assert manager.offload(tokens, cache, blocks) == 5
+    for layer in cache.values():
+        layer.zero_()
+    with kvbm.BlockManager(
+        layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE
+    ) as manager:
+        with manager.match(tokens) as hit:
+            assert (hit.blocks, hit.host, hit.disk) == (5, 0, 5)
+            assert manager.metrics.value("kvbm_matched_tokens") == 0, "it is found, and nobody loads it yet"
+            assert manager.metrics.value("kvbm_onboard_blocks_d2d") == 0
+            assert hit.onboard(cache, blocks) == 5
+        assert manager.metrics.value("kvbm_matched_tokens") == 5 * BLOCK_TOKENS
+        assert manager.metrics.value("kvbm_onboard_blocks_d2d") == 5
+        assert manager.metrics.value("kvbm_onboard_blocks_h2d") == 0
+        moved = manager.metrics.value("kvbm_transfer_bytes_total", source="host", target="device")
+        assert moved == 5 * layout().shard_bytes
+    assert torch.equal(content(cache, blocks), before)
+
+
+def test_extras_keep_tenants_apart() -> None:
+    cache, tokens = new_cache(3), list(range(2 * BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        manager.offload(tokens, cache, [0, 1], extras=b"tenant-a")
+        with manager.match(tokens, extras=b"tenant-b") as hit:
+            assert hit.blocks == 0
+        with manager.match(tokens, extras=b"tenant-a") as hit:
+            assert hit.blocks == 2
+
+
+def test_what_the_device_holds_is_not_loaded_again(tmp_path: Path) -> None:
+    cache, tokens = new_cache(5), list(range(6 * BLOCK_TOKENS))
+    before = content(cache, [0, 1, 2, 3, 4, 5])
+    tiers = {"host": "1MB", "disk": "1MB", "disk_dir": str(tmp_path), "namespace": NAMESPACE}
+    with kvbm.BlockManager(layout(), **tiers) as manager:
+        manager.offload(tokens, cache, list(range(6)))
+    with kvbm.BlockManager(layout(), **tiers) as manager:
+        rest = content(cache, list(range(12, DEVICE_BLOCKS)))
+        with manager.match(tokens, skip=4) as hit:
+            assert (hit.blocks, hit.tokens, hit.disk) == (2, 2 * BLOCK_TOKENS, 2)
+            assert hit.onboard(cache, [10, 11, 12, 13]) == 2, "blocks beyond the hit are left alone"
+        assert torch.equal(content(cache, [10, 11]), before[:, 4:])
+        assert torch.equal(content(cache, list(range(12, DEVICE_BLOCKS))), rest)
+        moved = manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host")
+        assert moved == 2 * layout().block_bytes, "and nothing was read for the blocks before it"
+        for skip in (6, 7, 100):
+            with manager.match(tokens, skip=skip) as hit:
+                assert (hit.blocks, hit.onboard(cache, [])) == (0, 0)
+        with (
+            pytest.raises(kvbm.SettingsError, match="skip=-1 cannot be used"),
+            manager.match(tokens, skip=-1),
+        ):
+            pass
+
+
+def test_a_chain_is_taken_for_its_tokens_and_grows_block_by_block() -> None:
+    cache, tokens = new_cache(6), list(range(500, 500 + 5 * BLOCK_TOKENS + 3))
+    with kvbm.BlockManager(layout(), host="1MB", namespace=NAMESPACE) as manager:
+        chain, copied = kvbm.Chain(layout(), NAMESPACE), []
+        for token in tokens:
+            chain.append(token)
+            copied.append(manager.offload(chain, cache, range(20, 20 + chain.blocks)))
+        assert sum(copied) == 5, "each block once, when it is full"
+        assert [i + 1 for i, count in enumerate(copied) if count] == [8, 16, 24, 32, 40]
+        for found in (tokens, chain):
+            with manager.match(found) as hit:
+                assert hit.onboard(cache, range(5)) == 5
+            assert torch.equal(content(cache, list(range(5))), content(cache, list(range(20, 25))))
+
+
+def test_a_chain_of_something_else_is_refused() -> None:
+    cache, tokens = new_cache(6), list(range(2 * BLOCK_TOKENS))
+    wide = kvbm.BlockLayout(block_tokens=2 * BLOCK_TOKENS, shard_bytes=2 * SHARD_BYTES)
+    other = kvbm.Namespace(model="test", fields=(("weights", "2"),))
+    with kvbm.BlockManager(layout(), host="1MB", namespace=NAMESPACE) as manager:
+        for chain in (kvbm.Chain(wide, NAMESPACE, tokens), kvbm.Chain(layout(), other, tokens)):
+            with pytest.raises(kvbm.KvbmError, match="another namespace or block size"):
+                manager.offload(chain, cache, [0, 1])
+        salted = kvbm.Chain(layout(), NAMESPACE, tokens, extras=b"a")
+        assert manager.offload(salted, cache, [0, 1]) == 2
+        with manager.match(tokens, extras=b"a") as hit, manager.match(salted, extras=b"a") as again:
+            assert hit.blocks == again.blocks == 2
+        with manager.match(tokens) as hit:
+            assert hit.blocks == 0
+        with (
+            pytest.raises(kvbm.KvbmError, match="a chain has the extras"),
+            manager.match(salted, extras=b"b"),
+        ):
+            pass
+
+
+def test_what_host_memory_gave_up_is_kept_again() -> None:
+    """A sequence that is offered again may have lost its start meanwhile, and what follows without it is of no use."""
+    cache, tokens = new_cache(7), list(range(6 * BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        manager.offload(tokens, cache, range(6))
+        for missing in ([0], [2, 3], [5], [0, 2, 4]):
+            for key in [manager._keys(tokens, b"")[i] for i in missing]:
+                manager._space.host.evict(manager._space.host.find(key))
+            assert manager.offload(tokens, cache, range(6)) == len(missing)
+            with manager.match(tokens) as hit:
+                assert hit.onboard(cache, range(10, 16)) == 6
+            assert torch.equal(content(cache, range(10, 16)), content(cache, range(6)))
+        manager._space.check()
+
+
+def test_a_cache_of_another_shape_is_refused_in_one_line() -> None:
+    cache = {name: layer[:, :1] for name, layer in new_cache(4).items()}
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        with pytest.raises(kvbm.SettingsError, match=r"layout\.shard_bytes=\d+ cannot be used: \d+") as error:
+            manager.offload(list(range(BLOCK_TOKENS)), cache, [0])
+        assert "\n" not in str(error.value)
+        # What failed holds nothing.
+        manager._space.check()
+        assert manager._space.host.counts().filling == 0
+
+
+def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: Path) -> None:
+    with pytest.raises(kvbm.SettingsError, match="namespace=None cannot be used: with a disk tier"):
+        kvbm.BlockManager(layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path))
+
+
+def test_a_host_size_below_one_block_is_refused() -> None:
+    with pytest.raises(kvbm.SettingsError, match="host='1KB' cannot be used: at least one block"):
+        kvbm.BlockManager(layout(), host="1KB")
+
+
+def test_policies_that_cannot_be_used_are_refused_by_their_names(tmp_path: Path) -> None:
+    for options, reason in (
+        ({"eviction": "clock"}, "eviction='clock' cannot be used: one of: gittins, lru"),
+        ({"disk_admission": "clock"}, "disk_admission='clock' cannot be used: one of: filter, all, ghost"),
+        ({"disk_write": "later"}, "disk_write='later' cannot be used: one of: through, eviction"),
+        ({"disk_write_budget": 4096}, "disk_write_budget=4096 cannot be used: 0, or at least"),
+    ):
+        with pytest.raises(kvbm.SettingsError, match=reason):
+            kvbm.BlockManager(
+                layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE, **options
+            )
+    assert not list(tmp_path.iterdir()), "before any tier was made"
+
+
+def written_blocks(manager: kvbm.BlockManager) -> float:
+    assert manager.flush()
+    return manager.metrics.value("kvbm_offload_blocks_h2d")
+
+
+@pytest.mark.parametrize(
+    ("disk_admission", "first", "second"), [("all", 5, 5), ("filter", 0, 5), ("ghost", 0, 5)]
+)
+def test_what_may_enter_disk_is_a_policys_choice(
+    tmp_path: Path, disk_admission: str, first: int, second: int
+) -> None:
+    cache, tokens = new_cache(2), list(range(5 * BLOCK_TOKENS))
+    with kvbm.BlockManager(
+        layout(), "1MB", "1MB", str(tmp_path), NAMESPACE, disk_admission=disk_admission
+    ) as manager:
+        manager.offload(tokens, cache, list(range(5)))
+        assert written_blocks(manager) == first
+        with manager.match(tokens) as hit:
+            assert hit.host == 5
+        manager._space.pump()
+        assert written_blocks(manager) == second
+
+
+def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
+    cache, now_s = new_cache(2), 0.0
+    with kvbm.BlockManager(
+        layout(),
+        "1MB",
+        "1MB",
+        str(tmp_path),
+        NAMESPACE,
+        disk_write_budget=3 * 24 * layout().block_bytes,
+        clock=lambda: now_s,
+    ) as manager:
+        manager.offload(list(range(5 * BLOCK_TOKENS)), cache, list(range(5)))
+        assert written_blocks(manager) == 3, "a 24th of the day's at once"
+        now_s = 3600.0
+        manager.offload(list(range(900, 900 + 5 * BLOCK_TOKENS)), cache, list(range(5)))
+        assert written_blocks(manager) == 5, "and the rest over the day"
+
+
+def test_disk_may_be_written_when_host_memory_gives_a_block_up_and_at_the_end(tmp_path: Path) -> None:
+    cache, rng = new_cache(2), random.Random(3)
+    prompts = [prompt(rng, 4) for _ in range(32)]
+    options = {
+        "host": 64 * layout().block_bytes,
+        "disk": "1MB",
+        "disk_dir": str(tmp_path),
+        "namespace": NAMESPACE,
+        "disk_write": "eviction",
+    }
+    with kvbm.BlockManager(layout(), **options) as manager:
+        for tokens in prompts[:15]:
+            manager.offload(tokens, cache, list(range(4)))
+            assert written_blocks(manager) == 0, "there is room"
+        for tokens in prompts[15:]:
+            manager.offload(tokens, cache, list(range(4)))
+            manager.flush()
+        assert written_blocks(manager) == 4 * 17, "as many as had to go, and those that would be next"
+    with kvbm.BlockManager(layout(), **options) as manager:
+        for tokens in prompts:
+            with manager.match(tokens) as hit:
+                assert hit.disk == hit.onboard(cache, range(4)) == 4, (
+                    "written at the latest when it was closed"
+                )
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = ROOT / "examples" / "library.py"
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.count("equal: True") == 2
+
+
+def test_a_hit_that_ended_copies_nothing() -> None:
+    cache, tokens = new_cache(1), list(range(2 * BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host=2 * 4096 * 2) as manager:
+        manager.offload(tokens, cache, [0, 1])
+        with manager.match(tokens) as hit:
+            assert hit.onboard(cache, [4, 5]) == 2
+        before = content(cache, [6, 7])
+        with pytest.raises(kvbm.KvbmError, match="are no longer held"):
+            hit.onboard(cache, [6, 7])
+        assert torch.equal(content(cache, [6, 7]), before)
+
+
+def test_caches_laid_out_differently_do_not_exchange_blocks() -> None:
+    """As many bytes in another order would come back shuffled."""
+    cache, tokens = new_cache(1), list(range(BLOCK_TOKENS))
+    turned = {name: tensor.transpose(2, 3).contiguous() for name, tensor in cache.items()}
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        manager.offload(tokens, cache, [0])
+        with manager.match(tokens) as hit, pytest.raises(kvbm.KvbmError, match="kv_cache"):
+            hit.onboard(turned, [0])
+
+
+def test_only_a_few_caches_are_kept_alive() -> None:
+    tokens = list(range(BLOCK_TOKENS))
+    with kvbm.BlockManager(layout(), host="1MB") as manager:
+        caches = [new_cache(seed) for seed in range(7)]
+        manager.offload(tokens, caches[0], [0])
+        for cache in (*caches, *caches):
+            with manager.match(tokens) as hit:
+                assert hit.onboard(cache, [3]) == 1
+            assert torch.equal(content(cache, [3]), content(caches[0], [0]))
+        assert len(manager._copiers) <= 4

@@ -1,0 +1,272 @@
+"""Leases, reservations and fences over real sockets: whose slots are whose when somebody dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbm.block import BlockState
+from kvbm.layout import BlockLayout
+from kvbm.manager.space import LEASE_S, RESERVATION_S
+from kvbm.protocol import (
+    PROTOCOL_VERSION,
+    REFUSED,
+    Commit,
+    Fence,
+    FenceDone,
+    Hello,
+    Progress,
+    Ready,
+    Reserve,
+    Reset,
+    ResetReply,
+    Status,
+    StatusQuery,
+    Watch,
+)
+from kvbm.testing.fake_tier import FakeTier
+from kvbm.testing.oracle import block_bytes
+from rigs.manager import KEYS, Client, ManagerBench, store
+
+MakeBench = Callable[..., ManagerBench]
+
+
+# ---- leases, reservations and who dies
+
+
+def test_a_killed_leader_gives_back_its_leases_at_once(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:3])
+    leader.lookup(2, KEYS[:3])
+    assert manager.space().host.counts().leased == 3
+    leader.close()
+    manager.until(lambda: manager.space().host.counts().leased == 0)
+    again = manager.leader()
+    assert again.expect(Ready).ready
+    assert again.lookup(1, KEYS[:3]).ready == 3, "the cache stays"
+
+
+def test_a_killed_leaders_slots_wait_for_its_workers(manager: ManagerBench) -> None:
+    """A late writer can write as long as it has not answered: nobody else may have the slot until then."""
+    leader, worker = manager.engine()
+    slots = leader.reserve(1, KEYS[:2])
+    leader.close()
+    fence = worker.expect(Fence)
+    assert fence.stores == (1,)
+    assert manager.space().host.counts().filling == 2
+    again = manager.leader()
+    again.expect(Ready)
+    others = KEYS[100:120]
+    answer = again.reserve(1, others)
+    taken = [slot for slot in answer if slot >= 0]
+    assert len(taken) == 14
+    assert not set(taken) & set(slots)
+    for key, slot in zip(others, taken, strict=False):
+        worker.write(slot, key)
+    for slot in slots:
+        worker.write(slot, KEYS[500])  # late, and into what is still its own
+    again.send(Commit(store=1))
+    again.send(Commit(store=1, failed=()))
+    assert again.lookup(2, KEYS[:2]).slots == (), "what was condemned is never found"
+    worker.send(FenceDone(fence=fence.fence))
+    assert manager.space().host.counts().filling == 0
+    assert manager.space().host.counts().free == 2
+    for key, slot in zip(others, taken, strict=False):
+        assert worker.read(slot) == block_bytes(key, 0, 4096)
+
+
+def test_of_two_workers_both_must_answer_or_go(manager: ManagerBench) -> None:
+    layout = BlockLayout(block_tokens=4, shard_bytes=4096, shard_count=2)
+    leader = manager.leader()
+    workers = [manager.worker(rank=i, rank_count=2, shard=i, layout=layout) for i in range(2)]
+    assert [m.ready for m in leader.take() if isinstance(m, Ready)][-1]
+    slots = leader.reserve(1, KEYS[:2])
+    leader.close()
+    fences = [worker.expect(Fence) for worker in workers]
+    workers[0].send(FenceDone(fence=fences[0].fence))
+    workers[0].send(FenceDone(fence=fences[0].fence))
+    assert all(manager.space().host.state_of(slot) is BlockState.FILLING for slot in slots)
+    workers[1].close()
+    manager.until(lambda: manager.space().host.counts().filling == 0)
+
+
+def test_a_fence_answered_by_somebody_else_does_not_count(manager: ManagerBench) -> None:
+    leader, worker = manager.engine("a")
+    other_leader, other_worker = manager.engine("b")
+    leader.reserve(1, KEYS[:2])
+    leader.close()
+    fence = worker.expect(Fence)
+    for stranger in (other_leader, other_worker):
+        stranger.send(FenceDone(fence=fence.fence))
+    assert manager.space().host.counts().filling == 2
+    worker.send(FenceDone(fence=fence.fence))
+    assert manager.space().host.counts().filling == 0
+
+
+def test_a_worker_that_comes_back_is_fenced_too(manager: ManagerBench) -> None:
+    """It lost its session and lives: a store of before may still be in its queue."""
+    layout = BlockLayout(block_tokens=4, shard_bytes=4096, shard_count=2)
+    leader = manager.leader()
+    steady = manager.worker(rank=0, rank_count=2, shard=0, layout=layout)
+    flaky = manager.worker(rank=1, rank_count=2, shard=1, layout=layout)
+    leader.take()
+    slots = leader.reserve(1, KEYS[:2])
+    flaky.close()
+    manager.step()
+    leader.close()
+    first = steady.expect(Fence)
+    flaky = manager.worker(rank=1, rank_count=2, shard=1, layout=layout)
+    again = flaky.expect(Fence)
+    assert again.stores == first.stores == (1,)
+    steady.send(FenceDone(fence=first.fence))
+    assert all(manager.space().host.state_of(slot) is BlockState.FILLING for slot in slots)
+    flaky.send(FenceDone(fence=again.fence))
+    assert manager.space().host.counts().filling == 0
+
+
+def test_a_slot_that_was_given_back_has_another_generation(manager: ManagerBench) -> None:
+    """So a worker with a store plan from before notices, whatever fences it missed."""
+    leader, worker = manager.engine()
+    leader.send(Reserve(store=1, parent=b"", keys=KEYS[0]))
+    (reply,) = leader.take()
+    slot, generation = reply.slots[0], reply.generations[0]  # type: ignore[union-attr]
+    assert manager.space().arena.generation(slot) == generation
+    leader.send(Commit(store=1, failed=(0,)))
+    assert manager.space().arena.generation(slot) > generation
+    assert worker.take() == []
+
+
+def test_reservations_past_their_deadline_are_fenced(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    slots = leader.reserve(1, KEYS[:2])
+    manager.tick(RESERVATION_S + 1.0)
+    fence = worker.expect(Fence)
+    leader.send(Commit(store=1))
+    assert leader.lookup(2, KEYS[:2]).slots == ()
+    manager.tick(RESERVATION_S + 1.0)
+    assert worker.take() == [], "fenced once"
+    worker.send(FenceDone(fence=fence.fence))
+    assert manager.space().host.counts().filling == 0
+    assert set(leader.reserve(2, KEYS[:2])) == set(slots)
+
+
+def test_leases_past_their_deadline_end(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:2])
+    leader.lookup(2, KEYS[:2])
+    manager.tick(LEASE_S + 1.0)
+    assert manager.space().host.counts().leased == 0
+    assert manager.metrics.value("kvbm_leases_expired_total") == 1
+
+
+def test_a_killed_worker_makes_its_engine_unready_until_it_is_back(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:2])
+    worker.close()
+    assert not leader.expect(Ready).ready
+    assert leader.lookup(2, KEYS[:2]).slots == ()
+    assert leader.reserve(3, KEYS[2:3]) == (REFUSED,)
+    manager.worker()
+    assert leader.expect(Ready).ready
+    assert leader.lookup(4, KEYS[:2]).ready == 2
+
+
+def test_a_leader_that_is_replaced_in_the_same_turn_leaves_nothing(manager: ManagerBench) -> None:
+    """The old one's end and the new one's hello arrive together."""
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:2])
+    leader.lookup(2, KEYS[:2])
+    leader.reserve(3, KEYS[2:4])
+    new = manager.client()
+    leader.channel.close()
+    new.channel.send(Hello(version=PROTOCOL_VERSION, role="leader", engine="e"))
+    manager.step()
+    new.take()
+    fence = worker.expect(Fence)
+    worker.send(FenceDone(fence=fence.fence))
+    assert manager.space().host.counts().leased == 0
+    assert manager.space().host.counts().filling == 0
+
+
+def test_an_engine_that_is_gone_leaves_nothing_but_its_blocks(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:2])
+    leader.lookup(2, KEYS[:2])
+    leader.reserve(3, KEYS[2:4])
+    worker.close()
+    leader.close()
+    manager.until(lambda: manager.server.engine_count == 0)
+    counts = manager.space().host.counts()
+    assert (counts.leased, counts.filling, counts.resident) == (0, 0, 2)
+    assert len(manager.server._membership.fences) == 0
+    manager.tick()
+    assert manager.metrics.value("kvbm_engines") == 0
+
+
+# ---- blocks that come up
+
+
+def onboarding(make_manager: MakeBench, below: FakeTier, blocks: int) -> tuple[ManagerBench, Client, Client]:
+    """An engine whose blocks are on disk only."""
+    manager = make_manager(disk_blocks=32, disk_offload_filter=False)
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:blocks])
+    manager.until(lambda: below.release() + len(below.medium.entries) == blocks)
+    manager.step()
+    leader.send(Reset(tier="host"))
+    assert leader.expect(ResetReply).dropped == blocks
+    return manager, leader, worker
+
+
+def test_progress_goes_to_the_leader_and_to_who_watches(make_manager: MakeBench, below: FakeTier) -> None:
+    manager, leader, worker = onboarding(make_manager, below, 3)
+    found = leader.lookup(2, KEYS[:3])
+    assert (len(found.slots), found.ready) == (3, 0)
+    worker.send(Watch(lookup=2))
+    assert worker.expect(Progress) == Progress(lookup=2, ready=0, final=False)
+    below.release(2)
+    manager.step()
+    expected = [Progress(lookup=2, ready=1, final=False), Progress(lookup=2, ready=2, final=False)]
+    assert worker.take() == expected
+    assert leader.take() == expected
+    below.release()
+    manager.step()
+    last = Progress(lookup=2, ready=3, final=True)
+    assert (worker.take(), leader.take()) == ([last], [last])
+    assert [worker.read(slot) for slot in found.slots] == [block_bytes(key, 0, 4096) for key in KEYS[:3]]
+    worker.send(Watch(lookup=2))
+    assert worker.take() == [last], "who watches too late hears how it ended"
+
+
+def test_who_watches_a_lease_of_a_dead_leader_hears_the_end(make_manager: MakeBench, below: FakeTier) -> None:
+    manager, leader, worker = onboarding(make_manager, below, 2)
+    leader.lookup(2, KEYS[:2])
+    worker.send(Watch(lookup=2))
+    worker.take()
+    leader.close()
+    manager.until(
+        lambda: manager.server._membership.of(manager.server._sessions[_number(manager)]) is not None
+    )
+    assert worker.take() == [Progress(lookup=2, ready=0, final=True)]
+    below.release()
+    manager.step()
+    assert manager.space().host.counts().filling == 0
+
+
+def _number(manager: ManagerBench) -> int:
+    return next(iter(manager.server._sessions))
+
+
+def test_a_broken_tier_ends_the_run_and_says_so_in_the_status(
+    make_manager: MakeBench, below: FakeTier
+) -> None:
+    manager, leader, worker = onboarding(make_manager, below, 2)
+    leader.lookup(2, KEYS[:2])
+    below.break_down("disk tier is off: it burns")
+    manager.step()
+    assert leader.take() == [Progress(lookup=2, ready=0, final=True)]
+    leader.send(StatusQuery())
+    (space,) = leader.expect(Status).spaces
+    assert space["fault"] == "disk tier is off: it burns"
+    manager.tick()
+    assert manager.metrics.value("kvbm_tier_up", tier="disk") == 0
+    assert worker.take() == []

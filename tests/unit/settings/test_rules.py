@@ -1,0 +1,92 @@
+"""What holds for the settings as a whole: who reads what, and the page of the docs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvbm
+from kvbm.settings import SCHEMA
+from kvbm.settings.ineffective import INEFFECTIVE
+from kvbm.settings.reference import page
+from rigs.checkout import ROOT
+
+
+@pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
+def test_a_setting_is_read_by_someone_or_says_that_it_has_no_effect(setting):
+    root = Path(kvbm.__file__).parent
+    readers = [path for path in root.rglob("*.py") if path.parent.name != "settings" or path.stem == "advice"]
+    read = any(re.search(rf"settings\.{setting.field}\b", path.read_text()) for path in readers)
+    assert read == (not setting.no_effect)
+
+
+ENGINE_SIDE = ("vllm_integration", "leader", "worker", "transfer", "client")
+MANAGER_SIDE = ("manager", "tiers", "observe", "policy")
+
+
+@pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
+def test_who_reads_a_setting_is_who_is_said_to(setting):
+    """Advice reckons for the manager, so what it reads counts as read there."""
+    if setting.no_effect:
+        return
+    root = Path(kvbm.__file__).parent
+    reads = re.compile(rf"settings\.{setting.field}\b")
+    derived = {"disk_admission", "disk_offload_filter", "host_bytes", "disk_bytes", "staging_bytes"}
+
+    def read_in(parts):
+        files = [
+            path
+            for part in parts
+            for path in ((root / part).rglob("*.py") if "." not in part else [root / part])
+        ]
+        return any(reads.search(path.read_text()) for path in files)
+
+    by_engine = read_in(ENGINE_SIDE)
+    by_manager = read_in(MANAGER_SIDE) or setting.field in derived
+    # The socket and the directory of a manager are arguments by the time that it serves.
+    by_manager = by_manager or setting.field in ("manager", "runtime_dir")
+    if setting.field == "peer_uids":  # both ask for those that are trusted
+        reads = re.compile(r"settings\.trusted_peer_uids\b")
+        by_engine, by_manager = read_in(ENGINE_SIDE), read_in(MANAGER_SIDE)
+    assert (by_engine, by_manager) == {
+        "manager": (False, True),
+        "engine": (True, False),
+        "both": (True, True),
+    }[setting.reader]
+
+
+def test_names_are_unique():
+    for key in ("field", "variable", "flag"):
+        names = [getattr(setting, key) for setting in SCHEMA if getattr(setting, key)]
+        assert len(names) == len(set(names))
+    assert not {setting.variable for setting in SCHEMA} & {row.variable for row in INEFFECTIVE}
+
+
+def test_the_environment_is_read_here_only():
+    root = Path(kvbm.__file__).parent
+    reading = re.compile(r"\bos\.(environ|getenv)\b|from os import .*\b(environ|getenv)\b")
+    guilty = [
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if path.parent.name != "settings" and reading.search(path.read_text())
+    ]
+    assert guilty == []
+
+
+def test_settings_import_no_engine():
+    code = "import sys, kvbm.settings, kvbm.observe; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
+
+
+def test_reference_page_is_current():
+    written = ROOT / "docs/reference/settings.md"
+    assert written.read_text() == page(), (
+        "run: python -m kvbm.settings.reference > docs/reference/settings.md"
+    )
+    for name in (*(setting.variable for setting in SCHEMA), *(row.variable for row in INEFFECTIVE)):
+        assert page().count(f"`{name}`") >= 1

@@ -1,0 +1,359 @@
+"""A rank's worker when stores come late, copies fail and the manager goes: every job is answered, no slot spoilt."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm.client.channel import Channel
+from kvbm.errors import KvbmError
+from kvbm.protocol import (
+    Commit,
+    Fence,
+    LoadPlan,
+    Ready,
+    StepPlan,
+    StepReport,
+    StorePlan,
+)
+from kvbm.testing.fake_tier import FakeTier
+from kvbm.worker import mover as mover_module
+from kvbm.worker.jobs import LoadJob, StoreJob
+from kvbm.worker.mapping import Mapping
+from rigs.manager import DEADLINE_S, ManagerBench
+from rigs.mover import Rank, on_disk
+
+# ---- stores
+
+
+def test_a_store_of_another_life_is_not_begun(rank: Rank) -> None:
+    plan = rank.reserve(0, 2, [0, 1])
+    before = [bytes(rank.bench.space().arena.slot_views(slot)[0]) for slot in plan.slots]
+    fields = {field: getattr(plan, field) for field in plan.__struct_fields__}
+    rank.paint(0, 1.0)
+    assert rank.run_store(StorePlan(**{**fields, "epoch": plan.epoch + 1})) == (0, 1)
+    assert [bytes(rank.bench.space().arena.slot_views(slot)[0]) for slot in plan.slots] == before
+
+
+def test_a_store_whose_reservation_has_ended_is_not_begun(rank: Rank) -> None:
+    """Its slot is another block's now, and that block's bytes stay what they are."""
+    rank.paint(0, 1.0)
+    stale = rank.reserve(0, 1, [0])
+    rank.leader.send(Commit(store=stale.store, failed=(0,)))
+    rank.paint(1, 10.0)
+    fresh = rank.reserve(0, 1, [1])
+    assert fresh.slots == stale.slots
+    assert rank.run_store(fresh) == ()
+    rank.leader.send(Commit(store=fresh.store))
+    assert rank.run_store(stale) == (0,)
+    plan = rank.lookup(1)
+    assert rank.run_load(plan).failed == ()
+    rank.judge(plan, ())
+
+
+def test_a_fence_is_answered_and_its_stores_do_not_begin(rank: Rank) -> None:
+    plan = rank.reserve(0, 2, [0, 1])
+    rank.leader.close()
+    rank.bench.until(lambda: rank.bench.space().host.counts().filling == 0, "the fence is not answered")
+    rank.leader = rank.bench.leader()
+    rank.leader.expect(Ready)
+    assert rank.run_store(plan) == (0, 1)
+
+
+def test_what_a_fence_names_does_not_begin_though_the_slot_is_not_free_yet(rank: Rank) -> None:
+    """Another rank has not answered, so nothing in the shared memory says that it is over."""
+    plan = rank.reserve(0, 1, [0])
+    (engine,) = rank.bench.server._membership
+    engine.workers[0].send(Fence(fence=99, stores=(plan.store,)))
+    rank.bench.until(lambda: plan.store in rank.mover._fenced)
+    assert rank.run_store(plan) == (0,)
+
+
+def test_a_store_that_runs_is_finished_before_a_fence_is_answered(rank: Rank) -> None:
+    plan = rank.reserve(0, 1, [0])
+    copier = rank.mover._mapping.copier  # type: ignore[union-attr]
+    begun, go_on, store_pairs = threading.Event(), threading.Event(), copier.begin_store
+
+    def slow(pairs: Any, after: Any = None) -> Any:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        return store_pairs(pairs, after)
+
+    copier.begin_store = slow  # type: ignore[method-assign]
+    engine = threading.Thread(target=rank.worker.store, args=(StepPlan(stores=(plan,)),))
+    engine.start()
+    assert begun.wait(DEADLINE_S)
+    rank.leader.close()
+    rank.bench.step(10)
+    assert rank.bench.space().host.counts().filling == 1, "it may still write there"
+    go_on.set()
+    engine.join()
+    rank.bench.until(lambda: rank.bench.space().host.counts().filling == 0)
+
+
+def test_a_fenced_store_that_is_not_begun_leaves_the_slot_alone(rank: Rank) -> None:
+    """The whole order of events: fence, slot given to another block, late plan, and nothing is overwritten."""
+    late = rank.reserve(0, 1, [0])
+    rank.paint(0, 666.0)
+    rank.leader.close()
+    rank.bench.until(lambda: rank.bench.space().host.counts().filling == 0)
+    rank.leader = rank.bench.leader()
+    rank.leader.expect(Ready)
+    rank.put_in(1)
+    rank.paint(0, 666.0)
+    assert rank.run_store(late) == (0,)
+    plan = rank.lookup(1)
+    assert plan.slots == late.slots
+    assert rank.run_load(plan).failed == ()
+    rank.judge(plan, ())
+
+
+def test_an_abandoned_store_is_reported_as_failed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = rank.reserve(0, 1, [0])
+    copier = rank.mover._mapping.copier  # type: ignore[union-attr]
+    go_on, store_pairs = threading.Event(), copier.begin_store
+
+    def slow(pairs: Any, after: Any = None) -> Any:
+        assert go_on.wait(DEADLINE_S)
+        return store_pairs(pairs, after)
+
+    copier.begin_store = slow  # type: ignore[method-assign]
+    monkeypatch.setattr("kvbm.worker.worker.STORE_TIMEOUT_S", 0.01)
+    rank.worker.store(StepPlan(stores=(plan,)))
+    assert rank.worker.report() is None, "the slots are not let go of yet"
+    go_on.set()
+    reports: list[StepReport] = []
+    rank.bench.until(lambda: (report := rank.worker.report()) is not None and not reports.append(report))
+    assert reports[0].stored[plan.store][1] == (0,)
+
+
+@pytest.mark.parametrize(
+    "error", [KvbmError("out of range"), RuntimeError("CUDA error"), KeyError("a defect")]
+)
+def test_a_store_that_raises_is_reported_and_the_thread_lives(
+    make_rank: Callable[..., Rank], error: Exception
+) -> None:
+    rank = make_rank()
+    copier = rank.mover._mapping.copier  # type: ignore[union-attr]
+    store_pairs = copier.begin_store
+
+    def fails(pairs: Any, after: Any = None) -> Any:
+        copier.begin_store = store_pairs  # type: ignore[method-assign]
+        raise error
+
+    copier.begin_store = fails  # type: ignore[method-assign]
+    first, second = rank.reserve(0, 2, [0, 1]), rank.reserve(2, 1, [2])
+    rank.worker.store(StepPlan(stores=(first, second)))
+    report = rank.worker.report()
+    assert report is not None
+    assert {number: failed for number, (_, failed, _) in report.stored.items()} == {
+        first.store: (0, 1),
+        second.store: (),
+    }
+
+
+def test_stores_that_fail_over_and_over_are_told_once_and_then_counted(
+    make_rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make_rank()
+
+    def fails(pairs: Any, after: Any = None) -> Any:
+        raise KeyError(f"a defect that names blocks {pairs}")
+
+    rank.mover._mapping.copier.begin_store = fails  # type: ignore[union-attr, method-assign]
+    for i in range(11):
+        assert rank.run_store(rank.reserve(i, 1, [i % 4])) == (0,)
+    rank.worker.close()
+    told = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert [bool(record.exc_info) for record in told] == [True, False, False, False, False]
+    assert told[0].getMessage() == "store of 1 blocks failed"
+    assert [record.getMessage().partition(";")[0] for record in told[1:]] == [
+        f"store failed {count} times by now, {count} blocks" for count in (2, 4, 8, 11)
+    ]
+
+
+def test_a_replica_stores_nothing_and_says_so(rank: Rank) -> None:
+    rank.worker._stores_here = False
+    plan = rank.reserve(0, 2, [0, 1])
+    before = bytes(rank.bench.space().arena.slot_views(plan.slots[0])[0])
+    rank.paint(0, 5.0)
+    assert rank.run_store(plan) == ()
+    assert bytes(rank.bench.space().arena.slot_views(plan.slots[0])[0]) == before
+    rank.worker.store(StepPlan())
+    assert rank.worker.report() is None
+
+
+# ---- the manager goes and comes
+
+
+def test_without_a_manager_jobs_fail_at_once(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.stop_manager()
+    rank.worker.start()
+    store = StorePlan(store=1, epoch=1, slots=(0,), generations=(0,), device_blocks=(0,))
+    assert rank.run_store(store) == (0,)
+    load = LoadPlan(
+        request="r", lookup=1, epoch=1, slots=(0,), generations=(0,), device_blocks=(20,), offset=0, ready=1
+    )
+    assert rank.run_load(load).failed == (20,)
+    rank.close()
+
+
+def test_a_manager_that_goes_while_blocks_are_on_their_way(
+    make_rank: Callable[..., Rank], below: FakeTier
+) -> None:
+    """What had arrived is loaded from memory that nobody overwrites any more; the rest fails."""
+    rank = on_disk(make_rank, below, 5)
+    plan = rank.lookup(5)
+    below.release(2)
+    rank.bench.step()
+    rank.worker.load(StepPlan(loads=(plan,)))
+    rank.bench.until(lambda: rank.shows(21, 20.0))
+    rank.stop_manager()
+    load = rank.finish()
+    assert load.failed == plan.device_blocks[2:]
+    rank.judge(plan, load.failed)
+
+
+def test_what_was_ready_is_loaded_though_the_manager_is_dead(rank: Rank) -> None:
+    rank.put_in(4)
+    plan = rank.lookup(4)
+    rank.stop_manager()
+    assert rank.run_load(plan).failed == ()
+    rank.judge(plan, ())
+
+
+def test_nothing_is_stored_without_a_session(rank: Rank) -> None:
+    """No fence could reach it: the memory may be anybody's."""
+    plan = rank.reserve(0, 1, [0])
+    rank.stop_manager()
+    end_s = time.monotonic() + DEADLINE_S
+    while rank.mover.connected:
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+    assert rank.run_store(plan) == (0,)
+    job = StoreJob((plan,), rank.mover.mark())
+    rank.mover.put(job)
+    assert job.begun.wait(DEADLINE_S)
+    assert rank.mover.stores.get(timeout=DEADLINE_S).failed == (0,), "nor by the thread, should it be asked"
+
+
+def test_it_comes_back_by_itself_and_old_plans_mean_nothing(rank: Rank) -> None:
+    rank.put_in(3)
+    old_load, old_store = rank.lookup(3), rank.reserve(3, 1, [3])
+    rank.stop_manager()
+    rank.start_manager()
+    assert rank.run_load(old_load).failed == old_load.device_blocks
+    assert rank.run_store(old_store) == (0,)
+    rank.put_in(3)
+    plan = rank.lookup(3)
+    assert rank.run_load(plan).failed == ()
+    rank.judge(plan, ())
+
+
+def test_jobs_marked_for_an_earlier_mapping_do_not_run_on_a_later_one(rank: Rank) -> None:
+    """The mark orders a copy behind the engine's work: without one of this mapping there is no order."""
+    plan = rank.reserve(0, 1, [0])
+    mark = rank.mover.mark()
+    assert mark is not None
+    rank.mover.mark = lambda: None  # type: ignore[method-assign]
+    assert rank.run_store(plan) == (0,)
+    stranger = object.__new__(Mapping)
+    rank.mover.mark = lambda: mark._replace(mapping=stranger)  # type: ignore[method-assign]
+    assert rank.run_store(plan) == (0,)
+    del rank.mover.mark
+    assert rank.run_store(plan) == ()
+
+
+def test_a_session_that_breaks_leaves_no_job_waiting(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that needs the manager ends the turn; the store behind it must not wait for the next wake-up."""
+    rank.put_in(2)
+    plan, store = rank.lookup(2), rank.reserve(2, 1, [2])
+    fields = {field: getattr(plan, field) for field in plan.__struct_fields__}
+    rank.stop_manager()
+    end_s = time.monotonic() + DEADLINE_S
+    while rank.mover._channel is not None:
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+    monkeypatch.setattr(mover_module, "_RECONNECT_POLL_S", 3600.0)
+    end = rank.mover.mark()
+    late = LoadPlan(**{**fields, "ready": 1})
+    job = StoreJob((store,), end)
+    rank.mover._inbox.put(LoadJob(late, end, copied=0, ready=1, started_s=0.0, heard_s=0.0))
+    rank.mover.put(job)  # one wake-up for both
+    assert job.begun.wait(DEADLINE_S), "the engine waits for a store that nobody looks at"
+    assert rank.mover.loads.get(timeout=DEADLINE_S).failed == plan.device_blocks[1:]
+
+
+def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.put_in(2)
+    old = rank.lookup(2)
+    monkeypatch.setattr(mover_module, "ADOPT_RETRY_S", 0.0)
+    make_mapping = rank.mover._make_mapping
+    refusals: list[int] = []
+
+    def refuse(welcome: Any, fds: list[int]) -> Mapping:
+        refusals.append(1)
+        if len(refusals) <= 2:
+            for fd in fds:
+                os.close(fd)
+            raise OSError(errno.ENOMEM, "no memory")
+        return make_mapping(welcome, fds)
+
+    monkeypatch.setattr(rank.mover, "_make_mapping", refuse)
+    rank.stop_manager()
+    rank.bench = ManagerBench(rank.directory, **rank.settings)
+    rank.closed = False
+    rank.leader = rank.bench.leader()
+    rank.bench.until(lambda: len(refusals) == 1)
+    assert rank.run_load(old).failed == old.device_blocks
+    epoch = rank.bench.server.epoch
+    rank.bench.until(lambda: rank.mover._mapping is not None and rank.mover._mapping.epoch == epoch)
+    rank.leader.take()
+    rank.put_in(2)
+    plan = rank.lookup(2)
+    assert rank.run_load(plan).failed == ()
+    rank.judge(plan, ())
+    caplog.clear()
+
+
+def test_a_defect_fails_what_is_open_and_the_thread_goes_on(
+    make_rank: Callable[..., Rank], below: FakeTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = on_disk(make_rank, below, 3)
+    plan = rank.lookup(3)
+    rank.worker.load(StepPlan(loads=(plan,)))
+    listen, broken = rank.mover._listen, rank.mover._mapping
+
+    def fails(channel: Channel) -> None:
+        rank.mover._listen = listen  # type: ignore[method-assign]
+        raise KeyError("a defect")
+
+    rank.mover._listen = fails  # type: ignore[method-assign]
+    below.release()
+    load = rank.finish()
+    rank.judge(plan, load.failed)
+    assert "open loads are recomputed" in caplog.text
+    rank.bench.until(lambda: rank.mover._mapping not in (None, broken), "it does not come back")
+    rank.leader.take()
+    plan = rank.lookup(3)
+    below.release()
+    assert rank.run_load(plan).failed == ()
+
+
+def test_stopping_ends_every_job(make_rank: Callable[..., Rank], below: FakeTier) -> None:
+    rank = on_disk(make_rank, below, 3)
+    plan = rank.lookup(3)
+    rank.worker.load(StepPlan(loads=(plan,)))
+    rank.worker.close()
+    (load,) = rank.worker.finished(StepPlan())
+    assert load.failed == plan.device_blocks

@@ -1,0 +1,77 @@
+"""A rank that joins a manager, or is refused, or finds memory that it does not trust."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbm.client.finder import ManagerAddress, ManagerFinder
+from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted
+from kvbm.tiers import host
+from kvbm.transfer import DeviceCache
+from kvbm.worker.worker import Worker
+from rigs.manager import OTHER
+from rigs.mover import DEVICE_BLOCKS, Rank
+
+
+def test_a_worker_of_another_namespace_is_told_why(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.attach()
+    cache = DeviceCache.from_tensors(rank.tensors, DEVICE_BLOCKS)
+    address = ManagerAddress(socket_path=rank.bench.path, private=False)
+    finder = ManagerFinder(address, rank.bench.settings, {}, time.monotonic)
+    hello = rank.bench.worker_hello("other", layout=rank.layout, namespace=OTHER)
+    stranger = Worker(finder, hello, cache)
+    errors: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            stranger.attach(5.0)
+        except ManagerRefused as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    rank.bench.until(lambda: errors)
+    thread.join()
+    assert "cannot be served" in str(errors[0])
+    rank.close()
+
+
+def test_memory_that_is_not_sealed_is_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start and when it connects again: the rank goes on without, and says so once."""
+    rank = Rank(tmp_path)
+    monkeypatch.setattr("kvbm.worker.mover.ADOPT_RETRY_S", 0.0)
+    refusals = 0
+    genuine = host._sealed_bytes
+
+    def refuse(fd: int) -> int:
+        nonlocal refusals
+        refusals += 1
+        raise ManagerUntrusted("the manager's memory is not sealed")
+
+    monkeypatch.setattr(host, "_sealed_bytes", refuse)
+    with pytest.raises(ManagerUntrusted):
+        rank.attach()
+    rank.worker.start()
+    rank.bench.until(lambda: refusals > 2)
+    assert not rank.mover.connected
+    assert [record.getMessage() for record in caplog.records if "sealed" in record.getMessage()] == [
+        "no KV cache for now: the manager's memory is not sealed"
+    ]
+    monkeypatch.setattr(host, "_sealed_bytes", genuine)
+    rank.bench.until(lambda: rank.mover.connected)
+    rank.close()
+
+
+def test_no_manager_by_the_deadline_is_said(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.stop_manager()
+    with pytest.raises(ManagerUnavailable, match="no manager answers"):
+        rank.worker.attach(0.05)
+    rank.close()
