@@ -392,3 +392,9 @@ FIELDS: dict[str, Setting] = {setting.field: setting for setting in SCHEMA}
 """The schema by field name."""
 
 assert tuple(FIELDS) == Settings.__struct_fields__, "the schema has one row per field, in the same order"
+
+
+def variable(field: str) -> str:
+    """The environment variable that sets a field of `Settings`: what an error of the manager names."""
+    assert field in FIELDS, f"no setting is called {field}"
+    return FIELDS[field].variable
