@@ -9,13 +9,13 @@ from typing import Any
 from kvbm.block import BlockKey, Tier
 from kvbm.client.channel import Channel
 from kvbm.clock import ManualClock
+from kvbm.framing import FrameBuffer, encode
 from kvbm.hashing import derive_key, split_keys
 from kvbm.leader.leader import Leader
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Finished,
-    FrameBuffer,
     Hello,
     LoadPlan,
     Lookup,
@@ -28,7 +28,6 @@ from kvbm.protocol import (
     StepReport,
     StorePlan,
     decode_to_manager,
-    encode,
 )
 
 FINGERPRINT = bytes(range(32))

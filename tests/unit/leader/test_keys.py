@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvbm.block import BlockKey
+from kvbm.framing import encode
 from kvbm.hashing import derive_key, join_keys, split_keys
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -15,7 +16,6 @@ from kvbm.protocol import (
     STORED_KEYS_MAX,
     Lookup,
     Reserve,
-    encode,
 )
 from rigs.leader import FINGERPRINT, HASHES, TABLE, Bench, ScriptedDevice, keys
 
