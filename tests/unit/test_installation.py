@@ -210,9 +210,7 @@ def test_modules_without_their_source_are_fine(site: Path) -> None:
     hashing.rename(hashing.with_suffix(".pyc"))
     assert trouble(str(site)) == ""
     hashing.with_suffix(".pyc").unlink()
-    assert f"1 file (kvbm/client/finder.py) of openkvbm in {site} is missing or was changed" in trouble(
-        str(site)
-    )
+    assert f"1 file (kvbm/hashing.py) of openkvbm in {site} is missing or was changed" in trouble(str(site))
 
 
 def test_theirs_found_before_an_editable_one(site: Path) -> None:
