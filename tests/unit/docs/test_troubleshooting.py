@@ -35,7 +35,9 @@ def written() -> str:
 def explained(page: str) -> list[str]:
     """The lines that the tables under `Lines of the log` begin with."""
     section = page.partition("## Lines of the log")[2].partition("\n## Clean-up")[0]
-    cells = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
+    cells = [
+        line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")
+    ]
     return [quoted for cell in cells for quoted in re.findall(r"``? ?(.+?) ?``?(?:,|$)", cell)]
 
 
