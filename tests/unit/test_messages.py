@@ -6,24 +6,18 @@ import ast
 import typing
 
 from kvbm import protocol
-from rigs.checkout import ROOT
+from rigs.sources import SOURCES
 
-MANAGER = "manager/"
+MANAGER = "kvbm/manager/"
 SENDERS = {
     **dict.fromkeys(typing.get_args(protocol.ToManager), ""),
     **dict.fromkeys(typing.get_args(protocol.FromManager), MANAGER),
-    protocol.StorePlan: "leader/",
-    protocol.LoadPlan: "leader/",
-    protocol.StepPlan: "leader/",
-    protocol.StepReport: "worker/",
+    protocol.StorePlan: "kvbm/leader/",
+    protocol.LoadPlan: "kvbm/leader/",
+    protocol.StepPlan: "kvbm/leader/",
+    protocol.StepReport: "kvbm/worker/",
 }
 """Messages, and the folder that sends them; empty is every folder but the manager's."""
-
-SOURCES = {
-    path.relative_to(ROOT / "src/kvbm").as_posix(): path.read_text()
-    for path in (ROOT / "src/kvbm").rglob("*.py")
-    if path.name != "protocol.py"
-}
 
 
 def made(source: str) -> set[str]:
@@ -58,12 +52,14 @@ def test_every_message_has_a_sender() -> None:
 
 
 def test_a_message_that_the_other_side_makes_has_no_sender() -> None:
-    assert "Lookup" in without_sender({"leader/lookups.py": "from kvbm.protocol import Lookup\nx: Lookup\n"})
+    assert "Lookup" in without_sender(
+        {"kvbm/leader/lookups.py": "from kvbm.protocol import Lookup\nx: Lookup\n"}
+    )
     sends = "from kvbm.protocol import Lookup\nchannel.send(Lookup(lookup=1, keys=b''))\n"
-    assert "Lookup" not in without_sender({"leader/lookups.py": sends})
-    assert "Lookup" in without_sender({"manager/requests.py": sends})
+    assert "Lookup" not in without_sender({"kvbm/leader/lookups.py": sends})
+    assert "Lookup" in without_sender({"kvbm/manager/requests.py": sends})
     own_class = "class Progress: ...\nProgress()\n"
-    assert "Progress" in without_sender({"manager/requests.py": own_class})
+    assert "Progress" in without_sender({"kvbm/manager/requests.py": own_class})
 
 
 def test_every_message_is_somebodys() -> None:
