@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvbm.numa import keep_thread_on
 from kvbm.protocol import Welcome
 from kvbm.tiers.host import open_arena, populate
-from kvbm.transfer import Copier, DeviceCache, LockTurns, arena_tensor, make_copier
+from kvbm.transfer import Copier, Copying, DeviceCache, DeviceEvent, LockTurns, arena_tensor, make_copier
 
 _POPULATE_CHUNK_BYTES = 32 << 20
 
@@ -72,3 +73,17 @@ class Mapping:
                 self._region, start, min(_POPULATE_CHUNK_BYTES, size - start)
             ):
                 return
+
+
+class Mark(NamedTuple):
+    """A point in the engine's device work, and the mapping it was set for: a job runs on that mapping or fails.
+
+    Without that, a job put while the mapping is replaced would wait for no `event` at all.
+    """
+
+    mapping: Mapping
+    event: DeviceEvent | None
+
+    def hold(self, copying: Copying) -> None:
+        """The device begins what the engine's thread gives it from now on only after these copies."""
+        self.mapping.copier.hold(copying)
