@@ -10,6 +10,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvbm.errors import SettingsError
+from kvbm.settings import variable
 
 CONTENT_TYPE = "text/plain; charset=utf-8"
 CONNECTIONS_MAX = 8
@@ -143,7 +144,7 @@ def bind_nearby(render: Callable[[], str], host: str, port: int, tries: int) -> 
 
 def _bind_error(error: OSError, host: str, port: int) -> SettingsError:
     if error.errno == errno.EADDRINUSE:
-        return PortTaken("DYN_KVBM_METRICS_PORT", port, f"choose a free port; {host}:{port} is in use")
+        return PortTaken(variable("metrics_port"), port, f"choose a free port; {host}:{port} is in use")
     if error.errno == errno.EACCES:
-        return SettingsError("DYN_KVBM_METRICS_PORT", port, "choose a port that this user may listen on")
-    return SettingsError("DYN_KVBM_METRICS_HOST", host, f"an address of this machine ({error.strerror})")
+        return SettingsError(variable("metrics_port"), port, "choose a port that this user may listen on")
+    return SettingsError(variable("metrics_host"), host, f"an address of this machine ({error.strerror})")

@@ -8,14 +8,15 @@ from __future__ import annotations
 import sys
 
 from kvbm.observe.metrics import TABLE, Metric
+from kvbm.settings import variable
 
-_HEAD = """\
+_HEAD = f"""\
 # Metrics
 
 <!-- Generated from the metrics table by `python -m kvbm.observe.reference`; do not edit by hand. -->
 
-`DYN_KVBM_METRICS=true` serves these at `http://127.0.0.1:6880/metrics` (`DYN_KVBM_METRICS_HOST`,
-`DYN_KVBM_METRICS_PORT`). Sizes are bytes, times are seconds. Counters rise when the work has succeeded, not
+`{variable("metrics")}=true` serves these at `http://127.0.0.1:6880/metrics` (`{variable("metrics_host")}`,
+`{variable("metrics_port")}`). Sizes are bytes, times are seconds. Counters rise when the work has succeeded, not
 when it is begun.
 """
 

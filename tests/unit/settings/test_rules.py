@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvbm
-from kvbm.settings import SCHEMA
+from kvbm.settings import SCHEMA, variable
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.reference import page
 from rigs.checkout import ROOT
@@ -64,6 +64,12 @@ def test_names_are_unique():
         names = [getattr(setting, key) for setting in SCHEMA if getattr(setting, key)]
         assert len(names) == len(set(names))
     assert not {setting.variable for setting in SCHEMA} & {row.variable for row in INEFFECTIVE}
+
+
+def test_the_variable_of_a_field():
+    assert [variable(setting.field) for setting in SCHEMA] == [setting.variable for setting in SCHEMA]
+    with pytest.raises(AssertionError, match="no setting is called host_byte"):
+        variable("host_byte")
 
 
 def test_the_environment_is_read_here_only():

@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 
 from openkvbm.installation import MEND, MixedInstallation, other_copy, shadow, site_of_this, trouble
-from unit.test_imports import PROJECT, ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from rigs.checkout import CONFIGURATION, PROJECT, ROOT
 
 Files = dict[str, bytes]
 
@@ -41,7 +36,7 @@ THEIRS: Files = {
 
 def ours() -> Files:
     """What our wheel holds: the folders that pyproject.toml names."""
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    build = CONFIGURATION["tool"]["hatch"]["build"]["targets"]["wheel"]
     return {
         path.relative_to(ROOT / "src").as_posix(): path.read_bytes()
         for folder in build["packages"]
@@ -199,20 +194,18 @@ def test_a_package_of_a_linux_distribution_is_fine(site: Path) -> None:
     """It has no RECORD."""
     install(site, "openkvbm", ours())
     (site / "openkvbm-1.6.1.dist-info" / "RECORD").unlink()
-    (site / "kvbm" / "launch.py").unlink()
+    (site / "kvbm" / "hashing.py").unlink()
     assert trouble(str(site)) == ""
     assert trouble(str(site / "absent")) == ""
 
 
 def test_modules_without_their_source_are_fine(site: Path) -> None:
     install(site, "openkvbm", ours())
-    launch = site / "kvbm" / "launch.py"
-    launch.rename(launch.with_suffix(".pyc"))
+    hashing = site / "kvbm" / "hashing.py"
+    hashing.rename(hashing.with_suffix(".pyc"))
     assert trouble(str(site)) == ""
-    launch.with_suffix(".pyc").unlink()
-    assert f"1 file (kvbm/client/finder.py) of openkvbm in {site} is missing or was changed" in trouble(
-        str(site)
-    )
+    hashing.with_suffix(".pyc").unlink()
+    assert f"1 file (kvbm/hashing.py) of openkvbm in {site} is missing or was changed" in trouble(str(site))
 
 
 def test_theirs_found_before_an_editable_one(site: Path) -> None:
