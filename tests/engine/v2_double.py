@@ -17,8 +17,8 @@ from kvbm.vllm_integration.connector import DynamoConnector, DynamoConnectorMeta
 from kvbm.vllm_integration.worker_side import WorkerSide
 from kvbm.worker import Worker
 from rigs.copies_beside import HELLO, make_mover
-from unit.transfer.cuda.test_layouts import BLOCKS
-from unit.transfer.cuda.test_order import SLOTS, new_bench, slots_hold
+from rigs.cuda_bench import BLOCKS
+from rigs.cuda_order import SLOTS, new_bench, slots_hold
 
 LOADED_FROM = 10
 """Slots from here on hold what is loaded; those below are stored to, one after the other."""

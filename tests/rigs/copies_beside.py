@@ -90,7 +90,6 @@ class Line:
         self.sent: list[Any] = []
         self.incoming: list[Any] = []
         self.closed = False
-        self.fds: list[int] = []
         self._descriptor = os.eventfd(0)
 
     def send(self, message: Any) -> None:
@@ -102,6 +101,9 @@ class Line:
 
     def fileno(self) -> int:
         return self._descriptor
+
+    def take_fds(self) -> list[int]:
+        return []
 
     def close(self) -> None:
         if not self.closed:

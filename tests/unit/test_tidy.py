@@ -6,12 +6,12 @@ import ast
 import functools
 import re
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rigs.checkout import ROOT
+from rigs.sources import Checker, Violations, assert_none, functions, parse, python_files, violations
 
 CODE_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 
@@ -39,21 +39,6 @@ OTHER_WORDS = {
 }
 """Words that would say a second time what the design's words say."""
 VAGUE_PARAMETERS = {"idx": "…_index", "num": "…_count", "sz": "…_bytes", "tmp": "a name"}
-
-Violations = Iterator[str]
-Checker = Callable[[str, str], Violations]
-"""(path relative to its root, source text) → what is wrong, one line each."""
-
-
-parse = functools.cache(ast.parse)
-"""Every check reads every file; a file is parsed once."""
-
-
-def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method, nested ones too."""
-    for node in ast.walk(parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
 
 
 def long_files(path: str, source: str) -> Violations:
@@ -200,21 +185,6 @@ def machine_paths(path: str, source: str) -> Violations:
     for number, line in enumerate(source.splitlines(), 1):
         if re.search(rf"(?<![\w.}}])/(?:{folders})/\w|{hosts}", line):
             yield f"{path}:{number}: {line.strip()[:100]}"
-
-
-def python_files(*folders: str) -> list[Path]:
-    """Every Python file below folders of the checkout."""
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def violations(checker: Checker, files: list[Path], root: Path) -> list[str]:
-    """What a checker finds in files, named relative to `root`."""
-    return [line for path in files for line in checker(path.relative_to(root).as_posix(), path.read_text())]
-
-
-def assert_none(found: list[str]) -> None:
-    """Fail with every violation, one a line."""
-    assert not found, "\n".join(("", *found))
 
 
 LIBRARY_CHECKS: list[Checker] = [

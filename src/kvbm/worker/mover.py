@@ -385,7 +385,7 @@ class Mover:
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
-        fds, channel.fds = channel.fds, []
+        fds = channel.take_fds()
         self._end_loads()
         if self._mapping is not None:
             self._mapping.close()

@@ -4,48 +4,25 @@ from __future__ import annotations
 
 import random
 import runpy
-import zlib
 from pathlib import Path
 
 import pytest
 
 import kvbm
 from rigs.checkout import ROOT
+from rigs.library import (
+    BLOCK_TOKENS,
+    DEVICE_BLOCKS,
+    NAMESPACE,
+    SHARD_BYTES,
+    computed,
+    content,
+    layout,
+    new_cache,
+    prompt,
+)
 
 torch = pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
-
-BLOCK_TOKENS = 8
-NAMESPACE = kvbm.Namespace(model="test", fields=(("weights", "1"),))
-LAYERS = 3
-DEVICE_BLOCKS = 32
-BLOCK_SHAPE = (2, BLOCK_TOKENS, 16)
-SHARD_BYTES = LAYERS * 2 * BLOCK_TOKENS * 16 * 4
-
-
-def layout() -> kvbm.BlockLayout:
-    return kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=SHARD_BYTES)
-
-
-def new_cache(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        f"layer.{i}": torch.randn(DEVICE_BLOCKS, *BLOCK_SHAPE, generator=generator) for i in range(LAYERS)
-    }
-
-
-def content(cache: dict[str, torch.Tensor], blocks: list[int]) -> torch.Tensor:
-    return torch.stack([cache[f"layer.{i}"][blocks] for i in range(LAYERS)])
-
-
-def computed(tokens: list[int], block: int) -> torch.Tensor:
-    """The KV of one block, as a model computes it: a function of all tokens up to its end."""
-    prefix = repr(tokens[: (block + 1) * BLOCK_TOKENS]).encode()
-    generator = torch.Generator().manual_seed(zlib.crc32(prefix))
-    return torch.randn(LAYERS, 1, *BLOCK_SHAPE, generator=generator)
-
-
-def prompt(rng: random.Random, blocks: int) -> list[int]:
-    return [rng.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS))]
 
 
 def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> None:
@@ -180,7 +157,7 @@ def test_what_host_memory_gave_up_is_kept_again() -> None:
         manager.offload(tokens, cache, range(6))
         for missing in ([0], [2, 3], [5], [0, 2, 4]):
             for key in [manager._keys(tokens, b"")[i] for i in missing]:
-                manager._space.host.evict(manager._space.host.find(key))
+                manager._space.host_pool.evict(manager._space.host_pool.find(key))
             assert manager.offload(tokens, cache, range(6)) == len(missing)
             with manager.match(tokens) as hit:
                 assert hit.onboard(cache, range(10, 16)) == 6
@@ -196,7 +173,7 @@ def test_a_cache_of_another_shape_is_refused_in_one_line() -> None:
         assert "\n" not in str(error.value)
         # What failed holds nothing.
         manager._space.check()
-        assert manager._space.host.counts().filling == 0
+        assert manager._space.host_pool.counts().filling == 0
 
 
 def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvbm.framing import encode
 from kvbm.hashing import join_keys
-from kvbm.manager import session as session_module
 from kvbm.protocol import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -32,7 +32,6 @@ from kvbm.protocol import (
     StatusQuery,
     Watch,
     Welcome,
-    encode,
 )
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, refusal, store
@@ -45,8 +44,7 @@ MakeBench = Callable[..., ManagerBench]
 
 def raw(manager: ManagerBench, data: bytes) -> Client:
     client = manager.client()
-    client.channel._outgoing += data
-    client.channel._flush()
+    client.channel.send_frame(data)
     manager.step()
     return client
 
@@ -100,7 +98,7 @@ def test_a_message_that_cannot_be_served_ends_its_session(
     assert leader.lookup(9, KEYS[:1]).ready == 1
     leader.send(message)
     assert word in refusal(leader)
-    assert manager.space().host.counts().leased == 0
+    assert manager.space().host_pool.counts().leased == 0
 
 
 def test_numbers_that_mean_nothing_do_nothing(manager: ManagerBench) -> None:
@@ -124,7 +122,7 @@ def test_numbers_that_mean_nothing_do_nothing(manager: ManagerBench) -> None:
     found = leader.lookup(2, KEYS[:2])
     leader.send(Release(lookup=2, first=2**62, loaded=2**62, failed=0, seconds=float("nan")))
     assert found.ready == 2
-    assert manager.space().host.counts().leased == 0
+    assert manager.space().host_pool.counts().leased == 0
 
 
 def test_a_worker_or_an_admin_is_no_leader(manager: ManagerBench) -> None:
@@ -138,7 +136,7 @@ def test_a_worker_or_an_admin_is_no_leader(manager: ManagerBench) -> None:
         assert client.reserve(1, KEYS[2:3]) == (REFUSED,)
         client.send(Commit(store=1))
         client.send(Release(lookup=1))
-    assert manager.space().host.counts().filling == manager.space().host.counts().leased == 0
+    assert manager.space().host_pool.counts().filling == manager.space().host_pool.counts().leased == 0
 
 
 def test_a_leader_without_its_workers_is_told_nothing_is_there(manager: ManagerBench) -> None:
@@ -152,11 +150,9 @@ def test_one_recv_may_hold_many_messages_and_half_of_one(manager: ManagerBench) 
     store(leader, worker, 1, KEYS[:1])
     frames = b"".join(encode(Lookup(lookup=i, keys=join_keys(KEYS[:1]))) for i in (2, 3, 4))
     for cut in (1, 3, 5, len(frames) - 1):
-        leader.channel._outgoing += frames[:cut]
-        leader.channel._flush()
+        leader.channel.send_frame(frames[:cut])
         manager.step()
-        leader.channel._outgoing += frames[cut:]
-        leader.channel._flush()
+        leader.channel.send_frame(frames[cut:])
         for number in (2, 3, 4):
             assert leader.expect(LookupReply).lookup == number
             leader.send(Release(lookup=number))
@@ -224,10 +220,8 @@ def test_no_bytes_disturb_another_session(
             version=PROTOCOL_VERSION, role=first, engine="bad"
         )  # fmt: skip
         stranger.send(hello)
-    for frame in frames:
-        stranger.channel._outgoing += frame
     try:
-        stranger.channel._flush()
+        stranger.channel.send_frame(b"".join(frames))
     except Exception:
         assert stranger.gone or frames
     manager.step(6)
@@ -237,7 +231,7 @@ def test_no_bytes_disturb_another_session(
     assert [worker.read(slot) for slot in found.slots] == [block_bytes(key, 0, 4096) for key in KEYS[:2]]
     stranger.close()
     manager.step(6)
-    assert manager.space().host.counts().filling == 0
+    assert manager.space().host_pool.counts().filling == 0
     assert manager.server.engine_count == 1
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     manager.close()
@@ -260,7 +254,7 @@ def test_a_worker_that_dies_before_it_is_welcomed_costs_nothing(manager: Manager
 def test_a_client_that_reads_nothing_is_dropped_and_the_rest_served(
     manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "OUTGOING_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr("kvbm.framing.OUTGOING_BYTES_MAX", 1 << 20)
     leader, worker = manager.engine("good")
     store(leader, worker, 1, KEYS[:4])
     slow, _ = manager.engine("slow")
@@ -270,9 +264,8 @@ def test_a_client_that_reads_nothing_is_dropped_and_the_rest_served(
     while len(server_sessions) == before:
         number += 1
         assert number < 2000, "its buffer grows without a bound"
-        slow.channel._outgoing += encode(Reserve(store=number, parent=b"", keys=join_keys(KEYS[:4] * 250)))
-        slow.channel._flush()
+        slow.channel.send(Reserve(store=number, parent=b"", keys=join_keys(KEYS[:4] * 250)))
         manager.step(1)
     assert len(question) > 30_000
     assert leader.lookup(9, KEYS[:4]).ready == 4
-    assert manager.space().host.counts().leased == 4
+    assert manager.space().host_pool.counts().leased == 4

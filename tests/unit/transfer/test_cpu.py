@@ -6,7 +6,7 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,22 +17,7 @@ from kvbm.errors import KvbmError
 from kvbm.layout import round_up
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor, cpu, make_copier
 from kvbm.transfer.copier import Run, runs
-
-SIZES = {"L": 3, "B": 9, "H": 2, "N": 4, "C": 16}
-SLOTS = 11
-PADDING = 0xA5
-
-Views = dict[str, torch.Tensor]
-
-
-def stacked(order: str, dtype: torch.dtype, sizes: Mapping[str, int] = SIZES) -> Views:
-    whole = torch.zeros([sizes[axis] for axis in order], dtype=dtype)
-    logical = whole.permute([order.index(axis) for axis in "LBHNC"])
-    return {f"layer.{index}": logical[index] for index in range(sizes["L"])}
-
-
-def separate(shape: tuple[int, ...], dtype: torch.dtype) -> Views:
-    return {f"layer.{index}": torch.zeros(shape, dtype=dtype) for index in range(3)}
+from rigs.kv_tensors import PADDING, PAIRS, SLOTS, Views, scramble, separate, stacked
 
 
 def padded(dtype: torch.dtype) -> Views:
@@ -91,13 +76,6 @@ def whole_bytes(views: Views) -> list[bytes]:
     ]
 
 
-def scramble(views: Views, seed: int) -> None:
-    for index, view in enumerate(views.values()):
-        noise = torch.Generator().manual_seed(seed * 1000 + index)
-        content = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
-        content.random_(0, 256, generator=noise)
-
-
 def new_arena(cache: DeviceCache, slot_count: int = SLOTS, padding_bytes: int = 16) -> torch.Tensor:
     slot_bytes = round_up(cache.shard_bytes, 8) + padding_bytes
     fd = os.memfd_create("arena")
@@ -131,9 +109,6 @@ def copier(cache: DeviceCache, arena: torch.Tensor) -> Iterator[CpuCopier]:
     made = CpuCopier(cache, arena)
     yield made
     made.close()
-
-
-PAIRS = [(3, 9), (4, 10), (0, 0), (8, 4), (7, 5), (1, 2), (2, 3)]
 
 
 def test_a_slot_holds_layers_in_order_and_nothing_else_is_written(

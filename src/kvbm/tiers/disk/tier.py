@@ -43,7 +43,7 @@ def open_disk_tier(
     *,
     capacity_bytes: int | None = None,
     capacity_blocks: int | None = None,
-    io_threads: int = 4,
+    io_threads: int = 8,
     pending_limit: int = PENDING_LIMIT,
     o_direct: bool = True,
     zerofill_fallback: bool = False,

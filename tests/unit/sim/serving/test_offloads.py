@@ -18,8 +18,8 @@ from kvbm.sim.serving.offloads import WRITES, DiskRules
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
-from unit.sim.replay.test_replay import random_trace
-from unit.sim.serving.test_engine import BLOCK_BYTES, MACHINE, make_trace, serve
+from rigs.serving import BLOCK_BYTES, MACHINE, make_trace, serve
+from rigs.traces import random_trace
 
 
 def on_eviction(
@@ -184,7 +184,7 @@ def test_laws(
     departures = upper.policy
     assert isinstance(departures, Departures)
     assert not departures._writing
-    assert all(upper.slot_of(upper.block_in(slot)) == slot for slot in departures._settled)
+    assert all(upper.slot_of(upper.block_in(slot)) == slot for slot in departures._ready)
 
 
 def make_spaced(trace: Trace, every_s: float) -> Trace:
