@@ -17,7 +17,6 @@ from kvbm.transfer.copier import Copier, Copying, DeviceEvent, Over, Pairs
 from kvbm.transfer.cuda.copier import CudaCopier, CudaCopying
 from rigs.cuda_model import DEADLINE_S, Model
 
-
 LATE_STEPS = 12
 
 
@@ -101,7 +100,9 @@ class CopiesBeforeItRefuses(CpuCopier):
 class TakesAnyPair(CpuCopier):
     def begin_load(self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None) -> Copying:
         blocks, slots = self._cache.block_count, self._arena.shape[0]
-        return super().begin_load([p for p in pairs if 0 <= p[0] < blocks and 0 <= p[1] < slots], after, layer)
+        return super().begin_load(
+            [p for p in pairs if 0 <= p[0] < blocks and 0 <= p[1] < slots], after, layer
+        )
 
 
 class ClosesOnce(CpuCopier):

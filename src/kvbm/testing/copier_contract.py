@@ -22,6 +22,7 @@ from kvbm.testing.kv_views import (
     BLOCKS,
     LAYOUTS,
     PADDING,
+    PAIRS,
     SLOTS,
     Views,
     block_bytes,
@@ -33,8 +34,6 @@ from kvbm.testing.kv_views import (
 from kvbm.transfer.copier import Copier
 from kvbm.transfer.device_cache import DeviceCache
 
-PAIRS = [(3, 9), (4, 10), (0, 0), (8, 4), (7, 5), (1, 2), (2, 3)]
-"""Blocks and the slots that they are stored in: neighbours on both sides, on one side, and on none."""
 MOVED = [(5, 9), (6, 10), (0, 4), (8, 3)]
 """Other blocks, and the slots that they are loaded from."""
 DEADLINE_S = 30.0
@@ -58,7 +57,7 @@ class CopierRig:
 
     def slot(self, slot: int) -> bytes:
         """What a slot holds, as far as a block reaches."""
-        return self.arena[slot, : self.cache.shard_bytes].numpy().tobytes()
+        return bytes(self.arena[slot, : self.cache.shard_bytes].numpy())
 
 
 class CopierContract(abc.ABC):
@@ -80,6 +79,7 @@ class CopierContract(abc.ABC):
 
     def finish(self) -> None:
         """Wait until all work of the engine's is done."""
+        return
 
     @contextmanager
     def rig(self, layout: str) -> Iterator[CopierRig]:
@@ -137,6 +137,10 @@ class CopierContract(abc.ABC):
                 for block, slot in MOVED:
                     expected[block][name] = stored[slot][name]
                 assert [block_parts(rig.views, block) for block in range(BLOCKS)] == expected, name
+            one_by_one = whole_bytes(rig.views)
+            scramble(rig.views, seed=2)
+            rig.copier.load(MOVED)
+            assert whole_bytes(rig.views) == one_by_one, "all layers make a whole load"
 
     @_each_layout
     def test_all_blocks_make_the_round_trip(self, layout: str) -> None:
@@ -158,6 +162,10 @@ class CopierContract(abc.ABC):
                 getattr(rig.copier, begin)([(1, 1), pair])
             assert whole_bytes(rig.views) == before
             assert bool((rig.arena == PADDING).all())
+
+    def test_a_layer_that_is_not_there_is_a_programmers_error(self) -> None:
+        with self.rig("separate") as rig, pytest.raises(KeyError):
+            rig.copier.begin_load([(0, 0)], layer="another model's")
 
     def test_no_pairs_are_no_copy(self) -> None:
         with self.rig("separate") as rig:

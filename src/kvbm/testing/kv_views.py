@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -16,6 +17,9 @@ PAGE = mmap.PAGESIZE
 PADDING = 0xA5
 SIZES = {"L": 3, "B": BLOCKS, "H": 2, "N": 4, "C": 16}
 """Layers, blocks, heads, tokens of a block, elements of a token's head."""
+
+PAIRS = [(3, 9), (4, 10), (0, 0), (8, 4), (7, 5), (1, 2), (2, 3)]
+"""Blocks and the slots that they are stored in: neighbours on both sides, on one side, and on none."""
 
 Views = dict[str, torch.Tensor]
 """Layer name → the view that an engine registers."""
@@ -45,8 +49,7 @@ def split_kernel_blocks(dtype: torch.dtype) -> Views:
 
 
 LAYOUTS: dict[str, Callable[[torch.dtype], Views]] = {
-    **{order: (lambda dtype, order=order: stacked(order, dtype)) for order in ("LBHNC", "LBNHC", "LHBNC")},
-    **{order: (lambda dtype, order=order: stacked(order, dtype)) for order in ("BLHNC", "BLNHC", "BHLNC")},
+    **{order: partial(stacked, order) for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
     "columns first": lambda dtype: stacked("LBCNH", dtype),
     "blocks innermost": lambda dtype: stacked("LHNCB", dtype),
     "separate": lambda dtype: separate((BLOCKS, 2, 4, 16), dtype),

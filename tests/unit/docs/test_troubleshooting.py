@@ -35,7 +35,9 @@ def written() -> str:
 def explained(page: str) -> list[str]:
     """The lines that the tables under `Lines of the log` begin with."""
     section = page.partition("## Lines of the log")[2].partition("\n## Clean-up")[0]
-    cells = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
+    cells = [
+        line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")
+    ]
     return [quoted for cell in cells for quoted in re.findall(r"``? ?(.+?) ?``?(?:,|$)", cell)]
 
 
@@ -52,5 +54,5 @@ def test_every_line_is_written_by_the_software() -> None:
 
 
 def test_a_line_that_nothing_writes_is_found() -> None:
-    page = "## Lines of the log\n\n| line | cure |\n| --- | --- |\n| `the moon is … full`, `disk tier is off: …` | wait |\n"
+    page = "## Lines of the log\n| line | cure |\n| `the moon is … full`, `disk tier is off: …` | wait |\n"
     assert [unwritten(line) for line in explained(page)] == [["the moon is"], []]
