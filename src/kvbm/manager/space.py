@@ -325,15 +325,6 @@ class Space:
             tiers["disk"] = disk_pool.slot_count
         return tiers
 
-    def describe(self) -> dict[str, object]:
-        """This space as `kvbm status` shows it."""
-        tiers = {
-            pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
-            for pool in self.pools
-        }
-        fault = self.disk.fault if self.disk is not None else ""
-        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault}
-
     def check(self) -> None:
         """Assert the conservation law in every tier."""
         for pool in self.pools:
