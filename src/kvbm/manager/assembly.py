@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -132,18 +133,24 @@ class SpaceTable:
         field = host_memory_field(settings)
         # For all namespaces together: the last one to come must not end them all.
         refuse_beyond_memory(slots * layout.block_bytes * share, limit_bytes, field)
-        arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
-        try:
-            tier = self._open_disk(namespace, layout)
-        except BaseException:
-            arena.close()
-            raise
-        options = SpaceOptions(
-            staging=staging,
-            eviction=settings.eviction,
-            write_on_eviction=settings.disk_write == "eviction",
-            in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
-        )
+        with contextlib.ExitStack() as undo:
+            arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
+            undo.callback(arena.close)
+            medium = self._open_disk(namespace, layout)
+            if medium is not None:
+                undo.callback(medium.close, keep=True)
+            options = SpaceOptions(
+                staging=staging,
+                eviction=settings.eviction,
+                write_on_eviction=settings.disk_write == "eviction",
+                in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
+            )
+            # Raises for an installed policy that cannot be made of this size.
+            space = Space(
+                layout, arena, medium, admission, self._metrics, self._clock, self._on_progress, options
+            )
+            undo.pop_all()
+        on_disk = (medium.slot_count if medium is not None else 0) * layout.block_bytes
         log.info(
             "namespace %s (%s): block %d tokens, %d bytes in %d shard(s); %s %d blocks (%.2f GB); disk %s",
             namespace.short,
@@ -154,19 +161,9 @@ class SpaceTable:
             "staging" if staging else "host",
             slots,
             slots * layout.block_bytes / 1e9,
-            f"{tier.slot_count} blocks ({tier.slot_count * layout.block_bytes / 1e9:.2f} GB)"
-            if tier
-            else "off",
+            f"{on_disk // layout.block_bytes} blocks ({on_disk / 1e9:.2f} GB)" if on_disk else "off",
         )
-        try:
-            return Space(
-                layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options
-            )
-        except BaseException:  # an installed policy that cannot be made of this size
-            if tier is not None:
-                tier.close(keep=True)
-            arena.close()
-            raise
+        return space
 
     def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
         """The admission policy of one namespace's disk tier, within its share of the write budget."""

@@ -19,6 +19,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterable
 from itertools import count
+from typing import Any
 
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
@@ -90,7 +91,8 @@ class Server:
         self._accepting = True
         self._accept_failed = False
         self._tick_at_s = clock()
-        self._handlers: dict[type, Callable[[Session, Message], None]] = {
+        # Each takes the message of its type.
+        self._handlers: dict[type, Callable[[Session, Any], None]] = {
             Hello: self._hello,
             Lookup: requests.lookup,
             Release: requests.release,
@@ -238,14 +240,12 @@ class Server:
 
     # ---- messages about the manager itself
 
-    def _hello(self, session: Session, message: Message) -> None:
-        assert isinstance(message, Hello)
+    def _hello(self, session: Session, message: Hello) -> None:
         space = self._membership.admit(session, message)
         if space is not None:
             self._watch_tier(space)
 
-    def _reset(self, session: Session, message: Message) -> None:
-        assert isinstance(message, Reset)
+    def _reset(self, session: Session, message: Reset) -> None:
         engine = self._membership.of(session)
         if engine is None:
             spaces = [space for _, space in self.spaces]
