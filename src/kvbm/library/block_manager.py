@@ -147,7 +147,7 @@ class BlockManager:
             slot_count=slots,
             disk_dir=disk_dir,
             disk_bytes=disk_bytes,
-            fields=DiskFields(root="disk_dir", size="disk", size_as_set=disk, unowned=""),
+            fields=DiskFields(root="disk_dir", size="disk", as_set=disk, unowned=""),
             direct=disk_direct,
             device=device,
         )

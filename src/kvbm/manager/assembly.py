@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.choices import bound_writes, choose_admission, refuse_admission, refuse_eviction
+from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_admission, refuse_eviction
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
@@ -125,7 +125,10 @@ class SpaceTable:
             slots = staging_slots(settings, layout.block_bytes) // share
         else:
             slots = host_slots(settings, layout.block_bytes) // share
-            _refuse_none(settings, slots, layout, share)
+            if slots < 1:
+                value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
+                accepted = f"at least one block of {layout.block_bytes} bytes{for_each(share)}"
+                raise SettingsError(host_memory_field(settings), value, accepted)
         admission = self._make_admission(layout)
         # The container's limit, not the memory free now: workers hold that of a manager that died until the next one
         # welcomes them.
@@ -184,14 +187,10 @@ class SpaceTable:
         fields = DiskFields(
             root=variable("disk_dir"),
             size=variable("disk_bytes"),
-            size_as_set=f"{(settings.disk_bytes or 0) / 1e9:g}",
+            as_set=settings.disk_blocks or f"{(settings.disk_bytes or 0) / 1e9:g}",
             blocks=variable("disk_blocks"),
             unowned=variable("disk_unowned_bytes"),
         )
-        if disk_slots(settings, layout.block_bytes) // share < 1:
-            by_blocks, by_size = (fields.blocks, settings.disk_blocks), (fields.size, fields.size_as_set)
-            accepted = f"at least one block of {layout.block_bytes} bytes for each of {share} namespaces"
-            raise SettingsError(*(by_blocks if settings.disk_blocks else by_size), accepted)
         return open_disk_tier(
             settings.disk_dir,
             layout,
@@ -209,24 +208,10 @@ class SpaceTable:
         )
 
 
-def _refuse_none(settings: Settings, slots: int, layout: BlockLayout, share: int) -> None:
-    """Namespaces share the host tier, and the share of one may be no block at all."""
-    if slots < 1:
-        value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
-        raise SettingsError(
-            host_memory_field(settings),
-            value,
-            f"at least one block of {layout.block_bytes} bytes for each of {share} namespaces",
-        )
-
-
 def _refuse_small_staging(settings: Settings, layout: BlockLayout, share: int) -> None:
     """Refuse a staging area too small to be used. A request may be larger: its run ends where there is no more room."""
     needed_bytes = STAGING_BLOCKS_MIN * layout.block_bytes * share
     if settings.staging_bytes < needed_bytes:
-        each = f" for each of {share} namespaces" if share > 1 else ""
-        raise SettingsError(
-            variable("staging_bytes"),
-            f"{settings.staging_bytes / 1e9:g}",
-            f"at least {needed_bytes / 1e9:.9f} GB: {STAGING_BLOCKS_MIN} blocks of {layout.block_bytes} bytes{each}",
-        )
+        blocks = f"{STAGING_BLOCKS_MIN} blocks of {layout.block_bytes} bytes{for_each(share)}"
+        accepted = f"at least {needed_bytes / 1e9:.9f} GB: {blocks}"
+        raise SettingsError(variable("staging_bytes"), f"{settings.staging_bytes / 1e9:g}", accepted)

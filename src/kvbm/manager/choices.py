@@ -50,9 +50,11 @@ def bound_writes(
         return admission
     smallest = BLOCKS_PER_DAY_MIN * block_bytes * share
     if bytes_per_day < smallest:
-        each = f" for each of {share} namespaces" if share > 1 else ""
-        accepted = (
-            f"0, or at least {smallest} bytes: {BLOCKS_PER_DAY_MIN} blocks of {block_bytes} bytes{each}"
-        )
-        raise SettingsError(field, bytes_per_day, accepted)
+        blocks = f"{BLOCKS_PER_DAY_MIN} blocks of {block_bytes} bytes{for_each(share)}"
+        raise SettingsError(field, bytes_per_day, f"0, or at least {smallest} bytes: {blocks}")
     return WriteBudget(admission, bytes_per_day // share, block_bytes, now_s)
+
+
+def for_each(namespaces: int) -> str:
+    """The end of what is accepted where namespaces share a setting."""
+    return f" for each of {namespaces} namespaces" if namespaces > 1 else ""
