@@ -1,4 +1,4 @@
-"""What can be seen from outside: metrics, their HTTP server, hit rates and the log."""
+"""How users observe KVBM: metrics and their HTTP server, hit rates, the log."""
 
 from kvbm.observe.hit_rates import HitCounts, HitRateLog, HitRateWindow
 from kvbm.observe.log import configure, key_values, start_line, traffic_line
