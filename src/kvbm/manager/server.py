@@ -47,6 +47,7 @@ from kvbm.protocol import (
     ResetReply,
     Watch,
 )
+from kvbm.settings import variable
 
 log = logging.getLogger("kvbm.manager")
 
@@ -153,7 +154,7 @@ class Server:
         if not is_trusted(session.peer_uid(), self._peer_uids):
             refusal = (
                 f"user {session.peer_uid()} cannot be served: this manager is user {os.geteuid()}'s "
-                "(DYN_KVBM_PEER_UIDS lists others, for a socket that it is told to listen on)"
+                f"({variable('peer_uids')} lists others, for a socket that it is told to listen on)"
             )
         elif len(self._sessions) >= SESSIONS_MAX:
             refusal = f"{len(self._sessions)} sessions are open: accepted are {SESSIONS_MAX}"
