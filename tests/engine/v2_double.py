@@ -46,7 +46,7 @@ class Runner:
         worker: Any = Worker(SimpleNamespace(attempt=lambda: None), HELLO, cache)  # type: ignore[arg-type]
         worker._mover = self._mover
         side: Any = WorkerSide.__new__(WorkerSide)
-        side._worker, side._stored_plan, side._failed_blocks = worker, None, set()
+        side.worker, side._stored_plan, side._failed_blocks = worker, None, set()
         self._connector: Any = DynamoConnector.__new__(DynamoConnector)
         self._connector._worker, self._connector._scheduler = side, None
         self._update_requests = update_requests
