@@ -58,23 +58,30 @@ _samples: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _updates = 0
 
 
-def listen(listener: WeightsListener) -> None:
-    """Notify this listener, as long as it lives, of changes that an engine core of this process makes."""
-    from vllm.v1.engine.core import EngineCore
+def listen(listener: WeightsListener, core: Any = None) -> None:
+    """Notify this listener, as long as it lives, of changes that an engine core of this process makes.
 
+    `core` is the class of engine cores, vLLM's unless given.
+    """
+    if core is None:
+        from vllm.v1.engine.core import EngineCore
+
+        core = EngineCore
     _listeners.add(listener)
-    _wrap(EngineCore, "collective_rpc", _watched_call)
-    _wrap(EngineCore, "reset_prefix_cache", _watched_reset)
-    _wrap(EngineCore, "set_weight_version", _noted_version)
+    _wrap(core, "collective_rpc", _watched_call)
+    _wrap(core, "reset_prefix_cache", _watched_reset)
+    _wrap(core, "set_weight_version", _noted_version)
 
 
-def count_updates(worker_side: Any) -> None:
+def count_updates(worker_side: Any, worker: Any = None) -> None:
     """Count, from now on, the calls that change the weights of this rank, and call `worker_side.quiesce()` before its
-    memory is taken away."""
-    from vllm.v1.worker.gpu_worker import Worker
+    memory is taken away. `worker` is the class of ranks, vLLM's unless given."""
+    if worker is None:
+        from vllm.v1.worker.gpu_worker import Worker
 
+        worker = Worker
     _before_sleep.add(worker_side)
-    for kind in (Worker, *Worker.__subclasses__()):
+    for kind in (worker, *worker.__subclasses__()):
         for name in UPDATES:
             _wrap(kind, name, _counted_update)
         for name in MEMORY_CALLS:
