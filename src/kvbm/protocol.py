@@ -142,10 +142,6 @@ class Follow(Message, frozen=True, kw_only=True, tag="follow"):
     """From now on, send `Asked` and `Ended` for every request of every engine."""
 
 
-class StatusQuery(Message, frozen=True, kw_only=True, tag="status?"):
-    """Ask for a `Status`."""
-
-
 # ---- manager → leader, worker, admin
 
 
@@ -251,13 +247,6 @@ class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
     in_use: int
 
 
-class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """The manager's own account of itself, for the command line."""
-
-    epoch: int
-    spaces: tuple[dict[str, object], ...] = ()
-
-
 # ---- leader → worker (inside the engine's own step message) and back
 
 
@@ -335,20 +324,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToManager: TypeAlias = (
-    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow | StatusQuery
+    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow
 )
 FromManager: TypeAlias = (
-    Welcome
-    | Refused
-    | Ready
-    | LookupReply
-    | Progress
-    | ReserveReply
-    | Fence
-    | Asked
-    | Ended
-    | ResetReply
-    | Status
+    Welcome | Refused | Ready | LookupReply | Progress | ReserveReply | Fence | Asked | Ended | ResetReply
 )
 
 _to_manager = msgspec.msgpack.Decoder(ToManager)

@@ -18,15 +18,10 @@ CODE_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 FILE_LINES_MAX = 420
 FUNCTION_LINES_MAX = {"src": 70, "scripts": 70, "benchmarks": 70, "examples": 70, "tests": 90}
 DRAWER_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
-COMPATIBLE_PATHS = {
-    "kvbm/utils.py",
-    "kvbm/_core.py",
-    "kvbm/_core/__init__.py",
-    "kvbm/_core/_vllm_integration.py",
-}
-"""Import paths that NVIDIA Dynamo's KVBM has, whatever they are called."""
 TALKING_PACKAGES = ("kvbm/cli/", "kvbm/demo/")
 """Where printing is the job."""
+VARIABLE_PACKAGES = ("kvbm/settings/", "kvbm/cli/", "kvbm/demo/", "kvbm/vllm_integration/")
+"""Where users' variables are spelled out."""
 UNPICKLERS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 OTHER_WORDS = {
     "swap": "offload or onboard",
@@ -59,8 +54,6 @@ def long_functions(path: str, source: str) -> Violations:
 
 def drawer_modules(path: str, source: str) -> Violations:
     """Modules named for what does not fit elsewhere."""
-    if path in COMPATIBLE_PATHS:
-        return
     for part in Path(path).with_suffix("").parts:
         if part in DRAWER_NAMES:
             yield f"{path}: '{part}' says nothing; name it for what is in it"
@@ -142,6 +135,19 @@ def environment_reads(path: str, source: str) -> Violations:
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             for name in {alias.name for alias in node.names} & {"environ", "environb", "getenv", "putenv"}:
                 yield f"{path}:{node.lineno}: from os import {name}"
+
+
+def variable_names(path: str, source: str) -> Violations:
+    """Environment variables in words of the code: `kvbm.settings.variable` knows them, and a caller of the library set
+    something else. Docstrings may name them."""
+    if path.startswith(VARIABLE_PACKAGES):
+        return
+    tree = parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            for name in re.findall(r"DYN_KVBM_\w+", node.value):
+                yield f"{path}:{node.lineno}: {name}"
 
 
 def unpickling(path: str, source: str) -> Violations:
@@ -243,6 +249,8 @@ LONG_FUNCTION = "def walk():\n" + "    step()\n" * 70
         (prints, "kvbm/manager/a.py", "print('x')\n"),
         (environment_reads, "kvbm/manager/a.py", "import os\nos.environ['X']\n"),
         (environment_reads, "kvbm/manager/a.py", "from os import getenv\n"),
+        (variable_names, "kvbm/tiers/a.py", "raise SettingsError('DYN_KVBM_DISK_CACHE_GB', 0, '')\n"),
+        (variable_names, "kvbm/tiers/a.py", "line = f'lower DYN_KVBM_DISK_CACHE_GB={size}'\n"),
         (unpickling, "kvbm/a.py", "def f():\n    import pickle\n"),
         (unpickling, "kvbm/a.py", "from cloudpickle import loads\n"),
         (maybe_booleans, "kvbm/a.py", "def get() -> bool | None: ...\n"),
@@ -261,7 +269,6 @@ def test_a_violation_is_found(checker: Checker, path: str, source: str) -> None:
     ("checker", "path", "source"),
     [
         (long_functions, "src/kvbm/a.py", LONG_FUNCTION.rsplit("    ", 1)[0]),
-        (drawer_modules, "kvbm/utils.py", ""),
         (missing_docstrings, "kvbm/a.py", '"""Doc."""\nclass _Pool:\n    def load(self): ...\n'),
         (
             missing_docstrings,
@@ -271,6 +278,8 @@ def test_a_violation_is_found(checker: Checker, path: str, source: str) -> None:
         (prints, "kvbm/cli/a.py", "print('x')\n"),
         (prints, "kvbm/manager/a.py", "def main():\n    print('x')\n"),
         (environment_reads, "kvbm/settings/load.py", "import os\nos.environ['X']\n"),
+        (variable_names, "kvbm/cli/a.py", "x = 'DYN_KVBM_MANAGER'\n"),
+        (variable_names, "kvbm/a.py", 'def f():\n    """What DYN_KVBM_MANAGER names."""\n'),
         (maybe_booleans, "kvbm/vllm_integration/a.py", "def reset_cache() -> bool | None: ...\n"),
         (other_words, "kvbm/a.py", "def onboard(block_index): ...\n"),
         (machine_paths, "README.md", "GET /metrics, /tmp/x, src/work/list.py\n"),
