@@ -16,8 +16,9 @@ from kvbm.block import BlockKey, BlockState
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.leases import Lease, Place, Reservation
-from kvbm.manager.space import HEAL_INTERVAL_S, LEASE_S, RESERVATION_S, Space, SpaceOptions
+from kvbm.manager.space import LEASE_S, RESERVATION_S, Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED
@@ -130,7 +131,7 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = CHAINS[chain][: length + 1]
         skip = min(skip, len(keys))
         number = self._next()
-        before = [self.space.host.find(key) for key in keys[skip:]]
+        before = [self.space.host_pool.find(key) for key in keys[skip:]]
         lease = self.space.lookup(owner, number, keys, skip)
         if lease is None:
             assert self.space.leases.get(owner, number) is None, "nothing was found, and yet a lease is left"
@@ -144,8 +145,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _known(self) -> list[int]:
         """The prompts that begin with a block that is somewhere."""
-        pools = [pool for pool in (self.space.host, self.space.disk) if pool is not None]
-        return [i for i, keys in enumerate(CHAINS) if any(pool.holds(keys[0]) for pool in pools)]
+        return [i for i, keys in enumerate(CHAINS) if any(pool.holds(keys[0]) for pool in self.space.pools)]
 
     @precondition(lambda self: self._known())
     @rule(owner=owners, which=pick, length=st.sampled_from([4, 4, 2, 1]))
@@ -153,7 +153,7 @@ class ManagerMachine(RuleBasedStateMachine):
         known = self._known()
         self.lookup(owner, known[which % len(known)], length, 0)
 
-    @precondition(lambda self: self.space.host.counts().resident > self.space.host.counts().leased)
+    @precondition(lambda self: self.space.host_pool.counts().resident > self.space.host_pool.counts().leased)
     @rule()
     def host_memory_is_short(self) -> None:
         """Everything that is not in use has to make room."""
@@ -182,8 +182,8 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = CHAINS[chain]
         start = min(start, len(keys) - 1)
         wanted = keys[start : start + length + 1]
-        below = self.space.disk if self.space.options.staging and not self.tier.fault else None
-        held = [self.space.host.holds(key) or (below is not None and below.holds(key)) for key in wanted]
+        below = self.space.disk.pool if self.space.options.staging and not self.tier.fault else None
+        held = [self.space.host_pool.holds(key) or (below is not None and below.holds(key)) for key in wanted]
         number = self._next()
         answer = self.space.reserve(owner, number, keys[start - 1] if start else None, wanted)
         assert len(answer) == len(wanted)
@@ -254,7 +254,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def late_commit(self, which: int) -> None:
         reservation = self.fenced[which % len(self.fenced)].reservation
         assert self.space.commit(reservation.owner, reservation.number) == 0
-        assert all(self.space.host.find(key) is None for key in reservation.keys)
+        assert all(self.space.host_pool.find(key) is None for key in reservation.keys)
 
     @precondition(lambda self: self.fenced)
     @rule(which=pick)
@@ -289,8 +289,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.calm_steps = 0
         dropped, in_use = self.space.clear(tier)
         assert dropped >= 0 and in_use >= 0
-        for pool in (self.space.host, self.space.disk):
-            if pool is not None and tier in ("", pool.tier.name.lower()):
+        for pool in self.space.pools:
+            if tier in ("", pool.tier.name.lower()):
                 counts = pool.counts()
                 assert counts.resident == counts.leased, "what is not in use is gone"
         if not in_use and not tier:
@@ -325,18 +325,18 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.calm_steps += 1
         self.space.check()
-        rising = self.space.onboarder.queued_count if self.space.onboarder else 0
+        rising = self.space.disk.onboarder.queued_count if self.space.disk else 0
         reserved = sum(len(r.slots) for r in self.space.reservations)
-        assert self.space.host.counts().filling == rising + reserved, "a filling slot that nobody fills"
-        if self.space.disk is not None and self.space.offloader is not None:
-            assert self.space.disk.counts().filling <= 4
-            assert self.space.disk.counts().leased <= rising
+        assert self.space.host_pool.counts().filling == rising + reserved, "a filling slot that nobody fills"
+        if self.space.disk is not None:
+            assert self.space.disk.pool.counts().filling <= 4
+            assert self.space.disk.pool.counts().leased <= rising
 
     @invariant()
     def what_can_be_found_is_right(self) -> None:
         if not hasattr(self, "space"):
             return
-        for slot, key in self.space.host.resident():
+        for slot, key in self.space.host_pool.resident():
             content = b"".join(bytes(view) for view in self.arena.slot_views(slot))
             self.oracle.check(key, content)
 
@@ -347,8 +347,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         for slot in range(HOST_SLOTS):
             key = None
-            if self.space.host.state_of(slot) is not BlockState.FREE:
-                key = self.space.host.key_of(slot)
+            if self.space.host_pool.state_of(slot) is not BlockState.FREE:
+                key = self.space.host_pool.key_of(slot)
             before = self.holders.get(slot)
             if before is not None and before[0] is not None and before[0] != key:
                 assert self.arena.generation(slot) > before[1]
@@ -367,13 +367,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert lease.places[i] != Place.DROPPED
                 if lease.places[i] == Place.PINNED:
                     held += 1
-                    assert self.space.host.is_leased(slot)
-                    assert self.space.host.find(lease.keys[i]) == slot
+                    assert self.space.host_pool.is_leased(slot)
+                    assert self.space.host_pool.find(lease.keys[i]) == slot
                 else:
                     assert i >= lease.ready
-                    assert self.space.host.find_filling(lease.keys[i]) == slot
+                    assert self.space.host_pool.find_filling(lease.keys[i]) == slot
         if not held and not self.space.busy:
-            assert self.space.host.counts().leased == 0, "a pin that no lease holds"
+            assert self.space.host_pool.counts().leased == 0, "a pin that no lease holds"
 
     def teardown(self) -> None:
         if not hasattr(self, "space"):
@@ -387,10 +387,9 @@ class ManagerMachine(RuleBasedStateMachine):
             if self.tier is not None:
                 self.tier.drain(10.0)
             self.space.pump()
-        for pool in (self.space.host, self.space.disk):
-            if pool is not None:
-                counts = pool.counts()
-                assert counts.filling == counts.leased == 0, f"{pool.tier.name} leaks: {counts}"
+        for pool in self.space.pools:
+            counts = pool.counts()
+            assert counts.filling == counts.leased == 0, f"{pool.tier.name} leaks: {counts}"
         assert not self.space.busy
         self.the_law_holds()
         self.what_can_be_found_is_right()

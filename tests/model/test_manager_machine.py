@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvbm.block import BlockState
-from kvbm.manager.space import HEAL_INTERVAL_S, SpaceOptions
+from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.space import SpaceOptions
 from kvbm.policy import LeafFirstLru
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier
@@ -94,8 +95,8 @@ class FakeTierMachine(ManagerMachine):
             return
         assert self.space.disk is not None
         for slot, entry in self.medium.entries.items():
-            assert self.space.disk.state_of(slot) is not BlockState.FREE, "a restart would find it again"
-            assert self.space.disk.key_of(slot) == entry.key
+            assert self.space.disk.pool.state_of(slot) is not BlockState.FREE, "a restart would find it again"
+            assert self.space.disk.pool.key_of(slot) == entry.key
 
     def _heal_everything(self) -> None:
         self.fake.throttled = False
@@ -140,7 +141,7 @@ class DepartingMachine(FakeTierMachine):
 
     def _open(self) -> None:
         super()._open()
-        departures = self.space.departures
+        departures = self.space.disk.departures
         assert departures is not None
         departures._inner = StrictLru(HOST_SLOTS)
         departures._ahead = self.ahead
@@ -149,18 +150,17 @@ class DepartingMachine(FakeTierMachine):
     def what_was_set_aside_is_on_its_way(self) -> None:
         if not hasattr(self, "space"):
             return
-        departures, offloader = self.space.departures, self.space.offloader
+        departures, offloader = self.space.disk.departures, self.space.disk.offloader
         assert departures is not None
-        assert offloader is not None
-        assert not departures._writing.keys() & departures._settled.keys()
-        host, moving = self.space.host, {fall.host_slot for fall in offloader._jobs.values()}
-        for slot in (*departures._writing, *departures._settled):
+        assert not departures._writing.keys() & departures._ready.keys()
+        host, moving = self.space.host_pool, {block.host_slot for block in offloader._in_flight.values()}
+        for slot in (*departures._writing, *departures._ready):
             assert host.state_of(slot) is BlockState.RESIDENT
             assert not departures._inner._state[slot], "the policy inside has given it up"  # type: ignore[attr-defined]
         for slot in departures._writing:
             assert slot in moving or host.key_of(slot) in offloader._queued, "it would wait for ever"
         resident = {slot for slot, _ in host.resident()}
-        inside = resident - departures._writing.keys() - departures._settled.keys()
+        inside = resident - departures._writing.keys() - departures._ready.keys()
         assert all(departures._inner._state[slot] for slot in inside)  # type: ignore[attr-defined]
 
 

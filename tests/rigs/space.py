@@ -84,7 +84,8 @@ class Bench:
         self.space.clear("host")
         assert self.space.disk is not None
         assert all(
-            self.space.host.find(key) is None and self.space.disk.find(key) is not None for key in keys
+            self.space.host_pool.find(key) is None and self.space.disk.pool.find(key) is not None
+            for key in keys
         )
 
     def stop(self) -> None:

@@ -238,7 +238,7 @@ class BlockManager:
         self._space.pump()
         number = next(self._numbers)
         # A sequence is offered again each time it has grown: step over what is held in one go.
-        found = self._space.host.find_all(keys)
+        found = self._space.host_pool.find_all(keys)
         held = found.index(None) if None in found else len(keys)
         answer = self._space.reserve(_OWNER, number, keys[held - 1] if held else None, keys[held:])
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer, held) if slot >= 0]

@@ -18,9 +18,7 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
     queues: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for space in spaces:
-        for pool in (space.host, space.disk):
-            if pool is None:
-                continue
+        for pool in space.pools:
             tier, counts = pool.tier.name.lower(), pool.counts()
             capacity[tier] += pool.slot_count
             leased[tier] += counts.leased
@@ -28,10 +26,10 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
                 blocks[tier, state.name.lower()] += getattr(counts, state.name.lower())
             metrics.add("kvbm_evicted_blocks_total", pool.evicted_count, tier=tier)
             pool.evicted_count = 0
-        if space.tier is not None and space.onboarder is not None and space.offloader is not None:
-            queues["onboard"] += space.onboarder.queued_count
-            queues["offload"] += space.offloader.queued_count
-            faults["disk"] += bool(space.tier.fault)
+        if space.disk is not None:
+            queues["onboard"] += space.disk.onboarder.queued_count
+            queues["offload"] += space.disk.offloader.queued_count
+            faults["disk"] += bool(space.disk.fault)
     for tier in capacity:
         metrics.set("kvbm_pool_capacity_blocks", capacity[tier], tier=tier)
         metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)

@@ -8,77 +8,88 @@ and counted. In *staging* mode (disk without a host tier) the opposite holds: a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, Protocol
 
-from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import Clock
-from kvbm.manager.names import EngineNames
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import KeyT, KeyT_contra, SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.policy.admission.write_budget import WriteBudget
-from kvbm.tiers.contract import Completion, SlotTier
-from kvbm.tiers.host import HostArena
+from kvbm.tiers.contract import Completion
 
 QUEUE_BLOCKS_MAX = 65_536
 
 
-@dataclass(slots=True)
-class _Fall:
-    key: BlockKey
+class BlockWriter(Protocol[KeyT_contra]):
+    """Writes blocks of host memory to disk, as `disk_side.DiskSide` does."""
+
+    @property
+    def fault(self) -> str:
+        """Empty while the disk works."""
+
+    def write(
+        self, job_id: int, key: KeyT_contra, parent: KeyT_contra | None, source: SlotIndex, target: SlotIndex
+    ) -> Outcome:
+        """Start writing the block in host slot `source` to disk slot `target`.
+
+        PENDING: a `Completion` with this job id follows. THROTTLED: the disk is busy, ask again. RETRY: it is off.
+        """
+
+
+class _Offloading(NamedTuple):
+    """A block that is being written."""
+
     host_slot: SlotIndex
     disk_slot: SlotIndex
 
 
-class Offloader:
+class Offloader(Generic[KeyT]):
     """The queue of blocks on their way down. Owned by the manager's thread."""
 
     def __init__(
         self,
-        host: SlotPool,
-        names: EngineNames,
-        arena: HostArena,
-        disk: SlotPool,
-        tier: SlotTier,
+        host_pool: SlotPool[KeyT],
+        disk_pool: SlotPool[KeyT],
+        writer: BlockWriter[KeyT],
         admission: AdmissionPolicy,
         metrics: Metrics,
         clock: Clock,
-        next_job: Callable[[], int],
+        job_ids: Iterator[int],
         in_flight_max: int,
-        staging: bool,
-        on_settled: Callable[[int], None] | None = None,
+        staging: bool = False,
+        on_write_ended: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_settled` hears the host slot of each block whose turn has come and gone, written or not. With it blocks
-        are written on eviction."""
-        self._host = host
-        self._names = names
-        self._arena = arena
-        self._disk = disk
-        self._tier = tier
+        """With `on_write_ended` blocks are written on eviction. It is called with the host slot of each block that
+        leaves the queue, written or not."""
+        self._host_pool = host_pool
+        self._disk_pool = disk_pool
+        self._writer = writer
         self._admission = admission
         self._metrics = metrics
         self._clock = clock
-        self._next_job = next_job
+        self._job_ids = job_ids
         self._in_flight_max = in_flight_max
         self._staging = staging
-        self._on_eviction = on_settled is not None
-        self._on_settled = on_settled or (lambda slot: None)
+        self._on_eviction = on_write_ended is not None
+        self._on_write_ended = on_write_ended or (lambda slot: None)
         self._budget = admission if isinstance(admission, WriteBudget) else None
-        self._queue: deque[tuple[BlockKey, BlockKey | None]] = deque()
-        self._queued: set[BlockKey] = set()
-        self._jobs: dict[int, _Fall] = {}
+        # Each block with the one before it, by key, in the order in which they are written.
+        self._queue: deque[tuple[KeyT, KeyT | None]] = deque()
+        self._queued: set[KeyT] = set()
+        self._in_flight: dict[int, _Offloading] = {}
 
     @property
     def queued_count(self) -> int:
-        return len(self._queue) + len(self._jobs)
+        return len(self._queue) + len(self._in_flight)
 
-    def committed(self, key: BlockKey, parent: BlockKey | None) -> None:
+    def committed(self, key: KeyT, parent: KeyT | None) -> None:
         """A block came into host memory from the device."""
         if not self._on_eviction:
             self._offer(key, parent)
 
-    def used(self, key: BlockKey, parent: BlockKey | None) -> None:
+    def used(self, key: KeyT, parent: KeyT | None) -> None:
         """A block that is held somewhere was asked for again."""
         if self._on_eviction:
             self._admission.hit(key, self._clock())
@@ -91,10 +102,10 @@ class Offloader:
         With a block that is admitted go those before it that are not on disk yet, the first of the chain first:
         without them it could never be found there.
         """
-        key, parent = self._host.key_of(slot), self._host.parent_of(slot)
+        key, parent = self._host_pool.key_of(slot), self._host_pool.parent_of(slot)
         if key in self._queued:
             return True
-        if self._disk.holds(key) or not self._admits(key):
+        if self._disk_pool.holds(key) or not self._admits(key):
             return False
         for missing, before in self._missing_prefix(parent):
             if len(self._queue) + 1 >= QUEUE_BLOCKS_MAX:
@@ -107,39 +118,41 @@ class Offloader:
         self._enqueue(key, parent)
         return True
 
-    def _missing_prefix(self, key: BlockKey | None) -> list[tuple[BlockKey, BlockKey | None]]:
+    def _missing_prefix(self, key: KeyT | None) -> list[tuple[KeyT, KeyT | None]]:
         """The chain up to this block as far as it has to be written: each block with the one before it."""
-        missing: list[tuple[BlockKey, BlockKey | None]] = []
-        seen: set[BlockKey] = set()  # a hostile client's chain may be a ring
-        while key is not None and key not in seen and key not in self._queued and not self._disk.holds(key):
-            slot = self._host.find(key)
+        missing: list[tuple[KeyT, KeyT | None]] = []
+        seen: set[KeyT] = set()  # a hostile client's chain may be a ring
+        while (
+            key is not None and key not in seen and key not in self._queued and not self._disk_pool.holds(key)
+        ):
+            slot = self._host_pool.find(key)
             if slot is None:
                 break
             seen.add(key)
-            before = self._host.parent_of(slot)
+            before = self._host_pool.parent_of(slot)
             missing.append((key, before))
             key = before
         return missing[::-1]
 
-    def _offer(self, key: BlockKey, parent: BlockKey | None) -> None:
-        if self._disk.holds(key):
+    def _offer(self, key: KeyT, parent: KeyT | None) -> None:
+        if self._disk_pool.holds(key):
             self._admission.hit(key, self._clock())
             return
         if key in self._queued or not self._admits(key):
             return
-        slot = self._host.find(key)
+        slot = self._host_pool.find(key)
         if slot is None:
             self._refund()
             return
         if self._staging:
-            self._host.lease(slot)
+            self._host_pool.lease(slot)
         self._enqueue(key, parent)
 
-    def _admits(self, key: BlockKey) -> bool:
+    def _admits(self, key: KeyT) -> bool:
         """Whether the policy lets the block pass and the queue can take it; counted where not."""
         if not self._admission.offered(key, self._clock()):
             self._skip("budget" if self._budget is not None and self._budget.refused_last else "filter")
-        elif self._tier.fault:
+        elif self._writer.fault:
             self._skip("tier_off", admitted=True)
         elif len(self._queue) >= QUEUE_BLOCKS_MAX:
             self._skip("queue_full", admitted=True)
@@ -147,13 +160,13 @@ class Offloader:
             return True
         return False
 
-    def _enqueue(self, key: BlockKey, parent: BlockKey | None) -> None:
+    def _enqueue(self, key: KeyT, parent: KeyT | None) -> None:
         self._queue.append((key, parent))
         self._queued.add(key)
 
     def pump(self) -> None:
-        """Submit what the tier takes."""
-        while self._queue and len(self._jobs) < self._in_flight_max:
+        """Submit what the disk takes."""
+        while self._queue and len(self._in_flight) < self._in_flight_max:
             key, parent = self._queue[0]
             if not self._submit(key, parent):
                 return
@@ -162,61 +175,60 @@ class Offloader:
 
     def completed(self, completion: Completion) -> bool:
         """Take a completion if it is ours."""
-        fall = self._jobs.pop(completion.job_id, None)
-        if fall is None:
+        block = self._in_flight.pop(completion.job_id, None)
+        if block is None:
             return False
-        self._host.unlease(fall.host_slot)
+        self._host_pool.unlease(block.host_slot)
         if completion.outcome is Outcome.HIT:
-            self._disk.commit(fall.disk_slot)
+            self._disk_pool.commit(block.disk_slot)
             bytes_moved = completion.bytes_moved
             self._metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
             self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
             self._metrics.add("kvbm_offload_blocks_d2d" if self._staging else "kvbm_offload_blocks_h2d")
-        elif completion.outcome is Outcome.RETRY and not self._tier.fault:
-            self._disk.abort(fall.disk_slot)
+        elif completion.outcome is Outcome.RETRY and not self._writer.fault:
+            self._disk_pool.abort(block.disk_slot)
             self._skip("full", admitted=True)  # the medium has no room for it, and goes on with what it has
         else:
-            self._disk.abort(fall.disk_slot)
+            self._disk_pool.abort(block.disk_slot)
             self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
-        self._on_settled(fall.host_slot)
+        self._on_write_ended(block.host_slot)
         return True
 
-    def _submit(self, key: BlockKey, parent: BlockKey | None) -> bool:
-        """False when the tier is busy and the block must wait; True when it was submitted or skipped."""
-        host_slot = self._host.find(key)
+    def _submit(self, key: KeyT, parent: KeyT | None) -> bool:
+        """False when the disk is busy and the block must wait; True when it was submitted or skipped."""
+        host_slot = self._host_pool.find(key)
         if host_slot is None:
             self._skip("evicted", admitted=True)
             return True
-        if self._disk.holds(key) or self._tier.fault:
-            self._drop(host_slot, "tier_off" if self._tier.fault else None)
+        if self._disk_pool.holds(key) or self._writer.fault:
+            self._drop(host_slot, "tier_off" if self._writer.fault else None)
             return True
-        disk_slot = self._disk.reserve(key, parent, self._clock())
+        disk_slot = self._disk_pool.reserve(key, parent, self._clock())
         if disk_slot is None:
             self._drop(host_slot, "full")
             return True
-        job = self._next_job()
-        views = self._arena.slot_views(host_slot)
-        outcome = self._tier.submit_store(job, key, parent, disk_slot, views, *self._names.of(host_slot, key))
+        job_id = next(self._job_ids)
+        outcome = self._writer.write(job_id, key, parent, host_slot, disk_slot)
         if outcome is Outcome.PENDING:
             if not self._staging:
-                self._host.lease(host_slot)
-            self._jobs[job] = _Fall(key, host_slot, disk_slot)
+                self._host_pool.lease(host_slot)
+            self._in_flight[job_id] = _Offloading(host_slot, disk_slot)
             return True
-        self._disk.abort(disk_slot)
+        self._disk_pool.abort(disk_slot)
         if outcome is Outcome.THROTTLED:
             return False
         self._drop(host_slot, "tier_off")
         return True
 
     def _drop(self, host_slot: SlotIndex, reason: str | None) -> None:
-        """A block whose turn has come is not written, because it is there already or for this reason."""
+        """A block leaves the queue unwritten: for this reason, or because it is on disk already."""
         if self._staging:
-            self._host.unlease(host_slot)
+            self._host_pool.unlease(host_slot)
         if reason:
             self._skip(reason, admitted=True)
         else:
             self._refund()
-        self._on_settled(host_slot)
+        self._on_write_ended(host_slot)
 
     def _skip(self, reason: str, admitted: bool = False) -> None:
         self._metrics.add("kvbm_skipped_offloads_total", reason=reason)

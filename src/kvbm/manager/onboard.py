@@ -1,14 +1,15 @@
 """G3 → G2: bring leased blocks up, in the order in which they will be needed.
 
-Each block being brought up fills one host slot and pins its disk slot. Leases that want the block wait for it
-together. What the tier refuses for now stays queued; what fails is dropped from both tiers and is a miss.
+Each block being brought up fills one host slot and pins its disk slot. Leases that want the same block wait for it
+together. A block that the disk refuses for now stays queued; one that fails is dropped from both tiers, as a miss.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
@@ -16,17 +17,28 @@ from kvbm.manager.leases import Lease, Place
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
-from kvbm.tiers.contract import Completion, SlotTier
-from kvbm.tiers.host import HostArena
+from kvbm.tiers.contract import Completion
+
+
+class BlockReader(Protocol):
+    """Reads blocks from disk into host memory, as `disk_side.DiskSide` does."""
+
+    def read(self, job_id: int, key: BlockKey, source: SlotIndex, target: SlotIndex) -> Outcome:
+        """Start reading the block in disk slot `source` into host slot `target`.
+
+        PENDING: a `Completion` with this job id follows. THROTTLED: the disk is busy, ask again. MISS: it is not
+        there. RETRY: the disk is off.
+        """
 
 
 @dataclass(slots=True)
-class _Rise:
+class _Onboarding:
+    """A block that is queued or being read, and the leases that want it, each with the block's index there."""
+
     key: BlockKey
-    host_slot: int
+    host_slot: SlotIndex
     disk_slot: SlotIndex
     waiting: list[tuple[Lease, int]] = field(default_factory=list)
-    job: int = -1
 
 
 class Onboarder:
@@ -34,33 +46,32 @@ class Onboarder:
 
     def __init__(
         self,
-        host: SlotPool,
+        host_pool: SlotPool[BlockKey],
+        disk_pool: SlotPool[BlockKey],
+        reader: BlockReader,
         names: EngineNames,
-        arena: HostArena,
-        disk: SlotPool,
-        tier: SlotTier,
         metrics: Metrics,
         clock: Clock,
         on_progress: Callable[[Lease], None],
-        next_job: Callable[[], int],
+        job_ids: Iterator[int],
     ) -> None:
-        self._host = host
+        self._host_pool = host_pool
+        self._disk_pool = disk_pool
+        self._reader = reader
         self._names = names
-        self._arena = arena
-        self._disk = disk
-        self._tier = tier
         self._metrics = metrics
         self._clock = clock
         self._on_progress = on_progress
-        self._next_job = next_job
-        self._rises: dict[int, _Rise] = {}
-        self._queue: deque[_Rise] = deque()
-        self._jobs: dict[int, _Rise] = {}
-        self._unsettled: list[int] = []
+        self._job_ids = job_ids
+        self._by_host_slot: dict[int, _Onboarding] = {}
+        self._queue: deque[_Onboarding] = deque()
+        self._in_flight: dict[int, _Onboarding] = {}
+        # Host slots of failed reads that the medium may still write to.
+        self._unusable: list[SlotIndex] = []
 
     @property
     def queued_count(self) -> int:
-        return len(self._rises)
+        return len(self._by_host_slot)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
         """Give every block of the lease that is only on disk a host slot; the run ends at the first that gets none.
@@ -71,8 +82,8 @@ class Onboarder:
         i = -1
         while (i := lease.places.find(Place.WAITING, i + 1)) >= 0:
             key = lease.keys[i]
-            filling = self._host.find_filling(key)
-            if filling is not None and filling not in self._rises:
+            filling = self._host_pool.find_filling(key)
+            if filling is not None and filling not in self._by_host_slot:
                 slot = None  # an engine is storing the same block right now
             elif filling is not None:
                 slot = int(filling)
@@ -86,85 +97,82 @@ class Onboarder:
                 self._cut(lease, i)
                 return
             lease.slots[i] = slot
-            self._rises[slot].waiting.append((lease, i))
+            self._by_host_slot[slot].waiting.append((lease, i))
 
     def _start(self, key: BlockKey, parent: BlockKey | None) -> int | None:
         """Begin to bring up a block that is resident on disk; its host slot, or None when the host has no room."""
-        disk_slot = self._disk.find(key)
+        disk_slot = self._disk_pool.find(key)
         assert disk_slot is not None
-        self._disk.lease(disk_slot)
+        self._disk_pool.lease(disk_slot)
         # What is on disk is loaded through the host tier, whatever its policy thinks of it.
-        host_slot = self._host.reserve(key, parent, self._clock(), insist=True)
+        host_slot = self._host_pool.reserve(key, parent, self._clock(), insist=True)
         if host_slot is None:
-            self._disk.unlease(disk_slot)
+            self._disk_pool.unlease(disk_slot)
             return None
-        rise = _Rise(key, host_slot, disk_slot)
-        self._rises[host_slot] = rise
-        self._queue.append(rise)
+        block = _Onboarding(key, host_slot, disk_slot)
+        self._by_host_slot[host_slot] = block
+        self._queue.append(block)
         return host_slot
 
     def pump(self) -> None:
-        """Submit what the tier takes."""
+        """Submit what the disk takes."""
         while self._queue:
-            rise = self._queue[0]
-            if not any(lease.places[index] == Place.WAITING for lease, index in rise.waiting):
-                # Everybody who wanted it has gone: do not spend the disk on it.
+            block = self._queue[0]
+            if not any(lease.places[index] == Place.WAITING for lease, index in block.waiting):
+                # Every request that wanted it has gone: do not spend the disk on it.
                 self._queue.popleft()
-                self._finish(rise, Outcome.THROTTLED)
+                self._finish(block, Outcome.THROTTLED)
                 continue
-            job = self._next_job()
-            outcome = self._tier.submit_load(
-                job, rise.key, rise.disk_slot, self._arena.slot_views(rise.host_slot)
-            )
+            job_id = next(self._job_ids)
+            outcome = self._reader.read(job_id, block.key, block.disk_slot, block.host_slot)
             if outcome is Outcome.THROTTLED:
                 return
             self._queue.popleft()
             if outcome is Outcome.PENDING:
-                rise.job = job
-                self._jobs[job] = rise
+                self._in_flight[job_id] = block
             else:
-                self._finish(rise, outcome)
+                self._finish(block, outcome)
 
     def completed(self, completion: Completion) -> bool:
         """Take a completion if it is ours."""
-        rise = self._jobs.pop(completion.job_id, None)
-        if rise is None:
+        block = self._in_flight.pop(completion.job_id, None)
+        if block is None:
             return False
         if completion.outcome is Outcome.HIT:
             self._metrics.add(
                 "kvbm_transfer_bytes_total", completion.bytes_moved, source="disk", target="host"
             )
             self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
-            self._names.brought(rise.host_slot, rise.key, completion.engine_hash, completion.group)
+            self._names.brought(block.host_slot, block.key, completion.engine_hash, completion.group)
         elif completion.corrupt:
             self._metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
         else:
             self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
-        self._finish(rise, completion.outcome, completion.unsettled)
+        self._finish(block, completion.outcome, completion.unsettled)
         return True
 
-    def settle(self) -> None:
-        """The tier works again: nothing touches the host slots any more whose loads had failed without an end."""
-        while self._unsettled:
-            self._host.abort(self._unsettled.pop())
+    def healed(self) -> None:
+        """The disk works again: nothing writes any more to the host slots of reads that failed without an end."""
+        while self._unusable:
+            self._host_pool.abort(self._unusable.pop())
 
-    def _finish(self, rise: _Rise, outcome: Outcome, unsettled: bool = False) -> None:
-        del self._rises[rise.host_slot]
-        self._disk.unlease(rise.disk_slot)
+    def _finish(self, block: _Onboarding, outcome: Outcome, in_use: bool = False) -> None:
+        """The read of a block has ended, or there will be none. `in_use`: the medium may still write to its slot."""
+        del self._by_host_slot[block.host_slot]
+        self._disk_pool.unlease(block.disk_slot)
         if outcome is Outcome.HIT:
-            self._host.commit(rise.host_slot)
+            self._host_pool.commit(block.host_slot)
+        elif in_use:
+            self._unusable.append(block.host_slot)  # it stays filling: nobody may have it yet
         else:
-            if unsettled:
-                self._unsettled.append(rise.host_slot)  # it stays filling: nobody may have it yet
-            else:
-                self._host.abort(rise.host_slot)
-            if outcome is Outcome.MISS and not self._disk.is_leased(rise.disk_slot):
-                self._disk.evict(rise.disk_slot)
-        for lease, index in rise.waiting:
+            self._host_pool.abort(block.host_slot)
+        if outcome is Outcome.MISS and not self._disk_pool.is_leased(block.disk_slot):
+            self._disk_pool.evict(block.disk_slot)
+        for lease, index in block.waiting:
             if lease.places[index] != Place.WAITING:
                 continue  # released meanwhile
             if outcome is Outcome.HIT:
-                self._host.lease(rise.host_slot)
+                self._host_pool.lease(block.host_slot)
                 lease.places[index] = Place.PINNED
                 if lease.advance():
                     self._on_progress(lease)
@@ -177,6 +185,6 @@ class Onboarder:
         """The run ends before `index`: give back what the lease holds from there on."""
         for i in range(index, len(lease.slots)):
             if lease.places[i] == Place.PINNED:
-                self._host.unlease(lease.slots[i])
+                self._host_pool.unlease(lease.slots[i])
             lease.places[i] = Place.DROPPED
         del lease.slots[index:], lease.keys[index:], lease.sources[index:]

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
-from kvbm.block import TRANSITIONS, BlockKey, BlockState, SlotIndex, Tier, Transition
+from kvbm.block import TRANSITIONS, BlockState, SlotIndex, Tier, Transition
 from kvbm.policy import EvictionPolicy
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+"""What names a block and the whole chain up to it: `BlockKey` in the manager, a number in the simulator."""
+KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
@@ -28,7 +33,7 @@ class PoolCounts(msgspec.Struct, frozen=True):
     leased: int
 
 
-class SlotPool:
+class SlotPool(Generic[KeyT]):
     """Index and states of one tier's slots. Owned by one thread.
 
     `on_emptied(slot, key, was_resident)` is called whenever a slot becomes free, before anyone can reserve it
@@ -41,7 +46,7 @@ class SlotPool:
         tier: Tier,
         slot_count: int,
         policy: EvictionPolicy,
-        on_emptied: Callable[[int, BlockKey, bool], None] = lambda slot, key, was_resident: None,
+        on_emptied: Callable[[int, KeyT, bool], None] = lambda slot, key, was_resident: None,
         chained: bool = True,
         keeps_parents: bool = False,
     ) -> None:
@@ -52,10 +57,10 @@ class SlotPool:
         self._policy = policy
         self._on_emptied = on_emptied
         self._chained = chained
-        self._resident: dict[BlockKey, int] = {}
-        self._filling: dict[BlockKey, int] = {}
-        self._keys: list[BlockKey | None] = [None] * slot_count
-        self._parents: list[BlockKey | None] | None = [None] * slot_count if keeps_parents else None
+        self._resident: dict[KeyT, int] = {}
+        self._filling: dict[KeyT, int] = {}
+        self._keys: list[KeyT | None] = [None] * slot_count
+        self._parents: list[KeyT | None] | None = [None] * slot_count if keeps_parents else None
         self._state = bytearray(slot_count)
         # Leases by slot; a slot without one is absent.
         self._leases: dict[int, int] = {}
@@ -63,12 +68,12 @@ class SlotPool:
 
     # ---- questions
 
-    def find(self, key: BlockKey) -> SlotIndex | None:
+    def find(self, key: KeyT) -> SlotIndex | None:
         """The slot that holds the block, resident; None otherwise (also while it is being filled)."""
         slot = self._resident.get(key)
         return None if slot is None else SlotIndex(slot)
 
-    def find_all(self, keys: list[BlockKey]) -> list[int | None]:
+    def find_all(self, keys: list[KeyT]) -> list[int | None]:
         """`find` for many consecutive keys of a chain at once.
 
         A chain stored in one go mostly lies in consecutive slots. Comparing keys there reads memory in order, which
@@ -86,22 +91,22 @@ class SlotPool:
         found.extend(map(self._resident.get, keys[len(found) :]))
         return found
 
-    def find_filling(self, key: BlockKey) -> SlotIndex | None:
+    def find_filling(self, key: KeyT) -> SlotIndex | None:
         """The slot that is being filled with the block, if any."""
         slot = self._filling.get(key)
         return None if slot is None else SlotIndex(slot)
 
-    def holds(self, key: BlockKey) -> bool:
+    def holds(self, key: KeyT) -> bool:
         """True when the block is resident or being filled."""
         return key in self._resident or key in self._filling
 
-    def key_of(self, slot: int) -> BlockKey:
+    def key_of(self, slot: int) -> KeyT:
         """The key of a slot that is not free."""
         key = self._keys[slot]
         assert key is not None, f"slot {slot} is free"
         return key
 
-    def parent_of(self, slot: int) -> BlockKey | None:
+    def parent_of(self, slot: int) -> KeyT | None:
         """The key of the block before that of a slot that is not free, wherever it is; None for a chain's first."""
         assert self._parents is not None, "this pool keeps no parents"
         return self._parents[slot]
@@ -138,7 +143,7 @@ class SlotPool:
             leased=len(self._leases),
         )
 
-    def resident(self) -> Iterator[tuple[SlotIndex, BlockKey]]:
+    def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
         """Every resident slot with its key."""
         for slot, state in enumerate(self._state):
             if state == BlockState.RESIDENT:
@@ -146,9 +151,7 @@ class SlotPool:
 
     # ---- moves
 
-    def reserve(
-        self, key: BlockKey, parent: BlockKey | None, now_s: float, insist: bool = False
-    ) -> SlotIndex | None:
+    def reserve(self, key: KeyT, parent: KeyT | None, now_s: float, insist: bool = False) -> SlotIndex | None:
         """A slot to fill with `key`, evicting where needed; None when every block is leased or being filled, or worth
         more than this one (unless the caller insists).
 
@@ -158,7 +161,7 @@ class SlotPool:
         return slots[0] if slots else None
 
     def reserve_chain(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None, now_s: float, insist: bool = False
+        self, keys: Sequence[KeyT], parent: KeyT | None, now_s: float, insist: bool = False
     ) -> list[SlotIndex]:
         """Slots to fill with the blocks of a chain, as `reserve` gives one; for fewer of them where no room is made."""
         assert not any(map(self.holds, keys)), "block is held already"
@@ -174,7 +177,7 @@ class SlotPool:
         self._fill(slots, keys, parent_slot, now_s)
         return [SlotIndex(slot) for slot in slots]
 
-    def recover(self, found: Sequence[tuple[BlockKey, BlockKey | None, int]], now_s: float) -> None:
+    def recover(self, found: Sequence[tuple[KeyT, KeyT | None, int]], now_s: float) -> None:
         """Fill an empty pool with blocks found after a restart: (key, parent, slot), oldest first, keys distinct."""
         assert len(self._free) == self.slot_count, "only an empty pool recovers"
         recency_s = {key: now_s - 1e-6 * (len(found) - i) for i, (key, _, _) in enumerate(found)}
@@ -185,11 +188,16 @@ class SlotPool:
 
     def commit(self, slot: int) -> None:
         """The slot's bytes are complete: the block can be found from now on."""
-        self._move(slot, Transition.COMMIT)
-        key = self.key_of(slot)
-        del self._filling[key]
-        self._resident[key] = slot
-        self._policy.evictable((slot,))
+        self.commit_all((slot,))
+
+    def commit_all(self, slots: Sequence[int]) -> None:
+        """`commit` for many slots at once."""
+        for slot in slots:
+            self._move(slot, Transition.COMMIT)
+            key = self.key_of(slot)
+            del self._filling[key]
+            self._resident[key] = slot
+        self._policy.evictable(slots)
 
     def abort(self, slot: int) -> None:
         """The slot's bytes never became complete: it is free again."""
@@ -239,12 +247,12 @@ class SlotPool:
                 ended.append(slot)
         self._policy.evictable(ended)
 
-    def requested(self, keys: list[BlockKey], now_s: float) -> None:
+    def requested(self, keys: list[KeyT], now_s: float) -> None:
         """A request came for this chain."""
         slots = [-1 if slot is None else slot for slot in self.find_all(keys)]
         self._policy.requested(keys, slots, now_s)
 
-    def finished(self, key: BlockKey, output_tokens: int, now_s: float) -> None:
+    def finished(self, key: KeyT, output_tokens: int, now_s: float) -> None:
         """The request whose chain ended with this key when it came has generated that many tokens, and no more."""
         self._policy.finished(key, output_tokens, now_s)
 
@@ -257,7 +265,7 @@ class SlotPool:
                 dropped += 1
         return dropped, self.slot_count - len(self._free)
 
-    def _run_length(self, slot: int, keys: list[BlockKey], start: int) -> int:
+    def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:
         """How many of `keys[start:]` surely lie resident in `slot` and the slots after it; it may be some more."""
         length, step = 0, _RUN_STEP
         while chunk := keys[start + length : start + length + step]:
@@ -286,13 +294,13 @@ class SlotPool:
             assert self._state[slot] == BlockState.RESIDENT
             assert count > 0
 
-    def _slot_of(self, key: BlockKey | None) -> int:
+    def _slot_of(self, key: KeyT | None) -> int:
         """The slot of a parent that is held in any state, or -1 when there is none that counts."""
         if key is None or not self._chained:
             return -1
         return self._resident.get(key, self._filling.get(key, -1))
 
-    def _make_room(self, needed: int, keys: Sequence[BlockKey], parent_slot: int, now_s: float) -> None:
+    def _make_room(self, needed: int, keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
         # Evicting the parent would orphan the very blocks that we make room for.
         pinned = (
             (parent_slot,) if parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT else ()
@@ -305,7 +313,7 @@ class SlotPool:
             self.evicted_count += 1
         self.unlease_all(pinned)
 
-    def _fill(self, slots: Sequence[int], keys: Sequence[BlockKey], parent_slot: int, now_s: float) -> None:
+    def _fill(self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
         for slot, key in zip(slots, keys, strict=True):
             self._move(slot, Transition.RESERVE)
             self._keys[slot] = key
@@ -334,15 +342,15 @@ class SlotPool:
 
 
 def _parents_first(
-    found: Sequence[tuple[BlockKey, BlockKey | None, int]],
-) -> Iterator[tuple[BlockKey, BlockKey | None, int]]:
+    found: Sequence[tuple[KeyT, KeyT | None, int]],
+) -> Iterator[tuple[KeyT, KeyT | None, int]]:
     """The same blocks, each after its parent where the parent is among them."""
     by_key = {entry[0]: entry for entry in found}
-    waiting: list[tuple[BlockKey, BlockKey | None, int]] = []
+    waiting: list[tuple[KeyT, KeyT | None, int]] = []
     for entry in found:
-        current: tuple[BlockKey, BlockKey | None, int] | None = by_key.pop(entry[0], None)
+        current: tuple[KeyT, KeyT | None, int] | None = by_key.pop(entry[0], None)
         while current is not None:
             waiting.append(current)
-            current = by_key.pop(current[1], None) if current[1] else None
+            current = by_key.pop(current[1], None) if current[1] is not None else None
         while waiting:
             yield waiting.pop()

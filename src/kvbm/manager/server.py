@@ -272,12 +272,14 @@ class Server:
 
     def _drop_unused(self, space: Space) -> None:
         """Give an ephemeral namespace's memory, disk and place back."""
-        if space.tier is not None and space.tier.fileno() in self._watched_tiers:
-            self._watched_tiers.remove(space.tier.fileno())
-            self._selector.unregister(space.tier.fileno())
+        fd = space.disk.medium.fileno() if space.disk is not None else None
+        if fd in self._watched_tiers:
+            self._watched_tiers.remove(fd)
+            self._selector.unregister(fd)
         self.spaces.drop(space, keep=False)
 
     def _watch_tier(self, space: Space) -> None:
-        if space.tier is not None and space.tier.fileno() not in self._watched_tiers:
-            self._watched_tiers.add(space.tier.fileno())
-            self.watch_descriptor(space.tier.fileno(), lambda: None)
+        fd = space.disk.medium.fileno() if space.disk is not None else None
+        if fd is not None and fd not in self._watched_tiers:
+            self._watched_tiers.add(fd)
+            self.watch_descriptor(fd, lambda: None)

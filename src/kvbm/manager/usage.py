@@ -30,13 +30,13 @@ class Usage:
         """The request whose chain ended with this key is through."""
         self._waiting.append((key, output_tokens))
 
-    def tell(self, pools: Iterable[SlotPool | None], offloader: Offloader | None, now_s: float) -> None:
+    def tell(
+        self, pools: Iterable[SlotPool[BlockKey]], offloader: Offloader[BlockKey] | None, now_s: float
+    ) -> None:
         """Tell the tiers' policies, and offer what was used to the tier below again."""
         while self._waiting:
             keys, count = self._waiting.popleft()
             for pool in pools:
-                if pool is None:
-                    continue
                 if isinstance(keys, list):
                     pool.requested(keys, now_s)
                 else:

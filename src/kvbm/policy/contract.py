@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Protocol
 
-from kvbm.block import BlockKey
-
 
 class EvictionPolicy(Protocol):
     """Chooses which resident, unleased blocks a full tier gives up, and whether newcomers are worth their place.
@@ -52,8 +50,8 @@ class EvictionPolicy(Protocol):
 class AdmissionPolicy(Protocol):
     """Decides whether a block may enter a lower tier. `kvbm.testing.admission_contract` checks an implementation."""
 
-    def offered(self, key: BlockKey, now_s: float) -> bool:
+    def offered(self, key: Hashable, now_s: float) -> bool:
         """The block could be stored below now; True admits it. One that was admitted may be offered again."""
 
-    def hit(self, key: BlockKey, now_s: float) -> None:
+    def hit(self, key: Hashable, now_s: float) -> None:
         """The block was used again; it may never have been offered here."""

@@ -52,7 +52,7 @@ class DepartureQueue(Protocol):
 
     def depart(self, slot: int) -> bool:
         """Host memory is about to give the block in this slot up. False: it may, now. True: it is to be written, and
-        `Departures.settled` will be called for the slot when that has ended, unless the block goes before."""
+        `Departures.write_ended` will be called for the slot when that has ended, unless the block goes before."""
 
 
 class Departures:
@@ -68,7 +68,7 @@ class Departures:
         # Slots that the policy inside has given up and that still hold their block, oldest first: those whose write
         # has not ended, and those that may go.
         self._writing: dict[int, None] = {}
-        self._settled: dict[int, None] = {}
+        self._ready: dict[int, None] = {}
         self._exhausted = False
         self._pool: Pool | None = None
         self._queue: DepartureQueue | None = None
@@ -81,7 +81,7 @@ class Departures:
     def advance(self, now_s: float) -> None:
         """Set as many blocks aside as are missing. Called often; costs nothing when none are."""
         assert self._pool is not None
-        prepared = self._pool.free_count + len(self._writing) + len(self._settled)
+        prepared = self._pool.free_count + len(self._writing) + len(self._ready)
         missing = min(self._ahead - prepared, _BATCH_BLOCKS_MAX)
         if missing > 0 and not self._exhausted:
             chosen = self._inner.victims(missing, (), self._pool.leased, now_s)
@@ -97,17 +97,17 @@ class Departures:
         """The block in this slot is about to get a continuation: room for that is not made of what comes before it."""
         self._take_back(slot, now_s)
 
-    def settled(self, slot: int) -> None:
+    def write_ended(self, slot: int) -> None:
         """The write of the block in this slot has ended, or there will be none."""
         if slot in self._writing:
             del self._writing[slot]
-            self._settled[slot] = None
+            self._ready[slot] = None
 
     # ---- the policy of the pool
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
         """What is used again does not leave."""
-        if self._writing or self._settled:
+        if self._writing or self._ready:
             for slot in slots:
                 self._take_back(slot, now_s)
         self._inner.requested(keys, slots, now_s)
@@ -123,7 +123,7 @@ class Departures:
     def evictable(self, slots: Iterable[int]) -> None:
         """Those set aside are not the inner policy's to choose."""
         self._exhausted = False
-        if self._writing or self._settled:
+        if self._writing or self._ready:
             slots = [slot for slot in slots if not self._leaves(slot)]
         self._inner.evictable(slots)
 
@@ -143,7 +143,7 @@ class Departures:
         Above a disk host memory takes every newcomer, so that none is weighed against what was set aside.
         """
         self._set_aside(self._inner.victims(needed, incoming, leased, now_s))
-        gone = list(islice((slot for slot in self._settled if slot not in leased), needed))
+        gone = list(islice((slot for slot in self._ready if slot not in leased), needed))
         if len(gone) < needed:
             # Unwritten, the oldest first: a write that has begun holds a lease.
             unwritten = (slot for slot in self._writing if slot not in leased)
@@ -155,7 +155,7 @@ class Departures:
     def _set_aside(self, slots: Sequence[int]) -> None:
         assert self._queue is not None
         for slot in slots:
-            (self._writing if self._queue.depart(slot) else self._settled)[slot] = None
+            (self._writing if self._queue.depart(slot) else self._ready)[slot] = None
 
     def _take_back(self, slot: int, now_s: float) -> None:
         """Put a block that was set aside back under the policy, after its parents. Its write goes on."""
@@ -172,8 +172,8 @@ class Departures:
                 self._inner.evictable((slot,))
 
     def _leaves(self, slot: int) -> bool:
-        return slot in self._writing or slot in self._settled
+        return slot in self._writing or slot in self._ready
 
     def _forget(self, slot: int) -> None:
         self._writing.pop(slot, None)
-        self._settled.pop(slot, None)
+        self._ready.pop(slot, None)

@@ -180,7 +180,7 @@ def test_what_host_memory_gave_up_is_kept_again() -> None:
         manager.offload(tokens, cache, range(6))
         for missing in ([0], [2, 3], [5], [0, 2, 4]):
             for key in [manager._keys(tokens, b"")[i] for i in missing]:
-                manager._space.host.evict(manager._space.host.find(key))
+                manager._space.host_pool.evict(manager._space.host_pool.find(key))
             assert manager.offload(tokens, cache, range(6)) == len(missing)
             with manager.match(tokens) as hit:
                 assert hit.onboard(cache, range(10, 16)) == 6
@@ -196,7 +196,7 @@ def test_a_cache_of_another_shape_is_refused_in_one_line() -> None:
         assert "\n" not in str(error.value)
         # What failed holds nothing.
         manager._space.check()
-        assert manager._space.host.counts().filling == 0
+        assert manager._space.host_pool.counts().filling == 0
 
 
 def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def serve_random_prompts(manager: kvbm.BlockManager, cache: dict[str, torch.Tens
             manager._space.check()
         assert manager.flush()
         assert manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
-        assert manager._space.tier is not None and manager._space.tier.fault == ""
+        assert manager._space.disk is not None and manager._space.disk.medium.fault == ""
     assert hits > 100
 
 

@@ -136,10 +136,12 @@ def test_what_all_namespaces_may_take_together_counts(
 def test_the_admission_policy_and_the_write_budget_are_those_that_are_set(make_manager: MakeBench) -> None:
     manager = make_manager(2, disk_blocks=32, disk_admission="ghost", disk_write_budget_bytes=96 * SIZE)
     manager.engine()
-    budget = manager.space()._admission
+    budget = manager.space().disk.admission
     assert isinstance(budget, WriteBudget)
-    assert isinstance(budget._inner, GhostAdmission)
-    assert budget._inner._ghosts_max == 2 * 16, "of the namespace's own share of the slots"
+    assert isinstance(budget.inner, GhostAdmission)
+    for key in KEYS[:40]:
+        budget.inner.offered(key, 50.0)
+    assert len(budget.inner) == 2 * 16, "of the namespace's own share of the slots"
     assert [budget.spend(50.0) for _ in range(3)] == [True, True, False], "a 24th of half the budget"
 
 
@@ -148,8 +150,8 @@ def test_a_staging_area_lets_everything_enter_but_for_the_budget(make_manager: M
     plain, bounded = make_manager(**options), make_manager(**options, disk_write_budget_bytes=2 * SIZE)
     for manager in (plain, bounded):
         manager.engine()
-    assert isinstance(plain.space()._admission, AdmitAll)
-    assert isinstance(bounded.space()._admission, WriteBudget)
+    assert isinstance(plain.space().disk.admission, AdmitAll)
+    assert isinstance(bounded.space().disk.admission, WriteBudget)
 
 
 def test_an_admission_policy_that_nobody_brings_is_refused(make_manager: MakeBench) -> None:
@@ -188,12 +190,12 @@ def test_disk_is_written_on_eviction_where_that_is_set(make_manager: MakeBench, 
     manager = make_manager(**settings)
     store(*manager.engine(), 1, KEYS[:6])
     manager.step()
-    assert manager.space().disk.counts().resident == 0
+    assert manager.space().disk.pool.counts().resident == 0
     manager.open = False
     manager.server.close(keep=True)
     again = make_manager(**settings)
     again.engine()
-    assert again.space().disk.counts().resident == 6
+    assert again.space().disk.pool.counts().resident == 6
 
 
 # ---- namespaces that nobody can name again
@@ -248,7 +250,7 @@ def test_an_ephemeral_namespace_gives_its_place_back_with_its_last_engine(
     manager.step()
     assert (list(manager.server.spaces), list(disk.iterdir())) == ([], [])
     store(*manager.engine("third"), 1, KEYS[:2])
-    assert manager.space().host.counts().resident == 2
+    assert manager.space().host_pool.counts().resident == 2
 
 
 def test_a_namespace_that_lasts_keeps_its_place(make_manager: MakeBench) -> None:
@@ -258,4 +260,4 @@ def test_a_namespace_that_lasts_keeps_its_place(make_manager: MakeBench) -> None
     for session in (leader, worker):
         session.channel.close()
     manager.step()
-    assert manager.space().host.counts().resident == 2
+    assert manager.space().host_pool.counts().resident == 2

@@ -11,9 +11,10 @@ import pytest
 
 from kvbm.client.channel import Channel
 from kvbm.manager import session as session_module
+from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.leases import Lease
 from kvbm.manager.session import Session
-from kvbm.manager.space import HEAL_INTERVAL_S, RESERVATION_S
+from kvbm.manager.space import RESERVATION_S
 from kvbm.protocol import Fence, FenceDone, Lookup, Ready, Reset, Watch, Welcome
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
@@ -23,7 +24,7 @@ MakeBench = Callable[..., ManagerBench]
 
 
 def filling(manager: ManagerBench) -> int:
-    return manager.space().host.counts().filling
+    return manager.space().host_pool.counts().filling
 
 
 # ---- an engine that is killed at once
@@ -135,7 +136,7 @@ def test_a_session_that_we_ended_is_not_served(manager: ManagerBench) -> None:
     store(leader, worker, 1, KEYS[:2])
     _nonsense(worker)
     worker.send(Reset())
-    assert manager.space().host.counts().resident == 2
+    assert manager.space().host_pool.counts().resident == 2
     worker.close()
     manager.step()
     assert len(manager.server._sessions) == 1

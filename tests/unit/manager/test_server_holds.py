@@ -37,9 +37,9 @@ def test_a_killed_leader_gives_back_its_leases_at_once(manager: ManagerBench) ->
     leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:3])
     leader.lookup(2, KEYS[:3])
-    assert manager.space().host.counts().leased == 3
+    assert manager.space().host_pool.counts().leased == 3
     leader.close()
-    manager.until(lambda: manager.space().host.counts().leased == 0)
+    manager.until(lambda: manager.space().host_pool.counts().leased == 0)
     again = manager.leader()
     assert again.expect(Ready).ready
     assert again.lookup(1, KEYS[:3]).ready == 3, "the cache stays"
@@ -52,7 +52,7 @@ def test_a_killed_leaders_slots_wait_for_its_workers(manager: ManagerBench) -> N
     leader.close()
     fence = worker.expect(Fence)
     assert fence.stores == (1,)
-    assert manager.space().host.counts().filling == 2
+    assert manager.space().host_pool.counts().filling == 2
     again = manager.leader()
     again.expect(Ready)
     others = KEYS[100:120]
@@ -68,8 +68,8 @@ def test_a_killed_leaders_slots_wait_for_its_workers(manager: ManagerBench) -> N
     again.send(Commit(store=1, failed=()))
     assert again.lookup(2, KEYS[:2]).slots == (), "what was condemned is never found"
     worker.send(FenceDone(fence=fence.fence))
-    assert manager.space().host.counts().filling == 0
-    assert manager.space().host.counts().free == 2
+    assert manager.space().host_pool.counts().filling == 0
+    assert manager.space().host_pool.counts().free == 2
     for key, slot in zip(others, taken, strict=False):
         assert worker.read(slot) == block_bytes(key, 0, 4096)
 
@@ -84,9 +84,9 @@ def test_of_two_workers_both_must_answer_or_go(manager: ManagerBench) -> None:
     fences = [worker.expect(Fence) for worker in workers]
     workers[0].send(FenceDone(fence=fences[0].fence))
     workers[0].send(FenceDone(fence=fences[0].fence))
-    assert all(manager.space().host.state_of(slot) is BlockState.FILLING for slot in slots)
+    assert all(manager.space().host_pool.state_of(slot) is BlockState.FILLING for slot in slots)
     workers[1].close()
-    manager.until(lambda: manager.space().host.counts().filling == 0)
+    manager.until(lambda: manager.space().host_pool.counts().filling == 0)
 
 
 def test_a_fence_answered_by_somebody_else_does_not_count(manager: ManagerBench) -> None:
@@ -97,9 +97,9 @@ def test_a_fence_answered_by_somebody_else_does_not_count(manager: ManagerBench)
     fence = worker.expect(Fence)
     for stranger in (other_leader, other_worker):
         stranger.send(FenceDone(fence=fence.fence))
-    assert manager.space().host.counts().filling == 2
+    assert manager.space().host_pool.counts().filling == 2
     worker.send(FenceDone(fence=fence.fence))
-    assert manager.space().host.counts().filling == 0
+    assert manager.space().host_pool.counts().filling == 0
 
 
 def test_a_worker_that_comes_back_is_fenced_too(manager: ManagerBench) -> None:
@@ -118,9 +118,9 @@ def test_a_worker_that_comes_back_is_fenced_too(manager: ManagerBench) -> None:
     again = flaky.expect(Fence)
     assert again.stores == first.stores == (1,)
     steady.send(FenceDone(fence=first.fence))
-    assert all(manager.space().host.state_of(slot) is BlockState.FILLING for slot in slots)
+    assert all(manager.space().host_pool.state_of(slot) is BlockState.FILLING for slot in slots)
     flaky.send(FenceDone(fence=again.fence))
-    assert manager.space().host.counts().filling == 0
+    assert manager.space().host_pool.counts().filling == 0
 
 
 def test_a_slot_that_was_given_back_has_another_generation(manager: ManagerBench) -> None:
@@ -145,7 +145,7 @@ def test_reservations_past_their_deadline_are_fenced(manager: ManagerBench) -> N
     manager.tick(RESERVATION_S + 1.0)
     assert worker.take() == [], "fenced once"
     worker.send(FenceDone(fence=fence.fence))
-    assert manager.space().host.counts().filling == 0
+    assert manager.space().host_pool.counts().filling == 0
     assert set(leader.reserve(2, KEYS[:2])) == set(slots)
 
 
@@ -154,7 +154,7 @@ def test_leases_past_their_deadline_end(manager: ManagerBench) -> None:
     store(leader, worker, 1, KEYS[:2])
     leader.lookup(2, KEYS[:2])
     manager.tick(LEASE_S + 1.0)
-    assert manager.space().host.counts().leased == 0
+    assert manager.space().host_pool.counts().leased == 0
     assert manager.metrics.value("kvbm_leases_expired_total") == 1
 
 
@@ -183,8 +183,8 @@ def test_a_leader_that_is_replaced_in_the_same_turn_leaves_nothing(manager: Mana
     new.take()
     fence = worker.expect(Fence)
     worker.send(FenceDone(fence=fence.fence))
-    assert manager.space().host.counts().leased == 0
-    assert manager.space().host.counts().filling == 0
+    assert manager.space().host_pool.counts().leased == 0
+    assert manager.space().host_pool.counts().filling == 0
 
 
 def test_an_engine_that_is_gone_leaves_nothing_but_its_blocks(manager: ManagerBench) -> None:
@@ -195,7 +195,7 @@ def test_an_engine_that_is_gone_leaves_nothing_but_its_blocks(manager: ManagerBe
     worker.close()
     leader.close()
     manager.until(lambda: manager.server.engine_count == 0)
-    counts = manager.space().host.counts()
+    counts = manager.space().host_pool.counts()
     assert (counts.leased, counts.filling, counts.resident) == (0, 0, 2)
     assert len(manager.server._membership.fences) == 0
     manager.tick()
@@ -249,7 +249,7 @@ def test_who_watches_a_lease_of_a_dead_leader_hears_the_end(make_manager: MakeBe
     assert worker.take() == [Progress(lookup=2, ready=0, final=True)]
     below.release()
     manager.step()
-    assert manager.space().host.counts().filling == 0
+    assert manager.space().host_pool.counts().filling == 0
 
 
 def _number(manager: ManagerBench) -> int:

@@ -100,7 +100,7 @@ def test_a_message_that_cannot_be_served_ends_its_session(
     assert leader.lookup(9, KEYS[:1]).ready == 1
     leader.send(message)
     assert word in refusal(leader)
-    assert manager.space().host.counts().leased == 0
+    assert manager.space().host_pool.counts().leased == 0
 
 
 def test_numbers_that_mean_nothing_do_nothing(manager: ManagerBench) -> None:
@@ -124,7 +124,7 @@ def test_numbers_that_mean_nothing_do_nothing(manager: ManagerBench) -> None:
     found = leader.lookup(2, KEYS[:2])
     leader.send(Release(lookup=2, first=2**62, loaded=2**62, failed=0, seconds=float("nan")))
     assert found.ready == 2
-    assert manager.space().host.counts().leased == 0
+    assert manager.space().host_pool.counts().leased == 0
 
 
 def test_a_worker_or_an_admin_is_no_leader(manager: ManagerBench) -> None:
@@ -138,7 +138,7 @@ def test_a_worker_or_an_admin_is_no_leader(manager: ManagerBench) -> None:
         assert client.reserve(1, KEYS[2:3]) == (REFUSED,)
         client.send(Commit(store=1))
         client.send(Release(lookup=1))
-    assert manager.space().host.counts().filling == manager.space().host.counts().leased == 0
+    assert manager.space().host_pool.counts().filling == manager.space().host_pool.counts().leased == 0
 
 
 def test_a_leader_without_its_workers_is_told_nothing_is_there(manager: ManagerBench) -> None:
@@ -237,7 +237,7 @@ def test_no_bytes_disturb_another_session(
     assert [worker.read(slot) for slot in found.slots] == [block_bytes(key, 0, 4096) for key in KEYS[:2]]
     stranger.close()
     manager.step(6)
-    assert manager.space().host.counts().filling == 0
+    assert manager.space().host_pool.counts().filling == 0
     assert manager.server.engine_count == 1
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     manager.close()
@@ -275,4 +275,4 @@ def test_a_client_that_reads_nothing_is_dropped_and_the_rest_served(
         manager.step(1)
     assert len(question) > 30_000
     assert leader.lookup(9, KEYS[:4]).ready == 4
-    assert manager.space().host.counts().leased == 4
+    assert manager.space().host_pool.counts().leased == 4

@@ -59,8 +59,8 @@ def test_a_run_does_not_go_on_behind_a_gap(bench: Bench) -> None:
     bench.store(KEYS[:4])
     bench.settle()
     assert bench.space.disk is not None
-    bench.space.host.evict(bench.space.host.find(KEYS[1]))  # type: ignore[arg-type]
-    bench.space.disk.evict(bench.space.disk.find(KEYS[1]))  # type: ignore[arg-type]
+    bench.space.host_pool.evict(bench.space.host_pool.find(KEYS[1]))  # type: ignore[arg-type]
+    bench.space.disk.pool.evict(bench.space.disk.pool.find(KEYS[1]))  # type: ignore[arg-type]
     lease = bench.space.lookup(PEER, 1, KEYS[:4], 0)
     assert lease is not None
     assert lease.keys == KEYS[:1]
@@ -97,7 +97,7 @@ def test_two_leases_wait_for_one_load(bench: Bench) -> None:
     bench.settle()
     assert theirs.ready == 2
     assert bench.progress == [(2, 1, False), (2, 2, True)]
-    assert bench.space.host.counts().leased == 2
+    assert bench.space.host_pool.counts().leased == 2
 
 
 def test_a_load_that_nobody_waits_for_is_not_started(make: Callable[..., Bench]) -> None:
@@ -108,13 +108,13 @@ def test_a_load_that_nobody_waits_for_is_not_started(make: Callable[..., Bench])
     bench.space.release(ME, 1)
     bench.settle()
     assert bench.metrics.value("kvbm_transfer_seconds", source="disk", target="host") == 1
-    assert bench.space.host.counts().filling == 0
+    assert bench.space.host_pool.counts().filling == 0
 
 
 def test_a_corrupt_block_ends_the_run_and_is_dropped_everywhere(bench: Bench) -> None:
     bench.only_on_disk(KEYS[:4])
     assert bench.space.disk is not None
-    bench.medium.corrupt(bench.space.disk.find(KEYS[2]))  # type: ignore[arg-type]
+    bench.medium.corrupt(bench.space.disk.pool.find(KEYS[2]))  # type: ignore[arg-type]
     lease = bench.space.lookup(ME, 1, KEYS[:4], 0)
     assert lease is not None
     generations = [bench.arena.generation(slot) for slot in lease.slots]
@@ -123,27 +123,27 @@ def test_a_corrupt_block_ends_the_run_and_is_dropped_everywhere(bench: Bench) ->
     assert (lease.ready, lease.final, len(lease.slots)) == (2, True, 2)
     assert bench.progress[-1] == (1, 2, True)
     assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="corrupt") == 1
-    assert not bench.space.disk.holds(KEYS[2])
-    assert bench.space.host.find(KEYS[2]) is None
+    assert not bench.space.disk.pool.holds(KEYS[2])
+    assert bench.space.host_pool.find(KEYS[2]) is None
     assert bench.arena.generation(slots[2]) > generations[2], "a worker that waits for it must notice"
-    assert bench.space.host.find(KEYS[3]) is not None, "it arrived, though this run ends before it"
-    assert not bench.space.host.is_leased(bench.space.host.find(KEYS[3]))  # type: ignore[arg-type]
+    assert bench.space.host_pool.find(KEYS[3]) is not None, "it arrived, though this run ends before it"
+    assert not bench.space.host_pool.is_leased(bench.space.host_pool.find(KEYS[3]))  # type: ignore[arg-type]
 
 
 def test_blocks_that_came_before_the_one_that_failed_are_let_go(bench: Bench) -> None:
     """The run ends before it, and what lay ready behind it is nobody's any more."""
     bench.only_on_disk(KEYS[:4])
     assert bench.space.disk is not None
-    bench.medium.corrupt(bench.space.disk.find(KEYS[1]))  # type: ignore[arg-type]
+    bench.medium.corrupt(bench.space.disk.pool.find(KEYS[1]))  # type: ignore[arg-type]
     lease = bench.space.lookup(ME, 1, KEYS[:4], 0)
     assert lease is not None
     for first in (3, 2, 0, 0):
         bench.tier.release(1, first)
         bench.space.pump()
     assert (lease.ready, lease.final, lease.keys) == (1, True, KEYS[:1])
-    assert bench.space.host.counts().leased == 1
+    assert bench.space.host_pool.counts().leased == 1
     bench.space.release(ME, 1)
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
 
 
 def test_a_tier_that_refuses_at_once_leaves_no_lease_behind(bench: Bench) -> None:
@@ -156,16 +156,16 @@ def test_a_tier_that_refuses_at_once_leaves_no_lease_behind(bench: Bench) -> Non
     bench.tier.submit_load = refuse  # type: ignore[method-assign]
     assert bench.space.lookup(ME, 1, KEYS[:2], 0) is None
     assert len(bench.space.leases) == 0
-    assert bench.space.host.counts().filling == 0
+    assert bench.space.host_pool.counts().filling == 0
     assert bench.space.disk is not None
-    assert bench.space.disk.counts().leased == 0
+    assert bench.space.disk.pool.counts().leased == 0
 
 
 def test_a_block_that_an_engine_is_storing_is_not_found(bench: Bench) -> None:
     bench.only_on_disk(KEYS[:2])
     assert bench.space.reserve(ME, 1, None, KEYS[:1])[0] >= 0
     assert bench.space.lookup(PEER, 2, KEYS[:2], 0) is None
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
 
 
 def test_a_number_in_use_is_refused(bench: Bench) -> None:
@@ -183,7 +183,7 @@ def test_one_key_twice_in_a_question_is_no_harm(bench: Bench) -> None:
     bench.settle()
     assert lease.ready == 2
     bench.space.release(ME, 1)
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
 
 
 def test_leases_of_one_owner_are_bounded(bench: Bench) -> None:
@@ -210,7 +210,7 @@ def test_a_store_asks_only_for_what_is_missing(bench: Bench) -> None:
 
 def test_without_its_prefix_a_block_gets_no_slot(bench: Bench) -> None:
     assert bench.space.reserve(ME, 1, KEYS[3], KEYS[4:6]) == [REFUSED, REFUSED]
-    assert bench.space.host.counts().filling == 0
+    assert bench.space.host_pool.counts().filling == 0
     bench.only_on_disk(KEYS[:4])
     assert min(bench.space.reserve(ME, 2, KEYS[3], KEYS[4:6])) >= 0, "a prefix on disk is a prefix"
 
@@ -230,7 +230,7 @@ def test_a_long_store_never_evicts_its_own_prefix(make: Callable[..., Bench]) ->
     bench.settle()
     answer = bench.space.reserve(ME, 100, KEYS[1], KEYS[2:8])
     assert [slot >= 0 for slot in answer] == [True, True, False, False, False, False]
-    assert all(bench.space.host.holds(key) for key in KEYS[:4])
+    assert all(bench.space.host_pool.holds(key) for key in KEYS[:4])
 
 
 POLICIES = ("gittins", "lru", "s3fifo", "sieve", "arc", "tinylfu", "gdsf")
@@ -270,7 +270,7 @@ def test_two_requests_longer_than_host_memory_both_get_on(
             bench.settle()
             bench.clock.advance(0.1)
         bench.space.check()
-    counts = bench.space.host.counts()
+    counts = bench.space.host_pool.counts()
     assert (counts.filling, counts.leased) == (0, 0)
     assert sum(found.values()) > 0
     if disk:
@@ -304,7 +304,7 @@ def test_of_a_store_that_failed_in_part_the_rest_is_kept(bench: Bench) -> None:
     for key, slot in zip(KEYS, slots, strict=False):
         bench.fill(slot, key)
     assert bench.space.commit(ME, 1, (1, 17, -1)) == 3, "positions that do not exist mean nothing"
-    assert [bench.space.host.find(key) is not None for key in KEYS[:4]] == [True, False, True, True]
+    assert [bench.space.host_pool.find(key) is not None for key in KEYS[:4]] == [True, False, True, True]
     bench.space.check()
 
 
@@ -312,7 +312,7 @@ def test_a_store_under_way_when_the_cache_is_cleared_is_given_back(bench: Bench)
     bench.space.reserve(ME, 1, None, KEYS[:2])
     assert bench.space.clear() == (0, 2)
     assert bench.space.commit(ME, 1) == 0
-    assert bench.space.host.counts().free == 8
+    assert bench.space.host_pool.counts().free == 8
 
 
 def test_clearing_disk_leaves_a_store_to_host_memory_alone(bench: Bench) -> None:
@@ -331,7 +331,7 @@ def test_clearing_takes_continuations_before_their_prefix(bench: Bench) -> None:
     assert bench.space.clear() == (3 + 6, 3)
     bench.space.check()
     assert bench.space.clear() == (0, 3)
-    assert [bench.space.host.find(key) is not None for key in KEYS[:6]] == [True] * 3 + [False] * 3
+    assert [bench.space.host_pool.find(key) is not None for key in KEYS[:6]] == [True] * 3 + [False] * 3
 
 
 # ---- time
@@ -344,14 +344,16 @@ def test_what_runs_out_ends(bench: Bench) -> None:
     bench.space.reserve(ME, 2, KEYS[1], KEYS[2:3])
     bench.clock.advance(min(LEASE_S, RESERVATION_S) - 1.0)
     assert bench.space.overdue() == []
-    assert bench.space.host.counts().leased == 2
+    assert bench.space.host_pool.counts().leased == 2
     bench.clock.advance(2.0 + abs(LEASE_S - RESERVATION_S))
     (overdue,) = bench.space.overdue()
     assert overdue.keys == KEYS[2:3]
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
     bench.space.condemn(overdue)
     assert bench.space.overdue() == [], "condemned once"
     assert bench.space.commit(ME, 2) == 0
-    assert bench.space.host.state_of(overdue.slots[0]) is BlockState.FILLING, "its worker may still write"
+    assert bench.space.host_pool.state_of(overdue.slots[0]) is BlockState.FILLING, (
+        "its worker may still write"
+    )
     bench.space.abort(overdue)
-    assert bench.space.host.counts().filling == 0
+    assert bench.space.host_pool.counts().filling == 0

@@ -57,9 +57,9 @@ def test_what_would_go_next_is_written_ahead_of_need(make: Callable[..., Bench])
         bench.clock.advance(1.0)
     assert 16 // AHEAD_SHARE == 1
     assert on_disk(bench) == OTHER[:1]
-    assert bench.space.host.find(OTHER[0]) is not None, "it stays until its slot is needed"
+    assert bench.space.host_pool.find(OTHER[0]) is not None, "it stays until its slot is needed"
     assert bench.space.reserve(ME, 50, None, KEYS[:1])[0] >= 0
-    assert bench.space.host.find(OTHER[0]) is None
+    assert bench.space.host_pool.find(OTHER[0]) is None
     bench.settle()
     assert on_disk(bench) == OTHER[:2]
     assert bench.space.lookup(PEER, 60, OTHER[:1], 0) is not None, "it is found on disk"
@@ -99,7 +99,7 @@ def test_a_reservation_waits_for_no_write(make: Callable[..., Bench]) -> None:
         bench.clock.advance(1.0)
     answer = bench.space.reserve(ME, 50, None, KEYS[:6])
     assert min(answer) >= 0
-    assert [bench.space.host.find(key) is None for key in OTHER[:8]] == [True] * 6 + [False] * 2
+    assert [bench.space.host_pool.find(key) is None for key in OTHER[:8]] == [True] * 6 + [False] * 2
     bench.tier.throttled = False
     bench.settle()
     assert not set(on_disk(bench)) & set(OTHER[:6])
@@ -118,26 +118,26 @@ def test_what_is_used_again_stays(make: Callable[..., Bench]) -> None:
     bench.space.release(ME, 1)
     bench.clock.advance(1.0)
     assert bench.space.reserve(ME, 50, None, KEYS[:3])[2] >= 0
-    assert bench.space.host.find(OTHER[0]) is not None
-    assert [bench.space.host.find(key) is None for key in OTHER[1:5]] == [True] * 3 + [False]
+    assert bench.space.host_pool.find(OTHER[0]) is not None
+    assert [bench.space.host_pool.find(key) is None for key in OTHER[1:5]] == [True] * 3 + [False]
     bench.settle()
     assert on_disk(bench).count(OTHER[0]) == 1
 
 
 def test_what_gets_a_continuation_stays_with_its_prefix(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=5)
-    bench.space.departures._ahead = 3  # type: ignore[union-attr]
+    bench.space.disk.departures._ahead = 3  # type: ignore[union-attr]
     bench.store(KEYS[:2])
     bench.clock.advance(1.0)
     bench.store(OTHER[:2])
     bench.settle()
     assert on_disk(bench) == KEYS[:2]
-    assert bench.space.host.is_leased(bench.space.host.find(KEYS[1])) is False  # type: ignore[arg-type]
+    assert bench.space.host_pool.is_leased(bench.space.host_pool.find(KEYS[1])) is False  # type: ignore[arg-type]
     bench.clock.advance(1.0)
     bench.store(KEYS[2:3], KEYS[1])
     bench.store(KEYS[20:22])
-    assert [bench.space.host.find(key) is not None for key in KEYS[:3]] == [True] * 3
-    assert [bench.space.host.find(key) is None for key in OTHER[:2]] == [True] * 2
+    assert [bench.space.host_pool.find(key) is not None for key in KEYS[:3]] == [True] * 3
+    assert [bench.space.host_pool.find(key) is None for key in OTHER[:2]] == [True] * 2
     bench.space.check()
 
 
@@ -167,7 +167,7 @@ def test_a_filter_lets_pass_what_was_used_or_comes_back(make: Callable[..., Benc
         bench.settle()
     assert on_disk(bench) == KEYS[:1], "the other one was offered for the first time"
     assert skipped(bench, "filter") >= 1
-    assert bench.space.host.find(KEYS[10]) is None
+    assert bench.space.host_pool.find(KEYS[10]) is None
     bench.clock.advance(1.0)
     bench.store(KEYS[10:11])
     for i in range(4):
@@ -184,7 +184,7 @@ def test_a_tier_that_is_off_keeps_nothing_in_host_memory(make: Callable[..., Ben
     assert bench.tier.pending_count == 4
     bench.tier.break_down()
     bench.space.pump()
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
     assert min(bench.space.reserve(ME, 51, None, OTHER[:4])) >= 0
     assert skipped(bench, "tier_off") > 0
     bench.space.check()
@@ -277,7 +277,7 @@ def test_a_budget_holds_for_a_staging_area_too(make: Callable[..., Bench]) -> No
     bench.store(KEYS[:4])
     bench.settle()
     assert on_disk(bench) == KEYS[:2]
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
     assert min(bench.store(OTHER[:8])) >= 0, "what was refused is in nobody's way"
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.hashing import chain_keys
-from kvbm.manager.space import HEAL_INTERVAL_S, Space
+from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll
 from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.fake_tier import FakeTier
@@ -72,7 +73,7 @@ def test_a_store_that_finds_no_room_is_no_failure(bench: Bench, monkeypatch: pyt
     assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 0
     assert bench.metrics.value("kvbm_skipped_offloads_total", reason="full") == 2
     assert bench.space.disk is not None
-    assert bench.space.disk.counts().filling == 0
+    assert bench.space.disk.pool.counts().filling == 0
 
 
 def test_a_throttled_tier_is_asked_again(bench: Bench) -> None:
@@ -81,7 +82,7 @@ def test_a_throttled_tier_is_asked_again(bench: Bench) -> None:
     bench.space.pump()
     assert (bench.tier.pending_count, bench.space.busy) == (0, True)
     assert bench.space.disk is not None
-    assert bench.space.disk.counts().filling == 0
+    assert bench.space.disk.pool.counts().filling == 0
     bench.tier.throttled = False
     bench.settle()
     assert len(bench.medium.entries) == 3
@@ -104,7 +105,7 @@ def test_a_tier_that_breaks_is_left_alone_and_comes_back(bench: Bench) -> None:
     assert (lease.ready, lease.final) == (0, True)
     assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 3
     assert bench.space.lookup(ME, 2, KEYS[:3], 0) is None
-    assert bench.space.host.counts().filling == 0
+    assert bench.space.host_pool.counts().filling == 0
     bench.store(OTHER[:2])
     assert bench.space.lookup(ME, 3, OTHER[:2], 0) is not None, "host memory serves on"
     assert bench.metrics.value("kvbm_skipped_offloads_total", reason="tier_off") >= 2
@@ -152,18 +153,18 @@ def test_recovered_blocks_are_found_and_the_oldest_goes_first(make: Callable[...
         LAYOUT, bench.arena, bench.tier, AdmitAll(), bench.metrics, bench.clock, bench._progressed
     )
     assert bench.space.disk is not None
-    assert bench.space.disk.counts().resident == 3
+    assert bench.space.disk.pool.counts().resident == 3
     bench.store(chain_keys(b"2" * 32, range(8), 4))
     bench.settle()
-    assert not bench.space.disk.holds(OTHER[0]), "the oldest leaf had to go"
-    assert bench.space.disk.holds(KEYS[0])
-    assert bench.space.disk.holds(KEYS[1])
+    assert not bench.space.disk.pool.holds(OTHER[0]), "the oldest leaf had to go"
+    assert bench.space.disk.pool.holds(KEYS[0])
+    assert bench.space.disk.pool.holds(KEYS[1])
 
 
 def test_a_recovered_block_that_names_itself_as_parent_can_still_go(make: Callable[..., Bench]) -> None:
     """No engine makes such a block, but a hostile client could."""
     bench = make(host_slots=2, disk_slots=1)
-    bench.space.host.commit(bench.space.host.reserve(KEYS[0], None, 0.0))  # type: ignore[arg-type]
+    bench.space.host_pool.commit(bench.space.host_pool.reserve(KEYS[0], None, 0.0))  # type: ignore[arg-type]
     assert bench.space.disk is not None
     views = bench.arena.slot_views(0)
     bench.tier.submit_store(1, KEYS[0], KEYS[0], SlotIndex(0), views)
@@ -172,10 +173,10 @@ def test_a_recovered_block_that_names_itself_as_parent_can_still_go(make: Callab
     bench.tier.break_down()
     bench.tier.mend()
     bench.space.pump()
-    assert bench.space.disk.holds(KEYS[0])
+    assert bench.space.disk.pool.holds(KEYS[0])
     bench.store(OTHER[:1])
     bench.settle()
-    assert bench.space.disk.holds(OTHER[0])
+    assert bench.space.disk.pool.holds(OTHER[0])
 
 
 def test_closing_writes_out_the_whole_queue(make: Callable[..., Bench]) -> None:
@@ -205,7 +206,7 @@ def test_staged_blocks_stay_until_disk_has_them(make: Callable[..., Bench]) -> N
     bench.settle()
     assert bench.metrics.value("kvbm_offload_blocks_d2d") == 2
     assert bench.metrics.value("kvbm_offload_blocks_d2h") == 0
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
     assert bench.space.reserve(ME, 51, None, OTHER[:1])[0] >= 0
 
 
@@ -226,17 +227,17 @@ def test_a_broken_tier_does_not_keep_the_staging_area(make: Callable[..., Bench]
     bench.store(KEYS[:2])
     bench.tier.break_down()
     bench.space.pump()
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
     assert bench.space.reserve(ME, 51, None, OTHER[:2])[0] >= 0
 
 
 def test_what_waits_to_be_staged_when_the_tier_breaks_is_let_go(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=4, staging=True, pending_limit=1)
     bench.store(KEYS[:4])
-    assert (bench.tier.pending_count, bench.space.host.counts().leased) == (1, 4)
+    assert (bench.tier.pending_count, bench.space.host_pool.counts().leased) == (1, 4)
     bench.tier.break_down()
     bench.space.pump()
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
     assert not bench.space.busy
 
 
@@ -246,9 +247,9 @@ def test_a_store_that_failed_is_not_found_below(bench: Bench) -> None:
     bench.tier.break_down()
     bench.space.pump()
     assert bench.space.disk is not None
-    assert [bench.space.disk.holds(key) for key in KEYS[:3]] == [True, False, False]
-    assert bench.space.disk.counts().filling == 0
-    assert bench.space.host.counts().leased == 0
+    assert [bench.space.disk.pool.holds(key) for key in KEYS[:3]] == [True, False, False]
+    assert bench.space.disk.pool.counts().filling == 0
+    assert bench.space.host_pool.counts().leased == 0
     assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 2
 
 
@@ -259,14 +260,14 @@ def test_a_run_longer_than_the_staging_area_begins_at_its_beginning(make: Callab
     bench.settle()
     bench.store(KEYS[4:8], KEYS[3])
     bench.settle()
-    assert [bench.space.host.find(key) is None for key in KEYS[:8]] == [True] * 4 + [False] * 4
+    assert [bench.space.host_pool.find(key) is None for key in KEYS[:8]] == [True] * 4 + [False] * 4
     lease = bench.space.lookup(ME, 90, KEYS[:8], 0)
     assert lease is not None
     assert lease.keys == KEYS[:4]
     bench.settle()
     assert (lease.ready, lease.final) == (4, True)
     bench.space.release(ME, 90)
-    assert bench.space.host.counts().leased == 0
+    assert bench.space.host_pool.counts().leased == 0
     bench.space.check()
 
 

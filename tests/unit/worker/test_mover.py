@@ -174,7 +174,7 @@ def test_a_block_that_does_not_arrive_fails_with_all_behind_it(
     rank = on_disk(make_rank, below, 5)
     disk = rank.bench.space().disk
     assert disk is not None
-    below.medium.corrupt(disk.find(KEYS[2]))  # type: ignore[arg-type]
+    below.medium.corrupt(disk.pool.find(KEYS[2]))  # type: ignore[arg-type]
     plan = rank.lookup(5)
     rank.worker.load(StepPlan(loads=(plan,)))
     below.release()

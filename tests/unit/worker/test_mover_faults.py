@@ -61,7 +61,7 @@ def test_a_store_whose_reservation_has_ended_is_not_begun(rank: Rank) -> None:
 def test_a_fence_is_answered_and_its_stores_do_not_begin(rank: Rank) -> None:
     plan = rank.reserve(0, 2, [0, 1])
     rank.leader.close()
-    rank.bench.until(lambda: rank.bench.space().host.counts().filling == 0, "the fence is not answered")
+    rank.bench.until(lambda: rank.bench.space().host_pool.counts().filling == 0, "the fence is not answered")
     rank.leader = rank.bench.leader()
     rank.leader.expect(Ready)
     assert rank.run_store(plan) == (0, 1)
@@ -92,10 +92,10 @@ def test_a_store_that_runs_is_finished_before_a_fence_is_answered(rank: Rank) ->
     assert begun.wait(DEADLINE_S)
     rank.leader.close()
     rank.bench.step(10)
-    assert rank.bench.space().host.counts().filling == 1, "it may still write there"
+    assert rank.bench.space().host_pool.counts().filling == 1, "it may still write there"
     go_on.set()
     engine.join()
-    rank.bench.until(lambda: rank.bench.space().host.counts().filling == 0)
+    rank.bench.until(lambda: rank.bench.space().host_pool.counts().filling == 0)
 
 
 def test_a_fenced_store_that_is_not_begun_leaves_the_slot_alone(rank: Rank) -> None:
@@ -103,7 +103,7 @@ def test_a_fenced_store_that_is_not_begun_leaves_the_slot_alone(rank: Rank) -> N
     late = rank.reserve(0, 1, [0])
     rank.paint(0, 666.0)
     rank.leader.close()
-    rank.bench.until(lambda: rank.bench.space().host.counts().filling == 0)
+    rank.bench.until(lambda: rank.bench.space().host_pool.counts().filling == 0)
     rank.leader = rank.bench.leader()
     rank.leader.expect(Ready)
     rank.put_in(1)

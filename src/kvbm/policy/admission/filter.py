@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-
-from kvbm.block import BlockKey
+from collections.abc import Hashable
 
 DECAY_INTERVAL_S = 600.0
 ENTRIES_MAX = 1_000_000
@@ -15,10 +14,10 @@ ADMIT_FREQUENCY = 2
 class AdmitAll:
     """Every block may enter."""
 
-    def offered(self, key: BlockKey, now_s: float) -> bool:
+    def offered(self, key: Hashable, now_s: float) -> bool:
         return True
 
-    def hit(self, key: BlockKey, now_s: float) -> None:
+    def hit(self, key: Hashable, now_s: float) -> None:
         return None
 
 
@@ -34,7 +33,7 @@ class DiskFilter:
         # A frequency is kept as the number of the decay at which it reaches zero, so that a decay costs no pass
         # over a million entries: it raises `_decays`. `_ending` counts entries by that number, `_soonest` is a heap
         # of its keys; dropped entries leave `_end` when there are many.
-        self._end: dict[BlockKey, int] = {}
+        self._end: dict[Hashable, int] = {}
         self._ending: dict[int, int] = {}
         self._soonest: list[int] = []
         self._decays = 0
@@ -45,16 +44,16 @@ class DiskFilter:
     def __len__(self) -> int:
         return len(self._end) - self._dropped
 
-    def offered(self, key: BlockKey, now_s: float) -> bool:
+    def offered(self, key: Hashable, now_s: float) -> bool:
         """Count the block; True from the second time on."""
         self._count(key, now_s)
         return self._end.get(key, 0) - self._decays >= ADMIT_FREQUENCY
 
-    def hit(self, key: BlockKey, now_s: float) -> None:
+    def hit(self, key: Hashable, now_s: float) -> None:
         """Count the block."""
         self._count(key, now_s)
 
-    def _count(self, key: BlockKey, now_s: float) -> None:
+    def _count(self, key: Hashable, now_s: float) -> None:
         due = int((now_s - self._decayed_s) // DECAY_INTERVAL_S)
         if due > 0:
             self._decayed_s += due * DECAY_INTERVAL_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.block import BlockKey
+from collections.abc import Hashable
 
 GHOSTS_PER_SLOT = 2
 """The list is this many times as long as the tier has slots: a block that comes back within the time in which the tier
@@ -23,12 +23,12 @@ class GhostAdmission:
         assert slot_count > 0
         self._ghosts_max = min(slot_count * GHOSTS_PER_SLOT, GHOSTS_MAX)
         # In order of the last offer: a dict keeps the order in which its keys came.
-        self._ghosts: dict[BlockKey, None] = {}
+        self._ghosts: dict[Hashable, None] = {}
 
     def __len__(self) -> int:
         return len(self._ghosts)
 
-    def offered(self, key: BlockKey, now_s: float) -> bool:
+    def offered(self, key: Hashable, now_s: float) -> bool:
         """Remember the block; True when it was remembered already."""
         known = key in self._ghosts
         if known:
@@ -38,5 +38,5 @@ class GhostAdmission:
         self._ghosts[key] = None
         return known
 
-    def hit(self, key: BlockKey, now_s: float) -> None:
+    def hit(self, key: Hashable, now_s: float) -> None:
         """A block that is on disk needs no ghost; it gets one when it is offered again."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvbm.block import BlockKey
+from collections.abc import Hashable
+
 from kvbm.policy.contract import AdmissionPolicy
 
 DAY_S = 86_400.0
@@ -30,7 +31,7 @@ class WriteBudget:
                 f"bytes_per_day={bytes_per_day} cannot be used: at least {BLOCKS_PER_DAY_MIN * block_bytes}, "
                 f"{BLOCKS_PER_DAY_MIN} blocks of {block_bytes} bytes"
             )
-        self._inner = inner
+        self.inner = inner
         self._block_bytes = block_bytes
         self._burst_bytes = float(max(bytes_per_day // BURST_SHARE, block_bytes))
         self._bytes_per_s = (bytes_per_day - self._burst_bytes) / DAY_S
@@ -39,16 +40,16 @@ class WriteBudget:
         self.refused_last = False
         """The latest block that was offered was refused for the budget, not by the policy inside."""
 
-    def offered(self, key: BlockKey, now_s: float) -> bool:
+    def offered(self, key: Hashable, now_s: float) -> bool:
         """True when the policy inside admits the block and the budget has room for it. The policy counts it anyway."""
-        admitted = self._inner.offered(key, now_s)
+        admitted = self.inner.offered(key, now_s)
         within = admitted and self.spend(now_s)
         self.refused_last = admitted and not within
         return within
 
-    def hit(self, key: BlockKey, now_s: float) -> None:
+    def hit(self, key: Hashable, now_s: float) -> None:
         """Tell the policy inside."""
-        self._inner.hit(key, now_s)
+        self.inner.hit(key, now_s)
 
     def spend(self, now_s: float) -> bool:
         """Take one block's bytes out of the budget; False, and nothing is taken, when they are not there."""

@@ -205,7 +205,7 @@ class Offloads:
         if self._departures is not None:
             for block in blocks:
                 if self._host.holds(block):
-                    self._departures.settled(self._host.slot_of(block))
+                    self._departures.write_ended(self._host.slot_of(block))
 
 
 class _HostPool:

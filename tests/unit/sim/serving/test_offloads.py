@@ -184,7 +184,7 @@ def test_laws(
     departures = upper.policy
     assert isinstance(departures, Departures)
     assert not departures._writing
-    assert all(upper.slot_of(upper.block_in(slot)) == slot for slot in departures._settled)
+    assert all(upper.slot_of(upper.block_in(slot)) == slot for slot in departures._ready)
 
 
 def make_spaced(trace: Trace, every_s: float) -> Trace:

@@ -12,7 +12,8 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import ManualClock
 from kvbm.layout import Namespace
-from kvbm.manager.space import HEAL_INTERVAL_S, Space, SpaceOptions
+from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
 from kvbm.testing.tier_contract import (
@@ -281,15 +282,15 @@ def test_a_slot_that_the_device_may_still_write_to_is_given_to_nobody(
     assert lease is not None
     wait_for(space, lambda: bool(tier.fault) and not space.busy)
     assert lease.slots == []
-    assert space.host.counts().filling == 1
+    assert space.host_pool.counts().filling == 1
     agent.fate = "done"
     clock.advance(HEAL_INTERVAL_S + 1)
     space.pump()
-    assert (tier.fault != "", space.host.counts().filling) == (True, 1)
+    assert (tier.fault != "", space.host_pool.counts().filling) == (True, 1)
     agent.finish()
     clock.advance(HEAL_INTERVAL_S + 1)
     space.pump()
-    assert (tier.fault, space.host.counts().filling) == ("", 0)
+    assert (tier.fault, space.host_pool.counts().filling) == ("", 0)
     assert metrics.value("kvbm_failures_total", tier="disk", kind="io") == 1
     space.check()
     space.close(keep=False)

@@ -1,0 +1,162 @@
+"""The disk of a space: its medium, the index of it, and the queues of blocks to it and from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
+from kvbm.clock import Clock
+from kvbm.manager.leases import Lease
+from kvbm.manager.names import EngineNames
+from kvbm.manager.offload import Offloader
+from kvbm.manager.onboard import Onboarder
+from kvbm.manager.pool import SlotPool
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmissionPolicy, make_policy
+from kvbm.policy.departures import Departures
+from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.host import HostArena
+
+HEAL_INTERVAL_S = 10.0
+CLOSE_S_MAX = 5.0
+
+
+class DiskSide:
+    """What a space has when it has a disk. Owned by the manager's thread.
+
+    `departures` is the policy of the host pool where blocks are written on eviction, and None elsewhere. After a fault
+    the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it works.
+    """
+
+    pool: SlotPool[BlockKey]
+    onboarder: Onboarder
+    offloader: Offloader[BlockKey]
+
+    def __init__(
+        self,
+        medium: SlotTier,
+        host_pool: SlotPool[BlockKey],
+        arena: HostArena,
+        names: EngineNames,
+        admission: AdmissionPolicy,
+        metrics: Metrics,
+        clock: Clock,
+        on_progress: Callable[[Lease], None],
+        eviction: str,
+        in_flight_max: int,
+        staging: bool,
+        departures: Departures | None,
+    ) -> None:
+        self.medium = medium
+        self.departures = departures
+        self._host_pool = host_pool
+        self._arena = arena
+        self._names = names
+        self.admission = admission
+        self._metrics = metrics
+        self._clock = clock
+        self._on_progress = on_progress
+        self._eviction = eviction
+        self._in_flight_max = in_flight_max
+        self._staging = staging
+        self._job_ids = count(1)
+        self._heal_at_s = 0.0
+        self._index()
+
+    @property
+    def fault(self) -> str:
+        """Empty while the medium works; otherwise one line saying why it is off."""
+        return self.medium.fault
+
+    @property
+    def queued_count(self) -> int:
+        """Blocks on their way between host memory and disk."""
+        return self.onboarder.queued_count + self.offloader.queued_count
+
+    def read(self, job_id: int, key: BlockKey, source: SlotIndex, target: SlotIndex) -> Outcome:
+        """As `onboard.BlockReader`."""
+        return self.medium.submit_load(job_id, key, source, self._arena.slot_views(target))
+
+    def write(
+        self, job_id: int, key: BlockKey, parent: BlockKey | None, source: SlotIndex, target: SlotIndex
+    ) -> Outcome:
+        """As `offload.BlockWriter`."""
+        views, name = self._arena.slot_views(source), self._names.of(source, key)
+        return self.medium.submit_store(job_id, key, parent, target, views, *name)
+
+    def keep(self, key: BlockKey) -> None:
+        """The block gets a continuation: room for that is not made of the block itself."""
+        if self.departures is not None and (slot := self._host_pool.find(key)) is not None:
+            self.departures.keep(slot, self._clock())
+
+    def collect(self) -> None:
+        """Take the completions."""
+        for completion in self.medium.poll():
+            if not self.onboarder.completed(completion):
+                self.offloader.completed(completion)
+
+    def advance(self) -> None:
+        """Submit what is queued; try a medium that is off again when that is due."""
+        self.onboarder.pump()
+        if self.departures is not None:
+            self.departures.advance(self._clock())
+        self.offloader.pump()
+        now_s = self._clock()
+        if self.fault and not self.queued_count and now_s >= self._heal_at_s:
+            self._heal_at_s = now_s + HEAL_INTERVAL_S
+            if self.medium.heal():
+                self.onboarder.healed()
+                self._index()
+
+    def offer_all(self) -> None:
+        """Host memory is about to go: offer to disk what is only written on eviction."""
+        if self.departures is not None:
+            self.departures.advance_all(self._clock())
+
+    def close(self, keep: bool) -> None:
+        """Let what is queued reach the medium while it gets there, at most for `CLOSE_S_MAX`, and release it."""
+        deadline_s = self._clock() + CLOSE_S_MAX
+        queued = self.offloader.queued_count
+        while queued and self.medium.drain(max(0.0, deadline_s - self._clock())):
+            self.collect()
+            self.advance()
+            before, queued = queued, self.offloader.queued_count
+            if queued >= before or self._clock() >= deadline_s:
+                break
+        self.medium.close(keep)
+
+    def _index(self) -> None:
+        """Index the blocks that the medium holds, and start with empty queues."""
+        policy = make_policy(self._eviction, self.medium.slot_count)
+        self.pool = SlotPool(Tier.DISK, self.medium.slot_count, policy, self._emptied)
+        found = sorted(self.medium.recovered(), key=lambda block: block.sequence)
+        self.pool.recover([(block.key, block.parent, block.slot) for block in found], self._clock())
+        self.onboarder = Onboarder(
+            self._host_pool,
+            self.pool,
+            self,
+            self._names,
+            self._metrics,
+            self._clock,
+            self._on_progress,
+            self._job_ids,
+        )
+        self.offloader = Offloader(
+            self._host_pool,
+            self.pool,
+            self,
+            self.admission,
+            self._metrics,
+            self._clock,
+            self._job_ids,
+            self._in_flight_max,
+            self._staging,
+            self.departures.write_ended if self.departures is not None else None,
+        )
+        if self.departures is not None:
+            self.departures.attach(self._host_pool, self.offloader)
+
+    def _emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
+        if was_resident:
+            self.medium.forget(SlotIndex(slot))
