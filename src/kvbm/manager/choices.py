@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from kvbm.errors import SettingsError
-from kvbm.policy import AdmissionPolicy, eviction_policies, make_policy
-from kvbm.policy.admission.registry import BUILT_IN as BUILT_IN_ADMISSION
-from kvbm.policy.admission.registry import admission_policies, make_admission
+from kvbm.policy import AdmissionPolicy
 from kvbm.policy.admission.write_budget import BLOCKS_PER_DAY_MIN, WriteBudget
-from kvbm.policy.registry import BUILT_IN as BUILT_IN_EVICTION
+from kvbm.policy.registry import ADMISSION, EVICTION, P, PolicyRegistry, PolicyT
 
 
 def refuse_eviction(field: str, name: str) -> None:
@@ -15,28 +13,28 @@ def refuse_eviction(field: str, name: str) -> None:
 
     Before any tier is: host memory is gigabytes, and a policy of an installed package may not even be importable.
     """
-    if name in BUILT_IN_EVICTION:
-        return
-    if name not in (policies := eviction_policies()):
-        raise SettingsError(field, name, f"one of: {', '.join(policies)}")
-    try:
-        make_policy(name, 1)
-    except Exception as error:  # code of somebody else
-        raise SettingsError(field, name, f"a policy that can be made ({error})") from error
+    if name not in EVICTION.built_in:
+        _choose(EVICTION, field, name, 1)
 
 
 def refuse_admission(field: str, name: str) -> None:
     """Raises SettingsError for an admission policy that nobody brings, or that cannot be made."""
-    if name not in BUILT_IN_ADMISSION:
-        choose_admission(field, name, 1, 0.0)
+    if name not in ADMISSION.built_in:
+        _choose(ADMISSION, field, name, 1, 0.0)
 
 
 def choose_admission(field: str, name: str, slot_count: int, now_s: float) -> AdmissionPolicy:
     """The admission policy of that name for a disk tier of so many slots. Raises SettingsError where there is none."""
-    if name not in BUILT_IN_ADMISSION and name not in (policies := admission_policies()):
-        raise SettingsError(field, name, f"one of: {', '.join(policies)}")
+    return _choose(ADMISSION, field, name, slot_count, now_s)
+
+
+def _choose(
+    registry: PolicyRegistry[P, PolicyT], field: str, name: str, *args: P.args, **kwargs: P.kwargs
+) -> PolicyT:
+    if name not in registry.built_in and name not in (factories := registry.factories()):
+        raise SettingsError(field, name, f"one of: {', '.join(factories)}")
     try:
-        return make_admission(name, slot_count, now_s)
+        return registry.make(name, *args, **kwargs)
     except Exception as error:  # code of somebody else
         raise SettingsError(field, name, f"a policy that can be made ({error})") from error
 

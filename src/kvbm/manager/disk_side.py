@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
 
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
@@ -22,6 +23,7 @@ HEAL_INTERVAL_S = 10.0
 CLOSE_S_MAX = 5.0
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class DiskSide:
     """What a space has when it has a disk. Owned by the manager's thread.
 
@@ -29,39 +31,25 @@ class DiskSide:
     the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it works.
     """
 
-    pool: SlotPool[BlockKey]
-    onboarder: Onboarder
-    offloader: Offloader[BlockKey]
+    medium: SlotTier
+    host_pool: SlotPool[BlockKey]
+    arena: HostArena
+    names: EngineNames
+    admission: AdmissionPolicy
+    departures: Departures | None
+    eviction: str
+    staging: bool
+    in_flight_max: int
+    metrics: Metrics
+    clock: Clock
+    on_progress: Callable[[Lease], None]
+    pool: SlotPool[BlockKey] = field(init=False)
+    onboarder: Onboarder = field(init=False)
+    offloader: Offloader[BlockKey] = field(init=False)
+    _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
+    _heal_at_s: float = field(default=0.0, init=False)
 
-    def __init__(
-        self,
-        medium: SlotTier,
-        host_pool: SlotPool[BlockKey],
-        arena: HostArena,
-        names: EngineNames,
-        admission: AdmissionPolicy,
-        metrics: Metrics,
-        clock: Clock,
-        on_progress: Callable[[Lease], None],
-        eviction: str,
-        in_flight_max: int,
-        staging: bool,
-        departures: Departures | None,
-    ) -> None:
-        self.medium = medium
-        self.departures = departures
-        self._host_pool = host_pool
-        self._arena = arena
-        self._names = names
-        self.admission = admission
-        self._metrics = metrics
-        self._clock = clock
-        self._on_progress = on_progress
-        self._eviction = eviction
-        self._in_flight_max = in_flight_max
-        self._staging = staging
-        self._job_ids = count(1)
-        self._heal_at_s = 0.0
+    def __post_init__(self) -> None:
         self._index()
 
     @property
@@ -74,21 +62,17 @@ class DiskSide:
         """Blocks on their way between host memory and disk."""
         return self.onboarder.queued_count + self.offloader.queued_count
 
-    def read(self, job_id: int, key: BlockKey, source: SlotIndex, target: SlotIndex) -> Outcome:
-        """As `onboard.BlockReader`."""
-        return self.medium.submit_load(job_id, key, source, self._arena.slot_views(target))
-
     def write(
         self, job_id: int, key: BlockKey, parent: BlockKey | None, source: SlotIndex, target: SlotIndex
     ) -> Outcome:
         """As `offload.BlockWriter`."""
-        views, name = self._arena.slot_views(source), self._names.of(source, key)
+        views, name = self.arena.slot_views(source), self.names.of(source, key)
         return self.medium.submit_store(job_id, key, parent, target, views, *name)
 
     def keep(self, key: BlockKey) -> None:
         """The block gets a continuation: room for that is not made of the block itself."""
-        if self.departures is not None and (slot := self._host_pool.find(key)) is not None:
-            self.departures.keep(slot, self._clock())
+        if self.departures is not None and (slot := self.host_pool.find(key)) is not None:
+            self.departures.keep(slot, self.clock())
 
     def collect(self) -> None:
         """Take the completions."""
@@ -100,9 +84,9 @@ class DiskSide:
         """Submit what is queued; try a medium that is off again when that is due."""
         self.onboarder.pump()
         if self.departures is not None:
-            self.departures.advance(self._clock())
+            self.departures.advance(self.clock())
         self.offloader.pump()
-        now_s = self._clock()
+        now_s = self.clock()
         if self.fault and not self.queued_count and now_s >= self._heal_at_s:
             self._heal_at_s = now_s + HEAL_INTERVAL_S
             if self.medium.heal():
@@ -112,50 +96,50 @@ class DiskSide:
     def offer_all(self) -> None:
         """Host memory is about to go: offer to disk what is only written on eviction."""
         if self.departures is not None:
-            self.departures.advance_all(self._clock())
+            self.departures.advance_all(self.clock())
 
     def close(self, keep: bool) -> None:
         """Let what is queued reach the medium while it gets there, at most for `CLOSE_S_MAX`, and release it."""
-        deadline_s = self._clock() + CLOSE_S_MAX
+        deadline_s = self.clock() + CLOSE_S_MAX
         queued = self.offloader.queued_count
-        while queued and self.medium.drain(max(0.0, deadline_s - self._clock())):
+        while queued and self.medium.drain(max(0.0, deadline_s - self.clock())):
             self.collect()
             self.advance()
             before, queued = queued, self.offloader.queued_count
-            if queued >= before or self._clock() >= deadline_s:
+            if queued >= before or self.clock() >= deadline_s:
                 break
         self.medium.close(keep)
 
     def _index(self) -> None:
         """Index the blocks that the medium holds, and start with empty queues."""
-        policy = make_policy(self._eviction, self.medium.slot_count)
+        policy = make_policy(self.eviction, self.medium.slot_count)
         self.pool = SlotPool(Tier.DISK, self.medium.slot_count, policy, self._emptied)
         found = sorted(self.medium.recovered(), key=lambda block: block.sequence)
-        self.pool.recover([(block.key, block.parent, block.slot) for block in found], self._clock())
+        self.pool.recover([(block.key, block.parent, block.slot) for block in found], self.clock())
+        between = self.host_pool, self.pool
         self.onboarder = Onboarder(
-            self._host_pool,
-            self.pool,
-            self,
-            self._names,
-            self._metrics,
-            self._clock,
-            self._on_progress,
+            *between,
+            self.medium,
+            self.arena,
+            self.names,
+            self.metrics,
+            self.clock,
+            self.on_progress,
             self._job_ids,
         )
         self.offloader = Offloader(
-            self._host_pool,
-            self.pool,
+            *between,
             self,
             self.admission,
-            self._metrics,
-            self._clock,
+            self.metrics,
+            self.clock,
             self._job_ids,
-            self._in_flight_max,
-            self._staging,
+            self.in_flight_max,
+            self.staging,
             self.departures.write_ended if self.departures is not None else None,
         )
         if self.departures is not None:
-            self.departures.attach(self._host_pool, self.offloader)
+            self.departures.attach(self.host_pool, self.offloader)
 
     def _emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
         if was_resident:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
@@ -17,18 +16,8 @@ from kvbm.manager.leases import Lease, Place
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
-from kvbm.tiers.contract import Completion
-
-
-class BlockReader(Protocol):
-    """Reads blocks from disk into host memory, as `disk_side.DiskSide` does."""
-
-    def read(self, job_id: int, key: BlockKey, source: SlotIndex, target: SlotIndex) -> Outcome:
-        """Start reading the block in disk slot `source` into host slot `target`.
-
-        PENDING: a `Completion` with this job id follows. THROTTLED: the disk is busy, ask again. MISS: it is not
-        there. RETRY: the disk is off.
-        """
+from kvbm.tiers.contract import Completion, SlotTier
+from kvbm.tiers.host import HostArena
 
 
 @dataclass(slots=True)
@@ -48,7 +37,8 @@ class Onboarder:
         self,
         host_pool: SlotPool[BlockKey],
         disk_pool: SlotPool[BlockKey],
-        reader: BlockReader,
+        medium: SlotTier,
+        arena: HostArena,
         names: EngineNames,
         metrics: Metrics,
         clock: Clock,
@@ -57,7 +47,8 @@ class Onboarder:
     ) -> None:
         self._host_pool = host_pool
         self._disk_pool = disk_pool
-        self._reader = reader
+        self._medium = medium
+        self._arena = arena
         self._names = names
         self._metrics = metrics
         self._clock = clock
@@ -124,7 +115,8 @@ class Onboarder:
                 self._finish(block, Outcome.THROTTLED)
                 continue
             job_id = next(self._job_ids)
-            outcome = self._reader.read(job_id, block.key, block.disk_slot, block.host_slot)
+            targets = self._arena.slot_views(block.host_slot)
+            outcome = self._medium.submit_load(job_id, block.key, block.disk_slot, targets)
             if outcome is Outcome.THROTTLED:
                 return
             self._queue.popleft()

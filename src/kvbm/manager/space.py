@@ -83,18 +83,18 @@ class Space:
         self.disk: DiskSide | None = None
         if medium is not None:
             self.disk = DiskSide(
-                medium,
-                self.host_pool,
-                arena,
-                self._names,
-                admission,
-                metrics,
-                clock,
-                on_progress,
-                options.eviction,
-                options.in_flight_max,
-                options.staging,
-                departures,
+                medium=medium,
+                host_pool=self.host_pool,
+                arena=arena,
+                names=self._names,
+                admission=admission,
+                departures=departures,
+                eviction=options.eviction,
+                staging=options.staging,
+                in_flight_max=options.in_flight_max,
+                metrics=metrics,
+                clock=clock,
+                on_progress=on_progress,
             )
 
     # ---- lookups

@@ -5,13 +5,19 @@
 
 from kvbm.policy.admission.filter import AdmitAll, DiskFilter
 from kvbm.policy.admission.ghost import GhostAdmission
-from kvbm.policy.admission.registry import AdmissionFactory, admission_policies, make_admission
 from kvbm.policy.admission.write_budget import WriteBudget
 from kvbm.policy.arc import Arc
 from kvbm.policy.contract import AdmissionPolicy, EvictionPolicy
 from kvbm.policy.gdsf import BlockCost, Gdsf
 from kvbm.policy.lru import LeafFirstLru
-from kvbm.policy.registry import PolicyFactory, eviction_policies, make_policy
+from kvbm.policy.registry import (
+    AdmissionFactory,
+    PolicyFactory,
+    admission_policies,
+    eviction_policies,
+    make_admission,
+    make_policy,
+)
 from kvbm.policy.s3fifo import S3Fifo
 from kvbm.policy.sieve import Sieve
 from kvbm.policy.tinylfu import WTinyLfu

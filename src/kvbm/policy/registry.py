@@ -1,81 +1,116 @@
-"""The eviction policies by name: the built-in ones, and those that installed packages bring along.
+"""Policies by name: the built-in ones, and those that installed packages bring along.
 
-A package brings one by an entry point in the group `kvbm.eviction_policies`: its name, and a callable that makes a
-policy for a number of slots::
+A package brings one by an entry point: its name, and a callable that makes a policy. For eviction the group is
+`kvbm.eviction_policies`, and the callable takes the tier's number of slots; for admission to disk it is
+`kvbm.admission_policies`, and the callable takes the number of slots and the time in seconds::
 
     [project.entry-points."kvbm.eviction_policies"]
     mine = "my_package.policy:MyPolicy"
 
-`kvbm.testing.policy_contract` checks whether it keeps the contract.
+`kvbm.testing.policy_contract` and `kvbm.testing.admission_contract` check whether a policy keeps its contract.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from kvbm.policy.contract import EvictionPolicy
+from kvbm.policy.admission.filter import AdmitAll, DiskFilter
+from kvbm.policy.admission.ghost import GhostAdmission
+from kvbm.policy.arc import Arc
+from kvbm.policy.contract import AdmissionPolicy, EvictionPolicy
+from kvbm.policy.gdsf import Gdsf
+from kvbm.policy.lru import LeafFirstLru
+from kvbm.policy.s3fifo import S3Fifo
+from kvbm.policy.sieve import Sieve
+from kvbm.policy.tinylfu import WTinyLfu
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-ENTRY_POINT_GROUP = "kvbm.eviction_policies"
+P = ParamSpec("P")
+PolicyT = TypeVar("PolicyT")
 
 PolicyFactory = Callable[[int], EvictionPolicy]
 """Makes a policy for a tier of so many slots."""
-
-BUILT_IN = {
-    "gittins": "kvbm.policy.gittins.policy:Gittins",
-    "lru": "kvbm.policy.lru:LeafFirstLru",
-    "s3fifo": "kvbm.policy.s3fifo:S3Fifo",
-    "sieve": "kvbm.policy.sieve:Sieve",
-    "arc": "kvbm.policy.arc:Arc",
-    "tinylfu": "kvbm.policy.tinylfu:WTinyLfu",
-    "gdsf": "kvbm.policy.gdsf:Gdsf",
-}
-"""Name to where the policy is; imported when the first of its kind is made."""
+AdmissionFactory = Callable[[int, float], AdmissionPolicy]
+"""Makes a policy for a disk tier of so many slots, from this time (seconds) on."""
 
 
-def eviction_policies() -> dict[str, PolicyFactory]:
-    """Every policy that can be made, by name: the built-in ones, then those of installed packages in order of name.
+class PolicyRegistry(Generic[P, PolicyT]):
+    """The policies of one kind, each made by calling what stands behind its name."""
 
-    A package cannot take a built-in name; of two with one name the one whose callable sorts first counts. Nothing is
-    imported before a policy is made, so a broken package does no harm to others; making its policy raises ValueError.
-    """
-    from importlib.metadata import entry_points  # 20 ms that a manager with a built-in policy does not need
+    def __init__(self, kind: str, built_in: Mapping[str, Callable[P, PolicyT]]) -> None:
+        """`kind` is the word in messages, and in the name of the entry points' group."""
+        self.kind = kind
+        self.entry_point_group = f"kvbm.{kind}_policies"
+        self.built_in = built_in
 
-    policies: dict[str, PolicyFactory] = {name: partial(_make_built_in, name) for name in BUILT_IN}
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)):
-        policies.setdefault(entry.name, partial(_make_installed, entry))
-    return policies
+    def factories(self) -> dict[str, Callable[P, PolicyT]]:
+        """Every policy that can be made, by name: the built-in ones, then those of packages in order of name.
+
+        A package cannot take a built-in name; of two with one name the one whose callable sorts first counts. No
+        package is imported before its policy is made, so a broken one does no harm to others; making its policy
+        raises ValueError.
+        """
+        from importlib.metadata import (
+            entry_points,  # 20 ms that a manager with a built-in policy does not need
+        )
+
+        factories = dict(self.built_in)
+        found = entry_points(group=self.entry_point_group)
+        for entry in sorted(found, key=lambda entry: (entry.name, entry.value)):
+            factories.setdefault(entry.name, partial(self._make_installed, entry))
+        return factories
+
+    def make(self, name: str, *args: P.args, **kwargs: P.kwargs) -> PolicyT:
+        """The policy of that name.
+
+        Raises ValueError when there is none of that name, or the package that brings it cannot be imported.
+        """
+        # A built-in one without a search through everything that is installed.
+        factories = self.built_in if name in self.built_in else self.factories()
+        if name not in factories:
+            raise ValueError(f"{self.kind} policy {name!r}: not known; accepted: {', '.join(factories)}")
+        return factories[name](*args, **kwargs)
+
+    def _make_installed(self, entry: EntryPoint, *args: P.args, **kwargs: P.kwargs) -> PolicyT:
+        try:
+            factory: Callable[P, PolicyT] = entry.load()
+        except Exception as error:
+            raise ValueError(
+                f"{self.kind} policy {entry.name!r}: {entry.value} cannot be imported: {error}"
+            ) from error
+        return factory(*args, **kwargs)
 
 
-def make_policy(name: str, slot_count: int) -> EvictionPolicy:
-    """The policy of that name for a tier of so many slots.
+def _gittins(slot_count: int) -> EvictionPolicy:
+    from kvbm.policy.gittins.policy import Gittins  # needs numpy, which the others do without
 
-    Raises ValueError when there is none of that name, or the package that brings it cannot be imported.
-    """
-    if name in BUILT_IN:  # without a search through everything that is installed
-        return _make_built_in(name, slot_count)
-    policies = eviction_policies()
-    if name not in policies:
-        raise ValueError(f"eviction policy {name!r}: not known; accepted: {', '.join(policies)}")
-    return policies[name](slot_count)
+    return Gittins(slot_count)
 
 
-def _make_built_in(name: str, slot_count: int) -> EvictionPolicy:
-    module, _, class_name = BUILT_IN[name].partition(":")
-    factory: PolicyFactory = getattr(import_module(module), class_name)
-    return factory(slot_count)
+EVICTION: PolicyRegistry[[int], EvictionPolicy] = PolicyRegistry(
+    "eviction",
+    {
+        "gittins": _gittins,
+        "lru": LeafFirstLru,
+        "s3fifo": S3Fifo,
+        "sieve": Sieve,
+        "arc": Arc,
+        "tinylfu": WTinyLfu,
+        "gdsf": Gdsf,
+    },
+)
+ADMISSION: PolicyRegistry[[int, float], AdmissionPolicy] = PolicyRegistry(
+    "admission",
+    {
+        "filter": lambda slot_count, now_s: DiskFilter(now_s),
+        "all": lambda slot_count, now_s: AdmitAll(),
+        "ghost": lambda slot_count, now_s: GhostAdmission(slot_count),
+    },
+)
 
-
-def _make_installed(entry: EntryPoint, slot_count: int) -> EvictionPolicy:
-    try:
-        factory: PolicyFactory = entry.load()
-    except Exception as error:
-        raise ValueError(
-            f"eviction policy {entry.name!r}: {entry.value} cannot be imported: {error}"
-        ) from error
-    return factory(slot_count)
+eviction_policies, make_policy = EVICTION.factories, EVICTION.make
+admission_policies, make_admission = ADMISSION.factories, ADMISSION.make

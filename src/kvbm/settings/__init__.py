@@ -18,9 +18,8 @@ from kvbm.settings.advice import (
 )
 from kvbm.settings.load import LoadedSettings, load_settings, process_environment
 from kvbm.settings.parse import GB, parse_bool, parse_count, parse_gb, parse_size, parse_socket_path
-from kvbm.settings.schema import FIELDS, SCHEMA, variable
+from kvbm.settings.schema import FIELDS, SCHEMA, Settings, variable
 from kvbm.settings.setting import Kind, Setting
-from kvbm.settings.values import Settings
 
 __all__ = [
     "FIELDS",

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvbm.settings.parse import GB, reject
-from kvbm.settings.schema import FIELDS
+from kvbm.settings.schema import FIELDS, Settings
 from kvbm.settings.setting import Kind
-from kvbm.settings.values import Settings
 
 DEFAULT_ORIGIN = "default"
 """Where a setting comes from that nobody set."""
@@ -24,21 +23,6 @@ DISK_STORES_MAX = 48
 """Blocks that the disk tier lets be on their way to it at one time, so that loads always find room."""
 
 _TRANSFER_FIELDS = ("max_concurrent_transfers", "max_transfer_batch_size")
-DISK_FIELDS = (
-    "disk_dir",
-    "disk_persist",
-    "disk_unowned_bytes",
-    "disk_zerofill_fallback",
-    "disk_o_direct",
-    "disk_offload_filter",
-    "disk_admission",
-    "disk_write_budget_bytes",
-    "disk_write",
-    "disk_io_threads",
-    "staging_bytes",
-    *_TRANSFER_FIELDS,
-)
-"""What says how the disk tier is used, and nothing where there is none."""
 
 
 def default_host_bytes(memory_bytes: int | None) -> int:
@@ -105,7 +89,7 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
             f" ({FIELDS['manager'].variable}) is for one user"
         )
     if not settings.metrics:
-        lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, ("metrics_host", "metrics_port"))
+        lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, _needing("metrics"))
     counted = settings.host_blocks or settings.disk_blocks
     if not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0):
         lines.append(
@@ -113,7 +97,9 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
             f" ({format_bytes(settings.host_bytes or 0)}) and will hold little that the host does not"
         )
     if not settings.disk_on:
-        lines += _no_effect("without a disk tier (DYN_KVBM_DISK_CACHE_GB)", settings, origins, DISK_FIELDS)
+        lines += _no_effect(
+            "without a disk tier (DYN_KVBM_DISK_CACHE_GB)", settings, origins, _needing("disk")
+        )
         return lines
     if settings.host_on:
         lines += _no_effect("where there is a host tier", settings, origins, ("staging_bytes",))
@@ -249,6 +235,10 @@ def shared_manager_notices(settings: Settings, origins: Mapping[str, str]) -> li
 def manager_notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     """For `kvbm manager`: a line that names what was set and is each engine's own affair."""
     return _no_effect("in a manager, as engines read it", settings, origins, _read_by("engine"))
+
+
+def _needing(part: str) -> list[str]:
+    return [field for field, setting in FIELDS.items() if setting.needs == part]
 
 
 def _read_by(reader: str) -> list[str]:

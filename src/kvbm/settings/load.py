@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from kvbm.settings import parse
 from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, format_bytes, notices
 from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective
 from kvbm.settings.places import runtime_dir_under
-from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA
+from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA, Settings
 from kvbm.settings.setting import Kind, Setting
-from kvbm.settings.values import Settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -176,24 +175,22 @@ def _parse(setting: Setting, label: str, text: str, *, in_gb: bool) -> object:
         if size_bytes < setting.minimum:
             raise parse.reject(label, text, "a size above 0")
         return size_bytes
-    if kind is Kind.SWITCH:
-        return parse.parse_bool(label, text)
     if kind is Kind.CHOICE:
         return parse.parse_choice(label, text, setting.choices)
-    if kind is Kind.LOG:
-        return parse.parse_log_filter(label, text)
-    if kind is Kind.TEXT:
-        return parse.parse_text(label, text)
-    if kind is Kind.PATH:
-        return parse.parse_path(label, text)
-    if kind is Kind.SOCKET:
-        return parse.parse_socket_path(label, text)
-    if kind is Kind.USERS:
-        return parse.parse_user_ids(label, text)
-    what = {Kind.COUNT: "a whole number", Kind.PORT: "a port", Kind.SECONDS: "a whole number of seconds"}[
-        kind
-    ]
-    return parse.parse_count(label, text, setting.minimum, setting.maximum, what)
+    if kind in _NUMBERS:
+        return parse.parse_count(label, text, setting.minimum, setting.maximum, _NUMBERS[kind])
+    return _TEXTS[kind](label, text)
+
+
+_NUMBERS = {Kind.COUNT: "a whole number", Kind.PORT: "a port", Kind.SECONDS: "a whole number of seconds"}
+_TEXTS: dict[Kind, Callable[[str, str], object]] = {
+    Kind.SWITCH: parse.parse_bool,
+    Kind.LOG: parse.parse_log_filter,
+    Kind.TEXT: parse.parse_text,
+    Kind.PATH: parse.parse_path,
+    Kind.SOCKET: parse.parse_socket_path,
+    Kind.USERS: parse.parse_user_ids,
+}
 
 
 def _drop_outranked_counts(found: dict[str, _Found], warnings: list[str]) -> None:

@@ -10,9 +10,8 @@ import sys
 from kvbm.settings.advice import format_bytes
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
-from kvbm.settings.schema import SCHEMA
+from kvbm.settings.schema import SCHEMA, Settings
 from kvbm.settings.setting import COUNT_MAX, Kind, Setting
-from kvbm.settings.values import Settings
 
 _HEAD = f"""\
 # Settings
@@ -58,14 +57,6 @@ Variables of NVIDIA Dynamo's KVBM that set nothing here. They are accepted, with
 | --- | --- |
 """
 
-_DEFAULTS: dict[str, str] = {
-    "disk_admission": "`filter`",
-    "disk_write_budget_bytes": "no bound",
-    "host_bytes": "see above",
-    "peer_uids": "none",
-    "runtime_dir": "`$XDG_RUNTIME_DIR/kvbm`, or `/tmp/kvbm-<uid>`",
-}
-
 
 def page() -> str:
     """The whole page."""
@@ -90,7 +81,7 @@ def _row(setting: Setting) -> str:
 
 
 def _type(setting: Setting) -> str:
-    if setting.kind is Kind.CHOICE or setting.kind is Kind.LOG:
+    if setting.choices:
         return " ".join(f"`{choice}`" for choice in setting.choices)
     if setting.kind in (Kind.COUNT, Kind.PORT, Kind.SECONDS):
         upper = f"to {setting.maximum}" if setting.maximum < COUNT_MAX else "or more"
@@ -99,8 +90,8 @@ def _type(setting: Setting) -> str:
 
 
 def _default(setting: Setting) -> str:
-    if setting.field in _DEFAULTS:
-        return _DEFAULTS[setting.field]
+    if setting.default_text:
+        return setting.default_text
     value: object = getattr(Settings(), setting.field)
     if value is None:
         return "unset"

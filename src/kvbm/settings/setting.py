@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -27,25 +27,46 @@ class Kind(enum.Enum):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One field of `Settings` as users meet it.
+    """How users meet one field of `Settings`: an annotation of that field, next to the sentence that explains it.
 
-    `flag` is that of `kvbm manager`, empty where the setting matters to engines only.
+    `flag` is that of `kvbm manager`, empty where the setting matters to engines only; `metavar` stands for its value.
+    `kind` is named where the type of the field leaves it open: a `bool` is a switch, an `int` a whole number, a
+    `Literal` a choice, a `str` a text.
+    `default_text` is the page's word for a default whose value says too little.
     `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
     `ours` marks a variable that the original does not have.
+    `needs` is the part without which the setting does nothing.
+    `reader` is the process that acts on it: an engine that names a shared manager draws a line for what only a
+    manager reads, and the other way round.
     `no_effect` says why this build reads the setting and does nothing with it: asking for it draws a warning.
-    `reader` is who acts on it: an engine that names a shared manager draws a line for what only a manager reads, and
-    the other way round.
     """
 
-    field: str
     variable: str
-    flag: str
-    kind: Kind
-    meaning: str
-    minimum: int = 1
+    flag: str = ""
+    kind: Kind = Kind.TEXT
+    minimum: int = 0
     maximum: int = COUNT_MAX
     choices: tuple[str, ...] = ()
+    metavar: str = ""
+    default_text: str = ""
     inverted: bool = False
     ours: bool = False
-    no_effect: str = ""
+    needs: Literal["", "disk", "metrics"] = ""
     reader: Literal["manager", "engine", "both"] = "manager"
+    no_effect: str = ""
+    field: str = ""
+    meaning: str = ""
+
+
+def declared(field: str, hint: Any) -> Setting:
+    """The setting of a field `field: Annotated[type, Setting(…), "meaning"]`, completed with what stands beside it."""
+    setting: Setting
+    setting, meaning = hint.__metadata__
+    plain = hint.__origin__
+    kind, choices = setting.kind, setting.choices
+    if get_origin(plain) is Literal:
+        kind, choices = Kind.CHOICE, get_args(plain)
+    elif kind is Kind.TEXT:
+        first, *_ = get_args(plain) or (plain,)
+        kind = {bool: Kind.SWITCH, int: Kind.COUNT}.get(first, kind)
+    return msgspec.structs.replace(setting, field=field, meaning=meaning, kind=kind, choices=choices)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.policy import LeafFirstLru, S3Fifo, eviction_policies, make_policy
-from kvbm.policy.registry import BUILT_IN, ENTRY_POINT_GROUP
+from kvbm.policy.registry import EVICTION
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: extra-policies\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        f"[{ENTRY_POINT_GROUP}]\n"
+        "[kvbm.eviction_policies]\n"
         "broken = extra_policies_absent:Policy\n"
         "extra = extra_policies:Policy\n"
         "lru = extra_policies:Policy\n"
@@ -33,15 +33,18 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_built_in_policies_are_there() -> None:
-    assert {"lru", "s3fifo", "sieve", "arc", "tinylfu", "gdsf"} <= set(BUILT_IN) <= set(eviction_policies())
+    assert (
+        {"lru", "s3fifo", "sieve", "arc", "tinylfu", "gdsf"}
+        <= set(EVICTION.built_in)
+        <= set(eviction_policies())
+    )
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", EVICTION.built_in)
 def test_a_built_in_policy_is_made_by_name(name: str) -> None:
-    module, _, class_name = BUILT_IN[name].partition(":")
+    module = "gittins.policy" if name == "gittins" else name
     for made in (make_policy(name, 4), eviction_policies()[name](4)):
-        assert type(made).__module__ == module
-        assert type(made).__name__ == class_name
+        assert type(made).__module__ == f"kvbm.policy.{module}"
         made.inserted((b"a" * 32, b"b" * 32), (0, 1), -1, 0.0)
         made.evictable((0, 1))
         assert made.victims(4, (), (), 0.0) == [1, 0]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvbm.block import BlockKey
 from kvbm.policy.admission.filter import AdmitAll, DiskFilter
 from kvbm.policy.admission.ghost import GHOSTS_MAX, GHOSTS_PER_SLOT, GhostAdmission
-from kvbm.policy.admission.registry import BUILT_IN, ENTRY_POINT_GROUP, admission_policies, make_admission
 from kvbm.policy.admission.write_budget import DAY_S, WriteBudget
+from kvbm.policy.registry import ADMISSION, admission_policies, make_admission
 
 
 def key(number: int) -> BlockKey:
@@ -125,7 +125,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: extra-admissions\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        f"[{ENTRY_POINT_GROUP}]\n"
+        "[kvbm.admission_policies]\n"
         "broken = extra_admissions_absent:make\n"
         "extra = extra_admissions:make\n"
         "all = extra_admissions:make\n"
@@ -139,7 +139,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_built_in_policies_are_made_by_name() -> None:
     kinds = {"filter": DiskFilter, "all": AdmitAll, "ghost": GhostAdmission}
-    assert set(kinds) == set(BUILT_IN) <= set(admission_policies())
+    assert set(kinds) == set(ADMISSION.built_in) <= set(admission_policies())
     for name, kind in kinds.items():
         made = make_admission(name, 8, 5.0)
         assert type(made) is kind
