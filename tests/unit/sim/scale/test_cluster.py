@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvbm.errors import SettingsError
 from kvbm.policy import make_policy
-from kvbm.sim.replay.replay import replay
 from kvbm.present.tables import save_json
+from kvbm.sim.replay.replay import replay
 from kvbm.sim.scale import picture
 from kvbm.sim.scale.cluster import Cluster, ClusterRun, ClusterShape, Remote
 from kvbm.sim.scale.picture import draw
