@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 import not_run
 
+pytest.register_assert_rewrite("rigs")
 pytest_plugins = ["rigs.fixtures"]
 
 ENGINE_TESTS = Path(__file__).parent / "engine"

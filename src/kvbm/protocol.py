@@ -1,8 +1,7 @@
 """The only messages between processes: leader, worker and admin on one side, manager on the other.
 
-A message is a tagged msgpack map behind a 4-byte little-endian length, over a Unix stream socket. File
-descriptors (the shared memory of a worker's shard) travel beside a `Welcome`. Nothing is ever unpickled. Block
-keys travel joined, 32 bytes each.
+A message is a tagged msgpack map; `framing` puts it on a Unix stream socket. File descriptors (the shared memory of a
+worker's shard) travel beside a `Welcome`. Nothing is ever unpickled. Block keys travel joined, 32 bytes each.
 
 A *lookup id* is chosen by the leader and names the lease that a lookup took; a *store id* names one reservation.
 Both are unique within a leader's session.
@@ -20,7 +19,6 @@ from kvbm.layout import BlockLayout, Namespace
 
 PROTOCOL_VERSION = 3
 MESSAGE_BYTES_MAX = 8 << 20
-LENGTH_BYTES = 4
 
 KEYS_PER_MESSAGE_MAX = 131_072
 """Blocks of a request beyond this many are neither looked up nor stored in one go."""
@@ -144,10 +142,6 @@ class Follow(Message, frozen=True, kw_only=True, tag="follow"):
     """From now on, send `Asked` and `Ended` for every request of every engine."""
 
 
-class StatusQuery(Message, frozen=True, kw_only=True, tag="status?"):
-    """Ask for a `Status`."""
-
-
 # ---- manager → leader, worker, admin
 
 
@@ -253,13 +247,6 @@ class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
     in_use: int
 
 
-class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """The manager's own account of itself, for the command line."""
-
-    epoch: int
-    spaces: tuple[dict[str, object], ...] = ()
-
-
 # ---- leader → worker (inside the engine's own step message) and back
 
 
@@ -337,23 +324,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToManager: TypeAlias = (
-    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow | StatusQuery
+    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow
 )
 FromManager: TypeAlias = (
-    Welcome
-    | Refused
-    | Ready
-    | LookupReply
-    | Progress
-    | ReserveReply
-    | Fence
-    | Asked
-    | Ended
-    | ResetReply
-    | Status
+    Welcome | Refused | Ready | LookupReply | Progress | ReserveReply | Fence | Asked | Ended | ResetReply
 )
 
-_encoder = msgspec.msgpack.Encoder()
 _to_manager = msgspec.msgpack.Decoder(ToManager)
 _from_manager = msgspec.msgpack.Decoder(FromManager)
 _MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
@@ -370,13 +346,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def encode(message: Message) -> bytes:
-    """One frame: length and body."""
-    body = _encoder.encode(message)
-    assert len(body) <= MESSAGE_BYTES_MAX, "message over its bound"
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
 def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
     try:
@@ -391,27 +360,3 @@ def decode_from_manager(body: bytes) -> FromManager:
         return cast(FromManager, _from_manager.decode(body))
     except _MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
-
-
-class FrameBuffer:
-    """Bytes in, whole frames out; refuses a frame over the bound before it is buffered."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The frames completed by `data`, in order. Raises ProtocolError when a length is over the bound."""
-        self._data += data
-        frames: list[bytes] = []
-        start = 0
-        while len(self._data) - start >= LENGTH_BYTES:
-            length = int.from_bytes(self._data[start : start + LENGTH_BYTES], "little")
-            if length > MESSAGE_BYTES_MAX:
-                raise ProtocolError(f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes")
-            end = start + LENGTH_BYTES + length
-            if len(self._data) < end:
-                break
-            frames.append(bytes(self._data[start + LENGTH_BYTES : end]))
-            start = end
-        del self._data[:start]
-        return frames

@@ -237,9 +237,9 @@ def scribble_over_slots(child: Child) -> None:
 
     def scribble(pairs: Any) -> None:
         mapping = _mover(engine)._mapping
-        slot_bytes = len(mapping._region) // len(mapping._generations)
+        slot_bytes = mapping.slot_bytes
         for _, slot in pairs:
-            mapping._region[slot * slot_bytes : (slot + 1) * slot_bytes] = bytes(slot_bytes)
+            mapping.region[slot * slot_bytes : (slot + 1) * slot_bytes] = bytes(slot_bytes)
 
     _wrap_copier(_mover(engine), before=scribble)
 

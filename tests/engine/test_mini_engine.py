@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from unit.test_mini_engine import mini, numbers, serve
+from rigs.mini_engine import mini, numbers, serve
 
 
 def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:

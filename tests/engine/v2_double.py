@@ -16,9 +16,9 @@ from kvbm.protocol import LoadPlan, StepPlan, StorePlan
 from kvbm.vllm_integration.connector import DynamoConnector, DynamoConnectorMetadata
 from kvbm.vllm_integration.worker_side import WorkerSide
 from kvbm.worker import Worker
-from rigs.copies_beside import HELLO, make_mover
-from unit.transfer.cuda.test_layouts import BLOCKS
-from unit.transfer.cuda.test_order import SLOTS, new_bench, slots_hold
+from rigs.copies_beside import Finder, Line, make_mover
+from rigs.cuda_bench import BLOCKS
+from rigs.cuda_order import SLOTS, new_bench, slots_hold
 
 LOADED_FROM = 10
 """Slots from here on hold what is loaded; those below are stored to, one after the other."""
@@ -37,14 +37,17 @@ class Runner:
             self.bench.arena[slot].fill_(_content(slot))
         layers = tuple(self.bench.views)
         mapping: Any = SimpleNamespace(
-            epoch=1, layers=layers, copier=self.bench.copier, intact=lambda slots, generations: len(slots)
+            epoch=1,
+            layers=layers,
+            copier=self.bench.copier,
+            intact=lambda slots, generations: len(slots),
+            close=lambda: None,
         )
-        self._mover = make_mover(mapping)
+        self._mover = make_mover(Finder(Line()), mapping)
         put = self._mover.put
-        self._mover.put = lambda job: (put(job), self._mover._take_jobs())
+        self._mover.put = lambda job: (put(job), self.copying_thread())  # type: ignore[method-assign, assignment]
         cache: Any = SimpleNamespace(layers=self.bench.views, device=SimpleNamespace(type="cuda"))
-        worker: Any = Worker(SimpleNamespace(attempt=lambda: None), HELLO, cache)  # type: ignore[arg-type]
-        worker._mover = self._mover
+        worker = Worker(self._mover, cache)
         side: Any = WorkerSide.__new__(WorkerSide)
         side._worker, side._stored_plan, side._failed_blocks = worker, None, set()
         self._connector: Any = DynamoConnector.__new__(DynamoConnector)
@@ -69,14 +72,11 @@ class Runner:
 
     def copying_thread(self) -> None:
         """A turn of it: it may wait for a copy, and the device goes on meanwhile."""
-        self._mover._copy_pieces()
-        self._mover._storing.collect(wait=False)
+        self._mover.turn(wait=False)
 
     def close(self) -> None:
         self.bench.model.drain()
-        while self._mover._loads or self._mover._storing:
-            self.copying_thread()
-        self._mover._channel.close()
+        self._mover.stop()
         self.bench.close()
 
 

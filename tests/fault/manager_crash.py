@@ -138,7 +138,7 @@ class Shard:
         )
         welcome = self.channel.introduce(hello, DEADLINE_S)
         assert (welcome.slot_count, welcome.slot_bytes) == (HOST_BLOCKS, LAYOUT.slot_bytes)
-        fds, self.channel.fds = self.channel.fds, []
+        fds = self.channel.take_fds()
         self._region, self._table = open_arena(fds)
         self._generations = memoryview(self._table).cast("Q")
 

@@ -23,7 +23,6 @@ from kvbm.transfer.cuda import lock_turns
 from kvbm.transfer.cuda.lock_turns import TURN_S_MAX, LockTurns
 from kvbm.transfer.cuda.page_lock import PageLocks
 from kvbm.transfer.cuda.pieces import SlotRows
-from kvbm.worker import mapping
 from kvbm.worker.mapping import Mapping
 from rigs.cuda_model import DEADLINE_S, PAGE, Model
 
@@ -224,11 +223,12 @@ def test_a_lock_on_what_was_handed_over_would_exclude_nobody(memory: int) -> Non
 def test_a_rank_on_a_cuda_device_takes_turns_at_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[LockTurns | None] = []
 
-    def make_copier(*_: object, turns: LockTurns | None, **__: object) -> object:
+    def refuse(*_: object, turns: LockTurns | None = None, **__: object) -> object:
         given.append(turns)
         raise KvbmError("no such device here")
 
-    monkeypatch.setattr(mapping, "make_copier", make_copier)
+    monkeypatch.setattr("kvbm.transfer.cuda.copier.CudaCopier", refuse)
+    monkeypatch.setattr("kvbm.transfer.CpuCopier", refuse)
     welcome = Welcome(version=PROTOCOL_VERSION, epoch=1, slot_count=4, slot_bytes=PAGE)
     for device in ("cuda", "cpu"):
         fds = [os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("arena", "generations")]

@@ -380,8 +380,7 @@ def test_sigterm_writes_what_waits_for_disk_and_exits_cleanly(
     worker, welcome = node.join()
     leader, _ = node.join(Hello(version=PROTOCOL_VERSION, role="leader", engine="e"))
     assert ask(leader, Ready).ready
-    region, generations = open_arena(worker.fds)
-    worker.fds = []
+    region, generations = open_arena(worker.take_fds())
     leader.send(Reserve(store=1, parent=b"", keys=join_keys(KEYS[:count])))
     slots = ask(leader, ReserveReply).slots
     size = welcome.slot_bytes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from types import SimpleNamespace
 from typing import Any
 
-from kvbm.protocol import PROTOCOL_VERSION, Hello, LoadPlan, StorePlan
-from kvbm.worker.jobs import PIECE_BLOCKS, LoadJob, Mark
+from kvbm.errors import ManagerUnavailable
+from kvbm.protocol import PROTOCOL_VERSION, Hello, LoadPlan, StorePlan, Welcome
+from kvbm.worker.jobs import PIECE_BLOCKS, LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
+from kvbm.worker.mapping import Mark
 from kvbm.worker.mover import Mover
 
 BLOCKS = 4 * PIECE_BLOCKS
@@ -19,11 +20,14 @@ HELLO = Hello(version=PROTOCOL_VERSION, role="worker", engine="e")
 
 
 class Copying:
-    """A copy that ends when the test says so."""
+    """A copy that ends when the test says so. `awaited` is set when a thread waits for its end."""
 
-    def __init__(self, what: str, pairs: list[tuple[int, int]], layer: str | None = None) -> None:
-        self.what, self.pairs, self.layer = what, pairs, layer
+    def __init__(
+        self, what: str, pairs: list[tuple[int, int]], layer: str | None = None, after: Any = None
+    ) -> None:
+        self.what, self.pairs, self.layer, self.after = what, pairs, layer, after
         self.error: Exception | None = None
+        self.awaited = threading.Event()
         self._over = threading.Event()
 
     def end(self, error: Exception | None = None) -> None:
@@ -36,27 +40,32 @@ class Copying:
         return self._over.is_set()
 
     def wait(self) -> None:
+        self.awaited.set()
         assert self._over.wait(DEADLINE_S), "waits for a copy that the test has not ended"
         if self.error:
             raise self.error
 
 
 class Device:
-    """A mapping and its copier: everything that was begun, and what the engine's stream was told to wait for."""
+    """A mapping and its copier: all copies that were begun, and those that the engine's stream waits for."""
 
-    epoch = 1
     layers = LAYERS
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 1) -> None:
+        self.epoch = epoch
         self.copier = self
         self.begun: list[Copying] = []
         self.held: list[Copying] = []
         self.changed: set[int] = set()
         self.at_once = False
         self.adopted_by: list[str] = []
+        self.adopted = threading.Event()
+        self.begun_one = threading.Event()
+        self.closed = False
 
     def adopt_thread(self) -> None:
         self.adopted_by.append(threading.current_thread().name)
+        self.adopted.set()
 
     def mark(self) -> str:
         return "mark"
@@ -65,48 +74,88 @@ class Device:
         return next((i for i, slot in enumerate(slots) if slot in self.changed), len(slots))
 
     def begin_store(self, pairs: Any, after: Any) -> Copying:
-        return self._begin("store", pairs)
+        return self._begin("store", pairs, None, after)
 
     def begin_load(self, pairs: Any, after: Any, layer: str | None = None) -> Copying:
-        return self._begin("load", pairs, layer)
+        return self._begin("load", pairs, layer, after)
 
     def hold(self, copying: Copying) -> None:
         self.held.append(copying)
 
     def close(self) -> None:
         assert all(copying.done() for copying in self.begun)
+        self.closed = True
 
-    def _begin(self, what: str, pairs: Any, layer: str | None = None) -> Copying:
-        self.begun.append(Copying(what, list(pairs), layer))
+    def _begin(self, what: str, pairs: Any, layer: str | None, after: Any) -> Copying:
+        assert not self.closed
+        self.begun.append(Copying(what, list(pairs), layer, after))
         if self.at_once:
             self.begun[-1].end()
+        self.begun_one.set()
         return self.begun[-1]
 
 
 class Line:
-    """A session that takes what is sent."""
+    """A session with a manager of this epoch: it takes what is sent, and says what the test has it say."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 1) -> None:
         self.sent: list[Any] = []
-        self.incoming: list[Any] = []
         self.closed = False
-        self.fds: list[int] = []
-        self._descriptor = os.eventfd(0)
+        self._welcome = Welcome(version=PROTOCOL_VERSION, epoch=epoch)
+        self._incoming: list[Any] = []
+        self._gone = False
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def say(self, *messages: Any) -> None:
+        self._incoming += messages
+        os.eventfd_write(self._descriptor, 1)
+
+    def hang_up(self) -> None:
+        """The manager goes."""
+        self._gone = True
+        self.say()
+
+    def introduce(self, hello: Hello, timeout_s: float) -> Welcome:
+        return self._welcome
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
     def receive(self) -> list[Any]:
-        messages, self.incoming = self.incoming, []
+        os.eventfd_read(self._descriptor)
+        if self._gone:
+            raise ManagerUnavailable("it hung up")
+        messages, self._incoming = self._incoming, []
         return messages
 
     def fileno(self) -> int:
         return self._descriptor
 
+    def take_fds(self) -> list[int]:
+        return []
+
     def close(self) -> None:
         if not self.closed:
             os.close(self._descriptor)
         self.closed = True
+
+
+class Finder:
+    """Finds the sessions that the test made, in this order, and then none."""
+
+    def __init__(self, *lines: Line) -> None:
+        self.lines = list(lines)
+
+    def attempt(self) -> Line | None:
+        return self.lines.pop(0) if self.lines else None
+
+    def establish(self, hello: Hello, timeout_s: float, pause: Any) -> tuple[Line, Welcome]:
+        line = self.attempt()
+        assert line is not None
+        return line, line.introduce(hello, timeout_s)
+
+    def welcomed(self) -> None:
+        """It keeps no back-off."""
 
 
 def stores(*numbers: int) -> tuple[StorePlan, ...]:
@@ -130,19 +179,34 @@ def load(layerwise: bool = False, blocks: int = BLOCKS) -> LoadPlan:
     )
 
 
-def make_mover(device: Device) -> Any:
-    """A mover that no thread runs: the test takes its turns. Its session is a `Line`."""
-    made: Any = Mover(SimpleNamespace(attempt=lambda: None), HELLO, lambda *_: device, lambda: 0.0)  # type: ignore[arg-type, return-value]
-    made._mapping, made._channel = device, Line()
+def make_mover(finder: Finder, *devices: Any) -> Mover:
+    """A mover that no thread runs, in the first of the finder's sessions: the test takes its turns.
+
+    Each session gives the device of its epoch.
+    """
+    by_epoch = {device.epoch: device for device in devices}
+    made = Mover(finder, HELLO, lambda welcome, fds: by_epoch[welcome.epoch], lambda: 0.0)  # type: ignore[arg-type]
+    if finder.lines:
+        made.attach(0.0)
     return made
+
+
+def step(mover: Mover, turns: int = 1) -> None:
+    """Some turns that wait for nothing."""
+    for _ in range(turns):
+        mover.turn(wait=False)
+
+
+def store_job(device: Device, *numbers: int) -> StoreJob:
+    return StoreJob(stores(*numbers), Mark(device, None))  # type: ignore[arg-type]
 
 
 def job_of(device: Device, plan: LoadPlan, gate: LayerGate | None = None) -> LoadJob:
     mark = Mark(device, None)  # type: ignore[arg-type]
-    return LoadJob(plan, mark, ready=plan.ready, started_s=0.0, heard_s=0.0, layers=gate)
+    return LoadJob(plan, mark, ready=plan.ready, started_s=0.0, last_progress_s=0.0, layers=gate)
 
 
-def told(mover: Any) -> list[tuple[int, tuple[int, ...]]]:
+def reported(mover: Mover) -> list[tuple[int, tuple[int, ...]]]:
     """The stores reported so far: (number, failed)."""
     found = []
     while not mover.stores.empty():

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kvbm.block import BlockKey, Tier
 from kvbm.client.channel import Channel
 from kvbm.clock import ManualClock
+from kvbm.framing import FrameBuffer, encode
 from kvbm.hashing import derive_key, split_keys
 from kvbm.leader.leader import Leader
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Finished,
-    FrameBuffer,
     Hello,
     LoadPlan,
     Lookup,
@@ -28,7 +28,6 @@ from kvbm.protocol import (
     StepReport,
     StorePlan,
     decode_to_manager,
-    encode,
 )
 
 FINGERPRINT = bytes(range(32))
@@ -92,6 +91,23 @@ class ScriptedManager:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+class ScriptedDevice:
+    """Device blocks as an engine has them: what each holds, and the order in which free ones are handed out."""
+
+    def __init__(self) -> None:
+        self.holds: dict[int, Hashable] = {block: f"hash {block}" for block in TABLE}
+        self.free: list[int] = []
+
+    def tag(self, block: int) -> Hashable | None:
+        return self.holds.get(block)
+
+    def next_out(self, limit: int) -> Sequence[int]:
+        return self.free[:limit]
+
+    def forget_all(self) -> None:
+        self.holds.clear()
 
 
 class Bench:

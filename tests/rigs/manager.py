@@ -184,9 +184,8 @@ class Client:
     def memory(self) -> Any:
         """The worker's own mapping of the arena."""
         if self._memory is None:
-            self._memory, generations = open_arena(self.channel.fds)
+            self._memory, generations = open_arena(self.channel.take_fds())
             generations.close()
-            self.channel.fds = []
         return self._memory
 
     def write(self, slot: int, key: BlockKey, nonce: int = 0) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import (
@@ -23,10 +24,13 @@ from kvbm.protocol import (
     ResetReply,
     StepPlan,
     StorePlan,
+    Welcome,
 )
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
-from kvbm.worker.mover import FinishedLoad
+from kvbm.worker.jobs import FinishedLoad
+from kvbm.worker.mapping import Mapping
+from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker
 from rigs.manager import DEADLINE_S, KEYS, Client, ManagerBench
 
@@ -34,21 +38,34 @@ DEVICE_BLOCKS = 48
 SHAPE = (DEVICE_BLOCKS, 2, 4, 8)
 
 
+class WatchedFinder(ManagerFinder):
+    """`searching` is set whenever a manager is looked for: a mover does that when it has no session."""
+
+    def __init__(self, bench: ManagerBench) -> None:
+        address = ManagerAddress(socket_path=bench.path, private=False)
+        super().__init__(address, bench.settings, {}, time.monotonic)
+        self.searching = threading.Event()
+
+    def attempt(self) -> Channel | None:
+        self.searching.set()
+        return super().attempt()
+
+
 class Rank:
     """A worker, its device memory, and the manager that it is attached to."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, stores_here: bool = True, **settings: Any) -> None:
         self.tensors = {name: torch.zeros(SHAPE) for name in ("layer.0", "layer.1")}
-        cache = DeviceCache.from_tensors(self.tensors, DEVICE_BLOCKS)
+        self._cache = cache = DeviceCache.from_tensors(self.tensors, DEVICE_BLOCKS)
         self.layout = BlockLayout(block_tokens=4, shard_bytes=cache.shard_bytes)
         self.directory = directory
         self.settings = {"host_blocks": 40, **settings}
         self.bench = ManagerBench(directory, **self.settings)
-        address = ManagerAddress(socket_path=self.bench.path, private=False)
-        finder = ManagerFinder(address, self.bench.settings, {}, time.monotonic)
         self.hello = self.bench.worker_hello(layout=self.layout)
-        self.worker = Worker(finder, self.hello, cache)
-        self.mover = self.worker._mover
+        self.mappings: list[Mapping] = []
+        self.finder = WatchedFinder(self.bench)
+        self.mover = Mover(self.finder, self.hello, self._map)
+        self.worker = Worker(self.mover, cache, stores_here)
         self.leader: Client = self.bench.leader()
         self.numbers = iter(range(1, 1000))
         self.closed = False
@@ -72,6 +89,19 @@ class Rank:
             raise done[0]
         self.worker.start()
         assert self.leader.expect(Ready).ready
+
+    def _map(self, welcome: Welcome, fds: list[int]) -> Mapping:
+        return self.make_mapping(welcome, fds)
+
+    def make_mapping(self, welcome: Welcome, fds: list[int]) -> Mapping:
+        """Map the memory of a session; the test may put another function in this one's place."""
+        self.mappings.append(Mapping(welcome, fds, self._cache))
+        return self.mappings[-1]
+
+    @property
+    def copier(self) -> Any:
+        """The copier of the present session."""
+        return self.mappings[-1].copier
 
     # ---- device memory
 
@@ -146,14 +176,13 @@ class Rank:
         done: list[FinishedLoad] = []
 
         def over() -> bool:
-            done.extend(self.worker.finished(StepPlan()))
+            done.extend(self.worker.finished(StepPlan(idle=self.closed)))
             return bool(done)
 
         if self.closed:
             end_s = time.monotonic() + DEADLINE_S
-            while not over():
+            while not over():  # an idle step waits for a load by itself
                 assert time.monotonic() < end_s, "the load never ended"
-                time.sleep(0.002)
         else:
             self.bench.until(over, "the load never ended")
         (load,) = done
@@ -176,6 +205,12 @@ class Rank:
             client.close()
         os.unlink(self.bench.path)
 
+    def await_lost_session(self) -> None:
+        """Until the mover has noticed that the manager went."""
+        while self.mover.connected:
+            self.finder.searching.clear()
+            assert not self.mover.connected or self.finder.searching.wait(DEADLINE_S)
+
     def start_manager(self) -> None:
         """Another life of it, and the worker comes back by itself."""
         self.bench = ManagerBench(self.directory, **self.settings)
@@ -183,12 +218,16 @@ class Rank:
         self.leader = self.bench.leader()
         self.bench.until(lambda: self.bench.server.engine_count == 1, "the worker did not come back")
         assert self.leader.expect(Ready).ready
+        self.await_new_session()
+
+    def await_new_session(self) -> None:
+        """Until the mover is in the manager's present life."""
         epoch = self.bench.server.epoch
-        self.bench.until(lambda: self.mover._mapping is not None and self.mover._mapping.epoch == epoch)
+        self.bench.until(lambda: self.mover.connected and self.mappings[-1].epoch == epoch)
 
     def close(self) -> None:
         self.worker.close()
-        assert not self.mover._thread.is_alive()
+        assert "kvbm-mover" not in [thread.name for thread in threading.enumerate()]
         self.bench.check()
         self.bench.close()
 

@@ -6,26 +6,27 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from unit import test_tidy as tidy
+from rigs.checkout import PROJECT, ROOT
+from rigs.sources import (
+    SOURCES,
+    Violations,
+    assert_none,
+    functions,
+    imports,
+    module_name,
+    python_files,
+    violations,
+)
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ROOT = tidy.ROOT
-SOURCES = {path.relative_to(ROOT / "src").as_posix(): path.read_text() for path in tidy.python_files("src")}
-"""File, relative to `src`, to its text."""
 ENGINES = {"vllm": "vllm_integration", "tensorrt_llm": "trtllm_integration", "sglang": "sglang_integration"}
 NOT_DECLARED = {"torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", *ENGINES}
 """Comes with an engine; never a dependency of ours."""
 ENTRY_POINTS = {"kvbm", "kvbm.cli.main", "openkvbm.entry"}
 """Modules that the outside names: the package, the console script, the engine's plug-in."""
-PUBLIC_PACKAGES = ("kvbm.testing", "kvbm._core", "kvbm.utils", "kvbm.vllm_integration.connector")
+PUBLIC_PACKAGES = ("kvbm.testing", "kvbm.vllm_integration.connector")
 """Import paths for users and for other people's tests, below which nothing of ours needs to lead."""
 SLOW_TO_IMPORT = {*NOT_DECLARED, "numpy"}
 """Imported where they are needed, not when a process starts."""
@@ -34,30 +35,6 @@ DRAWS = ("kvbm/demo/", "kvbm/present/axes.py", "kvbm/sim/scale/picture.py")
 IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""
 IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
-
-
-def module_name(path: str) -> str:
-    """The dotted name of a file below `src`."""
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def imports(source: str, with_types: bool = False) -> Iterator[str]:
-    """Dotted names that a source imports, at any depth; `from a import b` gives a and a.b.
-
-    Imports that only a type checker sees are left out unless asked for.
-    """
-    pending: list[ast.AST] = [ast.parse(source)]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not with_types:
-            pending.extend(node.orelse)
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        pending.extend(ast.iter_child_nodes(node))
 
 
 def named_modules(source: str) -> set[str]:
@@ -109,17 +86,27 @@ def third_party(source: str) -> set[str]:
     return names - set(sys.stdlib_module_names) - {"kvbm", "openkvbm", "tomllib"}
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE = declared(PROJECT["dependencies"])
 EXTRAS = {name for extra in PROJECT["optional-dependencies"].values() for name in declared(extra)}
 
 
 def test_every_module_is_used() -> None:
-    tidy.assert_none(dead_modules(SOURCES))
+    assert_none(dead_modules(SOURCES))
+
+
+def imported_tests(path: str, source: str) -> Violations:
+    """Imports from a test module: what tests share lies in `tests/rigs`."""
+    for name in imports(source, with_types=True):
+        if any(part.startswith("test_") for part in name.split(".")):
+            yield f"{path}: {name}; what tests share lies in tests/rigs"
+
+
+def test_no_test_imports_from_a_test() -> None:
+    assert_none(violations(imported_tests, python_files("tests", "scripts", "benchmarks"), ROOT))
 
 
 def test_every_command_has_its_module() -> None:
-    tidy.assert_none(sorted(commands(SOURCES) - set(map(module_name, SOURCES))))
+    assert_none(sorted(commands(SOURCES) - set(map(module_name, SOURCES))))
 
 
 def test_policy_imports_only_block() -> None:
@@ -130,7 +117,7 @@ def test_policy_imports_only_block() -> None:
         for name in imports(source)
         if name.startswith("kvbm") and not name.startswith(("kvbm.block", "kvbm.policy"))
     ]
-    tidy.assert_none(wrong)
+    assert_none(wrong)
 
 
 def test_an_engine_is_imported_only_in_its_integration() -> None:
@@ -140,7 +127,7 @@ def test_an_engine_is_imported_only_in_its_integration() -> None:
         for engine in third_party(source) & set(ENGINES)
         if not path.startswith(f"kvbm/{ENGINES[engine]}/")
     ]
-    tidy.assert_none(wrong)
+    assert_none(wrong)
 
 
 def test_every_import_is_declared() -> None:
@@ -150,12 +137,12 @@ def test_every_import_is_declared() -> None:
         for name in third_party(source) - BASE - NOT_DECLARED - (EXTRAS if path.startswith(DRAWS) else set())
         if not (path.startswith("kvbm/testing/") and name in EXTRAS)
     ]
-    tidy.assert_none(wrong)
+    assert_none(wrong)
 
 
 def test_every_dependency_is_imported() -> None:
     used = set().union(*(third_party(source) for source in SOURCES.values()))
-    tidy.assert_none(sorted(BASE - used - {"tomli"}))
+    assert_none(sorted(BASE - used - {"tomli"}))
 
 
 def test_entry_points_exist() -> None:
@@ -164,7 +151,7 @@ def test_entry_points_exist() -> None:
     for target in targets:
         module, _, function = target.partition(":")
         source = SOURCES.get(module.replace(".", "/") + ".py", "")
-        assert any(node.name == function for node in tidy.functions(source)), target
+        assert any(node.name == function for node in functions(source)), target
 
 
 @pytest.mark.parametrize("module", ["kvbm", "kvbm.manager.process", "kvbm.cli.main"])
@@ -174,6 +161,23 @@ def test_no_heavy_import_at_start(module: str) -> None:
     answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from unit.leader.test_modes import Engine\n",
+        "from unit.leader import test_modes as modes\n",
+        "def test() -> None:\n    import unit.test_tidy\n",
+    ],
+)
+def test_an_import_from_a_test_is_found(source: str) -> None:
+    assert list(imported_tests("tests/unit/leader/test_keys.py", source))
+
+
+def test_an_import_from_a_rig_is_allowed() -> None:
+    source = "from kvbm.testing import oracle\nfrom rigs.leader import Bench\nimport pytest\n"
+    assert list(imported_tests("tests/unit/leader/test_keys.py", source)) == []
 
 
 def test_a_dead_module_is_found() -> None:

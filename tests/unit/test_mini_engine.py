@@ -5,7 +5,6 @@ tests/engine/test_mini_engine.py compares them with those of transformers.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import subprocess
@@ -22,29 +21,15 @@ from typer.testing import CliRunner
 
 import kvbm
 from kvbm.testing.tiny_model import make_model
-from rigs.checkout import ROOT
+from rigs.mini_engine import EXAMPLE, mini, numbers, serve
 
 assert safetensors and tokenizers, "what the example and its model need"
 
-EXAMPLE = ROOT / "examples" / "mini_engine.py"
 SMALL: dict[str, Any] = {"conversations": 3, "turns": 2, "batch": 2}
 DEVICE_BLOCKS = 40  # little more than one conversation takes at its end
 GPU = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available")
 )
-
-
-def by_path(path: Path) -> Any:
-    """The example as a module, imported the way a benchmark does it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-mini = by_path(EXAMPLE)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,16 +55,6 @@ def small_model(device: str = "cpu", **changes: Any) -> Any:
     """A model of another seed and shape, in no file."""
     shape = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 16}
     return mini.Model.random(mini.Config(**{**shape, "qk_norm": True, **changes}), device, torch.float32)
-
-
-def serve(engine: Any, prompts: list[list[int]], max_tokens: int = 20, batch: int = 4) -> list[list[int]]:
-    requests = [mini.Request(prompt, max_tokens) for prompt in prompts]
-    engine.serve(requests, batch)
-    return [request.output for request in requests]
-
-
-def numbers(seed: int, count: int) -> list[int]:
-    return torch.randint(3, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import get_args
 
 import msgspec
@@ -11,21 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.errors import ProtocolError
+from kvbm.framing import encode
 from kvbm.layout import LAYOUT_MAX, PAGE_BYTES, BlockLayout, Namespace, round_up
 from kvbm.protocol import (
-    MESSAGE_BYTES_MAX,
-    FrameBuffer,
+    Follow,
     FromManager,
     Hello,
     Lookup,
     LookupReply,
     Message,
     Progress,
-    StatusQuery,
     ToManager,
     decode_from_manager,
     decode_to_manager,
-    encode,
 )
 
 NAMESPACE = Namespace(model="m", fields=(("weights", "a"), ("dtype", "b")))
@@ -33,33 +30,6 @@ NAMESPACE = Namespace(model="m", fields=(("weights", "a"), ("dtype", "b")))
 
 def body(frame: bytes) -> bytes:
     return frame[4:]
-
-
-@given(
-    sizes=st.lists(st.integers(0, 300), max_size=8),
-    cuts=st.lists(st.integers(1, 97), min_size=1, max_size=20),
-)
-def test_frames_come_out_whole_and_in_order_however_they_are_cut(sizes: list[int], cuts: list[int]) -> None:
-    frames = [bytes([i % 256]) * size for i, size in enumerate(sizes)]
-    stream = b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
-    buffer, found, start, turn = FrameBuffer(), [], 0, 0
-    while start < len(stream):
-        cut = cuts[turn % len(cuts)]
-        found += buffer.feed(stream[start : start + cut])
-        start, turn = start + cut, turn + 1
-    assert found == frames
-
-
-def test_a_frame_over_the_bound_is_refused_before_it_is_buffered() -> None:
-    buffer = FrameBuffer()
-    with pytest.raises(ProtocolError, match="accepted"):
-        buffer.feed(struct.pack("<I", MESSAGE_BYTES_MAX + 1))
-    assert FrameBuffer().feed(struct.pack("<I", MESSAGE_BYTES_MAX)) == []
-
-
-def test_a_message_over_the_bound_is_not_sent() -> None:
-    with pytest.raises(AssertionError):
-        encode(Lookup(lookup=1, keys=bytes(MESSAGE_BYTES_MAX + 1)))
 
 
 def test_tags_are_unique() -> None:
@@ -86,7 +56,7 @@ def test_each_side_takes_only_what_is_meant_for_it() -> None:
     with pytest.raises(ProtocolError):
         decode_to_manager(body(encode(Progress(lookup=1, ready=0, final=True))))
     with pytest.raises(ProtocolError):
-        decode_from_manager(body(encode(StatusQuery())))
+        decode_from_manager(body(encode(Follow())))
 
 
 def test_unknown_fields_of_a_later_version_are_skipped() -> None:
@@ -107,10 +77,10 @@ def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("depth", [100, 5000, 1_000_000])
 def test_deep_nesting_is_refused(depth: int) -> None:
-    raw = b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("status?")
+    raw = b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("follow")
     raw += msgspec.msgpack.encode("x") + b"\x91" * depth + b"\x01"
     try:
-        assert decode_to_manager(raw) == StatusQuery()
+        assert decode_to_manager(raw) == Follow()
     except ProtocolError:
         assert depth > 100
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -11,24 +12,47 @@ import typer
 
 from kvbm.errors import KvbmError
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+CHECKOUT = Path(__file__).parents[3]
 
 
-@app.command()
+def parts(checkout: Path = CHECKOUT) -> dict[str, str]:
+    """The benchmarks by name, each with the first line of its docstring; empty where there is no checkout."""
+    runner = checkout / "benchmarks" / "__main__.py"
+    if not runner.is_file():
+        return {}
+    for node in ast.parse(runner.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PARTS":
+            modules: dict[str, str] = ast.literal_eval(node.value)
+            return {name: _first_line(checkout, module) for name, module in modules.items()}
+    raise AssertionError("benchmarks/__main__.py has a table PARTS")
+
+
+def _first_line(checkout: Path, module: str) -> str:
+    source = checkout.joinpath(*module.split(".")).with_suffix(".py").read_text()
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+_PARTS = parts()
+_EPILOG = "\b\nBenchmarks:\n" + "\n".join(f"  {name:<10} {line}" for name, line in _PARTS.items())
+_ONLY = f"Only these, separated by commas: {', '.join(_PARTS)}."
+
+
+@app.command(epilog=_EPILOG if _PARTS else None)
 def bench(
-    only: Annotated[str, typer.Option(help="comma-separated: copy, disk, manager, ttft, overhead")] = "",
-    output: Annotated[Path, typer.Option(help="where the JSON goes")] = Path("bench-output"),
+    only: Annotated[str, typer.Option(metavar="NAMES", help=_ONLY if _PARTS else None)] = "",
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the JSON goes.")] = Path("bench-output"),
 ) -> None:
-    """Measure every budget beside its ceiling, in one run, and print one table per part.
+    """Measure every budget beside its ceiling, in one run, and print one table for each benchmark.
 
-    The measurements live in the checkout, not in the package.
+    The benchmarks are in the source checkout, not in the package.
 
     Example: kvbm bench --only copy,disk,manager
     """
-    checkout = Path(__file__).parents[3]
-    if not (checkout / "benchmarks" / "__main__.py").is_file():
+    if not _PARTS:
         raise KvbmError("kvbm bench needs the source checkout: run it there, as `make bench`")
     command = [sys.executable, "-m", "benchmarks", "--output", str(output.absolute())]
     if only:
         command += ["--only", only]
-    raise typer.Exit(subprocess.run(command, cwd=checkout, check=False).returncode)
+    raise typer.Exit(subprocess.run(command, cwd=CHECKOUT, check=False).returncode)

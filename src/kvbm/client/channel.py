@@ -8,23 +8,13 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, ProtocolError
+from kvbm.framing import FramedSocket, encode
 from kvbm.peers import accepted_users, is_trusted, peer_uid
-from kvbm.protocol import (
-    FrameBuffer,
-    FromManager,
-    Hello,
-    Message,
-    Refused,
-    Welcome,
-    decode_from_manager,
-    encode,
-)
+from kvbm.protocol import FromManager, Hello, Message, Refused, Welcome, decode_from_manager
 
-OUTGOING_BYTES_MAX = 32 << 20
-_RECEIVE_BYTES = 1 << 20
 _SEND_BUFFER_BYTES = 1 << 20
 _FDS_MAX = 4
 
@@ -47,12 +37,8 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._connection = connection
-        self._frames = FrameBuffer()
-        self._outgoing = bytearray()
+        self._wire = FramedSocket(connection, _FDS_MAX)
         self._incoming: deque[FromManager] = deque()
-        self.fds: list[int] = []
 
     @classmethod
     def connect(cls, socket_path: str, peer_uids: Iterable[int] = ()) -> Channel:
@@ -83,19 +69,26 @@ class Channel:
         return cls(connection)
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._wire.connection.fileno()
 
     def send(self, message: Message) -> None:
         """Queue a message and send what the socket takes."""
-        self._outgoing += encode(message)
-        if len(self._outgoing) > OUTGOING_BYTES_MAX:
-            raise ManagerUnavailable(f"the manager takes no messages: {len(self._outgoing)} bytes wait")
-        self._flush()
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """`send`, of a message that is encoded."""
+        with _unavailable_on_error():
+            self._wire.send(frame)
+
+    def take_fds(self) -> list[int]:
+        """The file descriptors that came; the caller closes them."""
+        fds, self._wire.fds = self._wire.fds, []
+        return fds
 
     def receive(self) -> list[FromManager]:
         """The messages that have arrived; empty when there are none."""
-        if self._outgoing:
-            self._flush()
+        with _unavailable_on_error():
+            self._wire.flush()
         self._read()
         messages = list(self._incoming)
         self._incoming.clear()
@@ -106,15 +99,16 @@ class Channel:
         if self._incoming:
             return True
         deadline_s = time.monotonic() + timeout_s
-        while self._outgoing:
+        while self._wire.outgoing_bytes:
             poll = select.poll()
-            poll.register(self._connection, select.POLLIN | select.POLLOUT)
+            poll.register(self.fileno(), select.POLLIN | select.POLLOUT)
             events = poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000.0)
             if not events:
                 return False
             if events[0][1] & ~select.POLLOUT:
                 return True
-            self._flush()
+            with _unavailable_on_error():
+                self._wire.flush()
         return bool(readable_among([self.fileno()], deadline_s - time.monotonic()))
 
     def introduce(self, hello: Hello, timeout_s: float) -> Welcome:
@@ -122,7 +116,7 @@ class Channel:
         try:
             self.send(hello)
         except ManagerUnavailable:
-            self._outgoing.clear()  # it may have said why before it closed
+            self._wire.drop_outgoing()  # it may have said why before it closed
         while self.wait(timeout_s):
             self._read()
             while self._incoming:
@@ -137,38 +131,25 @@ class Channel:
         """End the session; descriptors that nobody took are closed too."""
         with contextlib.suppress(OSError):  # it has gone already
             # A child that was forked meanwhile holds the socket open too: say to the other end that this is over.
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-        for fd in self.fds:
+            self._wire.connection.shutdown(socket.SHUT_RDWR)
+        self._wire.connection.close()
+        for fd in self.take_fds():
             os.close(fd)
-        self.fds = []
-
-    def _flush(self) -> None:
-        while self._outgoing:
-            try:
-                sent = self._connection.send(self._outgoing)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                raise ManagerUnavailable(f"the manager has gone: {error.strerror}") from None
-            del self._outgoing[:sent]
 
     def _read(self) -> None:
-        while True:
-            try:
-                data, fds, _, _ = socket.recv_fds(self._connection, _RECEIVE_BYTES, _FDS_MAX)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                raise ManagerUnavailable(f"the manager has gone: {error.strerror}") from None
-            self.fds += fds
-            if not data:
-                if self._incoming:
-                    return  # deliver what it said last; the next read finds the end again
-                raise ManagerUnavailable("the manager has gone: it closed the session")
-            try:
-                self._incoming.extend(decode_from_manager(frame) for frame in self._frames.feed(data))
-            except ProtocolError as error:
-                raise ManagerUnavailable(str(error)) from None
-            if len(data) < _RECEIVE_BYTES:
-                return
+        with _unavailable_on_error():
+            self._incoming.extend(decode_from_manager(frame) for frame in self._wire.receive())
+        # What it said last is delivered first: the next read finds the end again.
+        if self._wire.ended and not self._incoming:
+            raise ManagerUnavailable("the manager has gone: it closed the session")
+
+
+@contextlib.contextmanager
+def _unavailable_on_error() -> Iterator[None]:
+    """What breaks a socket, or arrives and means nothing, is the end of the session."""
+    try:
+        yield
+    except OSError as error:
+        raise ManagerUnavailable(f"the manager has gone: {error.strerror}") from None
+    except ProtocolError as error:
+        raise ManagerUnavailable(str(error)) from None

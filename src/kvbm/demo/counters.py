@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client.parser import text_string_to_metric_families
-
 Labels = tuple[tuple[str, str], ...]
 Readings = dict[tuple[str, Labels], float]
 """Every sample of a page by name and labels, sorted by label name."""
@@ -19,6 +17,8 @@ TRANSFERS = (("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "d
 
 def read(page: str) -> Readings:
     """The samples of a page in the Prometheus text format. Raises ValueError when it is not such a page."""
+    from prometheus_client.parser import text_string_to_metric_families  # comes with vLLM
+
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
         for family in text_string_to_metric_families(page)

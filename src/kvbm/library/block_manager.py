@@ -24,6 +24,7 @@ from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.settings import container_limit_bytes, parse_size
 from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.disk.geometry import DiskFields
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena
 
@@ -143,7 +144,12 @@ class BlockManager:
             staging=host is None, eviction=eviction, write_on_eviction=disk_write == "eviction"
         )
         wanted = StagingOptions(
-            slot_count=slots, disk_dir=disk_dir, disk_bytes=disk_bytes, direct=disk_direct, device=device
+            slot_count=slots,
+            disk_dir=disk_dir,
+            disk_bytes=disk_bytes,
+            fields=DiskFields(root="disk_dir", size="disk", size_as_set=disk, unowned=""),
+            direct=disk_direct,
+            device=device,
         )
         arena, tier, self._device_slots = self._open_tiers(wanted, host, disk)
         try:
@@ -178,6 +184,7 @@ class BlockManager:
                 self.layout,
                 self.namespace,
                 capacity_bytes=wanted.disk_bytes,
+                fields=wanted.fields,
                 clock=self._clock,
             )
         except BaseException:

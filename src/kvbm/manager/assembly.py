@@ -23,8 +23,10 @@ from kvbm.settings import (
     host_slots,
     request_notices,
     staging_slots,
+    variable,
 )
 from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.disk.geometry import DiskFields
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
 
@@ -47,8 +49,8 @@ class SpaceTable:
     ) -> None:
         """Raises SettingsError for an eviction or admission policy that nobody brings, or that cannot be made."""
         assert namespaces_max > 0
-        refuse_eviction("DYN_KVBM_EVICTION", settings.eviction)
-        refuse_admission("DYN_KVBM_DISK_ADMISSION", admission_name(settings))
+        refuse_eviction(variable("eviction"), settings.eviction)
+        refuse_admission(variable("disk_admission"), admission_name(settings))
         self.settings = settings
         self._namespaces_max = namespaces_max
         self._metrics = metrics
@@ -171,10 +173,10 @@ class SpaceTable:
         settings, share, size = self.settings, self._namespaces_max, layout.block_bytes
         slots, now_s = disk_slots(settings, size) // share, self._clock()
         admission = choose_admission(
-            "DYN_KVBM_DISK_ADMISSION", admission_name(settings), max(slots, 1), now_s
+            variable("disk_admission"), admission_name(settings), max(slots, 1), now_s
         )
         budget = settings.disk_write_budget_bytes if settings.disk_on else 0
-        return bound_writes("DYN_KVBM_DISK_WRITE_BUDGET", budget, admission, size, now_s, share)
+        return bound_writes(variable("disk_write_budget_bytes"), budget, admission, size, now_s, share)
 
     def _open_disk(self, namespace: Namespace, layout: BlockLayout) -> SlotTier | None:
         settings, share = self.settings, self._namespaces_max
@@ -182,12 +184,17 @@ class SpaceTable:
             return None
         blocks = settings.disk_blocks // share if settings.disk_blocks else None
         size = settings.disk_bytes // share if settings.disk_bytes and not blocks else None
+        fields = DiskFields(
+            root=variable("disk_dir"),
+            size=variable("disk_bytes"),
+            size_as_set=f"{(settings.disk_bytes or 0) / 1e9:g}",
+            blocks=variable("disk_blocks"),
+            unowned=variable("disk_unowned_bytes"),
+        )
         if disk_slots(settings, layout.block_bytes) // share < 1:
-            raise SettingsError(
-                "DYN_KVBM_DISK_CACHE_GB",
-                f"{(settings.disk_bytes or 0) / 1e9:g}",
-                f"at least one block of {layout.block_bytes} bytes",
-            )
+            by_blocks, by_size = (fields.blocks, settings.disk_blocks), (fields.size, fields.size_as_set)
+            accepted = f"at least one block of {layout.block_bytes} bytes for each of {share} namespaces"
+            raise SettingsError(*(by_blocks if settings.disk_blocks else by_size), accepted)
         return open_disk_tier(
             settings.disk_dir,
             layout,
@@ -200,6 +207,7 @@ class SpaceTable:
             persist=settings.disk_persist and not namespace.ephemeral,
             unowned_bytes=settings.disk_unowned_bytes,
             tier_count=share,
+            fields=fields,
             clock=self._clock,
         )
 
@@ -221,7 +229,7 @@ def _refuse_small_staging(settings: Settings, layout: BlockLayout, share: int) -
     if settings.staging_bytes < needed_bytes:
         each = f" for each of {share} namespaces" if share > 1 else ""
         raise SettingsError(
-            "DYN_KVBM_DISK_STAGING_GB",
+            variable("staging_bytes"),
             f"{settings.staging_bytes / 1e9:g}",
             f"at least {needed_bytes / 1e9:.9f} GB: {STAGING_BLOCKS_MIN} blocks of {layout.block_bytes} bytes{each}",
         )

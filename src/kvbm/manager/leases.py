@@ -17,24 +17,24 @@ Owner = int
 """A session's number; 0 is the in-process library."""
 
 
-class Place(IntEnum):
+class LeaseState(IntEnum):
     """Where one block of a lease stands."""
 
-    WAITING = 0
+    ONBOARDING = 0
     PINNED = 1
     DROPPED = 2
 
 
-_PINNED = bytes((Place.PINNED,))
+_PINNED = bytes((LeaseState.PINNED,))
 
 
 @dataclass(slots=True)
 class Lease:
     """A pin on the run of blocks that a lookup found.
 
-    `slots[i]` is pinned when `places[i]` is PINNED and on its way up when WAITING. `ready` counts the leading
+    `slots[i]` is pinned when `states[i]` is PINNED and on its way up when ONBOARDING. `ready` counts the leading
     pinned blocks; `sources[i]` is the tier (see `block.Tier`) the block was found in. When a block fails, `keys`,
-    `slots` and `sources` end before it; `places` keeps its length, so that late arrivals find DROPPED.
+    `slots` and `sources` end before it; `states` keeps its length, so that late arrivals find DROPPED.
     """
 
     owner: Owner
@@ -42,22 +42,22 @@ class Lease:
     keys: list[BlockKey]
     slots: list[int]
     sources: bytearray
-    places: bytearray
+    states: bytearray
     deadline_s: float
     ready: int = 0
 
     def advance(self) -> bool:
         """Recount `ready`; True when it grew."""
         before = self.ready
-        self.ready = len(self.places) - len(self.places.lstrip(_PINNED))
+        self.ready = len(self.states) - len(self.states.lstrip(_PINNED))
         return self.ready > before
 
     def pinned(self) -> list[int]:
         """The slots that the lease holds by now."""
-        if self.places.count(Place.PINNED) == len(self.slots):
+        if self.states.count(LeaseState.PINNED) == len(self.slots):
             return self.slots
-        pairs = zip(self.slots, self.places, strict=False)
-        return [slot for slot, place in pairs if place == Place.PINNED]
+        pairs = zip(self.slots, self.states, strict=False)
+        return [slot for slot, state in pairs if state == LeaseState.PINNED]
 
     @property
     def final(self) -> bool:

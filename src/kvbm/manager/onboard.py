@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
-from kvbm.manager.leases import Lease, Place
+from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
@@ -71,7 +71,7 @@ class Onboarder:
         what comes before.
         """
         i = -1
-        while (i := lease.places.find(Place.WAITING, i + 1)) >= 0:
+        while (i := lease.states.find(LeaseState.ONBOARDING, i + 1)) >= 0:
             key = lease.keys[i]
             filling = self._host_pool.find_filling(key)
             if filling is not None and filling not in self._by_host_slot:
@@ -81,7 +81,7 @@ class Onboarder:
             else:
                 parent = lease.keys[i - 1] if i else before
                 slot = self._start(key, parent)
-                while slot is None and (last := lease.places.rfind(Place.PINNED, i + 1)) > 0:
+                while slot is None and (last := lease.states.rfind(LeaseState.PINNED, i + 1)) > 0:
                     self._cut(lease, last)
                     slot = self._start(key, parent)
             if slot is None:
@@ -109,7 +109,7 @@ class Onboarder:
         """Submit what the disk takes."""
         while self._queue:
             block = self._queue[0]
-            if not any(lease.places[index] == Place.WAITING for lease, index in block.waiting):
+            if not any(lease.states[index] == LeaseState.ONBOARDING for lease, index in block.waiting):
                 # Every request that wanted it has gone: do not spend the disk on it.
                 self._queue.popleft()
                 self._finish(block, Outcome.THROTTLED)
@@ -161,11 +161,11 @@ class Onboarder:
         if outcome is Outcome.MISS and not self._disk_pool.is_leased(block.disk_slot):
             self._disk_pool.evict(block.disk_slot)
         for lease, index in block.waiting:
-            if lease.places[index] != Place.WAITING:
+            if lease.states[index] != LeaseState.ONBOARDING:
                 continue  # released meanwhile
             if outcome is Outcome.HIT:
                 self._host_pool.lease(block.host_slot)
-                lease.places[index] = Place.PINNED
+                lease.states[index] = LeaseState.PINNED
                 if lease.advance():
                     self._on_progress(lease)
             else:
@@ -176,7 +176,7 @@ class Onboarder:
     def _cut(self, lease: Lease, index: int) -> None:
         """The run ends before `index`: give back what the lease holds from there on."""
         for i in range(index, len(lease.slots)):
-            if lease.places[i] == Place.PINNED:
+            if lease.states[i] == LeaseState.PINNED:
                 self._host_pool.unlease(lease.slots[i])
-            lease.places[i] = Place.DROPPED
+            lease.states[i] = LeaseState.DROPPED
         del lease.slots[index:], lease.keys[index:], lease.sources[index:]

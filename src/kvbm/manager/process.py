@@ -30,13 +30,14 @@ from kvbm.observe.exposition import render
 from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
-from kvbm.settings import Settings
+from kvbm.settings import Settings, variable
 
 log = logging.getLogger("kvbm.manager")
 
 PRIVATE_GRACE_S = 0.2
 PRIVATE_FIRST_ENGINE_S = 120.0
-SOCKET_FIELD = "DYN_KVBM_MANAGER"
+SOCKET_FIELD = variable("manager")
+PORT_FIELD = variable("metrics_port")
 METRICS_PORTS_MAX = 16
 """Ports that a private manager tries for its metrics: engines beside one another mostly ask for the same one."""
 _BACKLOG = 128
@@ -146,12 +147,13 @@ def _scraped(settings: Settings, metrics: Metrics, private: bool) -> Iterator[in
         )
         if exporter is None:
             log.warning(
-                "DYN_KVBM_METRICS_PORT=%d is in use, and so are the next %d: no metrics are served",
+                "%s=%d is in use, and so are the next %d: no metrics are served",
+                PORT_FIELD,
                 port,
                 METRICS_PORTS_MAX - 1,
             )
         elif exporter.port != port:
-            log.warning("DYN_KVBM_METRICS_PORT=%d is in use: metrics are at %s", port, exporter.url)
+            log.warning("%s=%d is in use: metrics are at %s", PORT_FIELD, port, exporter.url)
     if exporter is None:
         yield None
         return

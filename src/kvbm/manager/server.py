@@ -45,10 +45,9 @@ from kvbm.protocol import (
     Reserve,
     Reset,
     ResetReply,
-    Status,
-    StatusQuery,
     Watch,
 )
+from kvbm.settings import variable
 
 log = logging.getLogger("kvbm.manager")
 
@@ -102,7 +101,6 @@ class Server:
             Finished: requests.finished,
             Reset: self._reset,
             Follow: self._follow,
-            StatusQuery: self._status,
         }
 
     @property
@@ -156,7 +154,7 @@ class Server:
         if not is_trusted(session.peer_uid(), self._peer_uids):
             refusal = (
                 f"user {session.peer_uid()} cannot be served: this manager is user {os.geteuid()}'s "
-                "(DYN_KVBM_PEER_UIDS lists others, for a socket that it is told to listen on)"
+                f"({variable('peer_uids')} lists others, for a socket that it is told to listen on)"
             )
         elif len(self._sessions) >= SESSIONS_MAX:
             refusal = f"{len(self._sessions)} sessions are open: accepted are {SESSIONS_MAX}"
@@ -259,13 +257,6 @@ class Server:
 
     def _follow(self, session: Session, message: Message) -> None:
         self._followers.add(session)
-
-    def _status(self, session: Session, message: Message) -> None:
-        described = tuple(
-            {"namespace": namespace.short, "model": namespace.model, **space.describe()}
-            for namespace, space in self.spaces
-        )
-        session.send(Status(epoch=self.epoch, spaces=described))
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)

@@ -1,18 +1,17 @@
-"""One client of the manager: its socket, its frames, and what it said it is."""
+"""One client of the manager: its socket, and what it said it is."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from kvbm.framing import FramedSocket, encode
 from kvbm.manager.leases import Owner
 from kvbm.peers import peer_uid
-from kvbm.protocol import FrameBuffer, Hello, Message, ToManager, decode_to_manager, encode
+from kvbm.protocol import Hello, Message, ToManager, decode_to_manager
 
-OUTGOING_BYTES_MAX = 32 << 20
-_RECEIVE_BYTES = 1 << 20
 _PEER_ENDED = (errno.EPIPE, errno.ECONNRESET)
 
 
@@ -27,19 +26,17 @@ class Session:
     """
 
     def __init__(self, connection: socket.socket, number: Owner) -> None:
-        connection.setblocking(False)
         self.connection = connection
         self.number = number
         self.hello: Hello | None = None
         self.closed = False
         self.ended_by_peer = False
         self.lingering = False
-        self._frames = FrameBuffer()
-        self._outgoing = bytearray()
+        self._wire = FramedSocket(connection)
 
     @property
     def wants_to_write(self) -> bool:
-        return bool(self._outgoing)
+        return self._wire.outgoing_bytes > 0
 
     @property
     def writes(self) -> bool:
@@ -51,48 +48,33 @@ class Session:
         return peer_uid(self.connection)
 
     def receive(self) -> list[ToManager]:
-        """The messages that arrived; `closed` becomes True when the client has gone or talks nonsense."""
-        return [decode_to_manager(frame) for frame in self._frames.feed(self._take())]
+        """The messages that arrived; `closed` becomes True when the client has gone. Raises ProtocolError."""
+        frames: list[bytes] = []
+        with self._noting_the_end():
+            frames = self._wire.receive()
+        return [decode_to_manager(frame) for frame in frames]
 
     def discard(self) -> None:
         """Throw away what the client of a lingering session still says; notices when it closes its end."""
-        self._take()
+        with self._noting_the_end():
+            self._wire.read()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue one message and send what the socket takes. Descriptors go with the first byte."""
-        if self.closed:
-            return
-        frame = encode(message)
-        if fds:
-            assert not self._outgoing, "descriptors travel with the first message"
-            try:
-                sent = socket.send_fds(self.connection, [frame], list(fds))
-            except OSError as error:  # it went between its Hello and our answer
-                self._broke(error)
-                return
-            frame = frame[sent:]
-        self._outgoing += frame
-        if len(self._outgoing) > OUTGOING_BYTES_MAX:
-            self.closed = True
-            return
-        self.flush()
+        if not self.closed:
+            with self._noting_the_end():
+                self._wire.send(encode(message), fds)
 
     def flush(self) -> None:
         """Send what waits, as far as the socket takes it."""
-        while self._outgoing and not self.closed:
-            try:
-                sent = self.connection.send(self._outgoing)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                self._broke(error)
-                return
-            del self._outgoing[:sent]
+        if not self.closed:
+            with self._noting_the_end():
+                self._wire.flush()
 
     def linger(self) -> None:
         """Say that we are done with it, and keep the descriptor: reading tells when the other end closes."""
         self.closed = self.lingering = True
-        self._outgoing.clear()
+        self._wire.drop_outgoing()
         with contextlib.suppress(OSError):  # it went just now: the next read finds that
             self.connection.shutdown(socket.SHUT_WR)
 
@@ -100,20 +82,13 @@ class Session:
         self.closed = True
         self.connection.close()
 
-    def _take(self) -> bytes:
-        """The bytes that arrived, if any."""
+    @contextlib.contextmanager
+    def _noting_the_end(self) -> Iterator[None]:
+        """A socket that fails is closed. Only some failures mean that the other end has closed it."""
         try:
-            data = self.connection.recv(_RECEIVE_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return b""
+            yield
         except OSError as error:
-            self._broke(error)
-            return b""
-        if not data:
+            self.closed = True
+            self.ended_by_peer = self.ended_by_peer or error.errno in _PEER_ENDED
+        if self._wire.ended:
             self.closed = self.ended_by_peer = True
-        return data
-
-    def _broke(self, error: OSError) -> None:
-        """The socket failed. Only some failures mean that the other end has closed it."""
-        self.closed = True
-        self.ended_by_peer = self.ended_by_peer or error.errno in _PEER_ENDED

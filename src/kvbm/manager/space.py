@@ -14,7 +14,7 @@ from kvbm.block import BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
-from kvbm.manager.leases import Cut, HoldTable, Lease, Owner, Place, Reservation
+from kvbm.manager.leases import Cut, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.usage import Usage
@@ -137,7 +137,7 @@ class Space:
         lease = self.leases.pop(owner, number)
         if lease is not None:
             self.host_pool.unlease_all(lease.pinned())
-            lease.places = bytearray((Place.DROPPED,)) * len(lease.places)
+            lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
         return lease
 
     def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
@@ -146,7 +146,7 @@ class Space:
         on_host = self.host_pool.find_all(wanted)
         run = on_host.index(None) if None in on_host else len(on_host)
         slots: list[int] = [slot for slot in on_host[:run] if slot is not None]
-        sources, places = bytearray((Tier.HOST,)) * run, bytearray((Place.PINNED,)) * run
+        sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
         if run < len(wanted) and (disk_pool := self._disk_pool_if_on()) is not None:
             for i in range(run, len(wanted)):
                 slot = on_host[i]
@@ -154,9 +154,9 @@ class Space:
                     break
                 slots.append(-1 if slot is None else slot)
                 sources.append(Tier.DISK if slot is None else Tier.HOST)
-                places.append(Place.WAITING if slot is None else Place.PINNED)
+                states.append(LeaseState.ONBOARDING if slot is None else LeaseState.PINNED)
         lease.keys, lease.slots = wanted[: len(slots)], slots
-        lease.sources, lease.places = sources, places
+        lease.sources, lease.states = sources, states
         self.host_pool.lease_all(lease.pinned())
 
     def _account(self, lease: Lease, queried: int) -> None:
@@ -323,15 +323,6 @@ class Space:
         if (disk_pool := self._disk_pool_if_on()) is not None:
             tiers["disk"] = disk_pool.slot_count
         return tiers
-
-    def describe(self) -> dict[str, object]:
-        """What `kvbm status` shows of this space."""
-        tiers = {
-            pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
-            for pool in self.pools
-        }
-        fault = self.disk.fault if self.disk is not None else ""
-        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault}
 
     def check(self) -> None:
         """Assert the conservation law in every tier."""

@@ -2,13 +2,10 @@
 
 from kvbm.observe.hit_rates import HitCounts, HitRateLog, HitRateWindow
 from kvbm.observe.log import configure, key_values, start_line, traffic_line
-from kvbm.observe.metrics import TABLE, Counter, Gauge, Histogram, Metrics
+from kvbm.observe.metrics import TABLE, Metrics
 
 __all__ = [
     "TABLE",
-    "Counter",
-    "Gauge",
-    "Histogram",
     "HitCounts",
     "HitRateLog",
     "HitRateWindow",

@@ -22,21 +22,21 @@ def _lines(metrics: Metrics) -> Iterator[str]:
             continue
         yield f"# HELP {metric.name} {_escape_help(metric.help)}"
         yield f"# TYPE {metric.name} {metric.kind.value}"
-        for values, handle in rows:
+        for values, series in rows:
             pairs = [
                 f'{label.name}="{_escape(value)}"' for label, value in zip(metric.labels, values, strict=True)
             ]
-            if isinstance(handle, Histogram):
-                yield from _histogram_lines(metric, pairs, handle)
+            if isinstance(series, Histogram):
+                yield from _histogram_lines(metric, pairs, series)
             else:
-                yield f"{metric.name}{_braces(pairs)} {_number(handle.value)}"
+                yield f"{metric.name}{_braces(pairs)} {_number(series)}"
 
 
-def _histogram_lines(metric: Metric, pairs: list[str], handle: Histogram) -> Iterator[str]:
+def _histogram_lines(metric: Metric, pairs: list[str], histogram: Histogram) -> Iterator[str]:
     # One copy first: `_count` must equal the last bucket although the owner goes on counting.
-    counts, total = list(handle.counts), handle.total
+    counts, total = list(histogram.counts), histogram.total
     cumulative = 0
-    for bound, count in zip((*handle.bounds, math.inf), counts, strict=True):
+    for bound, count in zip((*histogram.bounds, math.inf), counts, strict=True):
         cumulative += count
         bucket = _braces([*pairs, f'le="{_number(float(bound))}"'])
         yield f"{metric.name}_bucket{bucket} {cumulative}"

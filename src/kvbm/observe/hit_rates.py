@@ -15,7 +15,6 @@ class HitCounts(msgspec.Struct, frozen=True, kw_only=True):
     queried_blocks: int = 0
     host_blocks: int = 0
     disk_blocks: int = 0
-    object_blocks: int = 0
 
     @property
     def host_rate(self) -> float:
@@ -26,11 +25,6 @@ class HitCounts(msgspec.Struct, frozen=True, kw_only=True):
     def disk_rate(self) -> float:
         """Share of the queried blocks found on disk, 0.0 to 1.0."""
         return self._share(self.disk_blocks)
-
-    @property
-    def object_rate(self) -> float:
-        """Share of the queried blocks found in object storage, 0.0 to 1.0."""
-        return self._share(self.object_blocks)
 
     def _share(self, blocks: int) -> float:
         return blocks / self.queried_blocks if self.queried_blocks else 0.0
@@ -43,13 +37,13 @@ class HitRateWindow:
         assert requests_max > 0
         self._requests: deque[HitCounts] = deque()
         self._requests_max = requests_max
-        self._queried = self._host = self._disk = self._object = 0
+        self._queried = self._host = self._disk = 0
 
     def record(self, counts: HitCounts) -> None:
         """Add one finished request; one that asked for no block says nothing and is left out."""
         if counts.queried_blocks == 0:
             return
-        found = counts.host_blocks + counts.disk_blocks + counts.object_blocks
+        found = counts.host_blocks + counts.disk_blocks
         assert 0 <= found <= counts.queried_blocks
         self._requests.append(counts)
         self._add(counts, 1)
@@ -60,16 +54,10 @@ class HitRateWindow:
         self._queried += sign * counts.queried_blocks
         self._host += sign * counts.host_blocks
         self._disk += sign * counts.disk_blocks
-        self._object += sign * counts.object_blocks
 
     def totals(self) -> HitCounts:
         """The sums over the window."""
-        return HitCounts(
-            queried_blocks=self._queried,
-            host_blocks=self._host,
-            disk_blocks=self._disk,
-            object_blocks=self._object,
-        )
+        return HitCounts(queried_blocks=self._queried, host_blocks=self._host, disk_blocks=self._disk)
 
 
 class HitRateLog:

@@ -92,13 +92,8 @@ def _value(value: object) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_TIER_LABELS = ("host", "disk", "remote")
-_ONBOARDED = {
-    "host": "kvbm_onboard_blocks_h2d",
-    "disk": "kvbm_onboard_blocks_d2d",
-    "remote": "kvbm_onboard_blocks_o2d",
-}
-_OFFLOADED = ("kvbm_offload_blocks_d2h", "kvbm_offload_blocks_d2d", "kvbm_offload_blocks_d2o")
+_ONBOARDED = {"host": "kvbm_onboard_blocks_h2d", "disk": "kvbm_onboard_blocks_d2d"}
+_OFFLOADED = ("kvbm_offload_blocks_d2h", "kvbm_offload_blocks_d2d")
 
 
 def traffic_line(before: Snapshot, after: Snapshot, seconds: float) -> str:
@@ -116,7 +111,7 @@ def traffic_line(before: Snapshot, after: Snapshot, seconds: float) -> str:
 
     stored = sum(rise(name) for name in _OFFLOADED)
     loaded = {tier: rise(name) for tier, name in _ONBOARDED.items()}
-    tiers = [tier for tier in _TIER_LABELS if after.get(("kvbm_pool_capacity_blocks", tier), 0) > 0]
+    tiers = [tier for tier in _ONBOARDED if after.get(("kvbm_pool_capacity_blocks", tier), 0) > 0]
     evicted = {tier: rise("kvbm_evicted_blocks_total", tier) for tier in tiers}
     failures = rises("kvbm_failures_total")
     if not (stored or any(loaded.values()) or any(evicted.values()) or failures):

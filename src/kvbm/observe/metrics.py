@@ -1,7 +1,7 @@
 """Every metric we have, in one table, and the plain numbers behind them.
 
-The numbers belong to one thread: it alone changes them, without a lock, and a bound handle costs an attribute
-and an addition. The exporter's threads only read; they may see one metric a moment newer than another.
+The numbers belong to one thread: it alone changes them, without a lock. The exporter's threads only read; they may
+see one metric a moment newer than another.
 """
 
 from __future__ import annotations
@@ -242,39 +242,8 @@ TABLE: tuple[Metric, ...] = (
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in TABLE}
 
 
-class Counter:
-    """A bound handle: a number that only grows."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: float = 0
-
-    def inc(self, amount: float = 1) -> None:
-        """Add `amount`, which must not be negative."""
-        assert amount >= 0
-        self.value += amount
-
-
-class Gauge:
-    """A bound handle: a number that goes up and down."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: float = 0
-
-    def set(self, value: float) -> None:
-        """The number is now `value`."""
-        self.value = value
-
-    def inc(self, amount: float = 1) -> None:
-        """Add `amount`, which may be negative."""
-        self.value += amount
-
-
 class Histogram:
-    """A bound handle: how many observations fell into each bucket, and their sum.
+    """How many observations fell into each bucket, and their sum.
 
     `counts` holds one number per bound and one for what lies above the last; they are not cumulative.
     """
@@ -291,13 +260,10 @@ class Histogram:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    @property
-    def value(self) -> float:
-        """The number of observations."""
-        return sum(self.counts)
 
+Labels = tuple[str, ...]
+"""The values of a series' labels, in the table's order."""
 
-Series = Counter | Gauge | Histogram
 Snapshot = Mapping[tuple[str, ...], float]
 """Values by (metric name, label values in the table's order); a histogram counts its observations."""
 
@@ -309,52 +275,38 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._series: dict[str, dict[tuple[str, ...], Series]] = {metric.name: {} for metric in TABLE}
+        self._series: dict[str, dict[Labels, float | Histogram]] = {metric.name: {} for metric in TABLE}
         for metric in TABLE:
             if metric.at_zero or metric.compatible:
-                for values in itertools.product(*(label.values for label in metric.labels)):
-                    self._bind(
-                        metric, dict(zip((label.name for label in metric.labels), values, strict=True))
-                    )
-
-    def counter(self, name: str, **labels: str) -> Counter:
-        """The handle of one series of a counter; keep it and call `inc`."""
-        series = self._bind(_metric(name, MetricKind.COUNTER), labels)
-        assert isinstance(series, Counter)
-        return series
-
-    def gauge(self, name: str, **labels: str) -> Gauge:
-        """The handle of one series of a gauge; keep it and call `set`."""
-        series = self._bind(_metric(name, MetricKind.GAUGE), labels)
-        assert isinstance(series, Gauge)
-        return series
-
-    def histogram(self, name: str, **labels: str) -> Histogram:
-        """The handle of one series of a histogram; keep it and call `observe`."""
-        series = self._bind(_metric(name, MetricKind.HISTOGRAM), labels)
-        assert isinstance(series, Histogram)
-        return series
+                every = itertools.product(*(label.values for label in metric.labels))
+                self._series[metric.name].update(dict.fromkeys(every, 0))
 
     def add(self, name: str, value: float = 1, /, **labels: str) -> None:
-        """Add `value` to a counter."""
-        self.counter(name, **labels).inc(value)
+        """Add `value`, which must not be negative, to a counter."""
+        assert value >= 0
+        rows, values = self._find(name, MetricKind.COUNTER, labels)
+        rows[values] = _number(rows.get(values)) + value
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
         """Set a gauge to `value`."""
-        self.gauge(name, **labels).set(value)
+        rows, values = self._find(name, MetricKind.GAUGE, labels)
+        rows[values] = value
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
         """Count one observation of a histogram."""
-        self.histogram(name, **labels).observe(value)
+        rows, values = self._find(name, MetricKind.HISTOGRAM, labels)
+        series = rows.get(values)
+        if not isinstance(series, Histogram):
+            series = rows[values] = Histogram(BY_NAME[name].buckets)
+        series.observe(value)
 
     def value(self, name: str, /, **labels: str) -> float:
         """The value of one series (a histogram's number of observations); 0 if nothing was counted yet."""
-        metric = _metric(name)
-        series = self._series[name].get(_label_values(metric, labels))
-        return 0 if series is None else series.value
+        rows, values = self._find(name, None, labels)
+        return _number(rows.get(values))
 
-    def series(self) -> Iterator[tuple[Metric, list[tuple[tuple[str, ...], Series]]]]:
-        """Each metric with its label values and handles, in the table's order. Any thread."""
+    def series(self) -> Iterator[tuple[Metric, list[tuple[Labels, float | Histogram]]]]:
+        """Each metric with its label values and numbers, in the table's order. Any thread."""
         for metric in TABLE:
             # One C call takes the copy, so the owner's next new series cannot change the dict under it.
             yield metric, list(self._series[metric.name].items())
@@ -362,31 +314,25 @@ class Metrics:
     def snapshot(self) -> Snapshot:
         """All values now, for comparing with a later snapshot. Any thread."""
         return {
-            (metric.name, *values): handle.value for metric, rows in self.series() for values, handle in rows
+            (metric.name, *values): _number(number)
+            for metric, rows in self.series()
+            for values, number in rows
         }
 
-    def _bind(self, metric: Metric, labels: Mapping[str, str]) -> Series:
-        values = _label_values(metric, labels)
-        rows = self._series[metric.name]
-        found = rows.get(values)
-        if found is None:
-            found = rows[values] = _new_series(metric)
-        return found
+    def _find(
+        self, name: str, kind: MetricKind | None, labels: Mapping[str, str]
+    ) -> tuple[dict[Labels, float | Histogram], Labels]:
+        """All series of a metric, and the label values of the one that is meant."""
+        metric = BY_NAME.get(name)
+        assert metric is not None, f"no metric is called {name}"
+        assert kind is None or metric.kind is kind, f"{name} is a {metric.kind.value}"
+        return self._series[name], _label_values(metric, labels)
 
 
-def _new_series(metric: Metric) -> Series:
-    if metric.kind is MetricKind.COUNTER:
-        return Counter()
-    if metric.kind is MetricKind.GAUGE:
-        return Gauge()
-    return Histogram(metric.buckets)
-
-
-def _metric(name: str, kind: MetricKind | None = None) -> Metric:
-    metric = BY_NAME.get(name)
-    assert metric is not None, f"no metric is called {name}"
-    assert kind is None or metric.kind is kind, f"{name} is a {metric.kind.value}"
-    return metric
+def _number(series: float | Histogram | None) -> float:
+    if isinstance(series, Histogram):
+        return sum(series.counts)
+    return series or 0
 
 
 def _label_values(metric: Metric, labels: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Hashable, Sequence
 
-from kvbm.policy.chain import QueuedChains
+from kvbm.policy.leaf_first import LeafFirstQueues
 
 _ONCE, _AGAIN, _UNKNOWN = 0, 1, 2
 _QUEUE_AFTER_USE = bytes((_AGAIN, _AGAIN))
 
 
-class Arc(QueuedChains):
-    """ARC over `slot_count` slots; see `chain` for how leaves come first.
+class Arc(LeafFirstQueues):
+    """ARC over `slot_count` slots; see `leaf_first` for how leaves come first.
 
     Blocks stand in two queues in order of use: those asked for once since they came (the paper's T1), and those asked
     for again (T2). The keys of victims are remembered as *ghosts* of their queue (B1, B2). A newcomer whose ghost is

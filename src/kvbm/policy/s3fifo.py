@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Hashable, Sequence
 
-from kvbm.policy.chain import QueuedChains
+from kvbm.policy.leaf_first import LeafFirstQueues
 
 SMALL_SHARE = 0.1
 GHOST_SHARE = 0.9
@@ -18,8 +18,8 @@ USES_MAX = 3
 _SMALL, _MAIN = 0, 1
 
 
-class S3Fifo(QueuedChains):
-    """S3-FIFO over `slot_count` slots; see `chain` for how leaves come first.
+class S3Fifo(LeafFirstQueues):
+    """S3-FIFO over `slot_count` slots; see `leaf_first` for how leaves come first.
 
     New blocks enter a small first-in-first-out queue meant for `small_share` of the slots. The oldest there goes, and
     its key is remembered as a *ghost*, unless it was used `uses_to_move` times or continued, which moves it to the
@@ -104,7 +104,7 @@ class S3Fifo(QueuedChains):
                 return False
             self._uses[slot] = uses - 1
         else:
-            if uses < self._uses_to_move and self._chains.child[slot] < 0:
+            if uses < self._uses_to_move and self._tree.child[slot] < 0:
                 return False
             self._uses[slot] = 0
         self._move(slot, _MAIN)

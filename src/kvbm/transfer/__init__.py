@@ -11,7 +11,6 @@ from kvbm.errors import KvbmError
 from kvbm.numa import node_of_pci_device
 from kvbm.transfer.copier import Copier, Copying, DeviceEvent, Pairs, arena_tensor
 from kvbm.transfer.cpu import CpuCopier
-from kvbm.transfer.cuda.lock_turns import LockTurns
 from kvbm.transfer.device_cache import DeviceCache
 from kvbm.transfer.device_copier import DeviceCopier
 
@@ -22,7 +21,6 @@ __all__ = [
     "DeviceCache",
     "DeviceCopier",
     "DeviceEvent",
-    "LockTurns",
     "Pairs",
     "arena_tensor",
     "make_copier",
@@ -35,20 +33,28 @@ def make_copier(
     cuda_method: str = "auto",
     by_engine: bool = False,
     numa_node: int = -1,
-    turns: LockTurns | None = None,
+    shared_fd: int = -1,
 ) -> Copier:
     """The copier for the device that `cache` lies on; `arena` is uint8 `[slots, slot_bytes]` in host memory.
 
-    `cuda_method` forces a way of copying on CUDA, `numa_node` is where pages lie that locking brings forth, and
-    `turns` are taken at that (see `CudaCopier`); `by_engine` says that the engine's own thread calls (see `CpuCopier`).
+    `cuda_method` forces a way of copying on CUDA, and `numa_node` is where pages lie that locking brings forth (see
+    `CudaCopier`). `shared_fd` is a descriptor of the arena's memory where other processes lock its pages too: they take
+    turns. `by_engine` says that the engine's own thread calls (see `CpuCopier`).
     Raises `KvbmError` for a kind of device that has no copier, and where a CUDA device cannot be used.
     """
     if cache.device.type == "cpu":
         return CpuCopier(cache, arena, by_engine=by_engine)
     if cache.device.type == "cuda":
         from kvbm.transfer.cuda.copier import CudaCopier
+        from kvbm.transfer.cuda.lock_turns import LockTurns
 
-        return CudaCopier(cache, arena, cuda_method, numa_node=numa_node, turns=turns)
+        turns = LockTurns(shared_fd) if shared_fd >= 0 else None
+        try:
+            return CudaCopier(cache, arena, cuda_method, numa_node=numa_node, turns=turns)
+        except BaseException:
+            if turns is not None:
+                turns.close()
+            raise
     raise KvbmError(f"copying KV on device {cache.device}: accepted are cpu and cuda")
 
 

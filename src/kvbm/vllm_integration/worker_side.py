@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from kvbm.transfer import DeviceCache, numa_node
 from kvbm.vllm_integration import weight_changes
 from kvbm.vllm_integration.namespace import engine_namespace
 from kvbm.vllm_integration.support import kv_replicas
-from kvbm.worker import Worker
+from kvbm.worker import Mapping as MappedArena
+from kvbm.worker import Mover, Worker
 
 log = logging.getLogger("kvbm.vllm")
 
@@ -81,12 +83,13 @@ class WorkerSide:
                 shard_count=rank_count // replicas,
             ),
         )
+        map_arena = partial(
+            MappedArena, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
+        )
         self._worker = Worker(
-            self._finder,
-            hello,
+            Mover(self._finder, hello, map_arena),
             cache,
             stores_here=rank % replicas == 0,
-            cuda_method=settings.cuda_copy,
             weights_changes=weight_changes.updates_seen,
         )
         weight_changes.count_updates(self)

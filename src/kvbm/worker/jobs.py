@@ -1,4 +1,4 @@
-"""What the mover is given, what it tells of it, and how far each job has got."""
+"""The mover's jobs, its reports of them, and how far each job has got."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.protocol import LoadPlan, StorePlan
-from kvbm.transfer import Copying, DeviceEvent
+from kvbm.transfer import Copying
 from kvbm.worker.layers import LayerGate
-from kvbm.worker.mapping import Mapping
+from kvbm.worker.mapping import Mark
 
 log = logging.getLogger("kvbm.worker")
 
@@ -41,16 +41,6 @@ class FinishedStore(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Mark(NamedTuple):
-    """A point in the engine's device work, and the mapping it was set for: a job runs on that mapping or fails.
-
-    Without that, a job put while the mapping is replaced would wait for no `event` at all.
-    """
-
-    mapping: Mapping
-    event: DeviceEvent | None
-
-
 @dataclass(slots=True)
 class StoreJob:
     """Stores of one step, after the device has reached `after`; `begun` is set when `copies` has all that will be.
@@ -68,7 +58,7 @@ class StoreJob:
         """Nothing that the engine's thread gives the device from now on overtakes the copies of that store."""
         copying = self.copies.get(store)
         if copying is not None and self.after is not None:
-            self.after.mapping.copier.hold(copying)
+            self.after.hold(copying)
 
 
 @dataclass(slots=True)
@@ -108,7 +98,7 @@ class LoadJob:
     after: Mark | None
     ready: int
     started_s: float
-    heard_s: float
+    last_progress_s: float
     copied: int = 0
     begun: int = 0
     under_way: deque[Piece] = field(default_factory=deque)
@@ -147,10 +137,34 @@ class LoadJob:
         self.broken = intact < len(slots)
         return not self.broken
 
+    def copy_by_layer(self, gate: LayerGate) -> None:
+        """Copy the whole load, one layer after the other, each announced at the gate as its copy begins.
 
-def settle(copying: Copying) -> None:
-    """Wait for a copy whose outcome matters no more."""
+        On return, also by an exception as copies raise, nothing is under way, and `copied` blocks have arrived.
+        """
+        plan, after = self.plan, self.after
+        assert after is not None and self.ready == len(plan.slots)
+        mapping = after.mapping
+        if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
+            return
+        pairs = list(zip(plan.device_blocks, plan.slots, strict=True))
+        begun: list[Copying] = []
+        try:
+            for layer in mapping.layers:
+                if gate.abandoned:
+                    return
+                begun.append(mapping.copier.begin_load(pairs, after.event, layer))
+                gate.open(layer, begun[-1])
+            begun[-1].wait()
+            self.copied = mapping.intact(plan.slots, plan.generations)
+        finally:
+            for copying in begun:
+                wait_for_end(copying)
+
+
+def wait_for_end(copying: Copying) -> None:
+    """Wait for a copy whose result is not used: it must only stop touching the device."""
     try:
         copying.wait()
     except Exception as error:
-        log.debug("a copy that was given up: %s", error)
+        log.debug("a copy failed whose result is not used: %s", error)

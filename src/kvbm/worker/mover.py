@@ -2,7 +2,7 @@
 
 Jobs come in through a queue, results leave through another; nothing here is shared. Stores go first, because the
 engine may wait for them; loads are copied in pieces as their blocks become ready, so a store never waits for long.
-On a device that copies by itself this thread only begins copies and hears of their end.
+On a device that copies by itself this thread only begins copies and waits for their end.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable, ManagerU
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
-from kvbm.worker.jobs import (
-    DrainJob,
-    FinishedLoad,
-    FinishedStore,
-    LoadJob,
-    Mark,
-    StoreJob,
-    settle,
-)
-from kvbm.worker.layers import LayerGate, begin_layers
-from kvbm.worker.mapping import Mapping
+from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, StoreJob, wait_for_end
+from kvbm.worker.layers import LayerGate
+from kvbm.worker.mapping import Mapping, Mark
 from kvbm.worker.storing import Storing
 
 log = logging.getLogger("kvbm.worker")
@@ -45,9 +37,11 @@ _FENCED_MAX = 16_384
 
 
 class Mover:
-    """Runs the thread. `attach` before `start`; everything else through the queues.
+    """The jobs of a rank, its session, and the thread that serves both: `attach`, then `start`, then the queues.
 
-    Whatever happens to the manager, every job put in is answered: with bytes, or with failed blocks.
+    Without `start`, whoever owns the mover drives it by calling `turn`. `finder` makes the sessions, `make_mapping`
+    maps the memory that a session gives. Whatever happens to the manager, every job that is put in is answered: with
+    bytes, or with failed blocks.
     """
 
     def __init__(
@@ -66,6 +60,7 @@ class Mover:
         self._loads: deque[LoadJob] = deque()
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
+        self._thread_adopted: Mapping | None = None
         self._fenced: dict[int, None] = {}
         self._failures = FailureLog()
         self._stopping = self._stopped = self._device_lost = False
@@ -73,7 +68,7 @@ class Mover:
         self._retry_at_s = 0.0
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
         self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
-        self._storing = Storing(self.stores, self._failed, clock)
+        self._storing = Storing(self.stores, self._copy_failed, clock)
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
 
     # ---- the engine's thread
@@ -142,46 +137,52 @@ class Mover:
     # ---- the thread
 
     def _run(self) -> None:
-        adopted: Mapping | None = None
         while not self._stopping:
-            try:
-                if self._mapping is not adopted and self._mapping is not None:
-                    adopted = self._mapping
-                    adopted.copier.adopt_thread()
-                self._turn()
-            except ManagerUnavailable as error:
-                self._lose(str(error))
-            except Exception as error:
-                # A defect of ours must cost a load, never the engine: fail what is open, start afresh.
-                self._failures.tell("mover", error, then="; open loads are recomputed")
-                self._lose("mover failed")
+            self.turn()
         self._end()
 
+    def turn(self, wait: bool = True) -> None:
+        """One pass of the thread's loop: take jobs, join or hear the manager, move a piece, report what has ended.
+
+        Without `wait` it neither waits until something happens nor until a store has been copied.
+        """
+        try:
+            if self._mapping is not self._thread_adopted and self._mapping is not None:
+                self._thread_adopted = self._mapping
+                self._mapping.copier.adopt_thread()
+            self._turn(wait)
+        except ManagerUnavailable as error:
+            self._lose_session(str(error))
+        except Exception as error:
+            # A defect of ours must cost a load, never the engine: fail what is open, start afresh.
+            self._failures.log_failure("mover", error, then="; open loads are recomputed")
+            self._lose_session("mover failed")
+
     def _end(self) -> None:
-        self._lose("worker stops")
+        self._lose_session("worker stops")
         self._failures.close()
         if self._mapping is not None:
             self._mapping.close()
 
-    def _turn(self) -> None:
+    def _turn(self, wait: bool) -> None:
         if self._channel is None:
             self._take_jobs()  # joining may take a while: what is asked for by now fails at once
             self._reconnect()
-        waiting = [self._wake] + ([self._channel.fileno()] if self._channel else [])
+        watched = [self._wake] + ([self._channel.fileno()] if self._channel else [])
         # A turn that failed may have left jobs behind whose wake-up it took.
         busy = bool(self._storing) or any(job.may_begin or job.under_way for job in self._loads)
         busy = busy or not self._inbox.empty()
-        timeout_s = 0.0 if busy else 1.0 if self._channel else _RECONNECT_POLL_S
-        readable = readable_among(waiting, timeout_s)
+        timeout_s = 0.0 if busy or not wait else 1.0 if self._channel else _RECONNECT_POLL_S
+        readable = readable_among(watched, timeout_s)
         if self._wake in readable:
             os.eventfd_read(self._wake)
         self._take_jobs()
         if self._channel is not None and self._channel.fileno() in readable:
             self._listen(self._channel)
         moved = self._copy_pieces()
-        self._storing.collect(wait=bool(self._storing) and not moved)
+        self._storing.collect(wait=wait and not moved)
         if self._device_lost and self._channel is not None:
-            self._lose("the device is lost")
+            self._lose_session("the device is lost")
 
     def _take_jobs(self) -> None:
         while True:
@@ -230,7 +231,7 @@ class Mover:
                 list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
             )
         except Exception as error:
-            self._failed("store", len(plan.slots), error)
+            self._copy_failed("store", len(plan.slots), error)
             return None
 
     def _begin_load(self, job: LoadJob) -> None:
@@ -248,15 +249,10 @@ class Mover:
             self._channel.send(Watch(lookup=plan.lookup))
 
     def _load_by_layer(self, job: LoadJob, gate: LayerGate) -> None:
-        mapping = self._mapping
-        assert mapping is not None
-        begun: list[Copying] = []
         try:
-            begin_layers(job, gate, mapping, begun)
+            job.copy_by_layer(gate)
         except Exception as error:
-            self._failed("load", len(job.plan.slots), error)
-        for copying in begun:
-            settle(copying)
+            self._copy_failed("load", len(job.plan.slots), error)
         self._finish(job)
 
     def _listen(self, channel: Channel) -> None:
@@ -278,7 +274,7 @@ class Mover:
         for job in list(self._loads):
             if job.plan.lookup != message.lookup:
                 continue
-            job.heard_s = self._clock()
+            job.last_progress_s = self._clock()
             job.ready = max(job.ready, min(message.ready - job.plan.offset, len(job.plan.slots)))
             if message.final and job.ready < len(job.plan.slots):
                 self._loads.remove(job)
@@ -287,7 +283,7 @@ class Mover:
     def _copy_pieces(self) -> bool:
         """Begin one piece of the first load that has one, or end one; False where there was none.
 
-        Loads that stall are given up.
+        A load without progress for `LOAD_STALL_S` is ended.
         """
         now_s = self._clock()
         for job in list(self._loads):
@@ -296,7 +292,7 @@ class Mover:
                     self._loads.remove(job)
                     self._finish(job)
                 return True
-            if now_s - job.heard_s > LOAD_STALL_S:
+            if now_s - job.last_progress_s > LOAD_STALL_S:
                 log.warning(
                     "load of request %s stalled for %g s; the rest is recomputed",
                     job.plan.request,
@@ -313,7 +309,7 @@ class Mover:
         try:
             return job.begin_piece() if job.may_begin else job.end_piece()
         except Exception as error:
-            self._failed("load", len(job.plan.slots), error)
+            self._copy_failed("load", len(job.plan.slots), error)
             return False
 
     def _copy_all(self, job: LoadJob) -> None:
@@ -323,17 +319,17 @@ class Mover:
         self._finish(job)
 
     def _finish(self, job: LoadJob) -> None:
-        """End the load: what lies behind `copied` failed. Nothing of it is under way when the engine hears of it."""
+        """End the load: blocks behind `copied` failed. Nothing of it is under way when the engine gets the report."""
         while job.under_way and not job.broken:
             try:
                 job.end_piece()
             except Exception as error:
-                self._failed("load", len(job.plan.slots), error)
+                self._copy_failed("load", len(job.plan.slots), error)
         for piece in job.under_way:
-            settle(piece.copying)
+            wait_for_end(piece.copying)
         failed, seconds = job.plan.device_blocks[job.copied :], self._clock() - job.started_s
         gate = job.layers
-        if gate is None or not gate.given_up:
+        if gate is None or not gate.reported:
             self.loads.put(
                 FinishedLoad(
                     request=job.plan.request, failed=failed, seconds=seconds, layerwise=gate is not None
@@ -342,10 +338,10 @@ class Mover:
         if gate is not None:
             gate.open_all()
 
-    def _failed(self, kind: str, blocks: int, error: Exception) -> None:
-        """A copy failed. Without a device none will succeed: that is said once, and no session is kept for it."""
+    def _copy_failed(self, kind: str, blocks: int, error: Exception) -> None:
+        """A copy failed. Without a device none will succeed: that is logged once, and no session is kept."""
         if not isinstance(error, DeviceLost):
-            self._failures.tell(kind, error, blocks)
+            self._failures.log_failure(kind, error, blocks)
         elif not self._device_lost:
             self._device_lost = True
             log.error("KVBM is off in this rank from now on: %s", error)
@@ -362,7 +358,7 @@ class Mover:
             welcome = channel.introduce(self._hello, _WELCOME_TIMEOUT_S)
         except (ManagerRefused, ManagerUnavailable) as error:
             channel.close()
-            self._tell_refused(error)
+            self._log_refusal(error)
             return
         self._finder.welcomed()
         try:
@@ -372,35 +368,35 @@ class Mover:
             self._retry_at_s = self._clock() + ADOPT_RETRY_S
             channel.close()
             if isinstance(error, ManagerUntrusted):
-                self._tell_refused(error)
+                self._log_refusal(error)
                 return
             raise
         self._refused = ""
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
-    def _tell_refused(self, error: Exception) -> None:
+    def _log_refusal(self, error: Exception) -> None:
         if str(error) != self._refused:
             self._refused = str(error)
             log.warning("no KV cache for now: %s", error)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
-        fds, channel.fds = channel.fds, []
+        fds = channel.take_fds()
         self._end_loads()
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None
         self._mapping = self._make_mapping(welcome, fds)
-        # Last: whoever sees a session may count on the memory behind it, which can take long to map.
+        # Last: a thread that sees a session may count on the memory behind it, which can take long to map.
         self._channel = channel
 
-    def _lose(self, reason: str) -> None:
-        """The manager has gone: what was on its way never comes.
+    def _lose_session(self, reason: str) -> None:
+        """The manager has gone: blocks that were on their way to host memory never come.
 
         The mapping stays until there is a new one: a dead manager overwrites nothing, so what it had promised can
         still be loaded.
         """
-        # A manager that lives takes the end of the session as word that nothing writes into its slots any more.
+        # To a manager that lives, the end of the session means that nothing writes into its slots any more.
         self._storing.drain()
         if self._channel is not None:
             self._channel.close()

@@ -1,4 +1,4 @@
-"""Stores that are being copied, in the order in which they were begun. Owned by the mover's thread."""
+"""Stores that are being copied, in the order in which their copies were begun. Owned by the mover's thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbm.worker.jobs import FinishedStore, StoreJob, StoreUnderWay
 
 
 class Storing:
-    """What ends is put into `finished`. `failed(kind, blocks, error)` hears of copies that did not succeed."""
+    """Puts stores that have ended into `finished`, and calls `failed(kind, blocks, error)` for a copy that failed."""
 
     def __init__(
         self,

@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
-from kvbm.protocol import Hello, StepPlan, StepReport, Welcome
+from kvbm.protocol import StepPlan, StepReport, Welcome
 from kvbm.transfer import DeviceCache
 from kvbm.worker.failures import FailureLog
-from kvbm.worker.jobs import FinishedLoad, LoadJob, Mark, StoreJob
+from kvbm.worker.jobs import FinishedLoad, LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
-from kvbm.worker.mapping import Mapping
+from kvbm.worker.mapping import Mark
 from kvbm.worker.mover import Mover
 
 STORE_TIMEOUT_S = 60.0
@@ -28,12 +27,10 @@ class Worker:
 
     def __init__(
         self,
-        finder: ManagerFinder,
-        hello: Hello,
+        mover: Mover,
         cache: DeviceCache,
         stores_here: bool = True,
         clock: Clock = time.monotonic,
-        cuda_method: str = "auto",
         weights_changes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`weights_changes` counts how often this rank's weights were changed in memory, from any number on."""
@@ -46,12 +43,7 @@ class Worker:
         self._layers = cache.layers
         # On a CPU a copy and a forward pass would only take the cores from one another.
         self._copies_beside = cache.device.type != "cpu"
-        self._mover = Mover(
-            finder,
-            hello,
-            lambda welcome, fds: Mapping(welcome, fds, cache, cuda_method, hello.numa_node),
-            clock,
-        )
+        self._mover = mover
         self._failures = FailureLog()
         self._mark: Mark | None = None
         self._marked: StepPlan | None = None
@@ -110,7 +102,7 @@ class Worker:
                     )
                 )
                 continue
-            job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, heard_s=now_s)
+            job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, last_progress_s=now_s)
             if load.layerwise:
                 job.layers = LayerGate(self._layers)
                 self._by_layer.append((job.layers, job))
@@ -134,7 +126,7 @@ class Worker:
         done, self._not_begun = self._not_begun, []
         for gate, job in self._by_layer:
             if not gate.over.wait(LAYER_TIMEOUT_S):
-                gate.abandoned = gate.given_up = True
+                gate.abandoned = gate.reported = True
                 failed, seconds = job.plan.device_blocks, self._clock() - job.started_s
                 request = job.plan.request
                 done.append(FinishedLoad(request=request, failed=failed, seconds=seconds, layerwise=True))
@@ -208,14 +200,14 @@ class Worker:
             self._mark = self._mover.mark()
         except RuntimeError as error:
             # The device is lost. The engine will say so itself: our jobs fail for want of a mark.
-            self._failures.tell("asking the device for an event", error)
+            self._failures.log_failure("asking the device for an event", error)
 
     def _hold(self, job: StoreJob, store: int) -> None:
         try:
             job.hold(store)
         except RuntimeError as error:
             job.abandoned = True
-            self._failures.tell("letting the device wait for a store", error)
+            self._failures.log_failure("letting the device wait for a store", error)
 
     def _begin_stores(self, plan: StepPlan) -> None:
         if self._weights_unknown or (self._stores_here and not self._mover.connected):

@@ -205,8 +205,8 @@ def test_runs_are_started_as_a_user_would(tmp_path: Path) -> None:
 def test_counters_are_read_from_our_own_page() -> None:
     metrics = Metrics()
     before = counters.read(render_page(metrics))
-    metrics.counter("kvbm_transfer_bytes_total", source="host", target="device").inc(4096)
-    metrics.counter("kvbm_onboard_blocks_h2d").inc(3)
+    metrics.add("kvbm_transfer_bytes_total", 4096, source="host", target="device")
+    metrics.add("kvbm_onboard_blocks_h2d", 3)
     moved = counters.difference(before, counters.read(render_page(metrics)))
     assert counters.bytes_moved(moved)["host to device"] == 4096
     assert counters.total(moved, "kvbm_transfer_bytes") == 4096

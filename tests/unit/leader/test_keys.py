@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvbm.block import BlockKey
+from kvbm.framing import encode
 from kvbm.hashing import derive_key, join_keys, split_keys
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -15,10 +16,8 @@ from kvbm.protocol import (
     STORED_KEYS_MAX,
     Lookup,
     Reserve,
-    encode,
 )
-from rigs.leader import FINGERPRINT, HASHES, TABLE, Bench, keys
-from unit.leader.test_modes import Engine
+from rigs.leader import FINGERPRINT, HASHES, TABLE, Bench, ScriptedDevice, keys
 
 ADAPTER = b"digest of an adapter"
 
@@ -89,7 +88,7 @@ def test_a_hash_of_another_length_is_no_key_and_not_told(
 
 @pytest.mark.parametrize("extras", [b"", ADAPTER])
 def test_lazily_stored_blocks_say_as_much(make_bench: Callable[..., Bench], extras: bytes) -> None:
-    engine = Engine()
+    engine = ScriptedDevice()
     bench = make_bench(lazy=True, device=engine)
     bench.leader.request_added("r", HASHES[:3], extras, 0)
     bench.manager.said()

@@ -9,6 +9,7 @@ import pytest
 
 from kvbm.block import KEY_BYTES, Tier
 from kvbm.clock import ManualClock
+from kvbm.framing import encode
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.leader import Leader
 from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
@@ -24,7 +25,6 @@ from kvbm.protocol import (
     Reset,
     StepPlan,
     StepReport,
-    encode,
 )
 from rigs.leader import HASHES, LEASE_S, TABLE, Bench, ScriptedManager, keys
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,24 +12,7 @@ from kvbm.hashing import split_keys
 from kvbm.leader.lazy import Unsaved
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import Commit, LoadPlan, Reserve, StepReport
-from rigs.leader import TABLE, Bench, keys
-
-
-class Engine:
-    """Device blocks as an engine has them: what each holds, and the order in which free ones are handed out."""
-
-    def __init__(self) -> None:
-        self.holds: dict[int, Hashable] = {block: f"hash {block}" for block in TABLE}
-        self.free: list[int] = []
-
-    def tag(self, block: int) -> Hashable | None:
-        return self.holds.get(block)
-
-    def next_out(self, limit: int) -> Sequence[int]:
-        return self.free[:limit]
-
-    def forget_all(self) -> None:
-        self.holds.clear()
+from rigs.leader import TABLE, Bench, ScriptedDevice, keys
 
 
 @pytest.fixture
@@ -113,7 +96,7 @@ def promised(bench: Bench, before_tail: int, **reply: Any) -> Answer:
 def test_who_is_loaded_beside_the_forward_pass(
     make_bench: Callable[..., Bench], before_tail: int, reply: dict[str, int], layerwise: bool
 ) -> None:
-    bench = make_bench(layerwise=True, device=Engine())
+    bench = make_bench(layerwise=True, device=ScriptedDevice())
     assert promised(bench, before_tail, **reply) == Answer(blocks=5, layerwise=layerwise)
     bench.leader.allocated("r", 5, TABLE)
     (plan,) = bench.step().loads
@@ -133,7 +116,7 @@ def loading(bench: Bench) -> LoadPlan:
 
 
 def test_its_end_is_heard_from_the_ranks(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(layerwise=True, device=Engine())
+    bench = make_bench(layerwise=True, device=ScriptedDevice())
     plan = loading(bench)
     bench.manager.said()
     bench.leader.updated(StepReport(loaded={"r": 0.25}), (), set())
@@ -145,7 +128,7 @@ def test_its_end_is_heard_from_the_ranks(make_bench: Callable[..., Bench]) -> No
 
 def test_nothing_computed_on_a_failed_layer_is_kept(make_bench: Callable[..., Bench]) -> None:
     """Neither of this request nor of others of that step; and all of it is offered again."""
-    device = Engine()
+    device = ScriptedDevice()
     bench = make_bench(layerwise=True, device=device)
     bench.add("other")
     planned = bench.store("other")
@@ -165,7 +148,7 @@ def test_nothing_computed_on_a_failed_layer_is_kept(make_bench: Callable[..., Be
 
 def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..., Bench]) -> None:
     """The engine shares blocks as soon as it has made room for them. If they fail, only their own request is told."""
-    bench = make_bench(layerwise=True, device=Engine())
+    bench = make_bench(layerwise=True, device=ScriptedDevice())
     loading(bench)
     bench.manager.said()
     bench.add("twin", on_device=5)
@@ -204,11 +187,11 @@ def test_a_failed_load_that_nobody_has_read_costs_only_itself(make_bench: Callab
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def engine() -> ScriptedDevice:
+    return ScriptedDevice()
 
 
-def full(bench: Bench, engine: Engine, request: str = "r", blocks: int = 4) -> None:
+def full(bench: Bench, engine: ScriptedDevice, request: str = "r", blocks: int = 4) -> None:
     """A request has computed so many blocks and ended."""
     bench.add(request)
     assert bench.step({request: blocks}).stores == ()
@@ -216,7 +199,7 @@ def full(bench: Bench, engine: Engine, request: str = "r", blocks: int = 4) -> N
     bench.leader.finished(request)
 
 
-def leave(bench: Bench, engine: Engine, *blocks: int) -> list[Reserve]:
+def leave(bench: Bench, engine: ScriptedDevice, *blocks: int) -> list[Reserve]:
     """These blocks come next: what the leader asks slots for."""
     engine.free = list(blocks)
     bench.step()
@@ -224,7 +207,7 @@ def leave(bench: Bench, engine: Engine, *blocks: int) -> list[Reserve]:
 
 
 def test_a_block_is_stored_when_it_is_about_to_go_with_what_lies_before_it(
-    make_bench: Callable[..., Bench], engine: Engine
+    make_bench: Callable[..., Bench], engine: ScriptedDevice
 ) -> None:
     bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
@@ -242,7 +225,7 @@ def test_a_block_is_stored_when_it_is_about_to_go_with_what_lies_before_it(
 
 
 def test_a_block_that_went_meanwhile_is_not_committed(
-    make_bench: Callable[..., Bench], engine: Engine
+    make_bench: Callable[..., Bench], engine: ScriptedDevice
 ) -> None:
     bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
@@ -257,7 +240,7 @@ def test_a_block_that_went_meanwhile_is_not_committed(
 
 
 def test_a_block_that_is_named_before_its_bytes_are_there_is_not_committed(
-    make_bench: Callable[..., Bench], engine: Engine
+    make_bench: Callable[..., Bench], engine: ScriptedDevice
 ) -> None:
     """It was handed out, and comes back for the same content: named so already, computed only in this step."""
     bench = make_bench(lazy=True, device=engine)
@@ -272,7 +255,7 @@ def test_a_block_that_is_named_before_its_bytes_are_there_is_not_committed(
     assert [commit.failed for commit in commits] == [(2, 3)]
 
 
-def test_when_all_went_nothing_is_copied(make_bench: Callable[..., Bench], engine: Engine) -> None:
+def test_when_all_went_nothing_is_copied(make_bench: Callable[..., Bench], engine: ScriptedDevice) -> None:
     bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
     (reserve,) = leave(bench, engine, TABLE[3])
@@ -284,7 +267,9 @@ def test_when_all_went_nothing_is_copied(make_bench: Callable[..., Bench], engin
     assert (commit.store, commit.failed) == (reserve.store, (0, 1, 2, 3))
 
 
-def test_after_a_reset_nothing_of_before_is_stored(make_bench: Callable[..., Bench], engine: Engine) -> None:
+def test_after_a_reset_nothing_of_before_is_stored(
+    make_bench: Callable[..., Bench], engine: ScriptedDevice
+) -> None:
     bench = make_bench(lazy=True, device=engine)
     full(bench, engine)
     bench.manager.die()
@@ -293,13 +278,13 @@ def test_after_a_reset_nothing_of_before_is_stored(make_bench: Callable[..., Ben
     assert leave(bench, engine, *TABLE) == []
 
 
-def noted(engine: Engine, chain: str, blocks: Sequence[int], unsaved: Unsaved) -> list[BlockKey]:
+def noted(engine: ScriptedDevice, chain: str, blocks: Sequence[int], unsaved: Unsaved) -> list[BlockKey]:
     names = [BlockKey(f"{chain}{i}".encode().ljust(32)) for i in range(len(blocks))]
     unsaved.note(None, names, blocks)
     return names
 
 
-def test_a_chain_broken_in_its_middle_is_stored_from_there(engine: Engine) -> None:
+def test_a_chain_broken_in_its_middle_is_stored_from_there(engine: ScriptedDevice) -> None:
     unsaved = Unsaved(engine)
     names = noted(engine, "a", [100, 101, 102, 103], unsaved)
     engine.holds[101] = "something else"
@@ -308,7 +293,7 @@ def test_a_chain_broken_in_its_middle_is_stored_from_there(engine: Engine) -> No
     assert (chain.parent, chain.keys, chain.device_blocks) == (names[1], names[2:], [102, 103])
 
 
-def test_a_block_that_two_requests_share_is_stored_once(engine: Engine) -> None:
+def test_a_block_that_two_requests_share_is_stored_once(engine: ScriptedDevice) -> None:
     unsaved = Unsaved(engine)
     noted(engine, "a", [100, 101], unsaved)
     noted(engine, "a", [100, 101], unsaved)
@@ -318,7 +303,7 @@ def test_a_block_that_two_requests_share_is_stored_once(engine: Engine) -> None:
     assert unsaved.leaving(8, 8) == []
 
 
-def test_it_holds_no_more_than_the_device_has_blocks(engine: Engine) -> None:
+def test_it_holds_no_more_than_the_device_has_blocks(engine: ScriptedDevice) -> None:
     unsaved = Unsaved(engine)
     for turn in range(50):
         for block in TABLE:
@@ -330,7 +315,7 @@ def test_it_holds_no_more_than_the_device_has_blocks(engine: Engine) -> None:
     assert len(unsaved) == 0
 
 
-def test_a_step_stores_no_more_than_its_share(engine: Engine) -> None:
+def test_a_step_stores_no_more_than_its_share(engine: ScriptedDevice) -> None:
     unsaved = Unsaved(engine)
     for block in TABLE:
         noted(engine, f"single {block} ", [block], unsaved)
@@ -339,7 +324,7 @@ def test_a_step_stores_no_more_than_its_share(engine: Engine) -> None:
     assert len(unsaved.leaving(1000, 1000)) == len(TABLE) - 8
 
 
-def test_a_block_that_holds_nothing_to_find_again_is_not_noted(engine: Engine) -> None:
+def test_a_block_that_holds_nothing_to_find_again_is_not_noted(engine: ScriptedDevice) -> None:
     unsaved = Unsaved(engine)
     del engine.holds[100]
     noted(engine, "a", [100, 101], unsaved)

@@ -4,48 +4,25 @@ from __future__ import annotations
 
 import random
 import runpy
-import zlib
 from pathlib import Path
 
 import pytest
 
 import kvbm
 from rigs.checkout import ROOT
+from rigs.library import (
+    BLOCK_TOKENS,
+    DEVICE_BLOCKS,
+    NAMESPACE,
+    SHARD_BYTES,
+    computed,
+    content,
+    layout,
+    new_cache,
+    prompt,
+)
 
 torch = pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
-
-BLOCK_TOKENS = 8
-NAMESPACE = kvbm.Namespace(model="test", fields=(("weights", "1"),))
-LAYERS = 3
-DEVICE_BLOCKS = 32
-BLOCK_SHAPE = (2, BLOCK_TOKENS, 16)
-SHARD_BYTES = LAYERS * 2 * BLOCK_TOKENS * 16 * 4
-
-
-def layout() -> kvbm.BlockLayout:
-    return kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=SHARD_BYTES)
-
-
-def new_cache(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        f"layer.{i}": torch.randn(DEVICE_BLOCKS, *BLOCK_SHAPE, generator=generator) for i in range(LAYERS)
-    }
-
-
-def content(cache: dict[str, torch.Tensor], blocks: list[int]) -> torch.Tensor:
-    return torch.stack([cache[f"layer.{i}"][blocks] for i in range(LAYERS)])
-
-
-def computed(tokens: list[int], block: int) -> torch.Tensor:
-    """The KV of one block, as a model computes it: a function of all tokens up to its end."""
-    prefix = repr(tokens[: (block + 1) * BLOCK_TOKENS]).encode()
-    generator = torch.Generator().manual_seed(zlib.crc32(prefix))
-    return torch.randn(LAYERS, 1, *BLOCK_SHAPE, generator=generator)
-
-
-def prompt(rng: random.Random, blocks: int) -> list[int]:
-    return [rng.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS))]
 
 
 def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> None:
@@ -207,6 +184,23 @@ def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: 
 def test_a_host_size_below_one_block_is_refused() -> None:
     with pytest.raises(kvbm.SettingsError, match="host='1KB' cannot be used: at least one block"):
         kvbm.BlockManager(layout(), host="1KB")
+
+
+@pytest.mark.parametrize("size", ["8KB", 8000])
+def test_a_disk_below_one_block_is_refused_as_it_was_written(tmp_path: Path, size: str | int) -> None:
+    options = {"host": "1MB", "disk_dir": str(tmp_path), "namespace": NAMESPACE}
+    with pytest.raises(kvbm.SettingsError, match=r"^disk=.* cannot be used: at least [0-9.]+ GB ") as error:
+        kvbm.BlockManager(layout(), disk=size, **options)
+    assert (error.value.field, error.value.value) == ("disk", size)
+    with pytest.raises(kvbm.SettingsError, match=r"^disk='8KB' "):
+        kvbm.BlockManager(layout(), **{**options, "host": None}, disk="8KB")
+
+
+def test_a_disk_directory_that_cannot_be_used_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = {"disk": "1MB", "disk_dir": str(tmp_path / "file"), "namespace": NAMESPACE}
+    with pytest.raises(kvbm.SettingsError, match=r"^disk_dir='.*/file' cannot be used"):
+        kvbm.BlockManager(layout(), host="1MB", **options)
 
 
 def test_policies_that_cannot_be_used_are_refused_by_their_names(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from kvbm.transfer import (  # noqa: E402
     device_arena,
 )
 from kvbm.transfer.device_arena import DeviceArena, DeviceMemory, cuda_device  # noqa: E402
-from unit.library.test_block_manager import (  # noqa: E402
+from rigs.library import (  # noqa: E402
     BLOCK_TOKENS,
     DEVICE_BLOCKS,
     NAMESPACE,

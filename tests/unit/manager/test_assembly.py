@@ -105,6 +105,36 @@ def test_a_host_tier_of_which_a_namespace_would_get_nothing_is_refused(make_mana
     assert reason.endswith("for each of 3 namespaces")
 
 
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"disk_blocks": 2}, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used: at least one block"),
+        (
+            {"disk_bytes": 2 * SIZE},
+            f"DYN_KVBM_DISK_CACHE_GB='{2 * SIZE / 1e9:g}' cannot be used: at least one block",
+        ),
+    ],
+)
+def test_a_disk_tier_of_which_a_namespace_would_get_nothing_is_refused(
+    make_manager: MakeBench, options: dict[str, int], start: str
+) -> None:
+    client = make_manager(3, **options).client()
+    client.send(client.bench.worker_hello())
+    reason = refusal(client)
+    assert reason.startswith(start)
+    assert reason.endswith("for each of 3 namespaces")
+
+
+def test_a_disk_tier_too_small_for_its_own_journal_is_refused_with_the_size_for_all(
+    make_manager: MakeBench, tmp_path: Path
+) -> None:
+    client = make_manager(2, disk_bytes=3 * SIZE, disk_dir=str(tmp_path / "disk")).client()
+    client.send(client.bench.worker_hello())
+    reason = refusal(client)
+    assert reason.startswith(f"DYN_KVBM_DISK_CACHE_GB='{3 * SIZE / 1e9:g}' cannot be used: at least ")
+    assert reason.endswith("GB (one block of this model for each of 2 namespaces)")
+
+
 # ---- memory
 
 

@@ -184,7 +184,7 @@ def test_clearing_a_long_chain_looks_at_each_block_a_few_times() -> None:
         def __len__(self) -> int:
             return slots
 
-    chains = policy._chains  # type: ignore[attr-defined]
+    chains = policy._tree  # type: ignore[attr-defined]
     chains.parent = Counted(chains.parent)
     assert pool.clear() == (slots, 0)
     assert looked <= 4 * slots

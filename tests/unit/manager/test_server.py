@@ -23,12 +23,10 @@ from kvbm.protocol import (
     Ready,
     Reset,
     ResetReply,
-    Status,
-    StatusQuery,
     Welcome,
 )
 from kvbm.testing.oracle import block_bytes
-from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, refusal, store
+from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, refusal, store
 
 MakeBench = Callable[..., ManagerBench]
 
@@ -50,8 +48,18 @@ def test_an_engine_is_ready_when_all_its_ranks_are_there(manager: ManagerBench) 
     assert ready.epoch == first.welcome.epoch == second.welcome.epoch == manager.server.epoch
     assert ready.tiers == {"host": 16}
     assert (first.welcome.slot_count, first.welcome.slot_bytes) == (16, 4096)
-    assert os.fstat(first.channel.fds[0]).st_ino != os.fstat(second.channel.fds[0]).st_ino
-    assert os.fstat(first.channel.fds[1]).st_ino == os.fstat(second.channel.fds[1]).st_ino
+    (region, table), (other_region, same_table) = inodes(first), inodes(second)
+    assert region != other_region
+    assert table == same_table
+
+
+def inodes(worker: Client) -> list[int]:
+    """Of the files that came with its welcome."""
+    fds = worker.channel.take_fds()
+    found = [os.fstat(fd).st_ino for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    return found
 
 
 def test_the_leader_may_come_last(manager: ManagerBench) -> None:
@@ -106,8 +114,7 @@ def test_a_layout_of_nothing_is_refused(manager: ManagerBench, field: str, value
     hello["layout"][field] = value
     body = msgspec.msgpack.encode(hello)
     client = manager.client()
-    client.channel._outgoing += len(body).to_bytes(4, "little") + body
-    client.channel._flush()
+    client.channel.send_frame(len(body).to_bytes(4, "little") + body)
     assert field in refusal(client)
 
 
@@ -220,21 +227,20 @@ def test_sessions_are_bounded(manager: ManagerBench, monkeypatch: pytest.MonkeyP
 # ---- the manager itself
 
 
-def test_status_and_reset(manager: ManagerBench) -> None:
+def test_counts_and_reset(manager: ManagerBench) -> None:
     leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:3])
     leader.lookup(2, KEYS[:1])
     admin = manager.client()
     admin.send(Hello(version=PROTOCOL_VERSION, role="admin"))
     admin.expect(Welcome)
-    admin.send(StatusQuery())
-    status = admin.expect(Status)
-    assert status.epoch == manager.server.epoch
-    (space,) = status.spaces
-    assert space["namespace"] == NAMESPACE.short
-    assert space["tiers"] == {
-        "host": {"blocks": 16, "free": 13, "filling": 0, "resident": 3, "leased": 1}
-    }  # fmt: skip
+    manager.tick()
+    counts = {
+        state: manager.metrics.value("kvbm_pool_blocks", tier="host", state=state)
+        for state in ("free", "filling", "resident")
+    }
+    assert counts == {"free": 13, "filling": 0, "resident": 3}
+    assert manager.metrics.value("kvbm_leased_blocks", tier="host") == 1
     admin.send(Reset())
     assert admin.expect(ResetReply) == ResetReply(dropped=2, in_use=1)
     assert leader.lookup(3, KEYS[:3]).ready == 1

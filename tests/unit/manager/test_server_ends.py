@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 
 from kvbm.client.channel import Channel
-from kvbm.manager import session as session_module
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.leases import Lease
 from kvbm.manager.session import Session
@@ -66,8 +65,9 @@ def _nonsense(worker: Client) -> None:
 
 def _overrun(worker: Client) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "OUTGOING_BYTES_MAX", 0)
-        worker.send(Watch(lookup=4))
+        worker.channel.send(Watch(lookup=4))
+        patch.setattr("kvbm.framing.OUTGOING_BYTES_MAX", 0)
+        worker.bench.step()
     worker.expect_end()
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvbm.framing import encode
 from kvbm.hashing import join_keys
-from kvbm.manager import session as session_module
 from kvbm.protocol import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -22,6 +22,7 @@ from kvbm.protocol import (
     Commit,
     FenceDone,
     Finished,
+    Follow,
     Hello,
     Lookup,
     LookupReply,
@@ -29,10 +30,8 @@ from kvbm.protocol import (
     Release,
     Reserve,
     Reset,
-    StatusQuery,
     Watch,
     Welcome,
-    encode,
 )
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, refusal, store
@@ -45,14 +44,13 @@ MakeBench = Callable[..., ManagerBench]
 
 def raw(manager: ManagerBench, data: bytes) -> Client:
     client = manager.client()
-    client.channel._outgoing += data
-    client.channel._flush()
+    client.channel.send_frame(data)
     manager.step()
     return client
 
 
 DEEP = (
-    b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("status?")
+    b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("follow")
     + msgspec.msgpack.encode("x") + b"\x91" * 100_000 + b"\x01"
 )  # fmt: skip
 
@@ -64,7 +62,7 @@ DEEP = (
         (struct.pack("<I", 0), "malformed"),
         (struct.pack("<I", 3) + b"abc", "malformed"),
         (b"GET / HTTP/1.1\r\n\r\n", "over the accepted"),
-        (encode(StatusQuery()), "StatusQuery before Hello"),
+        (encode(Follow()), "Follow before Hello"),
         (encode(Lookup(lookup=1, keys=b"")), "Lookup before Hello"),
         (struct.pack("<I", len(DEEP)) + DEEP, "malformed"),
     ],
@@ -152,11 +150,9 @@ def test_one_recv_may_hold_many_messages_and_half_of_one(manager: ManagerBench) 
     store(leader, worker, 1, KEYS[:1])
     frames = b"".join(encode(Lookup(lookup=i, keys=join_keys(KEYS[:1]))) for i in (2, 3, 4))
     for cut in (1, 3, 5, len(frames) - 1):
-        leader.channel._outgoing += frames[:cut]
-        leader.channel._flush()
+        leader.channel.send_frame(frames[:cut])
         manager.step()
-        leader.channel._outgoing += frames[cut:]
-        leader.channel._flush()
+        leader.channel.send_frame(frames[cut:])
         for number in (2, 3, 4):
             assert leader.expect(LookupReply).lookup == number
             leader.send(Release(lookup=number))
@@ -174,8 +170,8 @@ PLAUSIBLE = st.one_of(
     st.builds(Finished, key=st.sampled_from([b"", KEYS[0], KEYS[1] * 2]), output_tokens=st.integers()),
     st.builds(Watch, lookup=st.integers(-3, 3)),
     st.builds(FenceDone, fence=st.integers(-1, 5)),
+    st.builds(Follow),
     st.builds(Reset, tier=st.sampled_from(["", "host", "moon"])),
-    st.builds(StatusQuery),
     st.builds(Hello, version=st.sampled_from([PROTOCOL_VERSION, 0]),
               role=st.sampled_from(["leader", "worker", "admin", ""]), engine=st.sampled_from(["good", "bad", ""]),
               rank=st.integers(-1, 2), rank_count=st.integers(-1, 3), shard=st.integers(-1, 2),
@@ -224,10 +220,8 @@ def test_no_bytes_disturb_another_session(
             version=PROTOCOL_VERSION, role=first, engine="bad"
         )  # fmt: skip
         stranger.send(hello)
-    for frame in frames:
-        stranger.channel._outgoing += frame
     try:
-        stranger.channel._flush()
+        stranger.channel.send_frame(b"".join(frames))
     except Exception:
         assert stranger.gone or frames
     manager.step(6)
@@ -260,7 +254,7 @@ def test_a_worker_that_dies_before_it_is_welcomed_costs_nothing(manager: Manager
 def test_a_client_that_reads_nothing_is_dropped_and_the_rest_served(
     manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "OUTGOING_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr("kvbm.framing.OUTGOING_BYTES_MAX", 1 << 20)
     leader, worker = manager.engine("good")
     store(leader, worker, 1, KEYS[:4])
     slow, _ = manager.engine("slow")
@@ -270,8 +264,7 @@ def test_a_client_that_reads_nothing_is_dropped_and_the_rest_served(
     while len(server_sessions) == before:
         number += 1
         assert number < 2000, "its buffer grows without a bound"
-        slow.channel._outgoing += encode(Reserve(store=number, parent=b"", keys=join_keys(KEYS[:4] * 250)))
-        slow.channel._flush()
+        slow.channel.send(Reserve(store=number, parent=b"", keys=join_keys(KEYS[:4] * 250)))
         manager.step(1)
     assert len(question) > 30_000
     assert leader.lookup(9, KEYS[:4]).ready == 4

@@ -12,13 +12,8 @@ from kvbm.observe.hit_rates import HitCounts, HitRateLog, HitRateWindow, hit_rat
 
 @st.composite
 def counts(draw):
-    host, disk, remote, missed = (draw(st.integers(0, 50)) for _ in range(4))
-    return HitCounts(
-        queried_blocks=host + disk + remote + missed,
-        host_blocks=host,
-        disk_blocks=disk,
-        object_blocks=remote,
-    )
+    host, disk, missed = (draw(st.integers(0, 50)) for _ in range(3))
+    return HitCounts(queried_blocks=host + disk + missed, host_blocks=host, disk_blocks=disk)
 
 
 @given(st.lists(counts(), max_size=40), st.integers(1, 10))
@@ -31,14 +26,13 @@ def test_window_is_the_last_requests_that_asked(requests, size):
     assert totals.queried_blocks == sum(request.queried_blocks for request in last)
     assert totals.host_blocks == sum(request.host_blocks for request in last)
     assert totals.disk_blocks == sum(request.disk_blocks for request in last)
-    assert totals.object_blocks == sum(request.object_blocks for request in last)
-    assert 0 <= totals.host_rate + totals.disk_rate + totals.object_rate <= 1.0000001
+    assert 0 <= totals.host_rate + totals.disk_rate <= 1.0000001
 
 
 def test_rates():
     assert HitCounts().host_rate == 0.0
-    totals = HitCounts(queried_blocks=8, host_blocks=4, disk_blocks=2, object_blocks=1)
-    assert (totals.host_rate, totals.disk_rate, totals.object_rate) == (0.5, 0.25, 0.125)
+    totals = HitCounts(queried_blocks=8, host_blocks=4, disk_blocks=2)
+    assert (totals.host_rate, totals.disk_rate) == (0.5, 0.25)
 
 
 def test_more_hits_than_queries_is_a_programmers_error():

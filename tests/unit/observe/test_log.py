@@ -122,10 +122,8 @@ def test_traffic_line_names_only_tiers_that_exist():
     [
         ("kvbm_offload_blocks_d2h", {}),
         ("kvbm_offload_blocks_d2d", {}),
-        ("kvbm_offload_blocks_d2o", {}),
         ("kvbm_onboard_blocks_h2d", {}),
         ("kvbm_onboard_blocks_d2d", {}),
-        ("kvbm_onboard_blocks_o2d", {}),
         ("kvbm_failures_total", {"tier": "disk", "kind": "io"}),
     ],
 )

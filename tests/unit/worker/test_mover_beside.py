@@ -1,9 +1,8 @@
-"""Copies that run by themselves, as on a GPU: when they are begun, what waits for their end, and what is told."""
+"""Copies that run by themselves, as on a GPU: when they are begun, what waits for their end, and what is reported."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,20 +11,25 @@ import pytest
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
 from kvbm.errors import DeviceLost
-from kvbm.protocol import Fence, FenceDone
-from kvbm.worker.jobs import PIECE_BLOCKS, PIECES_UNDER_WAY, Mark, StoreJob
+from kvbm.protocol import Fence, FenceDone, LoadPlan, Progress, Watch
+from kvbm.worker.jobs import PIECE_BLOCKS, PIECES_UNDER_WAY, LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
+from kvbm.worker.mapping import Mark
+from kvbm.worker.mover import Mover
 from rigs.copies_beside import (
     BLOCKS,
     DEADLINE_S,
     LAYERS,
     Copying,
     Device,
+    Finder,
+    Line,
     job_of,
     load,
     make_mover,
-    stores,
-    told,
+    reported,
+    step,
+    store_job,
 )
 
 
@@ -35,76 +39,99 @@ def device() -> Device:
 
 
 @pytest.fixture
-def mover(device: Device) -> Iterator[Any]:
-    made = make_mover(device)
-    line = made._channel
-    yield made
+def line() -> Iterator[Line]:
+    line = Line()
+    yield line
     line.close()
+
+
+@pytest.fixture
+def mover(device: Device, line: Line) -> Mover:
+    return make_mover(Finder(line), device)
+
+
+def turn_beside(mover: Mover) -> threading.Thread:
+    """A turn that waits, in a thread."""
+    thread = threading.Thread(target=mover.turn)
+    thread.start()
+    return thread
 
 
 # ---- stores
 
 
-def test_a_store_is_told_when_it_is_over_and_not_before(mover: Any, device: Device) -> None:
-    job = StoreJob(stores(1, 2), Mark(device, None))  # type: ignore[arg-type]
-    mover._store(job)
+def test_a_store_is_reported_when_it_is_over_and_not_before(mover: Mover, device: Device) -> None:
+    job = store_job(device, 1, 2)
+    mover.put(job)
+    step(mover)
     assert job.begun.is_set()
-    assert told(mover) == []
+    assert reported(mover) == []
     device.begun[1].end()
-    mover._storing.collect(wait=False)
-    assert told(mover) == [], "in order: the first one still runs"
+    step(mover)
+    assert reported(mover) == [], "in order: the first one still runs"
     device.begun[0].end()
-    mover._storing.collect(wait=False)
-    assert told(mover) == [(1, ()), (2, ())]
+    step(mover)
+    assert reported(mover) == [(1, ()), (2, ())]
 
 
-def test_a_fence_is_answered_when_nothing_is_under_way(mover: Any, device: Device) -> None:
-    mover._store(StoreJob(stores(1), Mark(device, None)))  # type: ignore[arg-type]
-    line = mover._channel
-    line.incoming = [Fence(fence=5, stores=(7,))]
-    thread = threading.Thread(target=mover._listen, args=(line,))
-    thread.start()
-    thread.join(0.05)
+def test_a_fence_is_answered_when_nothing_is_under_way(mover: Mover, device: Device, line: Line) -> None:
+    mover.put(store_job(device, 1))
+    step(mover)
+    line.say(Fence(fence=5, stores=(7,)))
+    thread = turn_beside(mover)
+    assert device.begun[0].awaited.wait(DEADLINE_S)
     assert line.sent == []
     device.begun[0].end()
     thread.join(DEADLINE_S)
     assert line.sent == [FenceDone(fence=5)]
-    assert told(mover) == [(1, ())]
+    assert reported(mover) == [(1, ())]
 
 
-def test_a_session_is_closed_when_nothing_is_under_way(mover: Any, device: Device) -> None:
-    """A manager that lives takes the end of the session as word that nobody writes any more."""
-    mover._store(StoreJob(stores(1), Mark(device, None)))  # type: ignore[arg-type]
-    line = mover._channel
-    thread = threading.Thread(target=mover._lose, args=("a test",))
-    thread.start()
-    thread.join(0.05)
+def test_a_store_that_a_fence_names_does_not_begin(mover: Mover, device: Device, line: Line) -> None:
+    """Another rank may not have answered, so nothing in the shared memory says that the reservation is over."""
+    line.say(Fence(fence=99, stores=(7,)))
+    step(mover)
+    mover.put(store_job(device, 7, 8))
+    step(mover)
+    assert reported(mover) == [(7, (0,))]
+    assert [copying.pairs for copying in device.begun] == [[(8, 8)]]
+    device.begun[0].end()
+
+
+def test_a_session_is_closed_when_nothing_is_under_way(mover: Mover, device: Device, line: Line) -> None:
+    """To a manager that lives, the end of the session means that nobody writes any more."""
+    mover.put(store_job(device, 1))
+    step(mover)
+    line.hang_up()
+    thread = turn_beside(mover)
+    assert device.begun[0].awaited.wait(DEADLINE_S)
     assert not line.closed
     device.begun[0].end()
     thread.join(DEADLINE_S)
     assert line.closed
 
 
-def test_a_copy_that_fails_on_its_way_fails_its_store_alone(mover: Any, device: Device) -> None:
-    mover._store(StoreJob(stores(1, 2), Mark(device, None)))  # type: ignore[arg-type]
+def test_a_copy_that_fails_on_its_way_fails_its_store_alone(mover: Mover, device: Device) -> None:
+    mover.put(store_job(device, 1, 2))
+    step(mover)
     device.begun[0].end(RuntimeError("device-side error\nand a long story"))
     device.begun[1].end()
-    mover._storing.collect(wait=False)
-    assert told(mover) == [(1, (0,)), (2, ())]
+    step(mover)
+    assert reported(mover) == [(1, (0,)), (2, ())]
 
 
-def test_a_lost_device_is_told_once_and_ends_the_session(
-    mover: Any, device: Device, caplog: pytest.LogCaptureFixture
+def test_a_lost_device_is_logged_once_and_ends_the_session(
+    mover: Mover, device: Device, line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
-    line = mover._channel
-    mover._store(StoreJob(stores(1, 2), Mark(device, None)))  # type: ignore[arg-type]
+    mover.put(store_job(device, 1, 2))
+    step(mover)
     for copying in device.begun:
         copying.end(DeviceLost("cuMemcpyBatchAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700)"))
-    mover._turn()
-    assert [failed for _, failed in told(mover)] == [(0,), (0,)]
+    step(mover)
+    assert [failed for _, failed in reported(mover)] == [(0,), (0,)]
     assert line.closed
     mover.put(job_of(device, load()))
-    mover._turn()
+    step(mover)
     assert mover.loads.get_nowait().failed == tuple(range(BLOCKS))
     assert [copying.what for copying in device.begun] == ["store", "store"], "nothing is begun any more"
     lines = [record for record in caplog.records if "KVBM is off" in record.message]
@@ -114,53 +141,101 @@ def test_a_lost_device_is_told_once_and_ends_the_session(
 # ---- loads
 
 
-def test_the_next_piece_is_begun_while_one_is_copied(mover: Any, device: Device) -> None:
-    mover._begin_load(job_of(device, load()))
-    for _ in range(PIECES_UNDER_WAY):
-        mover._copy_pieces()
+def test_the_next_piece_is_begun_while_one_is_copied(mover: Mover, device: Device) -> None:
+    mover.put(job_of(device, load()))
+    step(mover, PIECES_UNDER_WAY)
     assert len(device.begun) == PIECES_UNDER_WAY
     for index in range(BLOCKS // PIECE_BLOCKS):
         device.begun[index].end()
-        mover._copy_pieces()  # ends one
+        step(mover)  # ends one
         if len(device.begun) * PIECE_BLOCKS < BLOCKS:
-            mover._copy_pieces()  # begins one
+            step(mover)  # begins one
     assert mover.loads.get_nowait().failed == ()
     assert [pair for copying in device.begun for pair in copying.pairs] == [(i, i) for i in range(BLOCKS)]
 
 
-def test_what_follows_a_piece_that_failed_failed_too(mover: Any, device: Device) -> None:
+def test_what_follows_a_piece_that_failed_failed_too(mover: Mover, device: Device) -> None:
     """And it has ended before the engine hears of it: it computes these blocks anew."""
-    mover._begin_load(job_of(device, load()))
-    for _ in range(PIECES_UNDER_WAY):
-        mover._copy_pieces()
+    mover.put(job_of(device, load()))
+    step(mover, PIECES_UNDER_WAY)
     device.begun[0].end(RuntimeError("device-side error"))
-    thread = threading.Thread(target=mover._copy_pieces)
-    thread.start()
-    thread.join(0.05)
+    thread = turn_beside(mover)
+    assert device.begun[1].awaited.wait(DEADLINE_S)
     assert mover.loads.empty(), "the second piece still writes to the device"
     device.begun[1].end()
     thread.join(DEADLINE_S)
     assert mover.loads.get_nowait().failed == tuple(range(BLOCKS))
 
 
-def test_a_slot_that_changes_under_a_later_piece_costs_that_piece(mover: Any, device: Device) -> None:
+def test_a_slot_that_changes_under_a_later_piece_costs_that_piece(mover: Mover, device: Device) -> None:
     device.at_once = True
-    mover._begin_load(job_of(device, load()))
-    for _ in range(PIECES_UNDER_WAY):
-        mover._copy_pieces()
+    mover.put(job_of(device, load()))
+    step(mover, PIECES_UNDER_WAY)
     device.changed = {PIECE_BLOCKS + 3}
-    for _ in range(BLOCKS // PIECE_BLOCKS + 2):
-        mover._copy_pieces()
+    step(mover, BLOCKS // PIECE_BLOCKS + 2)
     assert mover.loads.get_nowait().failed == tuple(range(PIECE_BLOCKS + 3, BLOCKS))
+
+
+def late_load(device: Device) -> LoadJob:
+    """Of blocks 2, 3 and 4 of a lookup, none of which lies in host memory yet."""
+    numbers = (2, 3, 4)
+    plan = LoadPlan(
+        request="r",
+        lookup=1,
+        epoch=1,
+        slots=numbers,
+        generations=(0, 0, 0),
+        device_blocks=numbers,
+        offset=2,
+        ready=0,
+    )
+    return job_of(device, plan)
+
+
+def test_progress_counts_from_the_first_block_of_the_lookup(mover: Mover, device: Device, line: Line) -> None:
+    """The device has the first two already: that these have come begins no copy."""
+    device.at_once = True
+    mover.put(late_load(device))
+    step(mover)
+    assert line.sent == [Watch(lookup=1)]
+    line.say(Progress(lookup=1, ready=2, final=False))
+    step(mover, 2)
+    assert device.begun == []
+    line.say(Progress(lookup=1, ready=4, final=False))
+    step(mover, 2)
+    assert [copying.pairs for copying in device.begun] == [[(2, 2), (3, 3)]]
+    line.say(Progress(lookup=1, ready=5, final=True))
+    step(mover, 2)
+    assert mover.loads.get_nowait().failed == ()
+
+
+def test_a_job_that_ends_the_session_leaves_none_behind_it_waiting(device: Device, line: Line) -> None:
+    """A load that needs the manager ends the turn, and the wake-up of both jobs is gone by then."""
+    finder = Finder(line)
+    mover = make_mover(finder, device)
+    line.hang_up()
+    step(mover)
+    load_job, job = late_load(device), store_job(device, 1)
+
+    def put_both() -> None:
+        finder.attempt = lambda: None  # type: ignore[method-assign]
+        mover.put(load_job)
+        mover.put(job)
+
+    finder.attempt = put_both  # type: ignore[method-assign, assignment]
+    step(mover, 2)
+    assert job.begun.is_set(), "the engine waits for a store that nobody looks at"
+    assert reported(mover) == [(1, (0,))]
+    assert mover.loads.get_nowait().failed == (2, 3, 4)
 
 
 # ---- layer by layer
 
 
-def test_layers_come_in_order_and_each_is_announced_at_once(mover: Any, device: Device) -> None:
+def test_layers_come_in_order_and_each_is_announced_at_once(mover: Mover, device: Device) -> None:
     gate = LayerGate(dict.fromkeys(LAYERS))
-    thread = threading.Thread(target=mover._begin_load, args=(job_of(device, load(True), gate),))
-    thread.start()
+    mover.put(job_of(device, load(True), gate))
+    thread = turn_beside(mover)
     mark = Mark(device, None)  # type: ignore[arg-type]
     for layer in LAYERS:
         assert gate.pass_through(layer, mark, DEADLINE_S)
@@ -176,7 +251,9 @@ def test_layers_come_in_order_and_each_is_announced_at_once(mover: Any, device: 
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_layer_that_fails_fails_the_load_and_nobody_waits(mover: Any, device: Device, failing: int) -> None:
+def test_a_layer_that_fails_fails_the_load_and_nobody_waits(
+    mover: Mover, device: Device, failing: int
+) -> None:
     def begin(pairs: Any, after: Any, layer: str | None = None) -> Copying:
         copying = Copying("load", list(pairs), layer)
         device.begun.append(copying)
@@ -187,36 +264,33 @@ def test_a_layer_that_fails_fails_the_load_and_nobody_waits(mover: Any, device: 
 
     device.begin_load = begin  # type: ignore[method-assign]
     gate = LayerGate(dict.fromkeys(LAYERS))
-    mover._begin_load(job_of(device, load(True), gate))
-    load_told = mover.loads.get_nowait()
-    assert load_told.layerwise
-    assert load_told.failed == tuple(range(BLOCKS))
+    mover.put(job_of(device, load(True), gate))
+    step(mover)
+    ended = mover.loads.get_nowait()
+    assert ended.layerwise
+    assert ended.failed == tuple(range(BLOCKS))
     for layer in LAYERS:
         assert gate.pass_through(layer, None, 0.0)
 
 
-def test_a_layerwise_load_of_another_life_opens_the_gate(mover: Any, device: Device) -> None:
+def test_a_layerwise_load_of_another_life_opens_the_gate(mover: Mover, device: Device) -> None:
     gate = LayerGate(dict.fromkeys(LAYERS))
     job = job_of(device, load(True), gate)
     job.after = None
-    mover._begin_load(job)
+    mover.put(job)
+    step(mover)
     assert mover.loads.get_nowait().failed == tuple(range(BLOCKS))
     assert gate.over.is_set()
 
 
-def test_the_copying_thread_introduces_itself_once_to_each_copier(mover: Any, device: Device) -> None:
-    later = Device()
-    mover._channel.close()
-    mover._channel = None
+def test_the_copying_thread_introduces_itself_once_to_each_copier() -> None:
+    lines, devices = [Line(1), Line(2)], [Device(1), Device(2)]
+    mover = make_mover(Finder(*lines), *devices)
     mover.start()
+    assert devices[0].adopted.wait(DEADLINE_S)
     mover.put(StoreJob((), None))
-    while not device.adopted_by:
-        assert mover._thread.is_alive()
-        time.sleep(0.001)
-    mover._mapping = later
+    lines[0].hang_up()
+    assert devices[1].adopted.wait(DEADLINE_S)
     mover.put(StoreJob((), None))
-    while not later.adopted_by:
-        assert mover._thread.is_alive()
-        time.sleep(0.001)
     mover.stop()
-    assert device.adopted_by == later.adopted_by == ["kvbm-mover"]
+    assert devices[0].adopted_by == devices[1].adopted_by == ["kvbm-mover"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from kvbm.client.channel import Channel
 from kvbm.errors import KvbmError
 from kvbm.protocol import (
     Commit,
-    Fence,
     LoadPlan,
     Ready,
     StepPlan,
@@ -25,7 +23,7 @@ from kvbm.protocol import (
 )
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.worker import mover as mover_module
-from kvbm.worker.jobs import LoadJob, StoreJob
+from kvbm.worker.jobs import StoreJob
 from kvbm.worker.mapping import Mapping
 from rigs.manager import DEADLINE_S, ManagerBench
 from rigs.mover import Rank, on_disk
@@ -67,18 +65,9 @@ def test_a_fence_is_answered_and_its_stores_do_not_begin(rank: Rank) -> None:
     assert rank.run_store(plan) == (0, 1)
 
 
-def test_what_a_fence_names_does_not_begin_though_the_slot_is_not_free_yet(rank: Rank) -> None:
-    """Another rank has not answered, so nothing in the shared memory says that it is over."""
-    plan = rank.reserve(0, 1, [0])
-    (engine,) = rank.bench.server._membership
-    engine.workers[0].send(Fence(fence=99, stores=(plan.store,)))
-    rank.bench.until(lambda: plan.store in rank.mover._fenced)
-    assert rank.run_store(plan) == (0,)
-
-
 def test_a_store_that_runs_is_finished_before_a_fence_is_answered(rank: Rank) -> None:
     plan = rank.reserve(0, 1, [0])
-    copier = rank.mover._mapping.copier  # type: ignore[union-attr]
+    copier = rank.copier
     begun, go_on, store_pairs = threading.Event(), threading.Event(), copier.begin_store
 
     def slow(pairs: Any, after: Any = None) -> Any:
@@ -86,7 +75,7 @@ def test_a_store_that_runs_is_finished_before_a_fence_is_answered(rank: Rank) ->
         assert go_on.wait(DEADLINE_S)
         return store_pairs(pairs, after)
 
-    copier.begin_store = slow  # type: ignore[method-assign]
+    copier.begin_store = slow
     engine = threading.Thread(target=rank.worker.store, args=(StepPlan(stores=(plan,)),))
     engine.start()
     assert begun.wait(DEADLINE_S)
@@ -117,14 +106,14 @@ def test_a_fenced_store_that_is_not_begun_leaves_the_slot_alone(rank: Rank) -> N
 
 def test_an_abandoned_store_is_reported_as_failed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = rank.reserve(0, 1, [0])
-    copier = rank.mover._mapping.copier  # type: ignore[union-attr]
+    copier = rank.copier
     go_on, store_pairs = threading.Event(), copier.begin_store
 
     def slow(pairs: Any, after: Any = None) -> Any:
         assert go_on.wait(DEADLINE_S)
         return store_pairs(pairs, after)
 
-    copier.begin_store = slow  # type: ignore[method-assign]
+    copier.begin_store = slow
     monkeypatch.setattr("kvbm.worker.worker.STORE_TIMEOUT_S", 0.01)
     rank.worker.store(StepPlan(stores=(plan,)))
     assert rank.worker.report() is None, "the slots are not let go of yet"
@@ -141,14 +130,14 @@ def test_a_store_that_raises_is_reported_and_the_thread_lives(
     make_rank: Callable[..., Rank], error: Exception
 ) -> None:
     rank = make_rank()
-    copier = rank.mover._mapping.copier  # type: ignore[union-attr]
+    copier = rank.copier
     store_pairs = copier.begin_store
 
     def fails(pairs: Any, after: Any = None) -> Any:
-        copier.begin_store = store_pairs  # type: ignore[method-assign]
+        copier.begin_store = store_pairs
         raise error
 
-    copier.begin_store = fails  # type: ignore[method-assign]
+    copier.begin_store = fails
     first, second = rank.reserve(0, 2, [0, 1]), rank.reserve(2, 1, [2])
     rank.worker.store(StepPlan(stores=(first, second)))
     report = rank.worker.report()
@@ -159,7 +148,7 @@ def test_a_store_that_raises_is_reported_and_the_thread_lives(
     }
 
 
-def test_stores_that_fail_over_and_over_are_told_once_and_then_counted(
+def test_stores_that_fail_over_and_over_are_logged_once_and_then_counted(
     make_rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = make_rank()
@@ -167,20 +156,20 @@ def test_stores_that_fail_over_and_over_are_told_once_and_then_counted(
     def fails(pairs: Any, after: Any = None) -> Any:
         raise KeyError(f"a defect that names blocks {pairs}")
 
-    rank.mover._mapping.copier.begin_store = fails  # type: ignore[union-attr, method-assign]
+    rank.copier.begin_store = fails
     for i in range(11):
         assert rank.run_store(rank.reserve(i, 1, [i % 4])) == (0,)
     rank.worker.close()
-    told = [record for record in caplog.records if "failed" in record.getMessage()]
-    assert [bool(record.exc_info) for record in told] == [True, False, False, False, False]
-    assert told[0].getMessage() == "store of 1 blocks failed"
-    assert [record.getMessage().partition(";")[0] for record in told[1:]] == [
+    logged = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert [bool(record.exc_info) for record in logged] == [True, False, False, False, False]
+    assert logged[0].getMessage() == "store of 1 blocks failed"
+    assert [record.getMessage().partition(";")[0] for record in logged[1:]] == [
         f"store failed {count} times by now, {count} blocks" for count in (2, 4, 8, 11)
     ]
 
 
-def test_a_replica_stores_nothing_and_says_so(rank: Rank) -> None:
-    rank.worker._stores_here = False
+def test_a_replica_stores_nothing_and_says_so(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank(stores_here=False)
     plan = rank.reserve(0, 2, [0, 1])
     before = bytes(rank.bench.space().arena.slot_views(plan.slots[0])[0])
     rank.paint(0, 5.0)
@@ -234,10 +223,7 @@ def test_nothing_is_stored_without_a_session(rank: Rank) -> None:
     """No fence could reach it: the memory may be anybody's."""
     plan = rank.reserve(0, 1, [0])
     rank.stop_manager()
-    end_s = time.monotonic() + DEADLINE_S
-    while rank.mover.connected:
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
+    rank.await_lost_session()
     assert rank.run_store(plan) == (0,)
     job = StoreJob((plan,), rank.mover.mark())
     rank.mover.put(job)
@@ -272,33 +258,13 @@ def test_jobs_marked_for_an_earlier_mapping_do_not_run_on_a_later_one(rank: Rank
     assert rank.run_store(plan) == ()
 
 
-def test_a_session_that_breaks_leaves_no_job_waiting(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that needs the manager ends the turn; the store behind it must not wait for the next wake-up."""
-    rank.put_in(2)
-    plan, store = rank.lookup(2), rank.reserve(2, 1, [2])
-    fields = {field: getattr(plan, field) for field in plan.__struct_fields__}
-    rank.stop_manager()
-    end_s = time.monotonic() + DEADLINE_S
-    while rank.mover._channel is not None:
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
-    monkeypatch.setattr(mover_module, "_RECONNECT_POLL_S", 3600.0)
-    end = rank.mover.mark()
-    late = LoadPlan(**{**fields, "ready": 1})
-    job = StoreJob((store,), end)
-    rank.mover._inbox.put(LoadJob(late, end, copied=0, ready=1, started_s=0.0, heard_s=0.0))
-    rank.mover.put(job)  # one wake-up for both
-    assert job.begun.wait(DEADLINE_S), "the engine waits for a store that nobody looks at"
-    assert rank.mover.loads.get(timeout=DEADLINE_S).failed == plan.device_blocks[1:]
-
-
 def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank.put_in(2)
     old = rank.lookup(2)
     monkeypatch.setattr(mover_module, "ADOPT_RETRY_S", 0.0)
-    make_mapping = rank.mover._make_mapping
+    make_mapping = rank.make_mapping
     refusals: list[int] = []
 
     def refuse(welcome: Any, fds: list[int]) -> Mapping:
@@ -309,15 +275,14 @@ def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
             raise OSError(errno.ENOMEM, "no memory")
         return make_mapping(welcome, fds)
 
-    monkeypatch.setattr(rank.mover, "_make_mapping", refuse)
+    rank.make_mapping = refuse  # type: ignore[method-assign]
     rank.stop_manager()
     rank.bench = ManagerBench(rank.directory, **rank.settings)
     rank.closed = False
     rank.leader = rank.bench.leader()
     rank.bench.until(lambda: len(refusals) == 1)
     assert rank.run_load(old).failed == old.device_blocks
-    epoch = rank.bench.server.epoch
-    rank.bench.until(lambda: rank.mover._mapping is not None and rank.mover._mapping.epoch == epoch)
+    rank.await_new_session()
     rank.leader.take()
     rank.put_in(2)
     plan = rank.lookup(2)
@@ -327,23 +292,30 @@ def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
 
 
 def test_a_defect_fails_what_is_open_and_the_thread_goes_on(
-    make_rank: Callable[..., Rank], below: FakeTier, caplog: pytest.LogCaptureFixture
+    make_rank: Callable[..., Rank],
+    below: FakeTier,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rank = on_disk(make_rank, below, 3)
     plan = rank.lookup(3)
     rank.worker.load(StepPlan(loads=(plan,)))
-    listen, broken = rank.mover._listen, rank.mover._mapping
+    receive, broken = Channel.receive, rank.mappings[-1]
 
-    def fails(channel: Channel) -> None:
-        rank.mover._listen = listen  # type: ignore[method-assign]
+    def fails(channel: Channel) -> Any:
+        if threading.current_thread().name != "kvbm-mover":
+            return receive(channel)
+        monkeypatch.setattr(Channel, "receive", receive)
         raise KeyError("a defect")
 
-    rank.mover._listen = fails  # type: ignore[method-assign]
+    monkeypatch.setattr(Channel, "receive", fails)
     below.release()
     load = rank.finish()
     rank.judge(plan, load.failed)
     assert "open loads are recomputed" in caplog.text
-    rank.bench.until(lambda: rank.mover._mapping not in (None, broken), "it does not come back")
+    rank.bench.until(
+        lambda: rank.mover.connected and rank.mappings[-1] is not broken, "it does not come back"
+    )
     rank.leader.take()
     plan = rank.lookup(3)
     below.release()

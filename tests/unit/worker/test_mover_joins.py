@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from kvbm.client.finder import ManagerAddress, ManagerFinder
+pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
+
 from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted
-from kvbm.tiers import host
-from kvbm.transfer import DeviceCache
-from kvbm.worker.worker import Worker
+from kvbm.protocol import Welcome
+from kvbm.worker.mapping import Mapping
+from kvbm.worker.mover import Mover
 from rigs.manager import OTHER
-from rigs.mover import DEVICE_BLOCKS, Rank
+from rigs.mover import Rank, WatchedFinder
 
 
 def test_a_worker_of_another_namespace_is_told_why(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     rank.attach()
-    cache = DeviceCache.from_tensors(rank.tensors, DEVICE_BLOCKS)
-    address = ManagerAddress(socket_path=rank.bench.path, private=False)
-    finder = ManagerFinder(address, rank.bench.settings, {}, time.monotonic)
     hello = rank.bench.worker_hello("other", layout=rank.layout, namespace=OTHER)
-    stranger = Worker(finder, hello, cache)
+    stranger = Mover(WatchedFinder(rank.bench), hello, rank.make_mapping)
     errors: list[BaseException] = []
 
     def join() -> None:
@@ -47,24 +45,24 @@ def test_memory_that_is_not_sealed_is_not_mapped(
     """At the start and when it connects again: the rank goes on without, and says so once."""
     rank = Rank(tmp_path)
     monkeypatch.setattr("kvbm.worker.mover.ADOPT_RETRY_S", 0.0)
-    refusals = 0
-    genuine = host._sealed_bytes
+    refusals, map_memory = [], rank.make_mapping
 
-    def refuse(fd: int) -> int:
-        nonlocal refusals
-        refusals += 1
+    def refuse(welcome: Welcome, fds: list[int]) -> Mapping:
+        refusals.append(welcome)
+        for fd in fds:
+            os.close(fd)
         raise ManagerUntrusted("the manager's memory is not sealed")
 
-    monkeypatch.setattr(host, "_sealed_bytes", refuse)
+    rank.make_mapping = refuse  # type: ignore[method-assign]
     with pytest.raises(ManagerUntrusted):
         rank.attach()
     rank.worker.start()
-    rank.bench.until(lambda: refusals > 2)
+    rank.bench.until(lambda: len(refusals) > 2)
     assert not rank.mover.connected
     assert [record.getMessage() for record in caplog.records if "sealed" in record.getMessage()] == [
         "no KV cache for now: the manager's memory is not sealed"
     ]
-    monkeypatch.setattr(host, "_sealed_bytes", genuine)
+    rank.make_mapping = map_memory  # type: ignore[method-assign]
     rank.bench.until(lambda: rank.mover.connected)
     rank.close()
 

@@ -10,121 +10,62 @@ import pytest
 
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
-from kvbm.protocol import PROTOCOL_VERSION, Hello, LoadPlan, StepPlan, StorePlan, Welcome
-from kvbm.worker.jobs import PIECE_BLOCKS, LoadJob, Mark
+from kvbm.protocol import StepPlan, StorePlan
 from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker
-
-BLOCKS = 3 * PIECE_BLOCKS
-
-
-class Over:
-    """A copy that has ended."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
+from rigs.copies_beside import BLOCKS, DEADLINE_S, Device, Finder, Line, job_of, load, make_mover, step
 
 
-class RecordingMapping:
-    """A mapping whose slots are always intact, as if both lives counted generations alike."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.layers = ("layer",)
-        self.copier = self
-        self.loaded: list[tuple[int, int]] = []
-        self.closed = False
-
-    def intact(self, slots: tuple[int, ...], generations: tuple[int, ...]) -> int:
-        return len(slots)
-
-    def begin_load(self, pairs: list[tuple[int, int]], after: object) -> Over:
-        assert not self.closed
-        self.loaded += pairs
-        return Over()
-
-    def close(self) -> None:
-        self.closed = True
+def lives() -> tuple[Mover, Line, Device, Device]:
+    """A mover in the first of two lives of a manager, both of which count generations alike."""
+    first, second = Device(1), Device(2)
+    first.at_once = second.at_once = True
+    line = Line(1)
+    return make_mover(Finder(line, Line(2)), first, second), line, first, second
 
 
-class NoManager:
-    """A finder that finds nothing."""
-
-    def attempt(self) -> None:
-        return None
-
-
-class Line:
-    """A session that is never read from."""
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-
-    def close(self) -> None:
-        pass
-
-
-HELLO = Hello(version=PROTOCOL_VERSION, role="worker", engine="e")
-
-
-def mover_with(old: RecordingMapping, new: RecordingMapping) -> Any:
-    mover: Any = Mover(NoManager(), HELLO, lambda welcome, fds: new, lambda: 0.0)  # type: ignore[arg-type, return-value]
-    mover._mapping = old
-    return mover
-
-
-def load_of(mapping: RecordingMapping) -> LoadJob:
-    numbers = tuple(range(BLOCKS))
-    plan = LoadPlan(
-        request="r",
-        lookup=1,
-        epoch=mapping.epoch,
-        slots=numbers,
-        generations=(0,) * BLOCKS,
-        device_blocks=numbers,
-        offset=0,
-        ready=BLOCKS,
-    )
-    mark = Mark(mapping, None)  # type: ignore[arg-type]
-    return LoadJob(plan, mark, copied=0, ready=BLOCKS, started_s=0.0, heard_s=0.0)
+def copied(device: Device) -> int:
+    return sum(len(copying.pairs) for copying in device.begun)
 
 
 def test_a_load_ends_on_the_memory_it_began_on() -> None:
-    old, new = RecordingMapping(1), RecordingMapping(2)
-    mover = mover_with(old, new)
-    mover._begin_load(load_of(old))
-    mover._copy_pieces()
-    assert len(old.loaded) == PIECE_BLOCKS
-    mover._adopt(Line(), Welcome(version=PROTOCOL_VERSION, epoch=2))
+    mover, line, old, new = lives()
+    line.hang_up()
+    step(mover)
+    assert not mover.connected
+    mover.put(job_of(old, load()))
+    step(mover)  # takes the load, and joins the next life
+    assert mover.connected
     assert mover.loads.get_nowait().failed == ()
-    assert len(old.loaded) == BLOCKS
-    mover._copy_pieces()
-    assert new.loaded == []
+    assert copied(old) == BLOCKS
+    step(mover, 3)
+    assert new.begun == []
     assert old.closed
+    mover.stop()
 
 
-def test_a_piece_of_another_life_is_not_copied() -> None:
-    old, new = RecordingMapping(1), RecordingMapping(2)
-    mover = mover_with(old, new)
-    job = load_of(old)
-    mover._begin_load(job)
-    mover._mapping = new
-    mover._copy_pieces()
+def test_nothing_that_was_meant_for_another_life_is_copied() -> None:
+    mover, line, old, new = lives()
+    line.hang_up()
+    step(mover, 2)
+    assert mover.connected
+    mover.put(job_of(old, load()))
+    step(mover)
     assert mover.loads.get_nowait().failed == tuple(range(BLOCKS))
-    assert new.loaded == []
+    assert new.begun == old.begun == []
+    mover.stop()
 
 
 def test_without_a_session_a_store_fails_at_once_and_the_engine_does_not_wait() -> None:
     cache: Any = SimpleNamespace(layers={}, device=SimpleNamespace(type="cpu"))
-    worker: Any = Worker(NoManager(), HELLO, cache)  # type: ignore[arg-type]
+    worker = Worker(make_mover(Finder()), cache)
     plan = StorePlan(store=5, epoch=1, slots=(0, 1), generations=(0, 0), device_blocks=(3, 4))
     done = threading.Event()
     thread = threading.Thread(
         target=lambda: (worker.store(StepPlan(stores=(plan,))), done.set()), daemon=True
     )
     thread.start()
-    assert done.wait(10.0)
-    assert worker.report().stored == {5: (1, (0, 1), 0.0)}
+    assert done.wait(DEADLINE_S)
+    report = worker.report()
+    assert report is not None
+    assert report.stored == {5: (1, (0, 1), 0.0)}

@@ -12,6 +12,7 @@ from kvbm.errors import SettingsError
 from kvbm.settings.parse import GB
 from kvbm.sim.plan import cheapest
 from kvbm.sim.plan.cheapest import Bounds, Point, Prices, Search, Target, sizes_between, smallest_enough
+from rigs.sizes import everywhere
 
 # ---- targets, prices, sizes
 
@@ -82,11 +83,6 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 
 
 # ---- the search against looking everywhere
-
-
-def everywhere(hosts: list[int], disks: list[int], bounds: Bounds) -> list[Point]:
-    points = [(0, 0), *((host, disk) for host in hosts for disk in [0, *disks] if not disk or disk > host)]
-    return [point for point in points if bounds.allow(point)]
 
 
 @settings(max_examples=300, deadline=None)

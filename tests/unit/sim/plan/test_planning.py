@@ -22,8 +22,8 @@ from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.simulate.study import Setup, time_row
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace
-from unit.sim.plan.test_cheapest import everywhere
-from unit.sim.serving.test_engine import make_trace
+from rigs.serving import make_trace
+from rigs.sizes import everywhere
 
 TRACE = chats(ChatShape(conversations=30))
 BYTES_PER_TOKEN = 131_072

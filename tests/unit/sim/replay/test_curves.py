@@ -12,7 +12,7 @@ from kvbm.sim.replay.optimum import optimum
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.traces.synthetic import ChatShape, chats
-from unit.sim.replay.test_replay import random_trace
+from rigs.traces import random_trace
 
 
 @settings(max_examples=40)

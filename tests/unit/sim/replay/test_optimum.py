@@ -12,7 +12,7 @@ from kvbm.sim.replay.optimum import next_requests, optimum
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace
-from unit.sim.replay.test_replay import random_trace
+from rigs.traces import random_trace
 
 
 def most_hits(trace: Trace, capacity: int) -> int:

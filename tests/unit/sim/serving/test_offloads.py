@@ -18,8 +18,8 @@ from kvbm.sim.serving.offloads import WRITES, DiskRules
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
-from unit.sim.replay.test_replay import random_trace
-from unit.sim.serving.test_engine import BLOCK_BYTES, MACHINE, make_trace, serve
+from rigs.serving import BLOCK_BYTES, MACHINE, make_trace, serve
+from rigs.traces import random_trace
 
 
 def on_eviction(

@@ -11,7 +11,7 @@ import pytest
 
 from kvbm.tiers.disk.block_io import DirectRefused
 from kvbm.tiers.nixl.package import PACKAGES, cuda_of_torch, import_nixl, install_hint
-from unit.test_imports import PROJECT
+from rigs.checkout import PROJECT
 
 Distribution = Callable[..., None]
 

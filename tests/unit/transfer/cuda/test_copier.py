@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import threading
@@ -13,14 +12,14 @@ import torch
 
 from kvbm import numa
 from kvbm.errors import DeviceLost, KvbmError
+from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
 from kvbm.transfer.cuda import copier as cuda
 from kvbm.transfer.cuda import page_lock
 from kvbm.transfer.cuda.copier import CudaCopier
 from kvbm.transfer.cuda.driver import CudaError
+from rigs.cuda_bench import check_loads, check_stores, lose, new_bench, wait_for_lock_call, warnings
 from rigs.cuda_model import DEADLINE_S, LOST_TEXT, PAGE, Model
-from unit.transfer.cuda.test_layouts import Bench, check_loads, check_stores
-from unit.transfer.test_cpu import SLOTS, Views, scramble, separate, stacked
 
 PIECE_SLOTS = 2
 STAGED_SLOTS = 3
@@ -31,25 +30,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two slots and a buffer for three: the arena here has slots of a page."""
     monkeypatch.setattr(page_lock, "PIECE_BYTES", PIECE_SLOTS * PAGE + 1)
     monkeypatch.setattr(cuda, "STAGING_BYTES_MAX", STAGED_SLOTS * PAGE + 1)
-
-
-def new_bench(model: Model, method: str = "each", views: Views | None = None) -> Bench:
-    bench = Bench(views or stacked("LBNHC", torch.float32), model, method)
-    assert bench.arena.stride(0) == PAGE
-    return bench
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged as a warning or worse; each must be one line."""
-    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert not any("\n" in line for line in lines)
-    return lines
-
-
-def wait_for_lock_call(model: Model, count: int) -> None:
-    """Until the `count`th call is at the gate: by then the copier knows of all pieces before it."""
-    with model.lock_called:
-        assert model.lock_called.wait_for(lambda: model.lock_calls >= count, DEADLINE_S)
 
 
 # Page locks
@@ -224,12 +204,6 @@ def test_a_pair_out_of_range_is_refused(direction: str, pair: tuple[int, int]) -
         getattr(bench.copier, direction)([(1, 1), pair])
     assert bench.model.calls == []
     bench.close()
-
-
-def lose(model: Model, method: str) -> None:
-    """The next copy finds the context gone, and so does everything after it."""
-    model.failing[method] = 0
-    model.fails_with = (700, "CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["locked", "staged"])

@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 
 from openkvbm.installation import MEND, MixedInstallation, other_copy, shadow, site_of_this, trouble
-from unit.test_imports import PROJECT, ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from rigs.checkout import CONFIGURATION, PROJECT, ROOT
 
 Files = dict[str, bytes]
 
@@ -41,7 +36,7 @@ THEIRS: Files = {
 
 def ours() -> Files:
     """What our wheel holds: the folders that pyproject.toml names."""
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    build = CONFIGURATION["tool"]["hatch"]["build"]["targets"]["wheel"]
     return {
         path.relative_to(ROOT / "src").as_posix(): path.read_bytes()
         for folder in build["packages"]

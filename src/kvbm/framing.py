@@ -1,0 +1,111 @@
+"""Messages on a Unix stream socket: each is a frame, a 4-byte little-endian length before the encoded message.
+
+Both ends of a session use the same `FramedSocket`: the manager's `Session` and a client's `Channel`.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from kvbm.errors import ProtocolError
+from kvbm.protocol import MESSAGE_BYTES_MAX, Message
+
+LENGTH_BYTES = 4
+OUTGOING_BYTES_MAX = 32 << 20
+RECEIVE_BYTES = 1 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """One frame: length and body."""
+    body = _encoder.encode(message)
+    assert len(body) <= MESSAGE_BYTES_MAX, "message over its bound"
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+class FrameBuffer:
+    """Bytes in, whole frames out; refuses a frame over the bound before it is buffered."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames completed by `data`, in order. Raises ProtocolError when a length is over the bound."""
+        self._data += data
+        frames: list[bytes] = []
+        start = 0
+        while len(self._data) - start >= LENGTH_BYTES:
+            length = int.from_bytes(self._data[start : start + LENGTH_BYTES], "little")
+            if length > MESSAGE_BYTES_MAX:
+                raise ProtocolError(f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes")
+            end = start + LENGTH_BYTES + length
+            if len(self._data) < end:
+                break
+            frames.append(bytes(self._data[start + LENGTH_BYTES : end]))
+            start = end
+        del self._data[:start]
+        return frames
+
+
+class FramedSocket:
+    """A connected socket that never blocks: what it does not take at once is kept, up to `OUTGOING_BYTES_MAX`.
+
+    `ended` becomes True when the other end has closed. Of the file descriptors that come with a read, at most
+    `fds_max` are taken, into `fds`; the kernel closes the rest.
+    """
+
+    def __init__(self, connection: socket.socket, fds_max: int = 0) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.ended = False
+        self.fds: list[int] = []
+        self._fds_max = fds_max
+        self._frames = FrameBuffer()
+        self._outgoing = bytearray()
+
+    @property
+    def outgoing_bytes(self) -> int:
+        """Bytes that wait until the socket takes them."""
+        return len(self._outgoing)
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Queue a frame and send what the socket takes; descriptors go with its first byte. Raises OSError."""
+        if fds:
+            assert not self._outgoing, "descriptors travel with the first message"
+            data = data[socket.send_fds(self.connection, [data], list(fds)) :]
+        self._outgoing += data
+        if len(self._outgoing) > OUTGOING_BYTES_MAX:
+            raise OSError(errno.ENOBUFS, f"it takes no messages, and {len(self._outgoing)} bytes wait")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as many of the bytes that wait as the socket takes. Raises OSError."""
+        while self._outgoing:
+            try:
+                sent = self.connection.send(self._outgoing)
+            except (BlockingIOError, InterruptedError):
+                return
+            del self._outgoing[:sent]
+
+    def drop_outgoing(self) -> None:
+        """Send nothing of what still waits."""
+        self._outgoing.clear()
+
+    def receive(self) -> list[bytes]:
+        """The messages, encoded, that arrived with one read. Raises OSError and ProtocolError."""
+        return self._frames.feed(self.read())
+
+    def read(self) -> bytes:
+        """The bytes that arrived, at most `RECEIVE_BYTES`; they are lost to `receive`. Raises OSError."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.connection, RECEIVE_BYTES, self._fds_max)
+        except (BlockingIOError, InterruptedError):
+            return b""
+        self.fds += fds
+        self.ended = not data
+        return data
