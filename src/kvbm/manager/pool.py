@@ -20,6 +20,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 """What names a block and the whole chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
+_SHORT_CHAIN = 128
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
 
@@ -79,6 +80,8 @@ class SlotPool(Generic[KeyT]):
         A chain stored in one go mostly lies in consecutive slots. Comparing keys there reads memory in order, which
         costs a fraction of as many scattered look-ups; scattered keys are looked up one by one.
         """
+        if len(keys) <= _SHORT_CHAIN:
+            return list(map(self._resident.get, keys))
         found: list[int | None] = []
         scattered = 0
         while len(found) < len(keys) and scattered < _SCATTERED_MAX:
@@ -192,8 +195,8 @@ class SlotPool(Generic[KeyT]):
 
     def commit_all(self, slots: Sequence[int]) -> None:
         """`commit` for many slots at once."""
+        self._move(slots, Transition.COMMIT)
         for slot in slots:
-            self._move(slot, Transition.COMMIT)
             key = self.key_of(slot)
             del self._filling[key]
             self._resident[key] = slot
@@ -201,16 +204,13 @@ class SlotPool(Generic[KeyT]):
 
     def abort(self, slot: int) -> None:
         """The slot's bytes never became complete: it is free again."""
-        self._move(slot, Transition.ABORT)
         self.policy.removed((slot,))
-        self._empty(slot)
+        self._empty((slot,), Transition.ABORT)
 
     def evict(self, slot: int) -> None:
         """Drop a resident block without leases."""
-        assert slot not in self._leases, "a leased slot is never evicted"
-        self._move(slot, Transition.EVICT)
         self.policy.removed((slot,))
-        self._empty(slot)
+        self._empty((slot,), Transition.EVICT)
 
     def lease(self, slot: int) -> None:
         """Lease a resident slot; leases add up."""
@@ -306,16 +306,14 @@ class SlotPool(Generic[KeyT]):
             (parent_slot,) if parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT else ()
         )
         self.lease_all(pinned)
-        for victim in self.policy.victims(needed, keys, self._leases, now_s):
-            assert victim not in self._leases, "a leased slot is never evicted"
-            self._move(victim, Transition.EVICT)
-            self._empty(victim)
-            self.evicted_count += 1
+        victims = self.policy.victims(needed, keys, self._leases, now_s)
+        self._empty(victims, Transition.EVICT)
+        self.evicted_count += len(victims)
         self.unlease_all(pinned)
 
     def _fill(self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
+        self._move(slots, Transition.RESERVE)
         for slot, key in zip(slots, keys, strict=True):
-            self._move(slot, Transition.RESERVE)
             self._keys[slot] = key
             self._filling[key] = slot
         if self._chained:
@@ -324,21 +322,25 @@ class SlotPool(Generic[KeyT]):
             for slot, key in zip(slots, keys, strict=True):
                 self.policy.inserted((key,), (slot,), NO_SLOT, now_s)
 
-    def _move(self, slot: int, transition: Transition) -> None:
+    def _move(self, slots: Sequence[int], transition: Transition) -> None:
         before, after = TRANSITIONS[transition]
-        assert self._state[slot] == before, (
-            f"slot {slot} cannot {transition.value}: {self.state_of(slot).name}"
-        )
-        self._state[slot] = after
+        state = self._state
+        for slot in slots:
+            assert state[slot] == before, f"slot {slot} cannot {transition.value}: {self.state_of(slot).name}"
+            state[slot] = after
 
-    def _empty(self, slot: int) -> None:
-        """Forget a slot that has just become free, and tell its owner."""
-        key = self.key_of(slot)
-        self._keys[slot] = None
-        was_resident = self._resident.get(key) == slot
-        del (self._resident if was_resident else self._filling)[key]
-        self._free.append(slot)
-        self._on_emptied(slot, key, was_resident)
+    def _empty(self, slots: Sequence[int], transition: Transition) -> None:
+        """Evict or abort the blocks in these slots: forget each and report it to the owner."""
+        was_resident = transition is Transition.EVICT
+        assert not was_resident or self._leases.keys().isdisjoint(slots), "a leased slot is never evicted"
+        self._move(slots, transition)
+        index = self._resident if was_resident else self._filling
+        for slot in slots:
+            key = self.key_of(slot)
+            self._keys[slot] = None
+            del index[key]
+            self._free.append(slot)
+            self._on_emptied(slot, key, was_resident)
 
 
 def _parents_first(
