@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_admission, refuse_eviction
+from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
@@ -51,7 +51,7 @@ class SpaceTable:
         """Raises SettingsError for an eviction or admission policy that is not known or cannot be made."""
         assert namespaces_max > 0
         refuse_eviction(variable("eviction"), settings.eviction)
-        refuse_admission(variable("disk_admission"), admission_name(settings))
+        choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
         self.settings = settings
         self._namespaces_max = namespaces_max
         self._metrics = metrics

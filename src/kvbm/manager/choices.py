@@ -17,14 +17,11 @@ def refuse_eviction(field: str, name: str) -> None:
         _choose(EVICTION, field, name, 1)
 
 
-def refuse_admission(field: str, name: str) -> None:
-    """Raises SettingsError for an admission policy that is not known or cannot be made."""
-    if name not in ADMISSION.built_in:
-        _choose(ADMISSION, field, name, 1, 0.0)
-
-
 def choose_admission(field: str, name: str, slot_count: int, now_s: float) -> AdmissionPolicy:
-    """The admission policy of that name for a disk tier of so many slots. Raises SettingsError where there is none."""
+    """The admission policy of that name for a disk tier of so many slots.
+
+    Raises SettingsError for one that is not known or cannot be made.
+    """
     return _choose(ADMISSION, field, name, slot_count, now_s)
 
 

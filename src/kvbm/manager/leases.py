@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvbm.block import BlockKey
 
@@ -91,13 +91,7 @@ class Reservation:
     stale: bool = False
 
 
-class _Held(Protocol):
-    owner: Owner
-    number: int
-    deadline_s: float
-
-
-HeldT = TypeVar("HeldT", bound=_Held)
+HeldT = TypeVar("HeldT", Lease, Reservation)
 
 
 class HoldTable(Generic[HeldT]):

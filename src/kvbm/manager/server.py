@@ -87,7 +87,6 @@ class Server:
         self._followers = Followers(clock, self._sessions.get, self.spaces.namespace_of)
         self._requests = requests = Requests(self._membership, traffic, self._followers, self._sessions.get)
         self._numbers = count(1)
-        self._watched_tiers: set[int] = set()
         self._accepting = True
         self._accept_failed = False
         self._tick_at_s = clock()
@@ -262,15 +261,11 @@ class Server:
         self._requests.announce(lease)
 
     def _drop_unused(self, space: Space) -> None:
-        """Give an ephemeral namespace's memory, disk and place back."""
-        fd = space.disk.medium.fileno() if space.disk is not None else None
-        if fd in self._watched_tiers:
-            self._watched_tiers.remove(fd)
-            self._selector.unregister(fd)
+        """Give up the memory and the disk of an ephemeral namespace."""
+        if space.disk is not None and space.disk.medium.fileno() in self._selector.get_map():
+            self._selector.unregister(space.disk.medium.fileno())
         self.spaces.drop(space, keep=False)
 
     def _watch_tier(self, space: Space) -> None:
-        fd = space.disk.medium.fileno() if space.disk is not None else None
-        if fd is not None and fd not in self._watched_tiers:
-            self._watched_tiers.add(fd)
-            self.watch_descriptor(fd, lambda: None)
+        if space.disk is not None and space.disk.medium.fileno() not in self._selector.get_map():
+            self.watch_descriptor(space.disk.medium.fileno(), lambda: None)
