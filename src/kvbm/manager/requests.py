@@ -165,7 +165,7 @@ class Requests:
 
 
 def _failed_on_disk(space: Space, lease: Lease | None, message: Release) -> int:
-    """How many of the blocks that were promised and did not reach the device were found on disk.
+    """The number of promised blocks that did not reach the device and had been found on disk.
 
     Blocks that a lease no longer names are disk's: a run is only cut where disk did not give a block. Of a lease that
     ended before its load nothing is known, and its blocks count as host memory's, where that is a tier.
