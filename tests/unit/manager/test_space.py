@@ -188,7 +188,7 @@ def test_one_key_twice_in_a_question_is_no_harm(bench: Bench) -> None:
 
 def test_leases_of_one_owner_are_bounded(bench: Bench) -> None:
     bench.store(KEYS[:1])
-    bound = bench.space.leases._per_owner_max
+    bound = bench.space.leases.per_owner_max
     for number in range(bound):
         assert bench.space.lookup(ME, number + 1, KEYS[:1], 0) is not None
     assert bench.space.lookup(ME, bound + 1, KEYS[:1], 0) is None
