@@ -10,12 +10,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from kvbm.present.numbers import format_bytes
 from kvbm.settings import (
     FIELDS,
     Kind,
     LoadedSettings,
     available_memory_bytes,
-    format_bytes,
     load_settings,
     process_environment,
 )

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from kvbm.observe.metrics import Snapshot
-from kvbm.settings.advice import format_bytes
+from kvbm.present.numbers import format_bytes
 
 ROOT_LOGGER = "kvbm"
 

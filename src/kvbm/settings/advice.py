@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from kvbm.present.numbers import format_bytes
 from kvbm.settings.parse import GB, reject
 from kvbm.settings.schema import FIELDS, Settings, variable
 from kvbm.settings.setting import Kind
@@ -243,18 +244,6 @@ def _needing(part: str) -> list[str]:
 
 def _read_by(reader: str) -> list[str]:
     return [field for field, setting in FIELDS.items() if setting.reader == reader]
-
-
-def format_bytes(size_bytes: float) -> str:
-    """A size for people, in decimal units: `4 GB`, `402 MB`, `1.5 GB`, `0 B`."""
-    value, unit = float(size_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        # 999.5 and more would be rounded to 1000; the next unit reads better.
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    digits = 0 if unit == "B" or value >= 100 else 1
-    return f"{value:.{digits}f}".removesuffix(".0") + f" {unit}"
 
 
 def available_memory_bytes(

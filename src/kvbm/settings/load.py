@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from kvbm.errors import SettingsError
+from kvbm.present.numbers import format_bytes
 from kvbm.settings import parse
-from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, format_bytes, notices
+from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, notices
 from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective
 from kvbm.settings.places import runtime_dir_under
 from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA, Settings

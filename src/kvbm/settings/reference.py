@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvbm.settings.advice import format_bytes
+from kvbm.present.numbers import format_bytes
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
 from kvbm.settings.schema import SCHEMA, Settings
