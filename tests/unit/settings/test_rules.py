@@ -121,6 +121,7 @@ def test_settings_import_no_engine():
     assert output.strip() == "[]"
 
 
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
 def test_reference_page_is_current():
     written = ROOT / "docs/reference/settings.md"
     assert written.read_text() == page(), (
