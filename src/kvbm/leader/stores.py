@@ -50,6 +50,9 @@ class Stores:
         self._planned: dict[int, _Store] = {}
         self._failed: dict[int, set[int]] = {}
 
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._planned)
+
     @property
     def unanswered(self) -> bool:
         """Whether the manager has yet to answer a reservation."""
@@ -83,7 +86,7 @@ class Stores:
         assert len(keys) == len(device_blocks) > 0
         assert len(tags) in (0, len(keys))
         ready = self._link.ready
-        if ready is None or len(self._asked) + len(self._planned) >= OPEN_STORES_MAX:
+        if ready is None or len(self) >= OPEN_STORES_MAX:
             return False
         number = next(self._numbers)
         asked = Reserve(store=number, parent=parent or b"", keys=join_keys(keys), hashes=hashes)
