@@ -77,12 +77,6 @@ def with_answer(results: Results, run: int, request: int, text: str, token_ids: 
     return msgspec.structs.replace(results, runs=tuple(runs))
 
 
-def test_percentiles_are_nearest_rank() -> None:
-    values = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert [report.percentile(values, fraction) for fraction in (0.0, 0.2, 0.5, 0.95, 1.0)] == [1, 1, 3, 5, 5]
-    assert report.percentile([7.0], 0.5) == 7.0
-
-
 def test_good_results_have_no_problems() -> None:
     assert report.problems(make_results()) == []
     assert report.speedup(make_results(), make_results().runs[1]) == pytest.approx(11.0)
