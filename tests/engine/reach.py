@@ -70,7 +70,7 @@ def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
 def open_business(child: Child) -> dict[str, int]:
     """What the leader still keeps: all of it must be nothing when no request is left."""
     engine = _engine(child)
-    engine.settle()
+    engine.wait_for_stores()
     leader = _leader(engine)
     return {
         "requests": len(leader.requests),

@@ -80,7 +80,7 @@ class Stores:
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
-        With `tags` the blocks are free ones, of no request: `tags[i]` is what the engine says that block i holds.
+        With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         `hashes` is as in `Reserve`.
         """
         assert len(keys) == len(device_blocks) > 0
