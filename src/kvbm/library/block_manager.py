@@ -50,7 +50,7 @@ class Hit:
         self._manager = manager
         self._lease = lease
         self._ended = False
-        sources = manager._space.told(bytes(lease.sources)) if lease is not None else b""
+        sources = manager._space.counted_sources(bytes(lease.sources)) if lease is not None else b""
         self.blocks = len(sources)
         self.tokens = self.blocks * manager.layout.block_tokens
         self.host = sources.count(Tier.HOST)
@@ -307,7 +307,7 @@ class BlockManager:
         pairs = list(zip(device_blocks[:arrived], lease.slots[:arrived], strict=True))
         if pairs:
             self._copier_for(kv_cache).load(pairs)
-            sources = self._space.told(bytes(lease.sources[:arrived]))
+            sources = self._space.counted_sources(bytes(lease.sources[:arrived]))
             self.metrics.add("kvbm_onboard_blocks_h2d", sources.count(Tier.HOST))
             self.metrics.add("kvbm_onboard_blocks_d2d", sources.count(Tier.DISK))
             size = arrived * self.layout.shard_bytes

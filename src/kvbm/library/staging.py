@@ -17,7 +17,7 @@ from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.settings import container_limit_bytes
 from kvbm.tiers.disk.block_io import DirectRefused
-from kvbm.tiers.disk.geometry import DiskFields
+from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskFields
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena
 
@@ -39,7 +39,7 @@ class StagingOptions(msgspec.Struct, frozen=True, kw_only=True):
     slot_count: int
     disk_dir: str
     disk_bytes: int
-    fields: DiskFields
+    fields: DiskFields = AS_PARAMETERS
     direct: str
     device: str
 

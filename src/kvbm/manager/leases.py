@@ -1,4 +1,4 @@
-"""Leases and reservations: who holds which slots, and until when.
+"""Leases and reservations: the slots that an owner holds, and until when.
 
 A lookup takes one `Lease` over a run of blocks; a store takes one `Reservation` over slots it will fill. Both have
 an owner (a session) and a deadline on the manager's clock, and both end with their owner.
@@ -18,7 +18,7 @@ Owner = int
 
 
 class LeaseState(IntEnum):
-    """Where one block of a lease stands."""
+    """The state of one block of a lease."""
 
     ONBOARDING = 0
     PINNED = 1
@@ -32,8 +32,8 @@ _PINNED = bytes((LeaseState.PINNED,))
 class Lease:
     """A pin on the run of blocks that a lookup found.
 
-    `slots[i]` is pinned when `states[i]` is PINNED and on its way up when ONBOARDING. `ready` counts the leading
-    pinned blocks; `sources[i]` is the tier (see `block.Tier`) the block was found in. When a block fails, `keys`,
+    `slots[i]` is leased when `states[i]` is PINNED and on its way up when ONBOARDING. `ready` counts the leading
+    pinned blocks; `sources[i]` is the tier (see `block.Tier`) in which the block was found. When a block fails, `keys`,
     `slots` and `sources` end before it; `states` keeps its length, so that late arrivals find DROPPED.
     """
 

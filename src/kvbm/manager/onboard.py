@@ -65,10 +65,10 @@ class Onboarder:
         return len(self._by_host_slot)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
-        """Give every block of the lease that is only on disk a host slot; the run ends at the first that gets none.
+        """Give a host slot to every block of the lease that is only on disk; the run ends at the first that gets none.
 
         `before` is the block before the run. Where the run is longer than host memory, its own end makes room for
-        what comes before.
+        the blocks before.
         """
         i = -1
         while (i := lease.states.find(LeaseState.ONBOARDING, i + 1)) >= 0:
@@ -80,22 +80,22 @@ class Onboarder:
                 slot = int(filling)
             else:
                 parent = lease.keys[i - 1] if i else before
-                slot = self._start(key, parent)
+                slot = self._enqueue(key, parent)
                 while slot is None and (last := lease.states.rfind(LeaseState.PINNED, i + 1)) > 0:
                     self._cut(lease, last)
-                    slot = self._start(key, parent)
+                    slot = self._enqueue(key, parent)
             if slot is None:
                 self._cut(lease, i)
                 return
             lease.slots[i] = slot
             self._by_host_slot[slot].waiting.append((lease, i))
 
-    def _start(self, key: BlockKey, parent: BlockKey | None) -> int | None:
-        """Begin to bring up a block that is resident on disk; its host slot, or None when the host has no room."""
+    def _enqueue(self, key: BlockKey, parent: BlockKey | None) -> int | None:
+        """Queue a block that is resident on disk. Returns its host slot, or None when host memory has no room."""
         disk_slot = self._disk_pool.find(key)
         assert disk_slot is not None
         self._disk_pool.lease(disk_slot)
-        # What is on disk is loaded through the host tier, whatever its policy thinks of it.
+        # Loads from disk go through host memory, whatever its policy says of the block.
         host_slot = self._host_pool.reserve(key, parent, self._clock(), insist=True)
         if host_slot is None:
             self._disk_pool.unlease(disk_slot)
@@ -126,7 +126,7 @@ class Onboarder:
                 self._finish(block, outcome)
 
     def completed(self, completion: Completion) -> bool:
-        """Take a completion if it is ours."""
+        """Take a completion; False when it is not of a read."""
         block = self._in_flight.pop(completion.job_id, None)
         if block is None:
             return False
@@ -155,7 +155,7 @@ class Onboarder:
         if outcome is Outcome.HIT:
             self._host_pool.commit(block.host_slot)
         elif in_use:
-            self._unusable.append(block.host_slot)  # it stays filling: nobody may have it yet
+            self._unusable.append(block.host_slot)  # it stays filling: no block may go there yet
         else:
             self._host_pool.abort(block.host_slot)
         if outcome is Outcome.MISS and not self._disk_pool.is_leased(block.disk_slot):

@@ -24,7 +24,7 @@ class Arc(LeafFirstQueues):
 
     A use costs one comparison where the whole chain was last used together, else a few writes. Memory: 35 bytes a
     slot, and at most `slot_count` ghosts (more only between `victims` and `inserted`), about 160 bytes each where
-    nobody else keeps the key.
+    no other object keeps the key.
     """
 
     def __init__(self, slot_count: int) -> None:
@@ -74,7 +74,7 @@ class Arc(LeafFirstQueues):
         self._returning.clear()
         arriving = 0
         free_count = len(incoming) - needed
-        # Where more has to go than comes, the first victims are for nobody.
+        # Where more has to go than comes, the first victims make room for no newcomer.
         for place in range(min(0, free_count), len(incoming)):
             known = self._recall(incoming[place]) if place >= 0 else _UNKNOWN
             if place >= free_count:

@@ -61,7 +61,7 @@ class Gdsf:
     def __init__(self, slot_count: int, cost: BlockCost | None = None) -> None:
         assert slot_count > 0, f"a tier has at least one slot, not {slot_count}"
         self._cost = BlockCost() if cost is None else cost
-        self._tree = BlockTree(slot_count)
+        self.tree = BlockTree(slot_count)
         self._state = bytearray(slot_count)
         self._depth = array("i", bytes(4 * slot_count))
         self._saved_s = array("d", bytes(8 * slot_count))
@@ -95,9 +95,9 @@ class Gdsf:
         if not slots:
             return
         self._now_tick += 1
-        if parent >= 0 and self._queued[parent] and self._tree.child[parent] < 0:
+        if parent >= 0 and self._queued[parent] and self.tree.child[parent] < 0:
             self._outdated += 1
-        self._tree.append(slots, parent)
+        self.tree.append(slots, parent)
         depth = self._depth[parent] + 1 if parent >= 0 else 0
         for slot in slots:
             assert self._state[slot] == _FREE, f"slot {slot} is in use"
@@ -112,7 +112,7 @@ class Gdsf:
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Queue those of the slots that are leaves and not queued already."""
-        queued, child, state = self._queued, self._tree.child, self._state
+        queued, child, state = self._queued, self.tree.child, self._state
         for slot in slots:
             state[slot] = _RESIDENT
             if child[slot] < 0 and not queued[slot]:
@@ -133,7 +133,7 @@ class Gdsf:
     ) -> list[int]:
         """The unleased leaves of lowest rank, each before its parent; every newcomer is worth its place."""
         chosen: list[int] = []
-        leaves, state, child = self._leaves, self._state, self._tree.child
+        leaves, state, child = self._leaves, self._state, self.tree.child
         rank, tick, queued = self._rank, self._tick, self._queued
         while leaves and len(chosen) < needed:
             queued_rank, queued_tick, slot = leaves[0]
@@ -161,7 +161,7 @@ class Gdsf:
     def _empty(self, slot: int) -> None:
         """Take a slot out of the tree, and queue its parent if that may go now."""
         self._state[slot] = _FREE
-        parent = self._tree.take_out(slot)
+        parent = self.tree.take_out(slot)
         if parent >= 0 and self._state[parent] == _RESIDENT and not self._queued[parent]:
             self._enqueue(parent)
 
@@ -169,7 +169,7 @@ class Gdsf:
         """Drop the entries of removed blocks, and of those that got continuations, once they are half of the queue."""
         if self._outdated < _SPARE_ENTRIES or 2 * self._outdated < len(self._leaves):
             return
-        child, queued = self._tree.child, self._queued
+        child, queued = self.tree.child, self._queued
         kept = []
         for entry in self._leaves:
             _, queued_tick, slot = entry

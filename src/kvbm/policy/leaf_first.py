@@ -94,7 +94,7 @@ class LeafFirstQueues:
     def __init__(self, slot_count: int, queue_count: int) -> None:
         assert slot_count > 0, f"a tier has at least one slot, not {slot_count}"
         self._slot_count = slot_count
-        self._tree = BlockTree(slot_count)
+        self.tree = BlockTree(slot_count)
         self._state = bytearray(slot_count)
         self._queue = bytearray(slot_count)
         self._waits = bytearray(slot_count)
@@ -132,7 +132,7 @@ class LeafFirstQueues:
         for slot in slots:
             assert state[slot] == _FREE, f"slot {slot} is in use"
             state[slot] = _FILLING
-        self._tree.append(slots, parent)
+        self.tree.append(slots, parent)
 
     def _enter(self, slot: int, queue: int) -> None:
         """Make a slot that belongs to no queue the newest of one."""
@@ -204,11 +204,11 @@ class LeafFirstQueues:
             newer[newest], older[last] = last, newest
 
     def _may_go(self, slot: int, leased: Container[int]) -> bool:
-        return self._state[slot] == _RESIDENT and self._tree.child[slot] < 0 and slot not in leased
+        return self._state[slot] == _RESIDENT and self.tree.child[slot] < 0 and slot not in leased
 
     def _leaf_of(self, slot: int, leased: Container[int]) -> int:
         """The slot that goes at this slot's turn: itself, or a leaf that continues it; -1 when it has to wait."""
-        child = self._tree.child
+        child = self.tree.child
         leaf = slot
         if child[slot] >= 0:
             queue = self._queue[slot]
@@ -253,13 +253,13 @@ class LeafFirstQueues:
         if slot in self._due_leaf:
             self._step_up(slot)
         self._state[slot] = _FREE
-        parent = self._tree.take_out(slot)
+        parent = self.tree.take_out(slot)
         if parent >= 0 and self._waits[parent] and self._state[parent] == _RESIDENT:
             self._end_wait(parent)
 
     def _step_up(self, slot: int) -> None:
         """The search for leaves continues with the parent of a leaf that goes."""
-        parent = self._tree.parent[slot]
+        parent = self.tree.parent[slot]
         for queue, leaf in enumerate(self._due_leaf):
             if leaf == slot:
                 self._due_leaf[queue] = -1 if self._due[queue] == slot else parent

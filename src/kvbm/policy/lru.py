@@ -28,7 +28,7 @@ class LeafFirstLru:
     """
 
     def __init__(self, slot_count: int) -> None:
-        self._tree = BlockTree(slot_count)
+        self.tree = BlockTree(slot_count)
         self._used_s = array("d", bytes(8 * slot_count))
         self._state = bytearray(slot_count)
         self._queued = bytearray(slot_count)
@@ -49,8 +49,8 @@ class LeafFirstLru:
         """Begin to fill the slots; the parent stops being a leaf."""
         if not slots:
             return
-        outdates = parent >= 0 and self._queued[parent] and self._tree.child[parent] < 0
-        self._tree.append(slots, parent)
+        outdates = parent >= 0 and self._queued[parent] and self.tree.child[parent] < 0
+        self.tree.append(slots, parent)
         state, used_s = self._state, self._used_s
         for slot in slots:
             assert state[slot] == _FREE, f"slot {slot} is in use"
@@ -62,7 +62,7 @@ class LeafFirstLru:
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Queue those of the slots that are leaves and not queued already."""
-        queued, child, state = self._queued, self._tree.child, self._state
+        queued, child, state = self._queued, self.tree.child, self._state
         for slot in slots:
             state[slot] = _RESIDENT
             if child[slot] < 0 and not queued[slot]:
@@ -73,7 +73,7 @@ class LeafFirstLru:
         for slot in slots:
             assert self._state[slot] != _FREE, f"slot {slot} is empty already"
             self._state[slot] = _FREE
-            parent = self._tree.take_out(slot)
+            parent = self.tree.take_out(slot)
             if parent >= 0 and not self._queued[parent]:
                 self._queue(parent)
 
@@ -83,7 +83,7 @@ class LeafFirstLru:
         """The unleased leaves used longest ago, each before its parent; every newcomer is worth its place."""
         chosen: list[int] = []
         leaves, state, used_s, queued = self._leaves, self._state, self._used_s, self._queued
-        child, take_out = self._tree.child, self._tree.take_out
+        child, take_out = self.tree.child, self.tree.take_out
         while leaves and len(chosen) < needed:
             queued_s, slot = leaves[0]
             if state[slot] != _RESIDENT or child[slot] >= 0 or slot in leased:
@@ -115,7 +115,7 @@ class LeafFirstLru:
         """Drop the entries of blocks that got continuations, once they are half of the queue."""
         if self._outdated < _SPARE_ENTRIES or 2 * self._outdated < len(self._leaves):
             return
-        child, queued = self._tree.child, self._queued
+        child, queued = self.tree.child, self._queued
         kept = []
         for entry in self._leaves:
             slot = entry[1]

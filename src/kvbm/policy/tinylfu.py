@@ -181,7 +181,7 @@ class WTinyLfu(LeafFirstQueues):
         while self._sizes[_WINDOW] + arriving > self._window_max and (slot := newer[end]) != end:
             if self._may_go(slot, leased):
                 return slot
-            if self._tree.child[slot] >= 0:
+            if self.tree.child[slot] >= 0:
                 self._move(slot, _PROBATION)
             else:
                 self._wait(slot)

@@ -277,7 +277,7 @@ def test_a_long_chain_is_not_searched_again_for_each_victim(policy: PolicyFactor
     for run in [range(count)] if at_once else [range(block, block + 1) for block in range(count)]:
         made.inserted(run, run, run[0] - 1, 0.0)
         made.evictable(run)
-    chains = made._tree  # type: ignore[attr-defined]
+    chains = made.tree  # type: ignore[attr-defined]
     chains.child = CountingArray("i", chains.child)
     for block in range(count - 1, -1, -1):
         assert made.victims(1, (), (), 0.0) == [block]
