@@ -11,6 +11,8 @@ import pytest
 from kvbm.sim.serving.model import kv_bytes_per_token
 from rigs.checkout import ROOT
 
+README_LINES_MAX = 130
+
 
 def config(
     layers: int, heads: int, kv_heads: int, hidden: int, positions: int, **more: Any
