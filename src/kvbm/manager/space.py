@@ -330,8 +330,8 @@ class Space:
             pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
             for pool in self.pools
         }
-        fault = self.disk.fault if self.disk is not None else ""
-        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault}
+        fault, queued = (self.disk.fault, self.disk.queued_count) if self.disk is not None else ("", 0)
+        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault, "queued": queued}
 
     def check(self) -> None:
         """Assert the conservation law in every tier."""
