@@ -202,7 +202,7 @@ class SharedSpace:
         self._layout = layout
         self._namespace = namespace
         self._peer_uids = tuple(peer_uids)
-        self._reply_timeout_s = reply_timeout_s
+        self.reply_timeout_s = reply_timeout_s
         self._clock = clock
         self._numbers = count(1)
         self._copiers = Copiers(layout, self._new_copier)
@@ -225,7 +225,7 @@ class SharedSpace:
         number = next(self._numbers)
         run = session.runs[number] = _SharedRun(session, number)  # before its progress can come
         question = Lookup(lookup=number, keys=asked, skip=min(skip, len(keys), KEYS_PER_MESSAGE_MAX))
-        found = session.ask(question, LookupReply, self._reply_timeout_s)
+        found = session.ask(question, LookupReply, self.reply_timeout_s)
         if found is None or not found.slots:
             del session.runs[number]
             if found is None:
@@ -290,14 +290,14 @@ class SharedSpace:
 
     def clear(self, tier: str) -> int:
         session = self._present()
-        reply = session.ask(Reset(tier=tier), ResetReply, self._reply_timeout_s) if session else None
+        reply = session.ask(Reset(tier=tier), ResetReply, self.reply_timeout_s) if session else None
         if reply is None:
             raise ManagerUnavailable(f"no manager answers at {self._socket}: nothing was cleared")
         return reply.dropped
 
     def status(self) -> dict[str, object]:
         session = self._present()
-        reply = session.ask(StatusQuery(), Status, self._reply_timeout_s) if session else None
+        reply = session.ask(StatusQuery(), Status, self.reply_timeout_s) if session else None
         spaces = reply.spaces if reply is not None else ()
         return next((space for space in spaces if space.get("namespace") == self._namespace.short), {})
 
@@ -320,7 +320,7 @@ class SharedSpace:
         copier, number, started_s = self._copiers.of(kv_cache), next(self._numbers), self._clock()
         session.fenced.clear()
         question = Reserve(store=number, parent=parent, keys=join_keys(keys))
-        reply = session.ask(question, ReserveReply, self._reply_timeout_s)
+        reply = session.ask(question, ReserveReply, self.reply_timeout_s)
         if reply is None:
             # Slots that it reserves for us yet go back.
             session.tell(Commit(store=number, failed=tuple(range(len(keys)))))
@@ -347,7 +347,7 @@ class SharedSpace:
             self._session.poll()
         if self._session.lost and (channel := self._finder.attempt()) is not None:
             try:
-                session = self._join(channel, channel.introduce(self._worker_hello, self._reply_timeout_s))
+                session = self._join(channel, channel.introduce(self._worker_hello, self.reply_timeout_s))
             except (KvbmError, OSError) as error:
                 channel.close()
                 self._finder.tell(str(error))
@@ -366,9 +366,9 @@ class SharedSpace:
             opened.append(arena)
             leader = Channel.connect(self._socket, self._peer_uids)
             opened.append(leader)
-            leader.introduce(self._leader_hello, self._reply_timeout_s)
+            leader.introduce(self._leader_hello, self.reply_timeout_s)
             session = _Session(leader, worker, arena)
-            deadline_s = time.monotonic() + self._reply_timeout_s
+            deadline_s = time.monotonic() + self.reply_timeout_s
             while not session.ready:
                 if not session.wait(deadline_s - time.monotonic()):
                     raise ManagerUnavailable(f"the manager at {self._socket} did not take us in")
