@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-pythons check format bench support-matrix reference clean
+.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -20,8 +20,10 @@ demo: setup  ## set everything up and run the prefix-reuse experiment on real vL
 test: setup check  ## set everything up and pass every check and test on this Python
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
-test-fast: setup  ## the tests that start no engine
-	@$(BIN)/python -m pytest -m "not engine" $(ARGS)
+unit: setup  ## the tests that start no engine; those of one part: make unit ARGS=policy
+	@$(BIN)/python scripts/unit_tests.py $(ARGS)
+
+test-fast: unit  ## the same, by its older name
 
 test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.10 and 3.13 where installed
 	@$(BIN)/python scripts/other_pythons.py
@@ -31,7 +33,7 @@ check: setup  ## style, types, import rules, tidiness
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; echo "run: make format"; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_imports.py
+	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_imports.py tests/unit/test_architecture.py
 
 format: setup  ## put the code into its standard form
 	@$(BIN)/ruff check --fix --quiet .

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
+from kvbm.present.tables import plain_table
 from kvbm.settings import Settings
 from kvbm.tiers.contract import Completion
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
@@ -143,11 +143,8 @@ def main() -> int:
         tier.close(keep=False)
     rows = _rows(samples)
     (options.output / "disk.json").write_text(json.dumps({"rows": rows, "samples": samples}, indent=2) + "\n")
-    table = Table(
-        title=f"Host ⇄ disk, {options.threads} threads, {BLOCK_BYTES >> 20} MiB blocks", title_justify="left"
-    )
-    for column in ("what", "budget", "GB/s", "ceiling", "ratio"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    title = f"Host ⇄ disk, {options.threads} threads, {BLOCK_BYTES >> 20} MiB blocks"
+    table = plain_table(("what", "budget", "GB/s", "ceiling", "ratio"), words={"what"}, title=title)
     for row in rows:
         table.add_row(
             row["what"],

@@ -28,6 +28,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.leader import Leader
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import LeafFirstLru
+from kvbm.present.tables import plain_table
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Commit,
@@ -219,9 +220,8 @@ def rows(blocks: int) -> list[dict[str, Any]]:
 
 def render(found: list[dict[str, Any]]) -> Table:
     """A ratio of at most 1 is within the budget."""
-    table = Table(title="The manager", title_justify="left")
-    for column in ("what", "unit", "budget", "measured", "ratio"):
-        table.add_column(column, justify="left" if column in ("what", "unit") else "right")
+    columns = ("what", "unit", "budget", "measured", "ratio")
+    table = plain_table(columns, words={"what", "unit"}, title="The manager")
     for row in found:
         ratio = row["measured"] / row["budget"]
         table.add_row(

@@ -29,6 +29,7 @@ from benchmarks.engine import (
     prompt,
 )
 from benchmarks.ttft import scenario
+from kvbm.present.tables import plain_table
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 BUDGET = 1.02
@@ -105,9 +106,9 @@ def summarise(measured: dict[str, list[float]]) -> list[dict[str, float | str]]:
 
 def render(rows: list[dict[str, float | str]]) -> Table:
     """The table; the budget is on the ratio."""
-    table = Table(title="No hit, everything stored: seconds per prompt", title_justify="left")
-    for column in ("what", "budget", "measured", "best", "ratio", "ratio of bests"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    columns = ("what", "budget", "measured", "best", "ratio", "ratio of bests")
+    title = "No hit, everything stored: seconds per prompt"
+    table = plain_table(columns, words={"what"}, title=title)
     for row in rows:
         budget = "–" if row["what"] == "plain" else f"≤ {BUDGET} ×"
         times = (f"{row['measured_s']:.3f}", f"{row['best_s']:.3f}")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from kvbm.policy import EvictionPolicy, make_policy
+from kvbm.present.tables import plain_table
 from kvbm.sim.serving.tier import SimulatedTier
 
 TURN_BLOCKS = 10
@@ -132,9 +132,9 @@ def main() -> int:
         rows.append(row)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "policies.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
-    table = Table(title=f"Eviction policies with {options.leaves:,} leaves", title_justify="left")
-    for column in ("policy", "µs per access", "to the first", "bytes per resident block"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    columns = ("policy", "µs per access", "to the first", "bytes per resident block")
+    title = f"Eviction policies with {options.leaves:,} leaves"
+    table = plain_table(columns, words={"policy"}, title=title)
     first = float(rows[0]["microseconds_per_access"])
     for row in rows:
         took = float(row["microseconds_per_access"])

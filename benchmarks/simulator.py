@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvbm.present.tables import plain_table
 from kvbm.sim.replay.curves import lru_curve
 from kvbm.sim.simulate.simulation import parse_policies
 from kvbm.sim.simulate.sizes import parse_sizes
@@ -76,9 +77,8 @@ def rows(
 def render(trace: Trace, found: list[dict[str, Any]]) -> Table:
     """The table, with the budgets."""
     title = f"Replays of {trace.name}: {trace.accesses:,} blocks asked for, {trace.unique_blocks:,} different"
-    table = Table(title=title, title_justify="left")
-    for column in ("what", "size", "blocks", "budget, M/s", "M/s", "× LRU"):
-        table.add_column(column, justify="left" if column in ("what", "size") else "right")
+    columns = ("what", "size", "blocks", "budget, M/s", "M/s", "× LRU")
+    table = plain_table(columns, words={"what", "size"}, title=title)
     for row in found:
         budget = f"≥ {row['budget_per_s'] / 1e6:.2f}" if row["budget_per_s"] else "–"
         times = f"{row['times_lru']:.2f}" if row["times_lru"] else "–"

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from kvbm.present.tables import plain_table
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor
 from kvbm.transfer.cpu import prepare_thread
 
@@ -179,12 +179,9 @@ def main() -> None:
     rows: list[Row] = []
     for case in CASES:
         rows += measure(case, arguments.threads, arguments.rounds)
-    table = Table(
-        title=f"device block ⇄ host slot on the CPU, {LAYERS} layers, {MOVED_BYTES >> 20} MiB moved"
-    )
-    for heading in ("piece, layout", "method", "store GB/s", "load GB/s", "store ratio", "load ratio"):
-        words = heading in ("piece, layout", "method")
-        table.add_column(heading, justify="left" if words else "right", no_wrap=True)
+    columns = ("piece, layout", "method", "store GB/s", "load GB/s", "store ratio", "load ratio")
+    title = f"device block ⇄ host slot on the CPU, {LAYERS} layers, {MOVED_BYTES >> 20} MiB moved"
+    table = plain_table(columns, words=columns[:2], title=title)
     previous = ""
     for row in rows:
         if previous and previous != row.case:

@@ -33,6 +33,7 @@ from benchmarks.engine import (
     passed_on,
     prompt,
 )
+from kvbm.present.tables import plain_table
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 SCENARIOS = ("plain", "kvbm-host", "kvbm-disk", "native-host", "native-fs")
@@ -160,8 +161,6 @@ def summarise(
 
 def render(rows: list[dict[str, Any]]) -> Table:
     """The budget table, times in ms. A ratio of at most 1 is within the budget."""
-    table = Table(title="Time to first token, ms", title_justify="left")
-    table.add_column("engine", no_wrap=True)
     columns = {
         "cold_s": "cold",
         "device_s": "device hit",
@@ -171,8 +170,8 @@ def render(rows: list[dict[str, Any]]) -> Table:
         "budget_s": "budget",
         "ceiling_s": "ceiling",
     }
-    for title in (*columns.values(), "ratio"):
-        table.add_column(title, justify="right")
+    headings = ("engine", *columns.values(), "ratio")
+    table = plain_table(headings, words={"engine"}, title="Time to first token, ms")
     for row in rows:
         cells = ["–" if key not in row else f"{row[key] * 1e3:,.0f}" for key in columns]
         table.add_row(row["what"], *cells, f"{row['ratio']:.2f}" if "ratio" in row else "–")

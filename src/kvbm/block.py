@@ -15,6 +15,9 @@ BlockKey = NewType("BlockKey", bytes)
 SlotIndex = NewType("SlotIndex", int)
 """A slot's position in one tier; slot i is the same block on every rank."""
 
+NO_SLOT = -1
+"""In place of a slot: the block has none."""
+
 KEY_BYTES = 32
 
 GROUP_MAX = 0xFFFF

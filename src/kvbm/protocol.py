@@ -252,7 +252,7 @@ class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """The manager's own account of itself, for the command line."""
+    """Each namespace of the manager: its tiers, and how many blocks are `queued` between host memory and disk."""
 
     epoch: int
     spaces: tuple[dict[str, object], ...] = ()

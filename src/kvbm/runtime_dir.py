@@ -15,8 +15,9 @@ import stat
 
 from kvbm.errors import SettingsError
 from kvbm.peers import is_ourselves, nameless_as
+from kvbm.settings import variable
 
-FIELD = "DYN_KVBM_RUNTIME_DIR"
+FIELD = variable("runtime_dir")
 _ACCEPTED = "a directory that only you own and can write to (at most 0755), not through a link"
 _READ_BYTES_MAX = 64 << 20
 

@@ -17,7 +17,7 @@ from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
-from kvbm.manager.leases import Lease, Place, Reservation
+from kvbm.manager.leases import Lease, LeaseState, Reservation
 from kvbm.manager.space import LEASE_S, RESERVATION_S, Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
@@ -361,11 +361,11 @@ class ManagerMachine(RuleBasedStateMachine):
         held = 0
         for lease in self.space.leases:
             generations = self.promised[lease.owner, lease.number]
-            assert lease.ready <= len(lease.slots) == len(lease.keys) <= len(lease.places)
+            assert lease.ready <= len(lease.slots) == len(lease.keys) <= len(lease.states)
             for i, slot in enumerate(lease.slots):
                 assert self.arena.generation(slot) == generations[i], "a leased slot changed hands"
-                assert lease.places[i] != Place.DROPPED
-                if lease.places[i] == Place.PINNED:
+                assert lease.states[i] != LeaseState.DROPPED
+                if lease.states[i] == LeaseState.PINNED:
                     held += 1
                     assert self.space.host_pool.is_leased(slot)
                     assert self.space.host_pool.find(lease.keys[i]) == slot

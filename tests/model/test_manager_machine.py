@@ -143,8 +143,8 @@ class DepartingMachine(FakeTierMachine):
         super()._open()
         departures = self.space.disk.departures
         assert departures is not None
-        departures._inner = StrictLru(HOST_SLOTS)
-        departures._ahead = self.ahead
+        departures.inner = StrictLru(HOST_SLOTS)
+        departures.ahead = self.ahead
 
     @invariant()
     def what_was_set_aside_is_on_its_way(self) -> None:
@@ -152,16 +152,16 @@ class DepartingMachine(FakeTierMachine):
             return
         departures, offloader = self.space.disk.departures, self.space.disk.offloader
         assert departures is not None
-        assert not departures._writing.keys() & departures._ready.keys()
-        host, moving = self.space.host_pool, {block.host_slot for block in offloader._in_flight.values()}
-        for slot in (*departures._writing, *departures._ready):
+        assert not departures.writing.keys() & departures.ready.keys()
+        host, moving = self.space.host_pool, {block.host_slot for block in offloader.in_flight.values()}
+        for slot in (*departures.writing, *departures.ready):
             assert host.state_of(slot) is BlockState.RESIDENT
-            assert not departures._inner._state[slot], "the policy inside has given it up"  # type: ignore[attr-defined]
-        for slot in departures._writing:
-            assert slot in moving or host.key_of(slot) in offloader._queued, "it would wait for ever"
+            assert not departures.inner._state[slot], "the inner policy has given it up"  # type: ignore[attr-defined]
+        for slot in departures.writing:
+            assert slot in moving or host.key_of(slot) in offloader.queue, "it would wait for ever"
         resident = {slot for slot, _ in host.resident()}
-        inside = resident - departures._writing.keys() - departures._ready.keys()
-        assert all(departures._inner._state[slot] for slot in inside)  # type: ignore[attr-defined]
+        inside = resident - departures.writing.keys() - departures.ready.keys()
+        assert all(departures.inner._state[slot] for slot in inside)  # type: ignore[attr-defined]
 
 
 class FarAheadMachine(DepartingMachine):

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvbm.layout import round_up
+from kvbm.testing.kv_views import PADDING, PAIRS, SLOTS, Views, scramble, separate, stacked
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor
 from kvbm.transfer.cuda.copier import CudaCopier
 from rigs.cuda_model import DEADLINE_S, PAGE, Model
-from rigs.kv_tensors import PADDING, PAIRS, SLOTS, Views, scramble, separate, stacked
 
 BLOCKS = 9
 MOVED = [(5, 9), (6, 10), (0, 4), (8, 3), (2, 5)]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from kvbm.testing.kv_views import stacked
 from kvbm.transfer.copier import Copying
 from rigs.cuda_bench import BLOCKS, Bench
 from rigs.cuda_model import Model
-from rigs.kv_tensors import stacked
 
 SEEDS = range(6)
 SLOTS = 16

@@ -41,7 +41,7 @@ class ServedManager:
         )
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Server], Any]]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._server.watch_descriptor(self._wake, lambda: None)
+        self._server.watch_descriptor(self._wake, self._woken)
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="served-manager", daemon=True)
         self._thread.start()
@@ -71,12 +71,15 @@ class ServedManager:
             os.close(self._wake)
             os.unlink(self.path)
 
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake)
+
     def _serve(self) -> None:
         while not self._stopping:
             self._server.step()
             while not self._commands.empty():
-                os.eventfd_read(self._wake)
                 future, function = self._commands.get()
+                self._server.step(0.0)  # all that clients said before
                 try:
                     future.set_result(function(self._server))
                 except BaseException as error:

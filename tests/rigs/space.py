@@ -72,15 +72,15 @@ class Bench:
         self.space.commit(ME, number)
         return slots
 
-    def settle(self) -> None:
-        """All that is under way ends."""
+    def finish_all(self) -> None:
+        """Every read and write ends."""
         self.space.pump()
         while self.tier.release():
             self.space.pump()
 
     def only_on_disk(self, keys: list[BlockKey]) -> None:
         self.store(keys)
-        self.settle()
+        self.finish_all()
         self.space.clear("host")
         assert self.space.disk is not None
         assert all(

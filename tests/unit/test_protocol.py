@@ -13,13 +13,13 @@ from kvbm.errors import ProtocolError
 from kvbm.framing import encode
 from kvbm.layout import LAYOUT_MAX, PAGE_BYTES, BlockLayout, Namespace, round_up
 from kvbm.protocol import (
+    Follow,
     FromManager,
     Hello,
     Lookup,
     LookupReply,
     Message,
     Progress,
-    StatusQuery,
     ToManager,
     decode_from_manager,
     decode_to_manager,
@@ -56,7 +56,7 @@ def test_each_side_takes_only_what_is_meant_for_it() -> None:
     with pytest.raises(ProtocolError):
         decode_to_manager(body(encode(Progress(lookup=1, ready=0, final=True))))
     with pytest.raises(ProtocolError):
-        decode_from_manager(body(encode(StatusQuery())))
+        decode_from_manager(body(encode(Follow())))
 
 
 def test_unknown_fields_of_a_later_version_are_skipped() -> None:
@@ -77,10 +77,10 @@ def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("depth", [100, 5000, 1_000_000])
 def test_deep_nesting_is_refused(depth: int) -> None:
-    raw = b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("status?")
+    raw = b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("follow")
     raw += msgspec.msgpack.encode("x") + b"\x91" * depth + b"\x01"
     try:
-        assert decode_to_manager(raw) == StatusQuery()
+        assert decode_to_manager(raw) == Follow()
     except ProtocolError:
         assert depth > 100
 

@@ -91,6 +91,7 @@ def _raise_exit(number: int, _frame: object) -> None:
 def _conclude(console: Console, options: Options, results: Results) -> int:
     """Print, write and judge. Returns the exit status."""
     from kvbm.demo import picture, report
+    from kvbm.present.axes import NO_PICTURE
 
     console.print()
     console.print(report.render(results))
@@ -99,7 +100,7 @@ def _conclude(console: Console, options: Options, results: Results) -> int:
     if picture.draw(results, options.output / "results.png"):
         written.append(str(options.output / "results.png"))
     else:
-        console.print("no picture: matplotlib is not installed (pip install 'openkvbm[demo]')", markup=False)
+        console.print(NO_PICTURE, markup=False)
     console.print("written: " + ", ".join(written), highlight=False)
     found = report.problems(results, same_text_required=options.dtype == "float32")
     difference = report.first_difference(results)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
+from kvbm.present import tables
+from kvbm.present.numbers import column_bytes
+from kvbm.present.tables import json_text, plain_table
 from kvbm.tiers.disk.directory import DIRECTORY_PREFIX, is_locked, owner_pid, remove_directory
 from kvbm.tiers.disk.survey import (
     DirectorySurvey,
@@ -25,7 +25,7 @@ from kvbm.tiers.disk.survey import (
 )
 
 app = typer.Typer(
-    help="Look after the disk tier's directories: what is in them, whether it is sound, and removing them.",
+    help="Look after the disk tier's directories: list them, verify their blocks, remove them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -34,13 +34,10 @@ Directory = Annotated[
     Path,
     typer.Argument(
         metavar="DIR",
-        help="What DYN_KVBM_DISK_CACHE_DIR names, or one of the cache directories in it.",
+        help="The directory that DYN_KVBM_DISK_CACHE_DIR names, or one of the cache directories in it.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-
-PIPE_WIDTH = 120
-"""Columns when the output is no terminal: wide enough that no row is broken in two."""
 
 
 @app.command("ls", epilog="Example: kvbm disk ls /tmp")
@@ -48,27 +45,23 @@ def list_command(directory: Directory, as_json: AsJson = False) -> None:
     """List the cache directories in DIR: model, blocks, bytes, owner."""
     surveys = _over_directories(directory, survey_directory)
     if as_json:
-        _print_json({"directories": surveys})
+        print(json_text({"directories": surveys}))
         return
     if not surveys:
         print(f"No cache directories in {directory}.")
         return
-    table = _make_table(f"{DIRECTORY_PREFIX}NAMESPACE-N in {_root_of(directory)}")
-    table.add_column("directory", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    for heading in ("blocks", "of", "full", "on disk"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("owner", no_wrap=True)
+    headings = ("directory", "model", "blocks", "of", "full", "on disk", "owner")
+    table = plain_table(headings, words={"directory", "owner"}, folded={"model"}, title=_title(directory))
     for survey in surveys:
         table.add_row(*_survey_row(survey))
-    _console().print(table)
+    tables.console().print(table)
 
 
 @app.command("verify", epilog="Example: kvbm disk verify /tmp --json")
 def verify_command(directory: Directory, as_json: AsJson = False) -> None:
-    """Read every block in DIR and compare its checksum; exit 1 when one is corrupt.
+    """Read every block in DIR and compare its checksum; exit 1 if one is corrupt.
 
-    It disturbs nobody: a directory in use may be verified too.
+    This disturbs no engine: a directory in use may be verified too.
     """
     with _progress(hidden=as_json) as progress:
 
@@ -81,7 +74,7 @@ def verify_command(directory: Directory, as_json: AsJson = False) -> None:
         reports = _over_directories(directory, verify)
     corrupt = sum(report.corrupt for report in reports)
     if as_json:
-        _print_json({"corrupt": corrupt, "directories": reports})
+        print(json_text({"corrupt": corrupt, "directories": reports}))
     elif not reports:
         print(f"No cache directories in {directory}.")
     else:
@@ -91,7 +84,7 @@ def verify_command(directory: Directory, as_json: AsJson = False) -> None:
 
 @app.command("clear", epilog="Example: kvbm disk clear /tmp")
 def clear_command(directory: Directory, as_json: AsJson = False) -> None:
-    """Remove the cache directories in DIR that no process owns; exit 1 when one could not be removed."""
+    """Remove the cache directories in DIR that no process owns; exit 1 if one could not be removed."""
     removed: list[str] = []
     refused: list[dict[str, Any]] = []
     for path in _existing(directory):
@@ -105,7 +98,7 @@ def clear_command(directory: Directory, as_json: AsJson = False) -> None:
             )
             refused.append({"path": str(path), "reason": reason})
     if as_json:
-        _print_json({"removed": removed, "refused": refused})
+        print(json_text({"removed": removed, "refused": refused}))
     else:
         for name in removed:
             print(f"removed {name}")
@@ -130,17 +123,14 @@ def _survey_row(survey: DirectorySurvey) -> list[Text]:
         _name(survey.path),
         model,
         *map(Text, blocks),
-        Text(_size(survey.medium_bytes)),
+        Text(column_bytes(survey.medium_bytes)),
         owner,
     ]
 
 
 def _print_reports(directory: Path, reports: list[VerifyReport], corrupt: int) -> None:
-    table = _make_table(f"{DIRECTORY_PREFIX}NAMESPACE-N in {_root_of(directory)}")
-    table.add_column("directory", no_wrap=True)
-    for heading in ("blocks", "verified", "corrupt", "changed", "read"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("corrupt slots", overflow="fold")
+    headings = ("directory", "blocks", "verified", "corrupt", "changed", "read", "corrupt slots")
+    table = plain_table(headings, words={"directory"}, folded={"corrupt slots"}, title=_title(directory))
     for report in reports:
         slots = ", ".join(map(str, report.corrupt_slots))
         more = ", …" if report.corrupt > len(report.corrupt_slots) else ""
@@ -151,22 +141,22 @@ def _print_reports(directory: Path, reports: list[VerifyReport], corrupt: int) -
             f"{report.verified:,}",
             Text(f"{report.corrupt:,}", style="bold red" if report.corrupt else "green"),
             f"{report.changed:,}",
-            _size(report.verified_bytes),
+            column_bytes(report.verified_bytes),
             Text(note),
         )
-    console = _console()
+    console = tables.console()
     console.print(table)
     verified = sum(report.verified for report in reports)
     if corrupt:
         console.print(
-            Text(f"{corrupt:,} corrupt: each is a miss, and is dropped when it is next asked for.", "red")
+            Text(f"{corrupt:,} corrupt: each is a miss, and is dropped at the next request for it.", "red")
         )
     else:
         console.print(Text(f"All {verified:,} verified blocks are sound.", "green"))
 
 
 def _over_directories(directory: Path, look: Callable[[Path], Any]) -> list[Any]:
-    """What `look` says of each directory; those that go away meanwhile are left out."""
+    """The result of `look` for each directory. Directories that are removed meanwhile are left out."""
     found = []
     for path in _existing(directory):
         try:
@@ -187,42 +177,16 @@ def _existing(directory: Path) -> list[Path]:
 
 
 def _name(path: str) -> Text:
-    """NAMESPACE-N: the table's title says the rest."""
+    """NAMESPACE-N; the rest of the name is in the table's title."""
     return Text(Path(path).name.removeprefix(DIRECTORY_PREFIX), style="cyan")
 
 
-def _root_of(directory: Path) -> Path:
-    return directory.parent if directory.name.startswith(DIRECTORY_PREFIX) else directory
-
-
-def _make_table(title: str) -> Table:
-    return Table(
-        title=Text(title),
-        title_justify="left",
-        title_style="dim",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        header_style="bold",
-    )
+def _title(directory: Path) -> str:
+    root = directory.parent if directory.name.startswith(DIRECTORY_PREFIX) else directory
+    return f"{DIRECTORY_PREFIX}NAMESPACE-N in {root}"
 
 
 def _progress(hidden: bool) -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal)
-
-
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
-
-
-def _size(size_bytes: int) -> str:
-    """Decimal, as the settings count: GB = 10^9 bytes."""
-    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.1f} {unit}"
-    return f"{size_bytes / 1000:.1f} kB"

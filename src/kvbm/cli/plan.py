@@ -165,7 +165,7 @@ def plan(
     require_writable(json_file, plot)
     answers = with_bar(lambda watch: answer(question, watch))
     table = picture.render(answers, everything)
-    conclude(table, partial(picture.save, answers), partial(picture.draw, answers), json_file, plot)
+    conclude(table, answers, partial(picture.draw, answers), json_file, plot)
 
 
 def _target(hit_rate: str | None, ttft: str | None) -> Target:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,8 +12,6 @@ from kvbm.errors import KvbmError, SettingsError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PIPE_WIDTH = 150
-"""Columns where there is no terminal to ask: no table is wider."""
 Result = TypeVar("Result")
 
 
@@ -50,26 +47,25 @@ def with_bar(work: Callable[[Callable[[str, int], Callable[[int], None]]], Resul
 
 def conclude(
     table: RenderableType,
-    save: Callable[[Path], None],
+    document: object,
     draw: Callable[[Path], bool],
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """Print, write, draw. Raises KvbmError for a file that cannot be written."""
-    from rich.console import Console
+    """Print the table, write the document as JSON, draw. Raises KvbmError for a file that cannot be written."""
+    from kvbm.present import tables
+    from kvbm.present.axes import NO_PICTURE
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = tables.console()
     # What is to be copied may be longer than the tables are wide.
     console.print(table, crop=False)
     try:
         if json_file is not None:
-            save(json_file)
+            tables.save_json(document, json_file)
             console.print(f"written: {json_file}", markup=False)
         if plot is not None and draw(plot):
             console.print(f"written: {plot}", markup=False)
         elif plot is not None:
-            console.print(
-                "no picture: matplotlib is not installed (pip install 'openkvbm[demo]')", markup=False
-            )
+            console.print(NO_PICTURE, markup=False)
     except OSError as error:
         raise KvbmError(f"{error.filename}: cannot be written: {error.strerror}") from error

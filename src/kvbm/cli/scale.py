@@ -139,8 +139,8 @@ def scale(
     finally:
         gc.enable()
     table = report.render(plan, rows)
-    save, draw = partial(report.save, plan, rows), partial(picture.draw, rows)
-    conclude(table, save, draw, json_file, plot)
+    document = {"settings": plan, "rows": rows}
+    conclude(table, document, partial(picture.draw, rows), json_file, plot)
 
 
 def _words(text: str) -> list[str]:

@@ -197,7 +197,7 @@ def simulate(
     require_writable(json_file, plot)
     document = with_bar(lambda watch: run(plan, watch))
     table = report.render(document, curve)
-    conclude(table, partial(report.save, document), partial(picture.draw, document), json_file, plot)
+    conclude(table, document, partial(picture.draw, document), json_file, plot)
 
 
 def read_seeds(text: str) -> list[int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from kvbm.demo.counters import TIERS
-from kvbm.demo.report import Results, Run, percentile, prompt_tokens, speedup, ttfts_s
-from kvbm.present.axes import FAINT, GRID, INK, STYLE, find_pyplot
+from kvbm.demo.report import Results, Run, prompt_tokens, speedup, ttfts_s
+from kvbm.present.axes import FAINT, INK, STYLE, find_pyplot, grid_only, save_figure
+from kvbm.present.numbers import quantile
 
 RUN_COLOURS = ("#8a8f98", "#2f6fde", "#0f9d76")
 TIER_COLOURS = {"computed": "#d5d8dd", "device": "#f2b134", "host": "#2f6fde", "disk": "#0f9d76"}
@@ -28,10 +28,7 @@ def draw(results: Results, path: Path) -> bool:
         _draw_percentiles(figure.add_axes((LEFT + 0.055, 0.135, 0.355, 0.235)), results)
         _draw_sources(figure.add_axes((0.605, 0.135, RIGHT - 0.605, 0.235)), results)
         _footer(figure, results)
-        draft = path.with_name(f".{path.name}.tmp")
-        figure.savefig(draft, format="png")
-        pyplot.close(figure)
-    os.replace(draft, path)
+        save_figure(figure, path)
     return True
 
 
@@ -51,17 +48,9 @@ def _footer(figure: Any, results: Results) -> None:
     figure.text(LEFT, 0.02, second, fontsize=8, color=FAINT)
 
 
-def _plain_axes(axes: Any, grid_axis: str) -> None:
-    for side in ("top", "right", "left" if grid_axis == "y" else "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.grid(axis=grid_axis, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-
-
 def _draw_requests(axes: Any, results: Results) -> None:
     """Every request: its time to first token, per run. Hollow: the prefix was new."""
-    _plain_axes(axes, "y")
+    grid_only(axes, "y", "left")
     for run, colour in zip(results.runs, RUN_COLOURS, strict=False):
         numbers = range(1, len(run.requests) + 1)
         values = [request.ttft_s * 1e3 for request in run.requests]
@@ -88,21 +77,21 @@ def _draw_requests(axes: Any, results: Results) -> None:
 
 
 def _draw_percentiles(axes: Any, results: Results) -> None:
-    _plain_axes(axes, "x")
+    grid_only(axes, "x", "bottom")
     for row, (run, colour) in enumerate(zip(results.runs, RUN_COLOURS, strict=False)):
         values = ttfts_s(run, seen_only=True)
-        p50, p95 = (percentile(values, fraction) * 1e3 for fraction in (0.5, 0.95))
+        p50, p95 = (quantile(values, fraction) * 1e3 for fraction in (0.5, 0.95))
         axes.barh(row, p95, height=0.5, color=colour, alpha=0.25)
         axes.barh(row, p50, height=0.5, color=colour)
         axes.text(p95, row, f"  {p50:,.0f} / {p95:,.0f}", va="center", fontsize=9)
     _rows(axes, results)
-    axes.set_xlim(0, 1.22 * max(percentile(ttfts_s(run, seen_only=True), 0.95) for run in results.runs) * 1e3)
+    axes.set_xlim(0, 1.22 * max(quantile(ttfts_s(run, seen_only=True), 0.95) for run in results.runs) * 1e3)
     axes.set_title("Prefix seen before: p50 (solid) / p95, ms", pad=28)
 
 
 def _draw_sources(axes: Any, results: Results) -> None:
     """Prompt tokens by where their KV came from."""
-    _plain_axes(axes, "x")
+    grid_only(axes, "x", "bottom")
     for row, run in enumerate(results.runs):
         parts = {tier: run.hit_tokens.get(tier, 0) for tier in TIERS}
         total = max(prompt_tokens(run), 1)

@@ -5,7 +5,6 @@ Pure but for `save`: everything here can be tested without an engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbm.demo.counters import TIERS, TRANSFERS
+from kvbm.present.numbers import quantile
+from kvbm.present.tables import save_json
 
 SHOWN_CHARACTERS = 60
 
@@ -59,12 +60,6 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...]
 
 
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least `fraction` of them do not exceed (nearest rank). `values` is not empty."""
-    ordered = sorted(values)
-    return ordered[max(1, math.ceil(fraction * len(ordered))) - 1]
-
-
 def ttfts_s(run: Run, *, seen_only: bool) -> list[float]:
     """Times to first token, of all requests or of those whose document was seen before."""
     return [request.ttft_s for request in run.requests if request.seen or not seen_only]
@@ -72,7 +67,7 @@ def ttfts_s(run: Run, *, seen_only: bool) -> list[float]:
 
 def median_ttft_s(run: Run) -> float:
     """The median time to first token where a document was seen before."""
-    return percentile(ttfts_s(run, seen_only=True), 0.5)
+    return quantile(ttfts_s(run, seen_only=True), 0.5)
 
 
 def speedup(results: Results, run: Run) -> float:
@@ -130,7 +125,7 @@ def _times(results: Results) -> Table:
         table.add_column(label, justify="right")
     for run in results.runs:
         values = [
-            f"{percentile(ttfts_s(run, seen_only=seen_only), fraction) * 1e3:,.0f}"
+            f"{quantile(ttfts_s(run, seen_only=seen_only), fraction) * 1e3:,.0f}"
             for seen_only in (True, False)
             for fraction in (0.5, 0.95)
         ]
@@ -169,10 +164,10 @@ def save(results: Results, path: Path) -> None:
     """Write the results as indented JSON: the figures of the table, then every raw value."""
     summary = {
         run.name: {
-            "ttft_seen_p50_s": percentile(ttfts_s(run, seen_only=True), 0.5),
-            "ttft_seen_p95_s": percentile(ttfts_s(run, seen_only=True), 0.95),
-            "ttft_all_p50_s": percentile(ttfts_s(run, seen_only=False), 0.5),
-            "ttft_all_p95_s": percentile(ttfts_s(run, seen_only=False), 0.95),
+            "ttft_seen_p50_s": quantile(ttfts_s(run, seen_only=True), 0.5),
+            "ttft_seen_p95_s": quantile(ttfts_s(run, seen_only=True), 0.95),
+            "ttft_all_p50_s": quantile(ttfts_s(run, seen_only=False), 0.5),
+            "ttft_all_p95_s": quantile(ttfts_s(run, seen_only=False), 0.95),
             "speedup_p50": speedup(results, run),
             "prompt_tokens": prompt_tokens(run),
             "hit_tokens": run.hit_tokens,
@@ -185,7 +180,7 @@ def save(results: Results, path: Path) -> None:
         "first_difference": first_difference(results),
         **msgspec.to_builtins(results),
     }
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    save_json(document, path)
 
 
 def _divergence(left: Sequence[int], right: Sequence[int]) -> int:

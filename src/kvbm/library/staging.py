@@ -17,6 +17,7 @@ from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.settings import container_limit_bytes
 from kvbm.tiers.disk.block_io import DirectRefused
+from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskFields
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena
 
@@ -38,6 +39,7 @@ class StagingOptions(msgspec.Struct, frozen=True, kw_only=True):
     slot_count: int
     disk_dir: str
     disk_bytes: int
+    fields: DiskFields = AS_PARAMETERS
     direct: str
     device: str
 
@@ -107,6 +109,7 @@ def _open_direct(
         layout,
         namespace,
         capacity_bytes=options.disk_bytes,
+        fields=options.fields,
         io_threads=_IO_THREADS,
         clock=clock,
         io=io,
@@ -129,7 +132,12 @@ def _open_through_host(
     arena.touch(0)
     try:
         tier = open_disk_tier(
-            Path(options.disk_dir), layout, namespace, capacity_bytes=options.disk_bytes, clock=clock
+            Path(options.disk_dir),
+            layout,
+            namespace,
+            capacity_bytes=options.disk_bytes,
+            fields=options.fields,
+            clock=clock,
         )
     except BaseException:
         arena.close()

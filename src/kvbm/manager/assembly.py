@@ -23,15 +23,17 @@ from kvbm.settings import (
     host_slots,
     request_notices,
     staging_slots,
+    variable,
 )
 from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.disk.geometry import DiskFields
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
 
 log = logging.getLogger("kvbm.manager")
 
 STAGING_BLOCKS_MIN = 4
-"""With fewer, one slow block would hold up all others on their way to disk and back."""
+"""With fewer, one slow block would delay all others on their way to disk and back."""
 
 
 class SpaceTable:
@@ -45,18 +47,18 @@ class SpaceTable:
         clock: Clock,
         on_progress: Callable[[Lease], None],
     ) -> None:
-        """Raises SettingsError for an eviction or admission policy that nobody brings, or that cannot be made."""
+        """Raises SettingsError for an eviction or admission policy that is not known or cannot be made."""
         assert namespaces_max > 0
-        refuse_eviction("DYN_KVBM_EVICTION", settings.eviction)
-        refuse_admission("DYN_KVBM_DISK_ADMISSION", admission_name(settings))
+        refuse_eviction(variable("eviction"), settings.eviction)
+        refuse_admission(variable("disk_admission"), admission_name(settings))
         self.settings = settings
         self._namespaces_max = namespaces_max
         self._metrics = metrics
         self._clock = clock
         self._on_progress = on_progress
         self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
-        # The largest request, in blocks, that each has been looked at for: every rank asks.
-        self._told: dict[bytes, int] = {}
+        # The largest request, in blocks, for which each was compared with its memory: every rank asks.
+        self._advised: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[tuple[Namespace, Space]]:
         return iter(list(self._spaces.values()))
@@ -68,8 +70,8 @@ class SpaceTable:
     def obtain(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
         """The namespace's space, made on first use.
 
-        Host memory for fewer than `request_blocks` draws a warning: runs end where it does. Raises ManagerRefused when
-        the manager is full of other namespaces, SettingsError when a tier cannot be made.
+        Host memory for fewer than `request_blocks` draws a warning: what is found for a request ends where it is full.
+        Raises ManagerRefused when the manager is full of other namespaces, SettingsError when a tier cannot be made.
         """
         known = self._spaces.get(namespace.fingerprint)
         if known is not None:
@@ -96,13 +98,13 @@ class SpaceTable:
         for fingerprint, (_, candidate) in list(self._spaces.items()):
             if candidate is space:
                 del self._spaces[fingerprint]
-                self._told.pop(fingerprint, None)
+                self._advised.pop(fingerprint, None)
         space.close(keep)
 
     def _advise(self, namespace: Namespace, space: Space, request_blocks: int) -> None:
-        """A warning where one request may have more blocks than the host memory they all go through."""
-        if request_blocks > self._told.get(namespace.fingerprint, 0):
-            self._told[namespace.fingerprint] = request_blocks
+        """Warn where one request may have more blocks than the host memory that all of them go through."""
+        if request_blocks > self._advised.get(namespace.fingerprint, 0):
+            self._advised[namespace.fingerprint] = request_blocks
             layout = space.layout
             for line in request_notices(
                 self.settings,
@@ -124,11 +126,11 @@ class SpaceTable:
             slots = host_slots(settings, layout.block_bytes) // share
             _refuse_none(settings, slots, layout, share)
         admission = self._make_admission(layout)
-        # The container's limit, not what is free now: workers hold the memory of a manager that died until the next
-        # one welcomes them.
+        # The container's limit, not the memory free now: workers hold that of a manager that died until the next one
+        # welcomes them.
         limit_bytes = container_limit_bytes()
         field = host_memory_field(settings)
-        # Of all namespaces together: the last one to come must not be the one that ends them all.
+        # For all namespaces together: the last one to come must not end them all.
         refuse_beyond_memory(slots * layout.block_bytes * share, limit_bytes, field)
         arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
         try:
@@ -160,21 +162,21 @@ class SpaceTable:
             return Space(
                 layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options
             )
-        except BaseException:  # a policy of somebody else that cannot be made of this size
+        except BaseException:  # an installed policy that cannot be made of this size
             if tier is not None:
                 tier.close(keep=True)
             arena.close()
             raise
 
     def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
-        """What may enter one namespace's disk tier, within its share of the write budget."""
+        """The admission policy of one namespace's disk tier, within its share of the write budget."""
         settings, share, size = self.settings, self._namespaces_max, layout.block_bytes
         slots, now_s = disk_slots(settings, size) // share, self._clock()
         admission = choose_admission(
-            "DYN_KVBM_DISK_ADMISSION", admission_name(settings), max(slots, 1), now_s
+            variable("disk_admission"), admission_name(settings), max(slots, 1), now_s
         )
         budget = settings.disk_write_budget_bytes if settings.disk_on else 0
-        return bound_writes("DYN_KVBM_DISK_WRITE_BUDGET", budget, admission, size, now_s, share)
+        return bound_writes(variable("disk_write_budget_bytes"), budget, admission, size, now_s, share)
 
     def _open_disk(self, namespace: Namespace, layout: BlockLayout) -> SlotTier | None:
         settings, share = self.settings, self._namespaces_max
@@ -182,12 +184,17 @@ class SpaceTable:
             return None
         blocks = settings.disk_blocks // share if settings.disk_blocks else None
         size = settings.disk_bytes // share if settings.disk_bytes and not blocks else None
+        fields = DiskFields(
+            root=variable("disk_dir"),
+            size=variable("disk_bytes"),
+            size_as_set=f"{(settings.disk_bytes or 0) / 1e9:g}",
+            blocks=variable("disk_blocks"),
+            unowned=variable("disk_unowned_bytes"),
+        )
         if disk_slots(settings, layout.block_bytes) // share < 1:
-            raise SettingsError(
-                "DYN_KVBM_DISK_CACHE_GB",
-                f"{(settings.disk_bytes or 0) / 1e9:g}",
-                f"at least one block of {layout.block_bytes} bytes",
-            )
+            by_blocks, by_size = (fields.blocks, settings.disk_blocks), (fields.size, fields.size_as_set)
+            accepted = f"at least one block of {layout.block_bytes} bytes for each of {share} namespaces"
+            raise SettingsError(*(by_blocks if settings.disk_blocks else by_size), accepted)
         return open_disk_tier(
             settings.disk_dir,
             layout,
@@ -200,12 +207,13 @@ class SpaceTable:
             persist=settings.disk_persist and not namespace.ephemeral,
             unowned_bytes=settings.disk_unowned_bytes,
             tier_count=share,
+            fields=fields,
             clock=self._clock,
         )
 
 
 def _refuse_none(settings: Settings, slots: int, layout: BlockLayout, share: int) -> None:
-    """Namespaces share the host tier, and what each gets may be nothing."""
+    """Namespaces share the host tier, and the share of one may be no block at all."""
     if slots < 1:
         value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
         raise SettingsError(
@@ -216,12 +224,12 @@ def _refuse_none(settings: Settings, slots: int, layout: BlockLayout, share: int
 
 
 def _refuse_small_staging(settings: Settings, layout: BlockLayout, share: int) -> None:
-    """A request may be larger than the staging area: its run ends where there is no more room."""
+    """Refuse a staging area too small to be used. A request may be larger: its run ends where there is no more room."""
     needed_bytes = STAGING_BLOCKS_MIN * layout.block_bytes * share
     if settings.staging_bytes < needed_bytes:
         each = f" for each of {share} namespaces" if share > 1 else ""
         raise SettingsError(
-            "DYN_KVBM_DISK_STAGING_GB",
+            variable("staging_bytes"),
             f"{settings.staging_bytes / 1e9:g}",
             f"at least {needed_bytes / 1e9:.9f} GB: {STAGING_BLOCKS_MIN} blocks of {layout.block_bytes} bytes{each}",
         )

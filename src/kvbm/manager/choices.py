@@ -1,4 +1,4 @@
-"""Policies by the names that a user gives them. What cannot be used is refused in one line that names the setting."""
+"""Policies by the names in settings. A name that cannot be used is refused in one line that names the setting."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvbm.policy.registry import ADMISSION, EVICTION, P, PolicyRegistry, PolicyT
 
 
 def refuse_eviction(field: str, name: str) -> None:
-    """Raises SettingsError for an eviction policy that nobody brings, or that cannot be made.
+    """Raises SettingsError for an eviction policy that is not known or cannot be made.
 
-    Before any tier is: host memory is gigabytes, and a policy of an installed package may not even be importable.
+    To be called before any tier is made: host memory is gigabytes, and an installed policy may not be importable.
     """
     if name not in EVICTION.built_in:
         _choose(EVICTION, field, name, 1)
 
 
 def refuse_admission(field: str, name: str) -> None:
-    """Raises SettingsError for an admission policy that nobody brings, or that cannot be made."""
+    """Raises SettingsError for an admission policy that is not known or cannot be made."""
     if name not in ADMISSION.built_in:
         _choose(ADMISSION, field, name, 1, 0.0)
 
@@ -35,7 +35,7 @@ def _choose(
         raise SettingsError(field, name, f"one of: {', '.join(factories)}")
     try:
         return registry.make(name, *args, **kwargs)
-    except Exception as error:  # code of somebody else
+    except Exception as error:  # code of an installed package
         raise SettingsError(field, name, f"a policy that can be made ({error})") from error
 
 

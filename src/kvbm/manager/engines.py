@@ -1,4 +1,4 @@
-"""Which sessions belong to which engine, and the fences that keep slots safe from late writers.
+"""Engines with their sessions, and the fences that keep slots safe from late writers.
 
 A worker that is slow, stopped or cut off may still be copying into slots that were reserved for it. Such slots
 go back to the pool only when every session of a worker of that engine has answered a *fence*, or was closed by the
@@ -22,8 +22,8 @@ class Engine:
     """One engine: a leader and `rank_count` workers that share a space.
 
     `leaving` has the workers' sessions, by number, that are served no more and whose other end is still open.
-    `announced` is what its leader was last told of the tiers. Ranks have been missing since `incomplete_s`, if any are;
-    `missed` has those that were last named since then.
+    `announced` has the tiers in the latest message to its leader. Ranks have been missing since `incomplete_s`, if any
+    are; `missed` has those that were last named since then.
     """
 
     name: str
@@ -59,7 +59,7 @@ class _PendingFence:
 
 
 class Fences:
-    """Reservations that were condemned and wait for their workers."""
+    """Condemned reservations, each until the workers of its engine are past it."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -69,7 +69,7 @@ class Fences:
         return len(self._pending)
 
     def raise_for(self, engine: Engine, reservations: list[Reservation]) -> None:
-        """Condemn the reservations; their slots go back once the engine's workers have answered or gone."""
+        """Condemn the reservations. Their slots are freed once the engine's workers have answered or gone."""
         if not reservations:
             return
         for reservation in reservations:
@@ -79,10 +79,10 @@ class Fences:
         self._pending[number] = pending
         for worker in engine.workers.values():
             self._send(number, pending, worker)
-        self._settle(number, pending)
+        self._abort_if_passed(number, pending)
 
     def joined(self, engine: Engine, worker: Session) -> None:
-        """A worker attached: it may be one that was here before, with stores of that time still before it."""
+        """A worker attached. It may have been here before, and still have stores of that time to do."""
         for number, pending in self._pending.items():
             if pending.engine.name == engine.name:
                 self._send(number, pending, worker)
@@ -92,19 +92,19 @@ class Fences:
         pending = self._pending.get(number)
         if pending is not None:
             pending.waiting_for.discard(session.number)
-            self._settle(number, pending)
+            self._abort_if_passed(number, pending)
 
     def ended(self, session: Session) -> None:
-        """The other end of a session has closed it: through it, nobody is before any fence."""
+        """The other end of a session has closed it: no worker writes through it any more."""
         for number, pending in list(self._pending.items()):
             pending.waiting_for.discard(session.number)
-            self._settle(number, pending)
+            self._abort_if_passed(number, pending)
 
     def _send(self, number: int, pending: _PendingFence, worker: Session) -> None:
         pending.waiting_for.add(worker.number)
         worker.send(Fence(fence=number, stores=tuple(r.number for r in pending.reservations)))
 
-    def _settle(self, number: int, pending: _PendingFence) -> None:
+    def _abort_if_passed(self, number: int, pending: _PendingFence) -> None:
         if not pending.waiting_for:
             del self._pending[number]
             for reservation in pending.reservations:

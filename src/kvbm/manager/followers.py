@@ -1,4 +1,4 @@
-"""Sessions that want to hear of every request: hashes, lengths and times, as `kvbm record` writes them down."""
+"""Sessions that get a message for every request: hashes, lengths and times, which `kvbm record` writes to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbm.protocol import Asked, Ended, Message
 
 
 class Followers:
-    """Who follows. One that does not read as fast as requests come loses its session, not requests."""
+    """The sessions that follow. One that reads more slowly than requests come is closed; requests never wait."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Followers:
         self._numbers: set[int] = set()
 
     def add(self, session: Session) -> None:
-        """The session wants to hear of requests from now on."""
+        """The session gets a message for every request from now on."""
         self._numbers.add(session.number)
 
     def asked(self, space: Space, keys: bytes) -> None:
@@ -35,19 +35,19 @@ class Followers:
         if self._numbers:
             namespace, tokens = self._namespace_of(space), space.layout.block_tokens
             fingerprint, model = namespace.fingerprint, namespace.model
-            self._tell(
+            self._send(
                 Asked(
                     fingerprint=fingerprint, model=model, block_tokens=tokens, keys=keys, at_s=self._clock()
                 )
             )
 
     def ended(self, space: Space, key: BlockKey, output_tokens: int) -> None:
-        """The request whose chain ended with this key is through."""
+        """The request whose prompt ended with this key has ended."""
         if self._numbers:
             fingerprint, now_s = self._namespace_of(space).fingerprint, self._clock()
-            self._tell(Ended(fingerprint=fingerprint, key=key, output_tokens=output_tokens, at_s=now_s))
+            self._send(Ended(fingerprint=fingerprint, key=key, output_tokens=output_tokens, at_s=now_s))
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         for number in list(self._numbers):
             session = self._session_by_number(number)
             if session is None:

@@ -1,4 +1,4 @@
-"""What the tiers look like now, for the metrics table: summed over namespaces, because labels never name one."""
+"""The present state of the tiers for the metrics table, summed over namespaces: labels never name one."""
 
 from __future__ import annotations
 

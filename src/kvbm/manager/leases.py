@@ -1,4 +1,4 @@
-"""Leases and reservations: who holds which slots, and until when.
+"""Leases and reservations: the slots that an owner holds, and until when.
 
 A lookup takes one `Lease` over a run of blocks; a store takes one `Reservation` over slots it will fill. Both have
 an owner (a session) and a deadline on the manager's clock, and both end with their owner.
@@ -17,24 +17,24 @@ Owner = int
 """A session's number; 0 is the in-process library."""
 
 
-class Place(IntEnum):
-    """Where one block of a lease stands."""
+class LeaseState(IntEnum):
+    """The state of one block of a lease."""
 
-    WAITING = 0
+    ONBOARDING = 0
     PINNED = 1
     DROPPED = 2
 
 
-_PINNED = bytes((Place.PINNED,))
+_PINNED = bytes((LeaseState.PINNED,))
 
 
 @dataclass(slots=True)
 class Lease:
     """A pin on the run of blocks that a lookup found.
 
-    `slots[i]` is pinned when `places[i]` is PINNED and on its way up when WAITING. `ready` counts the leading
-    pinned blocks; `sources[i]` is the tier (see `block.Tier`) the block was found in. When a block fails, `keys`,
-    `slots` and `sources` end before it; `places` keeps its length, so that late arrivals find DROPPED.
+    `slots[i]` is leased when `states[i]` is PINNED and on its way up when ONBOARDING. `ready` counts the leading
+    pinned blocks; `sources[i]` is the tier (see `block.Tier`) in which the block was found. When a block fails, `keys`,
+    `slots` and `sources` end before it; `states` keeps its length, so that late arrivals find DROPPED.
     """
 
     owner: Owner
@@ -42,22 +42,22 @@ class Lease:
     keys: list[BlockKey]
     slots: list[int]
     sources: bytearray
-    places: bytearray
+    states: bytearray
     deadline_s: float
     ready: int = 0
 
     def advance(self) -> bool:
         """Recount `ready`; True when it grew."""
         before = self.ready
-        self.ready = len(self.places) - len(self.places.lstrip(_PINNED))
+        self.ready = len(self.states) - len(self.states.lstrip(_PINNED))
         return self.ready > before
 
     def pinned(self) -> list[int]:
         """The slots that the lease holds by now."""
-        if self.places.count(Place.PINNED) == len(self.slots):
+        if self.states.count(LeaseState.PINNED) == len(self.slots):
             return self.slots
-        pairs = zip(self.slots, self.places, strict=False)
-        return [slot for slot, place in pairs if place == Place.PINNED]
+        pairs = zip(self.slots, self.states, strict=False)
+        return [slot for slot, state in pairs if state == LeaseState.PINNED]
 
     @property
     def final(self) -> bool:

@@ -1,4 +1,4 @@
-"""Who is in: engines form as their workers and leaders introduce themselves, and dissolve as these go."""
+"""Membership: engines form as their workers and leaders introduce themselves, and end as these go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("kvbm.manager")
 
 RANKS_MAX = 1024
 ATTACH_S = 60.0
-"""How long the ranks of an engine are waited for, from the first that attached on, before those missing are named.
+"""The ranks of an engine are waited for this long after the first has attached; then those missing are named.
 
 All of them load weights first, and attach about when the others do.
 """
@@ -28,7 +28,7 @@ All of them load weights first, and attach about when the others do.
 class Membership:
     """The engines of one manager. Owned by the manager's thread.
 
-    `on_unused(space)` is called when the last engine of an ephemeral namespace has gone: nobody will ever ask for it.
+    `on_unused(space)` is called when the last engine of an ephemeral namespace has gone: no other can ask for it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Membership:
         self._on_unused = on_unused
         self._clock = clock
         self._engines: dict[str, Engine] = {}
-        # Leaders whose workers have not come yet, and since when those that were not told so wait for them.
+        # Leaders whose workers have not come yet, and since when, for those that have not been sent the missing ranks.
         self._early: dict[str, Session] = {}
         self._early_since_s: dict[str, float] = {}
 
@@ -52,7 +52,7 @@ class Membership:
 
     @property
     def awaited(self) -> bool:
-        """Somebody is in, or a leader waits for its workers."""
+        """There are engines, or a leader waits for its workers."""
         return bool(self._engines or self._early)
 
     def of(self, session: Session) -> Engine | None:
@@ -69,7 +69,7 @@ class Membership:
         return any(other.space is engine.space for other in self if other is not engine)
 
     def admit(self, session: Session, hello: Hello) -> Space | None:
-        """Let a session in as what it says it is; a worker's space. Raises an error that names what is accepted."""
+        """Let a session in by its Hello. Returns a worker's space. Raises an error that names what is accepted."""
         if session.hello is not None:
             raise ProtocolError("a second Hello in one session")
         if hello.version != PROTOCOL_VERSION:
@@ -96,11 +96,11 @@ class Membership:
                 self._early_since_s[hello.engine] = self._clock()
             else:
                 engine.leader = session
-                self._tell_ready(engine)
+                self._send_ready(engine)
         return None
 
     def gone(self, session: Session) -> list[Lease]:
-        """A session is served no more: its leases end with it, its half-filled slots once nobody writes to them.
+        """A session is served no more. Its leases end now, its filling slots are freed once no worker writes to them.
 
         Returns the leases that it held. `ended` follows, for a worker when the other end has closed the session.
         """
@@ -118,7 +118,7 @@ class Membership:
                 engine.incomplete_s = self._clock()
             del engine.workers[hello.rank]
             engine.leaving[session.number] = session
-            self._tell_ready(engine)
+            self._send_ready(engine)
         elif hello.role == "leader":
             # Another leader may have taken its place already; what this one held ends all the same.
             if engine.leader is session:
@@ -131,7 +131,7 @@ class Membership:
         return leases
 
     def ended(self, session: Session) -> None:
-        """A session that is `gone` will write nothing any more: it is past every fence."""
+        """A session that is `gone` writes nothing any more: it is past every fence."""
         self.fences.ended(session)
         engine = self.of(session)
         if engine is not None:
@@ -143,13 +143,13 @@ class Membership:
                     self._on_unused(engine.space)
 
     def announce_tiers(self) -> None:
-        """Tell the leaders whose tiers went off or came back."""
+        """Send the tiers to leaders whose tiers went off or came back."""
         for engine in self:
             if engine.leader is not None and engine.announced != engine.space.tiers():
-                self._tell_ready(engine)
+                self._send_ready(engine)
 
     def expire(self) -> None:
-        """End what is past its deadline."""
+        """End leases and reservations past their deadline."""
         for engine in self:
             leader = engine.leader
             overdue = engine.space.overdue()
@@ -157,14 +157,14 @@ class Membership:
                 self.fences.raise_for(engine, [r for r in overdue if r.owner == leader.number])
 
     def name_missing(self) -> None:
-        """Say which ranks have been waited for in vain, here and to their leader; again only when they are others."""
+        """Name ranks that did not come in time, in the log and to their leader; again only when they are others."""
         due_s = self._clock() - ATTACH_S
         for engine in self:
             expected = not engine.ready and (engine.workers or engine.leader is not None)
             if expected and engine.incomplete_s <= due_s and engine.missed != engine.missing:
                 engine.missed = engine.missing
                 _log_missing(engine.name, engine.missed, engine.rank_count)
-                self._tell_ready(engine)
+                self._send_ready(engine)
         for name, since_s in list(self._early_since_s.items()):
             if since_s <= due_s:
                 del self._early_since_s[name]
@@ -212,11 +212,11 @@ class Membership:
             fds=(space.arena.region_fds[hello.shard], space.arena.generation_fd),
         )
         self.fences.joined(engine, session)
-        self._tell_ready(engine)
+        self._send_ready(engine)
         return space
 
     def _refuse_odd(self, engine: Engine, hello: Hello, namespace: Namespace) -> None:
-        """A rank that does not fit the others of its engine."""
+        """Raise ProtocolError for a rank that does not fit the others of its engine."""
         name = f"rank {hello.rank} of engine {hello.engine}"
         if hello.rank in engine.workers:
             raise ProtocolError(f"{name} is attached already")
@@ -226,7 +226,7 @@ class Membership:
         if namespace.fingerprint != peers.fingerprint:
             raise ProtocolError(f"{name} has another namespace than its peers: {namespace.difference(peers)}")
 
-    def _tell_ready(self, engine: Engine) -> None:
+    def _send_ready(self, engine: Engine) -> None:
         if engine.leader is not None:
             engine.announced = engine.space.tiers()
             engine.leader.send(

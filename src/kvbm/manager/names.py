@@ -1,8 +1,9 @@
-"""What engines call the blocks in host memory, where that is not their key.
+"""The engines' own names of blocks in host memory, where a name is not the block's key.
 
 A block's key is the engine's own hash, unless something went into the key that the hash leaves out (an adapter, a
-reset). For those alone the hash is kept beside the slot, so that it reaches disk with the block. The same goes for the
-group of a block that has one. While there is no such block this costs nothing, and then a fixed number of bytes a slot.
+reset). Only for such blocks the hash is kept beside the slot, so that it reaches disk with the block, and so is the
+group of a block that has one. Until there is such a block this costs nothing, from then on a fixed number of bytes a
+slot.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from kvbm.block import KEY_BYTES, BlockKey
 
 NO_HASH = bytes(KEY_BYTES)
-"""In the place of a hash: the engine has none of 32 bytes for this block."""
+"""Instead of a hash: the engine has none of 32 bytes for this block."""
 
 _ENTRY = struct.Struct("<?xH32s")
 _FREE = bytes(_ENTRY.size)
@@ -43,17 +44,17 @@ class EngineNames:
         empty where the keys are the names.
         """
         if hashes or group:
-            for place, slot in enumerate(slots):
-                start = (first + place) * KEY_BYTES
-                self._note(slot, hashes[start : start + KEY_BYTES] if hashes else keys[place], group)
+            for index, slot in enumerate(slots):
+                start = (first + index) * KEY_BYTES
+                self._note(slot, hashes[start : start + KEY_BYTES] if hashes else keys[index], group)
 
     def brought(self, slot: int, key: BlockKey, engine_hash: bytes, group: int) -> None:
-        """A block came up from below under this name."""
+        """A block came from disk with this name."""
         if engine_hash != key or group:
             self._note(slot, engine_hash or NO_HASH, group)
 
     def of(self, slot: int, key: BlockKey) -> EngineName:
-        """The name of the block in a slot; its key, and no group, where nothing else was said."""
+        """The name of the block in a slot: its key, and no group, where no other was noted."""
         if self._table is not None:
             known, group, engine_hash = _ENTRY.unpack_from(self._table, slot * _ENTRY.size)
             if known:
@@ -68,6 +69,6 @@ class EngineNames:
     def _note(self, slot: int, engine_hash: bytes, group: int) -> None:
         assert len(engine_hash) == KEY_BYTES
         if self._table is None:
-            # Zeros that nobody has written to take no memory.
+            # Zeros take no memory until they are written to.
             self._table = bytearray(self._slot_count * _ENTRY.size)
         _ENTRY.pack_into(self._table, slot * _ENTRY.size, True, group, engine_hash)

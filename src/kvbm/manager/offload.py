@@ -1,13 +1,13 @@
-"""G2 → G3: what is in host memory goes further down, when the admission policy agrees.
+"""G2 → G3: blocks of host memory go to disk when the admission policy lets them.
 
-A block is offered when it is committed and whenever it is used; with `on_eviction` only when host memory is about to
-give it up (`departures`). The queue holds keys, not slots: a block that host memory gave up before its turn is skipped
-and counted. In *staging* mode (disk without a host tier) the opposite holds: a block stays pinned until disk has it.
+A block is offered when it is committed and whenever it is used; with `on_write_ended` only when host memory is about to
+evict it (`policy.departures`). The queue holds keys, not slots: a block that host memory evicted before its turn is
+skipped and counted. In *staging* mode (disk without a host tier) a block stays leased until disk has it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, Protocol
 
@@ -75,14 +75,13 @@ class Offloader(Generic[KeyT]):
         self._on_eviction = on_write_ended is not None
         self._on_write_ended = on_write_ended or (lambda slot: None)
         self._budget = admission if isinstance(admission, WriteBudget) else None
-        # Each block with the one before it, by key, in the order in which they are written.
-        self._queue: deque[tuple[KeyT, KeyT | None]] = deque()
-        self._queued: set[KeyT] = set()
-        self._in_flight: dict[int, _Offloading] = {}
+        # Each block and the one before it, in the order in which they are written.
+        self.queue: OrderedDict[KeyT, KeyT | None] = OrderedDict()
+        self.in_flight: dict[int, _Offloading] = {}
 
     @property
     def queued_count(self) -> int:
-        return len(self._queue) + len(self._in_flight)
+        return len(self.queue) + len(self.in_flight)
 
     def committed(self, key: KeyT, parent: KeyT | None) -> None:
         """A block came into host memory from the device."""
@@ -97,33 +96,33 @@ class Offloader(Generic[KeyT]):
             self._offer(key, parent)
 
     def depart(self, slot: int) -> bool:
-        """Host memory is about to give up the block in this slot. False: it may, now. True: it is to be written.
+        """The block in this slot is a victim of host memory. False: it may go now. True: it is to be written.
 
-        With a block that is admitted go those before it that are not on disk yet, the first of the chain first:
-        without them it could never be found there.
+        An admitted block is queued behind those before it that are not on disk yet: without them it could never be
+        found there.
         """
         key, parent = self._host_pool.key_of(slot), self._host_pool.parent_of(slot)
-        if key in self._queued:
+        if key in self.queue:
             return True
         if self._disk_pool.holds(key) or not self._admits(key):
             return False
         for missing, before in self._missing_prefix(parent):
-            if len(self._queue) + 1 >= QUEUE_BLOCKS_MAX:
+            if len(self.queue) + 1 >= QUEUE_BLOCKS_MAX:
                 self._skip("queue_full", admitted=True)
                 return False
-            self._enqueue(missing, before)
+            self.queue[missing] = before
             if self._budget is not None and not self._budget.spend(self._clock()):
-                self._skip("budget")  # what was set aside for the block itself pays for this one
+                self._skip("budget")  # the part of the budget taken for the block itself pays for this one
                 return False
-        self._enqueue(key, parent)
+        self.queue[key] = parent
         return True
 
     def _missing_prefix(self, key: KeyT | None) -> list[tuple[KeyT, KeyT | None]]:
-        """The chain up to this block as far as it has to be written: each block with the one before it."""
+        """The blocks up to this one that have to be written, first of the chain first: each with the one before it."""
         missing: list[tuple[KeyT, KeyT | None]] = []
         seen: set[KeyT] = set()  # a hostile client's chain may be a ring
         while (
-            key is not None and key not in seen and key not in self._queued and not self._disk_pool.holds(key)
+            key is not None and key not in seen and key not in self.queue and not self._disk_pool.holds(key)
         ):
             slot = self._host_pool.find(key)
             if slot is None:
@@ -138,7 +137,7 @@ class Offloader(Generic[KeyT]):
         if self._disk_pool.holds(key):
             self._admission.hit(key, self._clock())
             return
-        if key in self._queued or not self._admits(key):
+        if key in self.queue or not self._admits(key):
             return
         slot = self._host_pool.find(key)
         if slot is None:
@@ -146,36 +145,31 @@ class Offloader(Generic[KeyT]):
             return
         if self._staging:
             self._host_pool.lease(slot)
-        self._enqueue(key, parent)
+        self.queue[key] = parent
 
     def _admits(self, key: KeyT) -> bool:
-        """Whether the policy lets the block pass and the queue can take it; counted where not."""
+        """Whether the policy admits the block and the queue can take it; a refusal is counted."""
         if not self._admission.offered(key, self._clock()):
             self._skip("budget" if self._budget is not None and self._budget.refused_last else "filter")
         elif self._writer.fault:
             self._skip("tier_off", admitted=True)
-        elif len(self._queue) >= QUEUE_BLOCKS_MAX:
+        elif len(self.queue) >= QUEUE_BLOCKS_MAX:
             self._skip("queue_full", admitted=True)
         else:
             return True
         return False
 
-    def _enqueue(self, key: KeyT, parent: KeyT | None) -> None:
-        self._queue.append((key, parent))
-        self._queued.add(key)
-
     def pump(self) -> None:
         """Submit what the disk takes."""
-        while self._queue and len(self._in_flight) < self._in_flight_max:
-            key, parent = self._queue[0]
-            if not self._submit(key, parent):
+        while self.queue and len(self.in_flight) < self._in_flight_max:
+            key = next(iter(self.queue))
+            if not self._submit(key, self.queue[key]):
                 return
-            self._queue.popleft()
-            self._queued.discard(key)
+            del self.queue[key]
 
     def completed(self, completion: Completion) -> bool:
-        """Take a completion if it is ours."""
-        block = self._in_flight.pop(completion.job_id, None)
+        """Take a completion; False when it is not of a write."""
+        block = self.in_flight.pop(completion.job_id, None)
         if block is None:
             return False
         self._host_pool.unlease(block.host_slot)
@@ -212,7 +206,7 @@ class Offloader(Generic[KeyT]):
         if outcome is Outcome.PENDING:
             if not self._staging:
                 self._host_pool.lease(host_slot)
-            self._in_flight[job_id] = _Offloading(host_slot, disk_slot)
+            self.in_flight[job_id] = _Offloading(host_slot, disk_slot)
             return True
         self._disk_pool.abort(disk_slot)
         if outcome is Outcome.THROTTLED:

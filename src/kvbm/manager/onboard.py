@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
-from kvbm.manager.leases import Lease, Place
+from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
@@ -65,13 +65,13 @@ class Onboarder:
         return len(self._by_host_slot)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
-        """Give every block of the lease that is only on disk a host slot; the run ends at the first that gets none.
+        """Give a host slot to every block of the lease that is only on disk; the run ends at the first that gets none.
 
         `before` is the block before the run. Where the run is longer than host memory, its own end makes room for
-        what comes before.
+        the blocks before.
         """
         i = -1
-        while (i := lease.places.find(Place.WAITING, i + 1)) >= 0:
+        while (i := lease.states.find(LeaseState.ONBOARDING, i + 1)) >= 0:
             key = lease.keys[i]
             filling = self._host_pool.find_filling(key)
             if filling is not None and filling not in self._by_host_slot:
@@ -80,22 +80,22 @@ class Onboarder:
                 slot = int(filling)
             else:
                 parent = lease.keys[i - 1] if i else before
-                slot = self._start(key, parent)
-                while slot is None and (last := lease.places.rfind(Place.PINNED, i + 1)) > 0:
+                slot = self._enqueue(key, parent)
+                while slot is None and (last := lease.states.rfind(LeaseState.PINNED, i + 1)) > 0:
                     self._cut(lease, last)
-                    slot = self._start(key, parent)
+                    slot = self._enqueue(key, parent)
             if slot is None:
                 self._cut(lease, i)
                 return
             lease.slots[i] = slot
             self._by_host_slot[slot].waiting.append((lease, i))
 
-    def _start(self, key: BlockKey, parent: BlockKey | None) -> int | None:
-        """Begin to bring up a block that is resident on disk; its host slot, or None when the host has no room."""
+    def _enqueue(self, key: BlockKey, parent: BlockKey | None) -> int | None:
+        """Queue a block that is resident on disk. Returns its host slot, or None when host memory has no room."""
         disk_slot = self._disk_pool.find(key)
         assert disk_slot is not None
         self._disk_pool.lease(disk_slot)
-        # What is on disk is loaded through the host tier, whatever its policy thinks of it.
+        # Loads from disk go through host memory, whatever its policy says of the block.
         host_slot = self._host_pool.reserve(key, parent, self._clock(), insist=True)
         if host_slot is None:
             self._disk_pool.unlease(disk_slot)
@@ -109,7 +109,7 @@ class Onboarder:
         """Submit what the disk takes."""
         while self._queue:
             block = self._queue[0]
-            if not any(lease.places[index] == Place.WAITING for lease, index in block.waiting):
+            if not any(lease.states[index] == LeaseState.ONBOARDING for lease, index in block.waiting):
                 # Every request that wanted it has gone: do not spend the disk on it.
                 self._queue.popleft()
                 self._finish(block, Outcome.THROTTLED)
@@ -126,7 +126,7 @@ class Onboarder:
                 self._finish(block, outcome)
 
     def completed(self, completion: Completion) -> bool:
-        """Take a completion if it is ours."""
+        """Take a completion; False when it is not of a read."""
         block = self._in_flight.pop(completion.job_id, None)
         if block is None:
             return False
@@ -155,17 +155,17 @@ class Onboarder:
         if outcome is Outcome.HIT:
             self._host_pool.commit(block.host_slot)
         elif in_use:
-            self._unusable.append(block.host_slot)  # it stays filling: nobody may have it yet
+            self._unusable.append(block.host_slot)  # it stays filling: no block may go there yet
         else:
             self._host_pool.abort(block.host_slot)
         if outcome is Outcome.MISS and not self._disk_pool.is_leased(block.disk_slot):
             self._disk_pool.evict(block.disk_slot)
         for lease, index in block.waiting:
-            if lease.places[index] != Place.WAITING:
+            if lease.states[index] != LeaseState.ONBOARDING:
                 continue  # released meanwhile
             if outcome is Outcome.HIT:
                 self._host_pool.lease(block.host_slot)
-                lease.places[index] = Place.PINNED
+                lease.states[index] = LeaseState.PINNED
                 if lease.advance():
                     self._on_progress(lease)
             else:
@@ -176,7 +176,7 @@ class Onboarder:
     def _cut(self, lease: Lease, index: int) -> None:
         """The run ends before `index`: give back what the lease holds from there on."""
         for i in range(index, len(lease.slots)):
-            if lease.places[i] == Place.PINNED:
+            if lease.states[i] == LeaseState.PINNED:
                 self._host_pool.unlease(lease.slots[i])
-            lease.places[i] = Place.DROPPED
+            lease.states[i] = LeaseState.DROPPED
         del lease.slots[index:], lease.keys[index:], lease.sources[index:]

@@ -1,4 +1,4 @@
-"""The slots of one tier: which block is where, in which state, and who may evict it.
+"""The slots of one tier: the block in each, its state and its leases.
 
 At all times `free + filling + resident == total` and every lease is on a resident slot; `check` says so and tests
 call it after every step.
@@ -13,13 +13,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvbm.block import TRANSITIONS, BlockState, SlotIndex, Tier, Transition
+from kvbm.block import NO_SLOT, TRANSITIONS, BlockState, SlotIndex, Tier, Transition
 from kvbm.policy import EvictionPolicy
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 """What names a block and the whole chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
+_SHORT_CHAIN = 128
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
 
@@ -38,7 +39,7 @@ class SlotPool(Generic[KeyT]):
 
     `on_emptied(slot, key, was_resident)` is called whenever a slot becomes free, before anyone can reserve it
     again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
-    here too, so parents go last; without it each block stands alone. `keeps_parents`: `parent_of` is asked.
+    here too, so parents go last; without it each block stands alone. `keeps_parents`: `parent_of` can be called.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SlotPool(Generic[KeyT]):
         self.tier = tier
         self.slot_count = slot_count
         self.evicted_count = 0
-        self._policy = policy
+        self.policy = policy
         self._on_emptied = on_emptied
         self._chained = chained
         self._resident: dict[KeyT, int] = {}
@@ -77,8 +78,10 @@ class SlotPool(Generic[KeyT]):
         """`find` for many consecutive keys of a chain at once.
 
         A chain stored in one go mostly lies in consecutive slots. Comparing keys there reads memory in order, which
-        costs a fraction of as many scattered look-ups; what turns out to be scattered is looked up key by key.
+        costs a fraction of as many scattered look-ups; scattered keys are looked up one by one.
         """
+        if len(keys) <= _SHORT_CHAIN:
+            return list(map(self._resident.get, keys))
         found: list[int | None] = []
         scattered = 0
         while len(found) < len(keys) and scattered < _SCATTERED_MAX:
@@ -97,7 +100,7 @@ class SlotPool(Generic[KeyT]):
         return None if slot is None else SlotIndex(slot)
 
     def holds(self, key: KeyT) -> bool:
-        """True when the block is resident or being filled."""
+        """Whether the block is resident or being filled."""
         return key in self._resident or key in self._filling
 
     def key_of(self, slot: int) -> KeyT:
@@ -112,21 +115,21 @@ class SlotPool(Generic[KeyT]):
         return self._parents[slot]
 
     def parent_slot_of(self, slot: int) -> int:
-        """The slot of that block; -1 for a chain's first, and where it is not resident."""
+        """The slot of that block; NO_SLOT for a chain's first, and where it is not resident."""
         parent = self.parent_of(slot)
-        return -1 if parent is None else self._resident.get(parent, -1)
+        return NO_SLOT if parent is None else self._resident.get(parent, NO_SLOT)
 
     def state_of(self, slot: int) -> BlockState:
         """The slot's state."""
         return BlockState(self._state[slot])
 
     def is_leased(self, slot: int) -> bool:
-        """Somebody holds the slot."""
+        """Whether the slot is leased."""
         return slot in self._leases
 
     @property
     def leased(self) -> Container[int]:
-        """The slots that somebody holds, as a policy is handed them."""
+        """The leased slots, as policies take them."""
         return self._leases
 
     @property
@@ -155,7 +158,7 @@ class SlotPool(Generic[KeyT]):
         """A slot to fill with `key`, evicting where needed; None when every block is leased or being filled, or worth
         more than this one (unless the caller insists).
 
-        The block must not be held already. Until `commit` nobody finds it.
+        The block must not be held already. It cannot be found until `commit`.
         """
         slots = self.reserve_chain((key,), parent, now_s, insist)
         return slots[0] if slots else None
@@ -163,7 +166,7 @@ class SlotPool(Generic[KeyT]):
     def reserve_chain(
         self, keys: Sequence[KeyT], parent: KeyT | None, now_s: float, insist: bool = False
     ) -> list[SlotIndex]:
-        """Slots to fill with the blocks of a chain, as `reserve` gives one; for fewer of them where no room is made."""
+        """Slots to fill with the blocks of a chain, as `reserve` gives one; with little room, for the first of them."""
         assert not any(map(self.holds, keys)), "block is held already"
         parent_slot = self._slot_of(parent)
         needed = len(keys) - len(self._free)
@@ -192,28 +195,25 @@ class SlotPool(Generic[KeyT]):
 
     def commit_all(self, slots: Sequence[int]) -> None:
         """`commit` for many slots at once."""
+        self._move(slots, Transition.COMMIT)
         for slot in slots:
-            self._move(slot, Transition.COMMIT)
             key = self.key_of(slot)
             del self._filling[key]
             self._resident[key] = slot
-        self._policy.evictable(slots)
+        self.policy.evictable(slots)
 
     def abort(self, slot: int) -> None:
         """The slot's bytes never became complete: it is free again."""
-        self._move(slot, Transition.ABORT)
-        self._policy.removed((slot,))
-        self._empty(slot)
+        self.policy.removed((slot,))
+        self._empty((slot,), Transition.ABORT)
 
     def evict(self, slot: int) -> None:
-        """Drop a resident block that nobody leases."""
-        assert slot not in self._leases, "a leased slot is never evicted"
-        self._move(slot, Transition.EVICT)
-        self._policy.removed((slot,))
-        self._empty(slot)
+        """Drop a resident block without leases."""
+        self.policy.removed((slot,))
+        self._empty((slot,), Transition.EVICT)
 
     def lease(self, slot: int) -> None:
-        """Pin a resident slot; pins add up."""
+        """Lease a resident slot; leases add up."""
         assert self._state[slot] == BlockState.RESIDENT, "only resident slots are leased"
         self._leases[slot] = self._leases.get(slot, 0) + 1
 
@@ -235,7 +235,7 @@ class SlotPool(Generic[KeyT]):
         leases = self._leases
         if list(map(leases.get, slots)).count(1) == len(slots):
             deque(map(leases.__delitem__, slots), maxlen=0)  # as in `lease_all`
-            self._policy.evictable(slots)
+            self.policy.evictable(slots)
             return
         ended = []
         for slot in slots:
@@ -245,16 +245,16 @@ class SlotPool(Generic[KeyT]):
             else:
                 del leases[slot]
                 ended.append(slot)
-        self._policy.evictable(ended)
+        self.policy.evictable(ended)
 
     def requested(self, keys: list[KeyT], now_s: float) -> None:
         """A request came for this chain."""
-        slots = [-1 if slot is None else slot for slot in self.find_all(keys)]
-        self._policy.requested(keys, slots, now_s)
+        slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
+        self.policy.requested(keys, slots, now_s)
 
     def finished(self, key: KeyT, output_tokens: int, now_s: float) -> None:
         """The request whose chain ended with this key when it came has generated that many tokens, and no more."""
-        self._policy.finished(key, output_tokens, now_s)
+        self.policy.finished(key, output_tokens, now_s)
 
     def clear(self) -> tuple[int, int]:
         """Evict every block that is not in use; (dropped, in use)."""
@@ -266,7 +266,7 @@ class SlotPool(Generic[KeyT]):
         return dropped, self.slot_count - len(self._free)
 
     def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:
-        """How many of `keys[start:]` surely lie resident in `slot` and the slots after it; it may be some more."""
+        """How many of `keys[start:]` lie resident in `slot` and the slots after it: a lower bound."""
         length, step = 0, _RUN_STEP
         while chunk := keys[start + length : start + length + step]:
             first, end = slot + length, slot + length + len(chunk)
@@ -295,10 +295,10 @@ class SlotPool(Generic[KeyT]):
             assert count > 0
 
     def _slot_of(self, key: KeyT | None) -> int:
-        """The slot of a parent that is held in any state, or -1 when there is none that counts."""
+        """The slot of a parent that is held in any state; NO_SLOT when there is none, or it does not matter."""
         if key is None or not self._chained:
-            return -1
-        return self._resident.get(key, self._filling.get(key, -1))
+            return NO_SLOT
+        return self._resident.get(key, self._filling.get(key, NO_SLOT))
 
     def _make_room(self, needed: int, keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
         # Evicting the parent would orphan the very blocks that we make room for.
@@ -306,39 +306,41 @@ class SlotPool(Generic[KeyT]):
             (parent_slot,) if parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT else ()
         )
         self.lease_all(pinned)
-        for victim in self._policy.victims(needed, keys, self._leases, now_s):
-            assert victim not in self._leases, "a leased slot is never evicted"
-            self._move(victim, Transition.EVICT)
-            self._empty(victim)
-            self.evicted_count += 1
+        victims = self.policy.victims(needed, keys, self._leases, now_s)
+        self._empty(victims, Transition.EVICT)
+        self.evicted_count += len(victims)
         self.unlease_all(pinned)
 
     def _fill(self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
+        self._move(slots, Transition.RESERVE)
         for slot, key in zip(slots, keys, strict=True):
-            self._move(slot, Transition.RESERVE)
             self._keys[slot] = key
             self._filling[key] = slot
         if self._chained:
-            self._policy.inserted(keys, slots, parent_slot, now_s)
+            self.policy.inserted(keys, slots, parent_slot, now_s)
         else:
             for slot, key in zip(slots, keys, strict=True):
-                self._policy.inserted((key,), (slot,), -1, now_s)
+                self.policy.inserted((key,), (slot,), NO_SLOT, now_s)
 
-    def _move(self, slot: int, transition: Transition) -> None:
+    def _move(self, slots: Sequence[int], transition: Transition) -> None:
         before, after = TRANSITIONS[transition]
-        assert self._state[slot] == before, (
-            f"slot {slot} cannot {transition.value}: {self.state_of(slot).name}"
-        )
-        self._state[slot] = after
+        state = self._state
+        for slot in slots:
+            assert state[slot] == before, f"slot {slot} cannot {transition.value}: {self.state_of(slot).name}"
+            state[slot] = after
 
-    def _empty(self, slot: int) -> None:
-        """Forget a slot that has just become free, and tell its owner."""
-        key = self.key_of(slot)
-        self._keys[slot] = None
-        was_resident = self._resident.get(key) == slot
-        del (self._resident if was_resident else self._filling)[key]
-        self._free.append(slot)
-        self._on_emptied(slot, key, was_resident)
+    def _empty(self, slots: Sequence[int], transition: Transition) -> None:
+        """Evict or abort the blocks in these slots: forget each and report it to the owner."""
+        was_resident = transition is Transition.EVICT
+        assert not was_resident or self._leases.keys().isdisjoint(slots), "a leased slot is never evicted"
+        self._move(slots, transition)
+        index = self._resident if was_resident else self._filling
+        for slot in slots:
+            key = self.key_of(slot)
+            self._keys[slot] = None
+            del index[key]
+            self._free.append(slot)
+            self._on_emptied(slot, key, was_resident)
 
 
 def _parents_first(

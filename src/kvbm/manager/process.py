@@ -1,7 +1,7 @@
 """The manager as a process: its lock, its socket, its signals, and its end.
 
 A *private* manager is started by an engine (`client.finder`) and ends when its last engine has gone; a *shared* one
-is started by an operator and ends on SIGTERM or SIGINT. Both drain: what waits for disk is written, bounded in time.
+is started by an operator and ends on SIGTERM or SIGINT. Both drain: queued blocks are written to disk, bounded in time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from kvbm.observe.exposition import render
 from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
-from kvbm.settings import Settings
+from kvbm.settings import Settings, variable
 
 log = logging.getLogger("kvbm.manager")
 
 PRIVATE_GRACE_S = 0.2
 PRIVATE_FIRST_ENGINE_S = 120.0
-SOCKET_FIELD = "DYN_KVBM_MANAGER"
+SOCKET_FIELD = variable("manager")
+PORT_FIELD = variable("metrics_port")
 METRICS_PORTS_MAX = 16
 """Ports that a private manager tries for its metrics: engines beside one another mostly ask for the same one."""
 _BACKLOG = 128
@@ -67,7 +68,7 @@ def serve(
     if not settings.manager:
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
     peer_uids = settings.trusted_peer_uids
-    # Who can connect is served: the socket comes when nothing else can fail.
+    # A client that can connect is served: the socket comes when nothing else can fail.
     mode = 0o666 if peer_uids else 0o600
     with _scraped(settings, metrics, private) as metrics_port, _listening(socket_path, mode) as listener:
         server = Server(listener, make_spaces, traffic, clock, peer_uids)
@@ -90,7 +91,7 @@ def serve(
         while not signals.received:
             server.step()
             seen_engine = seen_engine or server.engine_count > 0
-            # An engine that was refused does not start: nobody else will come.
+            # An engine that was refused does not start: no other one will come.
             patience_s = grace_s if seen_engine or server.refused_count else PRIVATE_FIRST_ENGINE_S
             idle_s = clock() - max(server.last_busy_s, started_s)
             if private and idle_s > patience_s and not server.engine_count:
@@ -108,7 +109,7 @@ def _size(size_bytes: int | None, blocks: int | None) -> str | None:
 
 @contextlib.contextmanager
 def _listening(path: str, mode: int) -> Iterator[socket.socket]:
-    """The listening socket at `path`, in a directory that nobody else can write to; removed at the end."""
+    """The listening socket at `path`, in a directory that only this user can write to; removed at the end."""
     make_own_dir(os.path.dirname(os.path.abspath(path)), SOCKET_FIELD)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -118,7 +119,7 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
             listener.bind(path)
         except OSError as error:
             raise SettingsError(SOCKET_FIELD, path, f"a socket path under 108 bytes ({error})") from None
-        # Where other users are listed, whoever reaches it may knock: each is asked who it is as it is accepted.
+        # Where other users are listed, any user may connect: the kernel says which one it is, as it is accepted.
         os.chmod(path, mode)
         listener.listen(_BACKLOG)
         yield listener
@@ -132,7 +133,7 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
 def _scraped(settings: Settings, metrics: Metrics, private: bool) -> Iterator[int | None]:
     """`/metrics`, while the manager serves; its port, or None without.
 
-    An operator who names a port for a shared manager means that one. An engine serves with another port, or none.
+    A shared manager takes the port that its operator names, or fails. A private one takes another port, or none.
     """
     host, port = settings.metrics_host, settings.metrics_port
 
@@ -146,12 +147,13 @@ def _scraped(settings: Settings, metrics: Metrics, private: bool) -> Iterator[in
         )
         if exporter is None:
             log.warning(
-                "DYN_KVBM_METRICS_PORT=%d is in use, and so are the next %d: no metrics are served",
+                "%s=%d is in use, and so are the next %d: no metrics are served",
+                PORT_FIELD,
                 port,
                 METRICS_PORTS_MAX - 1,
             )
         elif exporter.port != port:
-            log.warning("DYN_KVBM_METRICS_PORT=%d is in use: metrics are at %s", port, exporter.url)
+            log.warning("%s=%d is in use: metrics are at %s", PORT_FIELD, port, exporter.url)
     if exporter is None:
         yield None
         return
@@ -207,7 +209,7 @@ def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PR
     directory = os.path.dirname(socket_path)
     try:
         make_runtime_dir(directory)
-    except SettingsError as error:  # it changed since our engine looked: leave no trace in it
+    except SettingsError as error:  # it changed since our engine looked at it: leave no file in it
         log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
         return 2
     _sweep(directory)
@@ -221,21 +223,21 @@ def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PR
         serve(settings, socket_path, private=True, grace_s=grace_s)
     except KvbmError as error:
         log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
-        _leave_word(socket_path, str(error))
+        _report_failure(socket_path, str(error))
         return 2
     except Exception as error:
         log.exception("private manager failed")
-        _leave_word(socket_path, f"private manager failed: {type(error).__name__}: {error}")
+        _report_failure(socket_path, f"private manager failed: {type(error).__name__}: {error}")
         return 2
     finally:
-        # Removed while it is still held: who opens the path from now on makes a new file.
+        # Removed while it is still held: opening the path from now on makes a new file.
         with contextlib.suppress(OSError):
             os.unlink(socket_path + ".lock")
     return 0
 
 
-def _leave_word(socket_path: str, reason: str) -> None:
-    """Say why, in one line, to the engine that started us (see `launch.ERROR_SUFFIX`)."""
+def _report_failure(socket_path: str, reason: str) -> None:
+    """Leave the reason, in one line, to the engine that started us (see `client.finder.ERROR_SUFFIX`)."""
     with contextlib.suppress(OSError):
         replace_private(socket_path + ERROR_SUFFIX, " ".join(reason.split()).encode())
 

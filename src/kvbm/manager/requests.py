@@ -1,4 +1,4 @@
-"""What leaders and workers ask for while they serve: one method per message, answered at once."""
+"""The requests of leaders and workers: one method per message, answered at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Requests:
         self._watchers: dict[tuple[int, int], set[int]] = {}
 
     def lookup(self, session: Session, message: Message) -> None:
-        """Find and lease the longest run; bring what is on disk up."""
+        """Find and lease the longest run; bring up its blocks that are on disk."""
         assert isinstance(message, Lookup)
         keys = _keys(message.keys)
         if not 0 <= message.skip <= len(keys):
@@ -63,7 +63,7 @@ class Requests:
         lease = engine.space.lookup(session.number, message.lookup, keys, message.skip)
         self._followers.asked(engine.space, message.keys)
         found = bytes(lease.sources) if lease is not None else b""
-        self._traffic.looked_up(engine.name, len(keys) - message.skip, engine.space.told(found))
+        self._traffic.looked_up(engine.name, len(keys) - message.skip, engine.space.counted_sources(found))
         no_room, refused = engine.space.cut
         if lease is None:
             session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused))
@@ -81,7 +81,7 @@ class Requests:
         )
 
     def release(self, session: Session, message: Message) -> None:
-        """End a lease and count what it brought to the device."""
+        """End a lease and count the blocks that it brought to the device."""
         assert isinstance(message, Release)
         engine = self._membership.of(session)
         if engine is None or engine.leader is not session:
@@ -90,7 +90,7 @@ class Requests:
         lease = engine.space.release(session.number, message.lookup)
         if lease is not None and message.loaded > 0:
             loaded = bytes(lease.sources[message.first : message.first + message.loaded])
-            self._traffic.loaded(engine.space.layout, engine.space.told(loaded), message.seconds)
+            self._traffic.loaded(engine.space.layout, engine.space.counted_sources(loaded), message.seconds)
         if message.failed > 0:
             on_disk = _failed_on_disk(engine.space, lease, message)
             self._traffic.failed_load(message.failed - on_disk, on_disk)
@@ -127,7 +127,7 @@ class Requests:
             self._traffic.stored(stored, message.seconds)
 
     def finished(self, session: Session, message: Message) -> None:
-        """A request ended; the policies hear how much it generated."""
+        """A request ended; the policies learn how much it generated."""
         assert isinstance(message, Finished)
         keys = _keys(message.key)
         engine = self._membership.led_by(session)
@@ -136,7 +136,7 @@ class Requests:
             self._followers.ended(engine.space, keys[0], message.output_tokens)
 
     def watch(self, session: Session, message: Message) -> None:
-        """A worker wants to hear of a lookup's progress."""
+        """A worker follows a lookup's progress."""
         assert isinstance(message, Watch)
         engine, lease = self._membership.of(session), None
         if engine is not None and engine.leader is not None:
@@ -154,7 +154,7 @@ class Requests:
         self._membership.fences.answered(message.fence, session)
 
     def announce(self, lease: Lease) -> None:
-        """A lease's blocks arrived or failed: tell its leader and the workers that watch it."""
+        """A lease's blocks arrived or failed: notify its leader and the workers that watch it."""
         progress = Progress(lookup=lease.number, ready=lease.ready, final=lease.final)
         for number in (lease.owner, *self._watchers.get((lease.owner, lease.number), ())):
             session = self._session_by_number(number)
@@ -164,7 +164,7 @@ class Requests:
             self._watchers.pop((lease.owner, lease.number), None)
 
     def dropped(self, leases: list[Lease]) -> None:
-        """Leases ended with their owner: who watched them hears that nothing more comes."""
+        """Leases ended with their owner: notify those that watched them that no more blocks come."""
         for lease in leases:
             for number in self._watchers.pop((lease.owner, lease.number), ()):
                 session = self._session_by_number(number)
@@ -175,14 +175,14 @@ class Requests:
 def _failed_on_disk(space: Space, lease: Lease | None, message: Release) -> int:
     """How many of the blocks that were promised and did not reach the device were found on disk.
 
-    What a lease no longer names is disk's: a run is only ever cut where disk did not give a block. Of one that has
-    ended before its load nothing is known, and it counts as host memory's, if that is a tier.
+    Blocks that a lease no longer names are disk's: a run is only cut where disk did not give a block. Of a lease that
+    ended before its load nothing is known, and its blocks count as host memory's, where that is a tier.
     """
     first = message.first + max(0, message.loaded)
     found = bytes(lease.sources[first : first + message.failed]) if lease is not None else b""
-    nameless = Tier.DISK if lease is not None else space.told(bytes((Tier.HOST,)))[0]
+    nameless = Tier.DISK if lease is not None else space.counted_sources(bytes((Tier.HOST,)))[0]
     lost = message.failed - len(found) if nameless == Tier.DISK else 0
-    return space.told(found).count(Tier.DISK) + lost
+    return space.counted_sources(found).count(Tier.DISK) + lost
 
 
 def _keys(joined: bytes) -> list[BlockKey]:

@@ -3,11 +3,11 @@
 Everything a manager owns is touched by this thread alone. Blocks are read and written by the tier's own threads, which
 report through its descriptor. The loop never waits for a client. For a medium it waits in these cases:
 
-- a tier is opened when the first engine of a namespace comes, and again when it heals: what others left behind is
-  removed, its files are prepared (when it heals, for about a second at most), its journal is read and indexed;
+- a tier is opened when the first engine of a namespace comes, and again when it heals: files without an owner are
+  removed, its own are prepared (when it heals, for about a second at most), its journal is read and indexed;
 - a slot of the disk tier is emptied: its journal record is voided, 256 bytes into the page cache. `Reset` does that
   once for each block that it drops from disk;
-- every few seconds each tier looks whether its files are still there;
+- every few seconds each tier checks that its files are still there;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
 """
 
@@ -49,6 +49,7 @@ from kvbm.protocol import (
     StatusQuery,
     Watch,
 )
+from kvbm.settings import variable
 
 log = logging.getLogger("kvbm.manager")
 
@@ -128,7 +129,7 @@ class Server:
                 self._read(target)
         for _, space in self.spaces:
             space.pump()
-        self._settle_sessions()
+        self._update_sessions()
         if self._clock() >= self._tick_at_s:
             self._tick_at_s = self._clock() + TICK_S
             self._tick()
@@ -156,7 +157,7 @@ class Server:
         if not is_trusted(session.peer_uid(), self._peer_uids):
             refusal = (
                 f"user {session.peer_uid()} cannot be served: this manager is user {os.geteuid()}'s "
-                "(DYN_KVBM_PEER_UIDS lists others, for a socket that it is told to listen on)"
+                f"({variable('peer_uids')} lists others, for a socket that it is told to listen on)"
             )
         elif len(self._sessions) >= SESSIONS_MAX:
             refusal = f"{len(self._sessions)} sessions are open: accepted are {SESSIONS_MAX}"
@@ -168,7 +169,7 @@ class Server:
         self._selector.register(connection, selectors.EVENT_READ, session)
 
     def _pause_accepting(self, error: OSError) -> None:
-        """Descriptors or memory ran out. Who waits to be accepted keeps the listener readable: leave it alone."""
+        """Descriptors or memory ran out. Waiting clients keep the listener readable: stop selecting it for a while."""
         self._selector.unregister(self._listener)
         self._accepting = False
         if not self._accept_failed:
@@ -199,8 +200,8 @@ class Server:
             log.exception("session %d failed and is closed", session.number)
             session.closed = True
 
-    def _settle_sessions(self) -> None:
-        """End sessions that closed, and those that close by that; ask for writability where bytes wait."""
+    def _update_sessions(self) -> None:
+        """End the sessions that closed, also those that closed by that; select for writing where bytes are queued."""
         while ended := [
             s for s in self._sessions.values() if s.ended_by_peer or (s.closed and not s.lingering)
         ]:
@@ -213,7 +214,7 @@ class Server:
                     self._selector.modify(session.connection, events, session)
 
     def _end(self, session: Session) -> None:
-        """Serve it no more; forget it, unless it may be writing until its other end closes."""
+        """Serve a session no more. Forget it, unless it may write to memory until its other end closes."""
         if not session.lingering:
             self._requests.dropped(self._membership.gone(session))
         if session.writes and not session.ended_by_peer:

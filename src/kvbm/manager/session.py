@@ -1,4 +1,4 @@
-"""One client of the manager: its socket, and what it said it is."""
+"""One client of the manager: its socket, and its Hello."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One namespace's blocks: what is where, who holds it, and what moves next.
+"""One namespace's blocks: the index, the leases and reservations, and the moves between tiers.
 
 Pure of transport: `server` drives a Space for engines, `library` drives one in process. It is owned by one thread.
-Calls answer at once; what takes time is announced through `on_progress`.
+Calls answer at once; blocks that arrive later are announced through `on_progress`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvbm.block import BlockKey, Tier, counted_as_disk
+from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
-from kvbm.manager.leases import Cut, HoldTable, Lease, Owner, Place, Reservation
+from kvbm.manager.leases import Cut, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.usage import Usage
@@ -100,9 +100,10 @@ class Space:
     # ---- lookups
 
     def lookup(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> Lease | None:
-        """Lease the longest run from `keys[skip]` on and start bringing up what is below G2.
+        """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only on disk.
 
-        None when nothing was found, or the owner holds too many leases. `cut` says what was found and is not leased.
+        None when nothing was found, or the owner holds too many leases. `cut` counts the blocks that were found and are
+        not leased.
         """
         now_s = self._clock()
         self.cut = Cut(0, 0)
@@ -128,39 +129,39 @@ class Space:
             return None
         return lease
 
-    def told(self, sources: bytes) -> bytes:
-        """The tiers as they are counted: what passes through a staging area is from disk."""
+    def counted_sources(self, sources: bytes) -> bytes:
+        """The tiers as they are counted: blocks that pass through a staging area are from disk."""
         return counted_as_disk(sources) if self.options.staging else sources
 
     def release(self, owner: Owner, number: int) -> Lease | None:
-        """End a lease; the lease as it was, or None when it had ended already."""
+        """End a lease. Returns it as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
         if lease is not None:
             self.host_pool.unlease_all(lease.pinned())
-            lease.places = bytearray((Place.DROPPED,)) * len(lease.places)
+            lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
         return lease
 
     def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
-        """Note the run's blocks; pin those in host memory now, so that making room below cannot evict them."""
+        """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""
         wanted = list(keys[skip:])
         on_host = self.host_pool.find_all(wanted)
         run = on_host.index(None) if None in on_host else len(on_host)
         slots: list[int] = [slot for slot in on_host[:run] if slot is not None]
-        sources, places = bytearray((Tier.HOST,)) * run, bytearray((Place.PINNED,)) * run
+        sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
         if run < len(wanted) and (disk_pool := self._disk_pool_if_on()) is not None:
             for i in range(run, len(wanted)):
                 slot = on_host[i]
                 if slot is None and disk_pool.find(wanted[i]) is None:
                     break
-                slots.append(-1 if slot is None else slot)
+                slots.append(NO_SLOT if slot is None else slot)
                 sources.append(Tier.DISK if slot is None else Tier.HOST)
-                places.append(Place.WAITING if slot is None else Place.PINNED)
+                states.append(LeaseState.ONBOARDING if slot is None else LeaseState.PINNED)
         lease.keys, lease.slots = wanted[: len(slots)], slots
-        lease.sources, lease.places = sources, places
+        lease.sources, lease.states = sources, states
         self.host_pool.lease_all(lease.pinned())
 
     def _account(self, lease: Lease, queried: int) -> None:
-        hits, on_host = len(lease.slots), self.told(bytes(lease.sources)).count(Tier.HOST)
+        hits, on_host = len(lease.slots), self.counted_sources(bytes(lease.sources)).count(Tier.HOST)
         self._metrics.add("kvbm_queried_blocks_total", queried)
         self._metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
         for tier, blocks in (("host", on_host), ("disk", hits - on_host)):
@@ -186,7 +187,7 @@ class Space:
         if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
             return [REFUSED] * len(keys)
-        # Staging only hands blocks on: what has reached the disk needs no place in it again.
+        # A staging area only passes blocks on: those that have reached the disk need no slot in it again.
         below = self._disk_pool_if_on() if self.options.staging else None
         answer: list[int] = []
         mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
@@ -200,7 +201,7 @@ class Space:
                 break  # without its prefix the run could never be found: do not spend slots on it
             if self.disk is not None and parent is not None:
                 self.disk.keep(parent)
-            # Above a disk, host memory is the way into it: which blocks stay is decided when others need the room.
+            # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
             insist = self._disk_pool_if_on() is not None
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist)
             self._names.reserved(slots, run, hashes, len(answer), group)
@@ -220,7 +221,7 @@ class Space:
         return answer
 
     def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
-        """The owner's workers filled the slots, but for those at positions `failed`; the number committed."""
+        """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed."""
         mine = self.reservations.get(owner, number)
         if mine is None or mine.condemned:
             return 0
@@ -245,17 +246,17 @@ class Space:
         return len(good)
 
     def condemn(self, reservation: Reservation) -> None:
-        """Refuse a later commit; the slots stay filling until `abort`, when no worker can write to them any more."""
+        """Refuse a later commit. The slots stay filling until `abort`, when no worker can write to them any more."""
         reservation.condemned = True
 
     def abort(self, reservation: Reservation) -> None:
-        """Give a reservation's slots back. The caller knows that nobody writes to them any more."""
+        """Free a reservation's slots. The caller knows that no worker writes to them any more."""
         self.reservations.pop(reservation.owner, reservation.number)
         for slot in reversed(reservation.slots):
             self.host_pool.abort(slot)
 
     def finished(self, key: BlockKey, output_tokens: int) -> None:
-        """The request whose lookup ended with this key is through."""
+        """The request whose prompt ended with this key has ended."""
         self._usage.note_end(key, output_tokens)
 
     def _missing_run(
@@ -283,12 +284,12 @@ class Space:
         if self.disk is not None:
             self.disk.collect()
         if self._usage:
-            self._usage.tell(self.pools, self.disk.offloader if self.disk else None, self._clock())
+            self._usage.pass_on(self.pools, self.disk.offloader if self.disk else None, self._clock())
         if self.disk is not None:
             self.disk.advance()
 
     def overdue(self) -> list[Reservation]:
-        """End leases past their deadline; the reservations past theirs, for the owner of sessions to condemn."""
+        """End leases past their deadline. Returns the reservations past theirs, which the caller condemns."""
         now_s = self._clock()
         for lease in self.leases.overdue(now_s):
             self.release(lease.owner, lease.number)
@@ -296,7 +297,7 @@ class Space:
         return [r for r in self.reservations.overdue(now_s) if not r.condemned]
 
     def clear(self, tier: str = "") -> tuple[int, int]:
-        """Drop every block that is not in use, of one tier or of all; (dropped, in use)."""
+        """Drop every block that is not in use, of one tier or of all. Returns (dropped, in use)."""
         if tier in ("", self.host_pool.tier.name.lower()):
             for reservation in self.reservations:
                 reservation.stale = True
@@ -325,7 +326,7 @@ class Space:
         return tiers
 
     def describe(self) -> dict[str, object]:
-        """What `kvbm status` shows of this space."""
+        """What `Status` says of this space."""
         tiers = {
             pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
             for pool in self.pools

@@ -1,4 +1,4 @@
-"""What the manager counts as it serves: transfers that ended, hit rates, and the lines an operator reads."""
+"""The manager's counts: transfers that ended, hit rates, and the lines that an operator reads."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Traffic:
             self.metrics.observe("kvbm_transfer_seconds", seconds, source="device", target="host")
 
     def matched(self, layout: BlockLayout, blocks: int) -> None:
-        """The load of so many blocks was begun, whatever became of it."""
+        """The load of so many blocks was begun, whether or not they arrived."""
         self.metrics.add("kvbm_matched_tokens", blocks * layout.block_tokens)
 
     def unloaded(self, blocks: Mapping[str, int]) -> None:
-        """Blocks that were found and computed all the same, by reason; what is none of ours is left out."""
+        """Blocks that were found and yet computed, by reason; unknown reasons are left out."""
         for reason, count in blocks.items():
             if reason in UNLOADED_REASONS and count > 0:
                 self.metrics.add("kvbm_unloaded_blocks_total", count, reason=reason)
@@ -79,7 +79,7 @@ class Traffic:
         self.metrics.add("kvbm_failures_total", on_disk, tier="disk", kind="load")
 
     def tick(self, roles: Sequence[str], engines: Collection[str]) -> None:
-        """Gauges, and the lines that are due; `engines` names those that are there."""
+        """Set the gauges and log the lines that are due; `engines` are the present ones."""
         for role, number in {"leader": 0, "worker": 0, "admin": 0, **Counter(roles)}.items():
             self.metrics.set("kvbm_sessions", number, role=role)
         self.metrics.set("kvbm_engines", len(engines))
@@ -95,7 +95,7 @@ class Traffic:
             self.summarize()
 
     def summarize(self) -> None:
-        """Log what moved since the last summary, if anything did."""
+        """Log the transfers since the last summary, if there were any."""
         now_s = self._clock()
         after = self.metrics.snapshot()
         if line := traffic_line(self._before, after, SUMMARY_INTERVAL_S + now_s - self._summary_at_s):

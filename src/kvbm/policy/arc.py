@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Hashable, Sequence
 
-from kvbm.policy.chain import QueuedChains
+from kvbm.policy.leaf_first import LeafFirstQueues
 
 _ONCE, _AGAIN, _UNKNOWN = 0, 1, 2
 _QUEUE_AFTER_USE = bytes((_AGAIN, _AGAIN))
 
 
-class Arc(QueuedChains):
-    """ARC over `slot_count` slots; see `chain` for how leaves come first.
+class Arc(LeafFirstQueues):
+    """ARC over `slot_count` slots; see `leaf_first` for how leaves come first.
 
     Blocks stand in two queues in order of use: those asked for once since they came (the paper's T1), and those asked
     for again (T2). The keys of victims are remembered as *ghosts* of their queue (B1, B2). A newcomer whose ghost is
@@ -24,7 +24,7 @@ class Arc(QueuedChains):
 
     A use costs one comparison where the whole chain was last used together, else a few writes. Memory: 35 bytes a
     slot, and at most `slot_count` ghosts (more only between `victims` and `inserted`), about 160 bytes each where
-    nobody else keeps the key.
+    no other object keeps the key.
     """
 
     def __init__(self, slot_count: int) -> None:
@@ -74,7 +74,7 @@ class Arc(QueuedChains):
         self._returning.clear()
         arriving = 0
         free_count = len(incoming) - needed
-        # Where more has to go than comes, the first victims are for nobody.
+        # Where more has to go than comes, the first victims make room for no newcomer.
         for place in range(min(0, free_count), len(incoming)):
             known = self._recall(incoming[place]) if place >= 0 else _UNKNOWN
             if place >= free_count:

@@ -1,9 +1,8 @@
-"""What a tier asks of a policy.
+"""The contracts of policies, as a tier calls them.
 
 Called by the one thread that owns the tier; never blocks, does no I/O, reads no clock: time comes as an argument
-(seconds, never going back). Slots are handles below `slot_count`; -1 stands for "not here". A key is whatever the
-tier names a block by, as long as it says the whole chain up to its block: `BlockKey` in the manager, a number in
-the simulator.
+(seconds, never going back). Slots are numbers below `slot_count`; `NO_SLOT` (-1) stands for "not here". A key
+stands for the whole chain up to its block: it is a `BlockKey` in the manager, a number in the simulator.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ class EvictionPolicy(Protocol):
     """
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
-        """A request came. `keys` is its chain from the first block on, `slots` where each block is (or -1)."""
+        """A request came. `keys` is its chain from the first block on, `slots` says where each block is (or -1)."""
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
-        """The request whose chain ended with `key` when it came is through; it generated that many tokens."""
+        """The request whose prompt ended with `key` has ended; it generated that many tokens."""
 
     def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
         """These slots are being filled with consecutive blocks of one chain; not to be chosen yet.
@@ -34,7 +33,7 @@ class EvictionPolicy(Protocol):
         """These slots may be chosen: their block became resident, or the last lease on them ended."""
 
     def removed(self, slots: Iterable[int]) -> None:
-        """The slots were emptied in this order, not by the policy's choice: a store failed, a block was corrupt."""
+        """The slots were emptied in this order, not chosen by the policy: a store failed, or a block was corrupt."""
 
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float

@@ -1,12 +1,12 @@
-"""Which blocks leave host memory next when disk is written only on eviction, and that they are written before.
+"""The eviction policy of host memory when disk is written on eviction: victims are chosen early, and written first.
 
-Writing takes time and a reservation cannot wait for it, so the blocks that the eviction policy would give up next are
-set aside ahead of need: at any time a sixteenth of the slots is free, or holds a block that was set aside and offered
-to disk. Such a block stays resident and is found as before; a request that uses it, or stores a continuation, puts it
-back under the policy. Otherwise it goes when room is made and its write has ended, or was refused.
+Writing takes time and a reservation cannot wait for it. So the blocks that the inner policy would evict next are set
+aside ahead of need: at any time a sixteenth of the slots is free, or holds a block that was set aside and offered to
+disk. Such a block stays resident and is found as before; a request that uses it, or stores a continuation, puts it
+back under the inner policy. Otherwise it goes when room is made and its write has ended, or was refused.
 
 A reservation never waits. When more room is needed at once than was prepared, blocks whose write has not begun go
-unwritten, which the offload queue counts; those being written are leased and stay until their bytes are on disk.
+unwritten, which the offload queue counts; blocks being written are leased and stay until their bytes are on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BATCH_BLOCKS_MAX = 256
 
 
 class Pool(Protocol):
-    """What `Departures` asks of the slots that it chooses among, as `manager.pool.SlotPool` is it.
+    """The part of a pool of slots that `Departures` needs; `manager.pool.SlotPool` is one.
 
     Properties are read-only; a slot is a number below `slot_count`.
     """
@@ -38,7 +38,7 @@ class Pool(Protocol):
 
     @property
     def leased(self) -> Container[int]:
-        """The slots that somebody holds."""
+        """The slots that are leased."""
 
     def key_of(self, slot: int) -> Hashable:
         """The block in a slot that is not free."""
@@ -48,105 +48,105 @@ class Pool(Protocol):
 
 
 class DepartureQueue(Protocol):
-    """The way down, as `Offloader` is it."""
+    """The queue to disk; `manager.offload.Offloader` is one."""
 
     def depart(self, slot: int) -> bool:
-        """Host memory is about to give the block in this slot up. False: it may, now. True: it is to be written, and
-        `Departures.write_ended` will be called for the slot when that has ended, unless the block goes before."""
+        """The block in this slot is a victim. False: it may go now. True: it is to be written, and
+        `Departures.write_ended` is called for the slot when that has ended, unless the block goes before."""
 
 
 class Departures:
     """An `EvictionPolicy` around another one, for the pool of host memory. Owned by the manager's thread.
 
-    It keeps that contract but for one thing: a block that waits for its write may go after its parent. `attach` comes
+    It keeps that contract with one exception: a block that waits for its write may go after its parent. `attach` comes
     before the first call.
     """
 
     def __init__(self, inner: EvictionPolicy, slot_count: int) -> None:
-        self._inner = inner
-        self._ahead = min(max(slot_count // AHEAD_SHARE, 1), AHEAD_BLOCKS_MAX)
-        # Slots that the policy inside has given up and that still hold their block, oldest first: those whose write
-        # has not ended, and those that may go.
-        self._writing: dict[int, None] = {}
-        self._ready: dict[int, None] = {}
+        self.inner = inner
+        self.ahead = min(max(slot_count // AHEAD_SHARE, 1), AHEAD_BLOCKS_MAX)
+        # Slots that the inner policy has given up and that still hold their block, oldest first: those whose write has
+        # not ended, and those that may go.
+        self.writing: dict[int, None] = {}
+        self.ready: dict[int, None] = {}
         self._exhausted = False
         self._pool: Pool | None = None
         self._queue: DepartureQueue | None = None
 
     def attach(self, pool: Pool, queue: DepartureQueue) -> None:
-        """The pool that this is the policy of, which keeps parents, and the way down, idle when it is exchanged."""
-        assert not self._writing
+        """`pool` is the one that this is the policy of; it keeps parents. `queue` replaces one that is idle."""
+        assert not self.writing
         self._pool, self._queue = pool, queue
 
     def advance(self, now_s: float) -> None:
-        """Set as many blocks aside as are missing. Called often; costs nothing when none are."""
+        """Set aside as many blocks as are missing. Called often; costs nothing when none are."""
         assert self._pool is not None
-        prepared = self._pool.free_count + len(self._writing) + len(self._ready)
-        missing = min(self._ahead - prepared, _BATCH_BLOCKS_MAX)
+        prepared = self._pool.free_count + len(self.writing) + len(self.ready)
+        missing = min(self.ahead - prepared, _BATCH_BLOCKS_MAX)
         if missing > 0 and not self._exhausted:
-            chosen = self._inner.victims(missing, (), self._pool.leased, now_s)
+            chosen = self.inner.victims(missing, (), self._pool.leased, now_s)
             self._exhausted = len(chosen) < missing
             self._set_aside(chosen)
 
     def advance_all(self, now_s: float) -> None:
-        """Host memory is about to go: offer everything to disk, what is worth most first."""
+        """Host memory is about to go: offer every block to disk, the most valuable first."""
         assert self._pool is not None
-        self._set_aside(self._inner.victims(self._pool.slot_count, (), self._pool.leased, now_s)[::-1])
+        self._set_aside(self.inner.victims(self._pool.slot_count, (), self._pool.leased, now_s)[::-1])
 
     def keep(self, slot: int, now_s: float) -> None:
-        """The block in this slot is about to get a continuation: room for that is not made of what comes before it."""
+        """The block in this slot is about to get a continuation: it must not make room for that itself."""
         self._take_back(slot, now_s)
 
     def write_ended(self, slot: int) -> None:
         """The write of the block in this slot has ended, or there will be none."""
-        if slot in self._writing:
-            del self._writing[slot]
-            self._ready[slot] = None
+        if slot in self.writing:
+            del self.writing[slot]
+            self.ready[slot] = None
 
     # ---- the policy of the pool
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
-        """What is used again does not leave."""
-        if self._writing or self._ready:
+        """Blocks that are used again do not leave."""
+        if self.writing or self.ready:
             for slot in slots:
                 self._take_back(slot, now_s)
-        self._inner.requested(keys, slots, now_s)
+        self.inner.requested(keys, slots, now_s)
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
-        self._inner.finished(key, output_tokens, now_s)
+        self.inner.finished(key, output_tokens, now_s)
 
     def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
         """A block that gets a continuation does not leave before it."""
         self._take_back(parent, now_s)
-        self._inner.inserted(keys, slots, parent, now_s)
+        self.inner.inserted(keys, slots, parent, now_s)
 
     def evictable(self, slots: Iterable[int]) -> None:
-        """Those set aside are not the inner policy's to choose."""
+        """The inner policy does not choose among the slots set aside."""
         self._exhausted = False
-        if self._writing or self._ready:
+        if self.writing or self.ready:
             slots = [slot for slot in slots if not self._leaves(slot)]
-        self._inner.evictable(slots)
+        self.inner.evictable(slots)
 
     def removed(self, slots: Iterable[int]) -> None:
-        """The inner policy hears of those it knows."""
+        """The inner policy gets those that it still knows."""
         for slot in slots:
             if self._leaves(slot):
                 self._forget(slot)
             else:
-                self._inner.removed((slot,))
+                self.inner.removed((slot,))
 
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        """Those set aside first, and as many of the inner policy's next ones in their place.
+        """Those set aside first; as many of the inner policy's next victims are set aside in their place.
 
-        Above a disk host memory takes every newcomer, so that none is weighed against what was set aside.
+        Above a disk host memory takes every newcomer, so that none is weighed against the blocks set aside.
         """
-        self._set_aside(self._inner.victims(needed, incoming, leased, now_s))
-        gone = list(islice((slot for slot in self._ready if slot not in leased), needed))
+        self._set_aside(self.inner.victims(needed, incoming, leased, now_s))
+        gone = list(islice((slot for slot in self.ready if slot not in leased), needed))
         if len(gone) < needed:
             # Unwritten, the oldest first: a write that has begun holds a lease.
-            unwritten = (slot for slot in self._writing if slot not in leased)
+            unwritten = (slot for slot in self.writing if slot not in leased)
             gone += islice(unwritten, needed - len(gone))
         for slot in gone:
             self._forget(slot)
@@ -155,10 +155,10 @@ class Departures:
     def _set_aside(self, slots: Sequence[int]) -> None:
         assert self._queue is not None
         for slot in slots:
-            (self._writing if self._queue.depart(slot) else self._ready)[slot] = None
+            (self.writing if self._queue.depart(slot) else self.ready)[slot] = None
 
     def _take_back(self, slot: int, now_s: float) -> None:
-        """Put a block that was set aside back under the policy, after its parents. Its write goes on."""
+        """Put a block that was set aside back under the inner policy, after its parents. Its write goes on."""
         pool = self._pool
         assert pool is not None
         branch: list[tuple[int, Hashable, int]] = []
@@ -167,13 +167,13 @@ class Departures:
             self._forget(slot)
             slot = branch[-1][2]
         for slot, key, before in reversed(branch):
-            self._inner.inserted((key,), (slot,), before, now_s)
+            self.inner.inserted((key,), (slot,), before, now_s)
             if slot not in pool.leased:  # else it becomes evictable when the lease ends
-                self._inner.evictable((slot,))
+                self.inner.evictable((slot,))
 
     def _leaves(self, slot: int) -> bool:
-        return slot in self._writing or slot in self._ready
+        return slot in self.writing or slot in self.ready
 
     def _forget(self, slot: int) -> None:
-        self._writing.pop(slot, None)
-        self._ready.pop(slot, None)
+        self.writing.pop(slot, None)
+        self.ready.pop(slot, None)

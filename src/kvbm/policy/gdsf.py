@@ -1,4 +1,4 @@
-"""Greedy-Dual-Size-Frequency, leaves before parents: what is used often and dear to compute again stays.
+"""Greedy-Dual-Size-Frequency, leaves before parents: blocks used often and expensive to compute again stay.
 
 Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HP Laboratories report
 HPL-98-69R1, 1998.
@@ -12,7 +12,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbm.block import BlockState
-from kvbm.policy.chain import Chains
+from kvbm.policy.leaf_first import BlockTree
 
 _FREE = int(BlockState.FREE)
 _FILLING = int(BlockState.FILLING)
@@ -49,9 +49,9 @@ class Gdsf:
     """Leaf-first GDSF over `slot_count` slots.
 
     A block's rank is set at each use: the tier's age, plus its uses so far times what each saves. Among the unleased
-    leaves that of lowest rank goes, of equal ones the one used longest ago; the age is the highest rank among those
-    that went. All blocks of a tier are of one size, so the paper's division by size is left out. With a cost that is
-    the same for every block this is LFU with dynamic ageing. A block whose parent is not in the tier counts as the
+    leaves the one of lowest rank goes, of equal ones the one used longest ago; the age is the highest rank of any
+    victim so far. All blocks of a tier are of one size, so the paper's division by size is left out. With a cost that
+    is the same for every block this is LFU with dynamic ageing. A block whose parent is not in the tier counts as the
     first of its chain.
 
     A use is three writes to arrays; the queue of leaves is corrected when victims are asked for, so a victim costs
@@ -61,7 +61,7 @@ class Gdsf:
     def __init__(self, slot_count: int, cost: BlockCost | None = None) -> None:
         assert slot_count > 0, f"a tier has at least one slot, not {slot_count}"
         self._cost = BlockCost() if cost is None else cost
-        self._chains = Chains(slot_count)
+        self.tree = BlockTree(slot_count)
         self._state = bytearray(slot_count)
         self._depth = array("i", bytes(4 * slot_count))
         self._saved_s = array("d", bytes(8 * slot_count))
@@ -88,16 +88,16 @@ class Gdsf:
                 tick[slot] = now_tick
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
-        """Of no interest."""
+        """Not used."""
 
     def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
         """Begin to fill the slots; that is the first use of these blocks."""
         if not slots:
             return
         self._now_tick += 1
-        if parent >= 0 and self._queued[parent] and self._chains.child[parent] < 0:
+        if parent >= 0 and self._queued[parent] and self.tree.child[parent] < 0:
             self._outdated += 1
-        self._chains.append(slots, parent)
+        self.tree.append(slots, parent)
         depth = self._depth[parent] + 1 if parent >= 0 else 0
         for slot in slots:
             assert self._state[slot] == _FREE, f"slot {slot} is in use"
@@ -112,7 +112,7 @@ class Gdsf:
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Queue those of the slots that are leaves and not queued already."""
-        queued, child, state = self._queued, self._chains.child, self._state
+        queued, child, state = self._queued, self.tree.child, self._state
         for slot in slots:
             state[slot] = _RESIDENT
             if child[slot] < 0 and not queued[slot]:
@@ -133,7 +133,7 @@ class Gdsf:
     ) -> list[int]:
         """The unleased leaves of lowest rank, each before its parent; every newcomer is worth its place."""
         chosen: list[int] = []
-        leaves, state, child = self._leaves, self._state, self._chains.child
+        leaves, state, child = self._leaves, self._state, self.tree.child
         rank, tick, queued = self._rank, self._tick, self._queued
         while leaves and len(chosen) < needed:
             queued_rank, queued_tick, slot = leaves[0]
@@ -161,7 +161,7 @@ class Gdsf:
     def _empty(self, slot: int) -> None:
         """Take a slot out of the tree, and queue its parent if that may go now."""
         self._state[slot] = _FREE
-        parent = self._chains.take_out(slot)
+        parent = self.tree.take_out(slot)
         if parent >= 0 and self._state[parent] == _RESIDENT and not self._queued[parent]:
             self._enqueue(parent)
 
@@ -169,7 +169,7 @@ class Gdsf:
         """Drop the entries of removed blocks, and of those that got continuations, once they are half of the queue."""
         if self._outdated < _SPARE_ENTRIES or 2 * self._outdated < len(self._leaves):
             return
-        child, queued = self._chains.child, self._queued
+        child, queued = self.tree.child, self._queued
         kept = []
         for entry in self._leaves:
             _, queued_tick, slot = entry

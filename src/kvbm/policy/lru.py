@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Container, Hashable, Iterable, Sequence
 
 from kvbm.block import BlockState
-from kvbm.policy.chain import Chains
+from kvbm.policy.leaf_first import BlockTree
 
 _FREE = int(BlockState.FREE)
 _FILLING = int(BlockState.FILLING)
@@ -28,7 +28,7 @@ class LeafFirstLru:
     """
 
     def __init__(self, slot_count: int) -> None:
-        self._chains = Chains(slot_count)
+        self.tree = BlockTree(slot_count)
         self._used_s = array("d", bytes(8 * slot_count))
         self._state = bytearray(slot_count)
         self._queued = bytearray(slot_count)
@@ -43,14 +43,14 @@ class LeafFirstLru:
                 used_s[slot] = now_s
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
-        """Of no interest to LRU."""
+        """Not used."""
 
     def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
         """Begin to fill the slots; the parent stops being a leaf."""
         if not slots:
             return
-        outdates = parent >= 0 and self._queued[parent] and self._chains.child[parent] < 0
-        self._chains.append(slots, parent)
+        outdates = parent >= 0 and self._queued[parent] and self.tree.child[parent] < 0
+        self.tree.append(slots, parent)
         state, used_s = self._state, self._used_s
         for slot in slots:
             assert state[slot] == _FREE, f"slot {slot} is in use"
@@ -62,7 +62,7 @@ class LeafFirstLru:
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Queue those of the slots that are leaves and not queued already."""
-        queued, child, state = self._queued, self._chains.child, self._state
+        queued, child, state = self._queued, self.tree.child, self._state
         for slot in slots:
             state[slot] = _RESIDENT
             if child[slot] < 0 and not queued[slot]:
@@ -73,7 +73,7 @@ class LeafFirstLru:
         for slot in slots:
             assert self._state[slot] != _FREE, f"slot {slot} is empty already"
             self._state[slot] = _FREE
-            parent = self._chains.take_out(slot)
+            parent = self.tree.take_out(slot)
             if parent >= 0 and not self._queued[parent]:
                 self._queue(parent)
 
@@ -83,7 +83,7 @@ class LeafFirstLru:
         """The unleased leaves used longest ago, each before its parent; every newcomer is worth its place."""
         chosen: list[int] = []
         leaves, state, used_s, queued = self._leaves, self._state, self._used_s, self._queued
-        child, take_out = self._chains.child, self._chains.take_out
+        child, take_out = self.tree.child, self.tree.take_out
         while leaves and len(chosen) < needed:
             queued_s, slot = leaves[0]
             if state[slot] != _RESIDENT or child[slot] >= 0 or slot in leased:
@@ -115,7 +115,7 @@ class LeafFirstLru:
         """Drop the entries of blocks that got continuations, once they are half of the queue."""
         if self._outdated < _SPARE_ENTRIES or 2 * self._outdated < len(self._leaves):
             return
-        child, queued = self._chains.child, self._queued
+        child, queued = self.tree.child, self._queued
         kept = []
         for entry in self._leaves:
             slot = entry[1]

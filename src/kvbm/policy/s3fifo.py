@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Hashable, Sequence
 
-from kvbm.policy.chain import QueuedChains
+from kvbm.policy.leaf_first import LeafFirstQueues
 
 SMALL_SHARE = 0.1
 GHOST_SHARE = 0.9
@@ -18,8 +18,8 @@ USES_MAX = 3
 _SMALL, _MAIN = 0, 1
 
 
-class S3Fifo(QueuedChains):
-    """S3-FIFO over `slot_count` slots; see `chain` for how leaves come first.
+class S3Fifo(LeafFirstQueues):
+    """S3-FIFO over `slot_count` slots; see `leaf_first` for how leaves come first.
 
     New blocks enter a small first-in-first-out queue meant for `small_share` of the slots. The oldest there goes, and
     its key is remembered as a *ghost*, unless it was used `uses_to_move` times or continued, which moves it to the
@@ -27,7 +27,7 @@ class S3Fifo(QueuedChains):
     block another round for each use, up to three.
 
     A use is one write to an array. Memory: 36 bytes a slot, and at most `ghost_share` × `slot_count` ghosts, about
-    160 bytes each where nobody else keeps the key.
+    160 bytes each where no other object keeps the key.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class S3Fifo(QueuedChains):
             for slot in reversed(slots):
                 self._enter(slot, _MAIN if kept[slot] in ghosts else _SMALL)
                 ghosts.pop(kept[slot], None)
-        # Only now, so that the victims who made room do not drive out the ghosts of those they made room for.
+        # Only now, so that the ghosts of the victims do not drive out those of the blocks that they made room for.
         while len(ghosts) > self._ghosts_max:
             ghosts.popitem(last=False)
 
@@ -88,7 +88,7 @@ class S3Fifo(QueuedChains):
         return chosen
 
     def _next_in_turn(self) -> int:
-        """The oldest of the queue that has to give one up, or of the other where nobody stands in that; or -1."""
+        """The oldest of the queue that has to give one up, or of the other where that one is empty; or -1."""
         count, newer = self._slot_count, self._newer
         small, main = newer[count + _SMALL], newer[count + _MAIN]
         first, second = (main, small) if self._sizes[_MAIN] > self._main_max else (small, main)
@@ -104,7 +104,7 @@ class S3Fifo(QueuedChains):
                 return False
             self._uses[slot] = uses - 1
         else:
-            if uses < self._uses_to_move and self._chains.child[slot] < 0:
+            if uses < self._uses_to_move and self.tree.child[slot] < 0:
                 return False
             self._uses[slot] = 0
         self._move(slot, _MAIN)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
 
-from kvbm.policy.chain import QueuedChains
+from kvbm.policy.leaf_first import LeafFirstQueues
 
 
-class Sieve(QueuedChains):
-    """SIEVE over `slot_count` slots; see `chain` for how leaves come first.
+class Sieve(LeafFirstQueues):
+    """SIEVE over `slot_count` slots; see `leaf_first` for how leaves come first.
 
     Blocks stand in the order in which they came. The hand goes from the oldest to the newest and round again; a block
     used since it passed last is spared once, any other goes, and with it what continues it. A block that had to wait

@@ -1,4 +1,4 @@
-"""W-TinyLFU, leaves before parents: a newcomer stays when it was asked for more often than what it would drive out.
+"""W-TinyLFU, leaves before parents: a newcomer stays when it was asked for more often than its victim.
 
 Einziger, Friedman, Manes, "TinyLFU: a highly efficient cache admission policy", ACM Transactions on Storage 13(4),
 2017; the sketch is Cormode and Muthukrishnan's count-min sketch (2005).
@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Container, Hashable, Sequence
 
-from kvbm.policy.chain import QueuedChains
+from kvbm.policy.leaf_first import LeafFirstQueues
 
 WINDOW_SHARE = 0.01
 PROTECTED_SHARE = 0.8
@@ -28,10 +28,10 @@ _ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 class CountSketch:
-    """About how often each key was counted, for any number of keys: never too low, rarely too high.
+    """Estimates how often each key was counted, for any number of keys: never too low, rarely too high.
 
     Four rows of at least eight counters per slot; a key has one counter in each row, and its count is the lowest.
-    Memory: 32 to 64 bytes a slot. Keys go in and out as what `number` makes of them, 64 bits.
+    Memory: 32 to 64 bytes a slot. Methods take the 64-bit numbers that `number` makes of keys.
     """
 
     def __init__(self, slot_count: int) -> None:
@@ -76,11 +76,11 @@ class CountSketch:
             row[:] = row.translate(_HALVES)
 
 
-class WTinyLfu(QueuedChains):
-    """W-TinyLFU over `slot_count` slots; see `chain` for how leaves come first.
+class WTinyLfu(LeafFirstQueues):
+    """W-TinyLFU over `slot_count` slots; see `leaf_first` for how leaves come first.
 
-    New blocks enter a window meant for `window_share` of the slots, in order of use. Whoever has to leave it meets the
-    next victim of the main part, and the one asked for less often goes; a tie spares the main part. The main part
+    New blocks enter a window meant for `window_share` of the slots, in order of use. A block that has to leave it meets
+    the next victim of the main part, and the one asked for less often goes; a tie spares the main part. The main part
     keeps blocks that were used in it apart, in order of use, up to `protected_share` of its slots. All counts are
     halved after `sample_per_slot` × `slot_count` requests for blocks, and end at 15. The paper's window is meant for
     popular objects; conversations that grow are better served by one of half the tier.
@@ -137,7 +137,7 @@ class WTinyLfu(QueuedChains):
             self._counts[slot] = count + 1 if count < COUNT_MAX else COUNT_MAX
         self._enter_all(slots, _WINDOW)
         if not self._made_room:
-            # Nobody had to go for these: the main part fills without meetings.
+            # No block had to go for these: the main part fills without meetings.
             main_free = self._main_max - self._sizes[_PROBATION] - self._sizes[_PROTECTED]
             self._shrink(_WINDOW, max(self._window_max, self._sizes[_WINDOW] - main_free))
         self._made_room = False
@@ -181,7 +181,7 @@ class WTinyLfu(QueuedChains):
         while self._sizes[_WINDOW] + arriving > self._window_max and (slot := newer[end]) != end:
             if self._may_go(slot, leased):
                 return slot
-            if self._chains.child[slot] >= 0:
+            if self.tree.child[slot] >= 0:
                 self._move(slot, _PROBATION)
             else:
                 self._wait(slot)

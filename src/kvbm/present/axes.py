@@ -20,6 +20,7 @@ STYLE: dict[str, object] = {
     "axes.titlelocation": "left",
 }
 """For `pyplot.rc_context`."""
+NO_PICTURE = "no picture: matplotlib is not installed (pip install 'openkvbm[demo]')"
 
 
 def find_pyplot() -> Any | None:
@@ -34,13 +35,18 @@ def find_pyplot() -> Any | None:
     return pyplot
 
 
-def plain_axes(axes: Any, grid_axis: str, title: str, note: str) -> None:
-    """Axes without frame and ticks: a grid (`x`, `y` or `both`), a title, and a smaller note below it."""
-    for side in ("top", "right", "left"):
+def grid_only(axes: Any, grid_axis: str, hidden_side: str) -> None:
+    """Axes without ticks and with one side of their frame: not that side, and neither the top nor the right one."""
+    for side in ("top", "right", hidden_side):
         axes.spines[side].set_visible(False)
     axes.grid(axis=grid_axis, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, which="both")
+
+
+def plain_axes(axes: Any, grid_axis: str, title: str, note: str) -> None:
+    """Axes without frame and ticks: a grid (`x`, `y` or `both`), a title, and a smaller note below it."""
+    grid_only(axes, grid_axis, "left")
     axes.set_title(title, pad=22)
     axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=9, color=FAINT)
 

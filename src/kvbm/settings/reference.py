@@ -1,4 +1,4 @@
-"""The settings page of the docs, from the schema.
+"""Writes the settings page of the docs from the schema.
 
 `python -m kvbm.settings.reference > docs/reference/settings.md` writes it; a test checks that it is current.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvbm.settings.advice import format_bytes
+from kvbm.present.numbers import format_bytes
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
 from kvbm.settings.schema import SCHEMA, Settings

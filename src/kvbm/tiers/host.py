@@ -44,7 +44,7 @@ class HostArena:
         slot_count: int,
         touch_threads: int = 2,
         limit_bytes: int | None = None,
-        field: str = "DYN_KVBM_CPU_CACHE_GB",
+        field: str = "slot_count",
     ) -> None:
         """Creates the regions; nothing is touched before `touch`.
 

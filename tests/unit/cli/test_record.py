@@ -14,7 +14,7 @@ import pytest
 from kvbm.client.finder import find_manager
 from kvbm.errors import SettingsError
 from kvbm.hashing import chain_keys, join_keys
-from kvbm.protocol import PROTOCOL_VERSION, Asked, Ended, Finished, Follow, Hello, StatusQuery, Welcome
+from kvbm.protocol import PROTOCOL_VERSION, Asked, Ended, Finished, Follow, Hello, Welcome
 from kvbm.settings import Settings
 from kvbm.sim.traces import recorder as recorder_module
 from kvbm.sim.traces.formats import read_trace
@@ -37,7 +37,7 @@ def ended(count: int, at_s: float, output_tokens: int, fingerprint: bytes = OURS
 
 
 def recorded(
-    tmp_path: Path, *messages: Asked | Ended | StatusQuery, namespace: str = ""
+    tmp_path: Path, *messages: Asked | Ended | Follow, namespace: str = ""
 ) -> tuple[Recorder, Trace]:
     file = io.BytesIO()
     recorder = Recorder(file, namespace)
@@ -51,7 +51,7 @@ def recorded(
 
 def test_a_recording_has_chains_lengths_and_times(tmp_path: Path) -> None:
     recorder, trace = recorded(
-        tmp_path, asked(3, 100.0), asked(5, 101.0), ended(5, 103.5, 7), ended(3, 104.0, 40), StatusQuery()
+        tmp_path, asked(3, 100.0), asked(5, 101.0), ended(5, 103.5, 7), ended(3, 104.0, 40), Follow()
     )
     assert (recorder.written, recorder.others, trace.block_tokens) == (2, 0, 4)
     first, second = trace.requests

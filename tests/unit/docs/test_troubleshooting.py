@@ -7,7 +7,11 @@ import functools
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from rigs.checkout import ROOT
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
 
 PAGE = ROOT / "docs/operating/troubleshooting.md"
 GAP = "…"
@@ -54,5 +58,5 @@ def test_every_line_is_written_by_the_software() -> None:
 
 
 def test_a_line_that_nothing_writes_is_found() -> None:
-    page = "## Lines of the log\n\n| line | cure |\n| --- | --- |\n| `the moon is … full`, `disk tier is off: …` | wait |\n"  # noqa: E501
+    page = "## Lines of the log\n| line | cure |\n| `the moon is … full`, `disk tier is off: …` | wait |\n"
     assert [unwritten(line) for line in explained(page)] == [["the moon is"], []]

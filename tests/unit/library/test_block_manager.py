@@ -208,6 +208,23 @@ def test_a_host_size_below_one_block_is_refused() -> None:
         kvbm.BlockManager(layout(), host="1KB")
 
 
+@pytest.mark.parametrize("size", ["8KB", 8000])
+def test_a_disk_below_one_block_is_refused_as_it_was_written(tmp_path: Path, size: str | int) -> None:
+    options = {"host": "1MB", "disk_dir": str(tmp_path), "namespace": NAMESPACE}
+    with pytest.raises(kvbm.SettingsError, match=r"^disk=.* cannot be used: at least [0-9.]+ GB ") as error:
+        kvbm.BlockManager(layout(), disk=size, **options)
+    assert (error.value.field, error.value.value) == ("disk", size)
+    with pytest.raises(kvbm.SettingsError, match=r"^disk='8KB' "):
+        kvbm.BlockManager(layout(), **{**options, "host": None}, disk="8KB")
+
+
+def test_a_disk_directory_that_cannot_be_used_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = {"disk": "1MB", "disk_dir": str(tmp_path / "file"), "namespace": NAMESPACE}
+    with pytest.raises(kvbm.SettingsError, match=r"^disk_dir='.*/file' cannot be used"):
+        kvbm.BlockManager(layout(), host="1MB", **options)
+
+
 def test_policies_that_cannot_be_used_are_refused_by_their_names(tmp_path: Path) -> None:
     for options, reason in (
         ({"eviction": "clock"}, "eviction='clock' cannot be used: one of: gittins, lru"),

@@ -64,7 +64,7 @@ def test_staging_that_is_too_small_is_refused(make_manager: MakeBench, below: Fa
 # ---- a host tier below one request
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "one request may need" in r.getMessage()]
 
 
@@ -76,7 +76,7 @@ def test_a_host_tier_below_one_request_warns_once_and_serves(
     for rank in (0, 1):
         manager.worker("e", rank=rank, rank_count=2, shard=rank, layout=layout, request_blocks=9)
     leader = manager.leader("e")
-    (line,) = told(caplog)
+    (line,) = warnings_in(caplog)
     assert "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=16 gives 8 blocks and one request may need 9 " in line
     assert "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=18 " in line
     assert leader.expect(Ready).tiers == {"host": 8}
@@ -85,16 +85,16 @@ def test_a_host_tier_below_one_request_warns_once_and_serves(
     leader.send(Commit(store=1))
     assert leader.lookup(2, KEYS[:9]).ready == 8
     manager.worker("smaller", rank_count=2, layout=layout, request_blocks=9)
-    assert len(told(caplog)) == 1
+    assert len(warnings_in(caplog)) == 1
     manager.worker("larger", rank_count=2, layout=layout, request_blocks=10)
-    assert len(told(caplog)) == 2
+    assert len(warnings_in(caplog)) == 2
 
 
 def test_a_host_tier_that_holds_the_largest_request_draws_no_warning(
     make_manager: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_manager(host_blocks=16).engine(request_blocks=16)
-    assert told(caplog) == []
+    assert warnings_in(caplog) == []
 
 
 def test_a_host_tier_of_which_a_namespace_would_get_nothing_is_refused(make_manager: MakeBench) -> None:
@@ -103,6 +103,36 @@ def test_a_host_tier_of_which_a_namespace_would_get_nothing_is_refused(make_mana
     reason = refusal(client)
     assert reason.startswith("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used: at least one block")
     assert reason.endswith("for each of 3 namespaces")
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"disk_blocks": 2}, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used: at least one block"),
+        (
+            {"disk_bytes": 2 * SIZE},
+            f"DYN_KVBM_DISK_CACHE_GB='{2 * SIZE / 1e9:g}' cannot be used: at least one block",
+        ),
+    ],
+)
+def test_a_disk_tier_of_which_a_namespace_would_get_nothing_is_refused(
+    make_manager: MakeBench, options: dict[str, int], start: str
+) -> None:
+    client = make_manager(3, **options).client()
+    client.send(client.bench.worker_hello())
+    reason = refusal(client)
+    assert reason.startswith(start)
+    assert reason.endswith("for each of 3 namespaces")
+
+
+def test_a_disk_tier_too_small_for_its_own_journal_is_refused_with_the_size_for_all(
+    make_manager: MakeBench, tmp_path: Path
+) -> None:
+    client = make_manager(2, disk_bytes=3 * SIZE, disk_dir=str(tmp_path / "disk")).client()
+    client.send(client.bench.worker_hello())
+    reason = refusal(client)
+    assert reason.startswith(f"DYN_KVBM_DISK_CACHE_GB='{3 * SIZE / 1e9:g}' cannot be used: at least ")
+    assert reason.endswith("GB (one block of this model) for each of 2 namespaces")
 
 
 # ---- memory

@@ -36,7 +36,7 @@ def store(bench: Bench, keys: list[BlockKey], hashes: bytes, group: int = 0) -> 
         if slot >= 0:
             bench.fill(slot, key)
     bench.space.commit(ME, number)
-    bench.settle()
+    bench.finish_all()
 
 
 def written(bench: Bench) -> dict[BlockKey, EngineName]:
@@ -82,12 +82,12 @@ def test_a_block_that_came_from_disk_and_is_written_again_keeps_its_name(
     store(bench, OTHER[:3], HASHES[: 3 * 32])  # the slot is used by others in between
     bench.space.clear("host")
     bench.space.lookup(ME, 90, KEYS[:1], 0)
-    bench.settle()
+    bench.finish_all()
     bench.space.release(ME, 90)
     bench.space.clear("disk")
     assert written(bench) == {}
     bench.space.lookup(ME, 91, KEYS[:1], 0)
-    bench.settle()
+    bench.finish_all()
     assert written(bench) == {KEYS[0]: name}
 
 

@@ -164,7 +164,7 @@ def test_clearing_a_long_chain_looks_at_each_block_a_few_times() -> None:
         slot = pool.reserve(key, keys[i - 1] if i else None, float(i))
         assert slot is not None
         pool.commit(slot)
-    policy = pool._policy
+    policy = pool.policy
     looked = 0
 
     class Counted:
@@ -184,7 +184,7 @@ def test_clearing_a_long_chain_looks_at_each_block_a_few_times() -> None:
         def __len__(self) -> int:
             return slots
 
-    chains = policy._chains  # type: ignore[attr-defined]
+    chains = policy.tree  # type: ignore[attr-defined]
     chains.parent = Counted(chains.parent)
     assert pool.clear() == (slots, 0)
     assert looked <= 4 * slots

@@ -23,8 +23,6 @@ from kvbm.protocol import (
     Ready,
     Reset,
     ResetReply,
-    Status,
-    StatusQuery,
     Welcome,
 )
 from kvbm.testing.oracle import block_bytes
@@ -229,21 +227,20 @@ def test_sessions_are_bounded(manager: ManagerBench, monkeypatch: pytest.MonkeyP
 # ---- the manager itself
 
 
-def test_status_and_reset(manager: ManagerBench) -> None:
+def test_counts_and_reset(manager: ManagerBench) -> None:
     leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:3])
     leader.lookup(2, KEYS[:1])
     admin = manager.client()
     admin.send(Hello(version=PROTOCOL_VERSION, role="admin"))
     admin.expect(Welcome)
-    admin.send(StatusQuery())
-    status = admin.expect(Status)
-    assert status.epoch == manager.server.epoch
-    (space,) = status.spaces
-    assert space["namespace"] == NAMESPACE.short
-    assert space["tiers"] == {
-        "host": {"blocks": 16, "free": 13, "filling": 0, "resident": 3, "leased": 1}
-    }  # fmt: skip
+    manager.tick()
+    counts = {
+        state: manager.metrics.value("kvbm_pool_blocks", tier="host", state=state)
+        for state in ("free", "filling", "resident")
+    }
+    assert counts == {"free": 13, "filling": 0, "resident": 3}
+    assert manager.metrics.value("kvbm_leased_blocks", tier="host") == 1
     admin.send(Reset())
     assert admin.expect(ResetReply) == ResetReply(dropped=2, in_use=1)
     assert leader.lookup(3, KEYS[:3]).ready == 1

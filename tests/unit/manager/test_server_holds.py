@@ -19,8 +19,6 @@ from kvbm.protocol import (
     Reserve,
     Reset,
     ResetReply,
-    Status,
-    StatusQuery,
     Watch,
 )
 from kvbm.testing.fake_tier import FakeTier
@@ -256,7 +254,7 @@ def _number(manager: ManagerBench) -> int:
     return next(iter(manager.server._sessions))
 
 
-def test_a_broken_tier_ends_the_run_and_says_so_in_the_status(
+def test_a_broken_tier_ends_the_run_and_says_so_in_the_metrics(
     make_manager: MakeBench, below: FakeTier
 ) -> None:
     manager, leader, worker = onboarding(make_manager, below, 2)
@@ -264,9 +262,7 @@ def test_a_broken_tier_ends_the_run_and_says_so_in_the_status(
     below.break_down("disk tier is off: it burns")
     manager.step()
     assert leader.take() == [Progress(lookup=2, ready=0, final=True)]
-    leader.send(StatusQuery())
-    (space,) = leader.expect(Status).spaces
-    assert space["fault"] == "disk tier is off: it burns"
+    assert manager.space().disk.fault == "disk tier is off: it burns"
     manager.tick()
     assert manager.metrics.value("kvbm_tier_up", tier="disk") == 0
     assert worker.take() == []

@@ -22,6 +22,7 @@ from kvbm.protocol import (
     Commit,
     FenceDone,
     Finished,
+    Follow,
     Hello,
     Lookup,
     LookupReply,
@@ -29,7 +30,6 @@ from kvbm.protocol import (
     Release,
     Reserve,
     Reset,
-    StatusQuery,
     Watch,
     Welcome,
 )
@@ -50,7 +50,7 @@ def raw(manager: ManagerBench, data: bytes) -> Client:
 
 
 DEEP = (
-    b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("status?")
+    b"\x82" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("follow")
     + msgspec.msgpack.encode("x") + b"\x91" * 100_000 + b"\x01"
 )  # fmt: skip
 
@@ -62,7 +62,7 @@ DEEP = (
         (struct.pack("<I", 0), "malformed"),
         (struct.pack("<I", 3) + b"abc", "malformed"),
         (b"GET / HTTP/1.1\r\n\r\n", "over the accepted"),
-        (encode(StatusQuery()), "StatusQuery before Hello"),
+        (encode(Follow()), "Follow before Hello"),
         (encode(Lookup(lookup=1, keys=b"")), "Lookup before Hello"),
         (struct.pack("<I", len(DEEP)) + DEEP, "malformed"),
     ],
@@ -170,8 +170,8 @@ PLAUSIBLE = st.one_of(
     st.builds(Finished, key=st.sampled_from([b"", KEYS[0], KEYS[1] * 2]), output_tokens=st.integers()),
     st.builds(Watch, lookup=st.integers(-3, 3)),
     st.builds(FenceDone, fence=st.integers(-1, 5)),
+    st.builds(Follow),
     st.builds(Reset, tier=st.sampled_from(["", "host", "moon"])),
-    st.builds(StatusQuery),
     st.builds(Hello, version=st.sampled_from([PROTOCOL_VERSION, 0]),
               role=st.sampled_from(["leader", "worker", "admin", ""]), engine=st.sampled_from(["good", "bad", ""]),
               rank=st.integers(-1, 2), rank_count=st.integers(-1, 3), shard=st.integers(-1, 2),

@@ -49,7 +49,7 @@ def test_a_run_over_both_tiers_is_brought_up_in_order(bench: Bench) -> None:
     bench.tier.release(1)
     bench.space.pump()
     assert bench.progress == [(1, 4, False)]
-    bench.settle()
+    bench.finish_all()
     assert bench.progress == [(1, 4, False), (1, 5, True)]
     for key, slot in zip(KEYS, lease.slots, strict=False):
         assert bench.content(slot) == block_bytes(key, 0, LAYOUT.slot_bytes)
@@ -57,7 +57,7 @@ def test_a_run_over_both_tiers_is_brought_up_in_order(bench: Bench) -> None:
 
 def test_a_run_does_not_go_on_behind_a_gap(bench: Bench) -> None:
     bench.store(KEYS[:4])
-    bench.settle()
+    bench.finish_all()
     assert bench.space.disk is not None
     bench.space.host_pool.evict(bench.space.host_pool.find(KEYS[1]))  # type: ignore[arg-type]
     bench.space.disk.pool.evict(bench.space.disk.pool.find(KEYS[1]))  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_what_is_leased_is_not_evicted_for_its_own_continuation(make: Callable[.
     assert first is not None
     assert len(first.slots) == 4
     assert bench.space.lookup(PEER, 2, OTHER[:2], 0) is None, "every host slot is on its way to somebody"
-    bench.settle()
+    bench.finish_all()
     assert first.ready == 4
     assert bench.space.lookup(PEER, 3, OTHER[:2], 0) is None, "every host slot is leased"
     bench.space.release(PEER, 1)
@@ -94,7 +94,7 @@ def test_two_leases_wait_for_one_load(bench: Bench) -> None:
     assert theirs is not None
     assert bench.tier.pending_count == 3
     bench.space.release(ME, 1)
-    bench.settle()
+    bench.finish_all()
     assert theirs.ready == 2
     assert bench.progress == [(2, 1, False), (2, 2, True)]
     assert bench.space.host_pool.counts().leased == 2
@@ -106,7 +106,7 @@ def test_a_load_that_nobody_waits_for_is_not_started(make: Callable[..., Bench])
     assert bench.space.lookup(ME, 1, KEYS[:3], 0) is not None
     assert bench.tier.pending_count == 1
     bench.space.release(ME, 1)
-    bench.settle()
+    bench.finish_all()
     assert bench.metrics.value("kvbm_transfer_seconds", source="disk", target="host") == 1
     assert bench.space.host_pool.counts().filling == 0
 
@@ -119,7 +119,7 @@ def test_a_corrupt_block_ends_the_run_and_is_dropped_everywhere(bench: Bench) ->
     assert lease is not None
     generations = [bench.arena.generation(slot) for slot in lease.slots]
     slots = list(lease.slots)
-    bench.settle()
+    bench.finish_all()
     assert (lease.ready, lease.final, len(lease.slots)) == (2, True, 2)
     assert bench.progress[-1] == (1, 2, True)
     assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="corrupt") == 1
@@ -180,7 +180,7 @@ def test_one_key_twice_in_a_question_is_no_harm(bench: Bench) -> None:
     bench.only_on_disk(KEYS[:1])
     lease = bench.space.lookup(ME, 1, [KEYS[0], KEYS[0], KEYS[1]], 0)
     assert lease is not None
-    bench.settle()
+    bench.finish_all()
     assert lease.ready == 2
     bench.space.release(ME, 1)
     assert bench.space.host_pool.counts().leased == 0
@@ -218,7 +218,7 @@ def test_without_its_prefix_a_block_gets_no_slot(bench: Bench) -> None:
 def test_a_host_pool_full_of_leases_refuses_and_counts(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=3)
     bench.store(KEYS[:3])
-    bench.settle()
+    bench.finish_all()
     assert bench.space.lookup(ME, 1, KEYS[:3], 0) is not None
     assert bench.space.reserve(ME, 2, None, OTHER[:2]) == [REFUSED, REFUSED]
     assert bench.metrics.value("kvbm_skipped_offloads_total", reason="full") == 2
@@ -227,7 +227,7 @@ def test_a_host_pool_full_of_leases_refuses_and_counts(make: Callable[..., Bench
 def test_a_long_store_never_evicts_its_own_prefix(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=4)
     bench.store(KEYS[:2])
-    bench.settle()
+    bench.finish_all()
     answer = bench.space.reserve(ME, 100, KEYS[1], KEYS[2:8])
     assert [slot >= 0 for slot in answer] == [True, True, False, False, False, False]
     assert all(bench.space.host_pool.holds(key) for key in KEYS[:4])
@@ -251,7 +251,7 @@ def test_two_requests_longer_than_host_memory_both_get_on(
         chains = dict(reversed(chains.items()))  # who asks first finds what there is room for
         number = next(numbers)
         leases = {owner: bench.space.lookup(owner, number, keys, 0) for owner, keys in chains.items()}
-        bench.settle()
+        bench.finish_all()
         for owner, keys in chains.items():
             lease = leases[owner]
             if lease is not None:
@@ -267,7 +267,7 @@ def test_two_requests_longer_than_host_memory_both_get_on(
                     owner, number, keys[start - 1] if start else None, keys[start : start + 4]
                 )
                 bench.space.commit(owner, number)
-            bench.settle()
+            bench.finish_all()
             bench.clock.advance(0.1)
         bench.space.check()
     counts = bench.space.host_pool.counts()
@@ -283,15 +283,15 @@ def test_a_run_that_host_memory_cannot_hold_is_cut_and_what_lies_there_stays(
     bench = make(host_slots=6, disk_slots=32)
     bench.space.reserve(ME, 1, None, KEYS[:6])
     bench.space.commit(ME, 1)
-    bench.settle()
+    bench.finish_all()
     bench.space.clear("host")
     bench.space.reserve(ME, 2, KEYS[5], KEYS[6:12])
     bench.space.commit(ME, 2)
-    bench.settle()
+    bench.finish_all()
     # The first six on disk, the next six in both: the run's own end makes room for its head.
     lease = bench.space.lookup(PEER, 3, KEYS[:20], 0)
     assert lease is not None
-    bench.settle()
+    bench.finish_all()
     assert (lease.ready, lease.final, lease.keys) == (6, True, KEYS[:6])
     assert bench.space.lookup(ME, 4, OTHER[:3], 0) is None
     bench.space.release(PEER, 3)
@@ -325,7 +325,7 @@ def test_clearing_disk_leaves_a_store_to_host_memory_alone(bench: Bench) -> None
 def test_clearing_takes_continuations_before_their_prefix(bench: Bench) -> None:
     """And gives back every slot, in whatever order the blocks lie."""
     bench.store(KEYS[:6])
-    bench.settle()
+    bench.finish_all()
     lease = bench.space.lookup(ME, 50, KEYS[:3], 0)
     assert lease is not None
     assert bench.space.clear() == (3 + 6, 3)
@@ -339,7 +339,7 @@ def test_clearing_takes_continuations_before_their_prefix(bench: Bench) -> None:
 
 def test_what_runs_out_ends(bench: Bench) -> None:
     bench.store(KEYS[:2])
-    bench.settle()
+    bench.finish_all()
     bench.space.lookup(ME, 1, KEYS[:2], 0)
     bench.space.reserve(ME, 2, KEYS[1], KEYS[2:3])
     bench.clock.advance(min(LEASE_S, RESERVATION_S) - 1.0)

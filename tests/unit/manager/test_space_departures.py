@@ -43,7 +43,7 @@ def test_nothing_is_written_while_there_is_room(make: Callable[..., Bench]) -> N
     bench = make(host_slots=16)
     bench.store(KEYS[:15])
     bench.space.lookup(ME, 1, KEYS[:15], 0)
-    bench.settle()
+    bench.finish_all()
     assert (on_disk(bench), bench.space.busy) == ([], False)
     assert bench.metrics.value("kvbm_skipped_offloads_total", reason="filter") == 0
 
@@ -53,14 +53,14 @@ def test_what_would_go_next_is_written_ahead_of_need(make: Callable[..., Bench])
     bench = make(host_slots=16)
     for i in range(16):
         bench.store([OTHER[i]])
-        bench.settle()
+        bench.finish_all()
         bench.clock.advance(1.0)
     assert 16 // AHEAD_SHARE == 1
     assert on_disk(bench) == OTHER[:1]
     assert bench.space.host_pool.find(OTHER[0]) is not None, "it stays until its slot is needed"
     assert bench.space.reserve(ME, 50, None, KEYS[:1])[0] >= 0
     assert bench.space.host_pool.find(OTHER[0]) is None
-    bench.settle()
+    bench.finish_all()
     assert on_disk(bench) == OTHER[:2]
     assert bench.space.lookup(PEER, 60, OTHER[:1], 0) is not None, "it is found on disk"
 
@@ -68,11 +68,11 @@ def test_what_would_go_next_is_written_ahead_of_need(make: Callable[..., Bench])
 def test_with_a_block_goes_its_prefix_first(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=4)
     bench.store(KEYS[:4])
-    bench.settle()
+    bench.finish_all()
     assert on_disk(bench) == KEYS[:4]
     assert bench.metrics.value("kvbm_offload_blocks_h2d") == 4
     bench.store(OTHER[:4])
-    bench.settle()
+    bench.finish_all()
     assert bench.metrics.value("kvbm_offload_blocks_h2d") == 8, "nothing was written twice"
     assert on_disk(bench) == KEYS[:4] + OTHER[:4]
     parents = {entry.key: entry.parent for entry in bench.medium.entries.values()}
@@ -85,7 +85,7 @@ def test_a_slot_is_not_given_away_while_it_is_being_written(make: Callable[..., 
     bench.space.pump()
     assert bench.tier.pending_count == 2
     assert bench.space.reserve(ME, 50, None, OTHER[:1]) == [REFUSED]
-    bench.settle()
+    bench.finish_all()
     assert bench.space.reserve(ME, 51, None, OTHER[:2])[1] >= 0
     assert on_disk(bench) == KEYS[:2]
 
@@ -101,7 +101,7 @@ def test_a_reservation_waits_for_no_write(make: Callable[..., Bench]) -> None:
     assert min(answer) >= 0
     assert [bench.space.host_pool.find(key) is None for key in OTHER[:8]] == [True] * 6 + [False] * 2
     bench.tier.throttled = False
-    bench.settle()
+    bench.finish_all()
     assert not set(on_disk(bench)) & set(OTHER[:6])
     assert skipped(bench, "evicted") == 6
 
@@ -110,27 +110,27 @@ def test_what_is_used_again_stays(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=16)
     for i in range(16):
         bench.store([OTHER[i]])
-        bench.settle()
+        bench.finish_all()
         bench.clock.advance(1.0)
     assert on_disk(bench) == OTHER[:1]
     bench.space.lookup(ME, 1, OTHER[:1], 0)
-    bench.settle()
+    bench.finish_all()
     bench.space.release(ME, 1)
     bench.clock.advance(1.0)
     assert bench.space.reserve(ME, 50, None, KEYS[:3])[2] >= 0
     assert bench.space.host_pool.find(OTHER[0]) is not None
     assert [bench.space.host_pool.find(key) is None for key in OTHER[1:5]] == [True] * 3 + [False]
-    bench.settle()
+    bench.finish_all()
     assert on_disk(bench).count(OTHER[0]) == 1
 
 
 def test_what_gets_a_continuation_stays_with_its_prefix(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=5)
-    bench.space.disk.departures._ahead = 3  # type: ignore[union-attr]
+    bench.space.disk.departures.ahead = 3  # type: ignore[union-attr]
     bench.store(KEYS[:2])
     bench.clock.advance(1.0)
     bench.store(OTHER[:2])
-    bench.settle()
+    bench.finish_all()
     assert on_disk(bench) == KEYS[:2]
     assert bench.space.host_pool.is_leased(bench.space.host_pool.find(KEYS[1])) is False  # type: ignore[arg-type]
     bench.clock.advance(1.0)
@@ -147,7 +147,7 @@ def test_a_chain_longer_than_host_memory_keeps_its_head(make: Callable[..., Benc
     bench = make(host_slots=16, eviction=eviction, admission=DiskFilter())
     for start in range(0, 40, 4):
         bench.store(KEYS[start : start + 4], KEYS[start - 1] if start else None)
-        bench.settle()
+        bench.finish_all()
         bench.clock.advance(0.1)
     lease = bench.space.lookup(ME, 100, KEYS[:40], 0)
     assert lease is not None
@@ -164,7 +164,7 @@ def test_a_filter_lets_pass_what_was_used_or_comes_back(make: Callable[..., Benc
     for i in range(4):
         bench.clock.advance(1.0)
         bench.store(OTHER[i : i + 1])
-        bench.settle()
+        bench.finish_all()
     assert on_disk(bench) == KEYS[:1], "the other one was offered for the first time"
     assert skipped(bench, "filter") >= 1
     assert bench.space.host_pool.find(KEYS[10]) is None
@@ -173,7 +173,7 @@ def test_a_filter_lets_pass_what_was_used_or_comes_back(make: Callable[..., Benc
     for i in range(4):
         bench.clock.advance(1.0)
         bench.store(OTHER[10 + i : 11 + i])
-        bench.settle()
+        bench.finish_all()
     assert KEYS[10] in on_disk(bench), "the second time"
 
 
@@ -196,7 +196,7 @@ def test_every_slot_can_be_had_again(make: Callable[..., Bench]) -> None:
         bench = make(host_slots=slots)
         for start in range(0, 30, slots):
             assert min(bench.store(OTHER[start : start + slots])) >= 0
-            bench.settle()
+            bench.finish_all()
         bench.space.check()
 
 
@@ -217,7 +217,7 @@ def test_clearing_host_memory_leaves_nothing_set_aside(make: Callable[..., Bench
     bench.space.pump()
     assert bench.space.clear("host") == (4, 0)
     bench.tier.throttled = False
-    bench.settle()
+    bench.finish_all()
     assert on_disk(bench) == []
     assert min(bench.store(OTHER[:4])) >= 0
     bench.space.check()
@@ -244,16 +244,16 @@ class DiskFilterOff:
 def test_no_more_is_written_than_the_budget_allows(make: Callable[..., Bench], on_eviction: bool) -> None:
     bench = make(host_slots=8, admission=budget(72), on_eviction=on_eviction)  # three blocks at once
     bench.store(KEYS[:8])
-    bench.settle()
+    bench.finish_all()
     bench.store(OTHER[:8])
-    bench.settle()
+    bench.finish_all()
     assert on_disk(bench) == KEYS[:3], "the beginning of the chain"
     assert skipped(bench, "budget") > 0
     bench.clock.advance(DAY_S / 24)
     bench.store(KEYS[20:28])
-    bench.settle()
+    bench.finish_all()
     bench.store(KEYS[30:38])
-    bench.settle()
+    bench.finish_all()
     assert len(on_disk(bench)) in (5, 6)
 
 
@@ -265,17 +265,17 @@ def test_what_was_not_written_costs_nothing(make: Callable[..., Bench], on_evict
     bench.space.pump()
     bench.space.clear("host")
     bench.tier.throttled = False
-    bench.settle()
+    bench.finish_all()
     assert (on_disk(bench), skipped(bench, "evicted")) == ([], 4)
     bench.store(KEYS[:4])
-    bench.settle()
+    bench.finish_all()
     assert len(on_disk(bench)) == 4
 
 
 def test_a_budget_holds_for_a_staging_area_too(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=8, staging=True, on_eviction=False, admission=budget(48))  # two blocks at once
     bench.store(KEYS[:4])
-    bench.settle()
+    bench.finish_all()
     assert on_disk(bench) == KEYS[:2]
     assert bench.space.host_pool.counts().leased == 0
     assert min(bench.store(OTHER[:8])) >= 0, "what was refused is in nobody's way"

@@ -41,12 +41,12 @@ def bench(make: Callable[..., Bench]) -> Bench:
 
 def test_blocks_go_down_once(bench: Bench) -> None:
     bench.store(KEYS[:3])
-    bench.settle()
+    bench.finish_all()
     assert bench.metrics.value("kvbm_offload_blocks_h2d") == 3
     bench.space.lookup(ME, 1, KEYS[:3], 0)
-    bench.settle()
+    bench.finish_all()
     bench.space.lookup(ME, 2, KEYS[:3], 0)
-    bench.settle()
+    bench.finish_all()
     assert bench.metrics.value("kvbm_offload_blocks_h2d") == 3
     assert len(bench.medium.entries) == 3
 
@@ -56,7 +56,7 @@ def test_a_block_that_goes_down_is_pinned_until_it_is_there(make: Callable[..., 
     bench.store(KEYS[:2])
     assert bench.tier.pending_count == 2
     assert bench.space.reserve(ME, 50, None, OTHER[:1]) == [REFUSED]
-    bench.settle()
+    bench.finish_all()
     assert bench.space.reserve(ME, 51, None, OTHER[:1])[0] >= 0
 
 
@@ -69,7 +69,7 @@ def test_a_store_that_finds_no_room_is_no_failure(bench: Bench, monkeypatch: pyt
         lambda: [msgspec.structs.replace(each, outcome=Outcome.RETRY) for each in genuine()],
     )
     bench.store(KEYS[:2])
-    bench.settle()
+    bench.finish_all()
     assert bench.metrics.value("kvbm_failures_total", tier="disk", kind="io") == 0
     assert bench.metrics.value("kvbm_skipped_offloads_total", reason="full") == 2
     assert bench.space.disk is not None
@@ -84,7 +84,7 @@ def test_a_throttled_tier_is_asked_again(bench: Bench) -> None:
     assert bench.space.disk is not None
     assert bench.space.disk.pool.counts().filling == 0
     bench.tier.throttled = False
-    bench.settle()
+    bench.finish_all()
     assert len(bench.medium.entries) == 3
     bench.space.clear("host")
     bench.tier.throttled = True
@@ -92,7 +92,7 @@ def test_a_throttled_tier_is_asked_again(bench: Bench) -> None:
     assert lease is not None
     bench.tier.throttled = False
     bench.space.pump()
-    bench.settle()
+    bench.finish_all()
     assert lease.ready == 3
 
 
@@ -115,7 +115,7 @@ def test_a_tier_that_breaks_is_left_alone_and_comes_back(bench: Bench) -> None:
     assert bench.tier.fault == ""
     again = bench.space.lookup(ME, 4, KEYS[:3], 0)
     assert again is not None
-    bench.settle()
+    bench.finish_all()
     assert again.ready == 3
 
 
@@ -132,9 +132,9 @@ def test_healing_is_tried_now_and_then(bench: Bench) -> None:
 def test_a_slot_of_the_tier_is_forgotten_when_its_block_goes(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=4, disk_slots=2)
     bench.store(KEYS[:2])
-    bench.settle()
+    bench.finish_all()
     bench.store(OTHER[:2])
-    bench.settle()
+    bench.finish_all()
     assert sorted(set(bench.tier.forgotten)) == [0, 1]
     assert {entry.key for entry in bench.medium.entries.values()} == set(OTHER[:2])
 
@@ -143,9 +143,9 @@ def test_recovered_blocks_are_found_and_the_oldest_goes_first(make: Callable[...
     bench = make(host_slots=4, disk_slots=4)
     for key in (KEYS[0], OTHER[0]):
         bench.store([key])
-        bench.settle()
+        bench.finish_all()
     bench.store([KEYS[1]], KEYS[0])
-    bench.settle()
+    bench.finish_all()
     bench.space.close(keep=True)
     bench.tier = FakeTier(bench.medium)
     bench.arena = HostArena(LAYOUT, 4, touch_threads=0)
@@ -155,7 +155,7 @@ def test_recovered_blocks_are_found_and_the_oldest_goes_first(make: Callable[...
     assert bench.space.disk is not None
     assert bench.space.disk.pool.counts().resident == 3
     bench.store(chain_keys(b"2" * 32, range(8), 4))
-    bench.settle()
+    bench.finish_all()
     assert not bench.space.disk.pool.holds(OTHER[0]), "the oldest leaf had to go"
     assert bench.space.disk.pool.holds(KEYS[0])
     assert bench.space.disk.pool.holds(KEYS[1])
@@ -175,7 +175,7 @@ def test_a_recovered_block_that_names_itself_as_parent_can_still_go(make: Callab
     bench.space.pump()
     assert bench.space.disk.pool.holds(KEYS[0])
     bench.store(OTHER[:1])
-    bench.settle()
+    bench.finish_all()
     assert bench.space.disk.pool.holds(OTHER[0])
 
 
@@ -203,7 +203,7 @@ def test_staged_blocks_stay_until_disk_has_them(make: Callable[..., Bench]) -> N
     bench.store(KEYS[:2])
     assert bench.space.reserve(ME, 50, None, OTHER[:1]) == [REFUSED]
     assert bench.space.tiers() == {"disk": 16}
-    bench.settle()
+    bench.finish_all()
     assert bench.metrics.value("kvbm_offload_blocks_d2d") == 2
     assert bench.metrics.value("kvbm_offload_blocks_d2h") == 0
     assert bench.space.host_pool.counts().leased == 0
@@ -215,7 +215,7 @@ def test_what_the_disk_holds_is_not_staged_again(make: Callable[..., Bench]) -> 
     bench = make(host_slots=2, staging=True)
     for start in range(0, 6, 2):
         bench.store(KEYS[start : start + 2], KEYS[start - 1] if start else None)
-        bench.settle()
+        bench.finish_all()
     slots = bench.space.reserve(ME, 60, None, KEYS[:8])
     assert slots[:6] == [HELD] * 6
     assert min(slots[6:]) >= 0
@@ -257,14 +257,14 @@ def test_a_run_longer_than_the_staging_area_begins_at_its_beginning(make: Callab
     """Its end was stored last and still lies in host memory: it must not keep its beginning out."""
     bench = make(host_slots=4, staging=True)
     bench.store(KEYS[:4])
-    bench.settle()
+    bench.finish_all()
     bench.store(KEYS[4:8], KEYS[3])
-    bench.settle()
+    bench.finish_all()
     assert [bench.space.host_pool.find(key) is None for key in KEYS[:8]] == [True] * 4 + [False] * 4
     lease = bench.space.lookup(ME, 90, KEYS[:8], 0)
     assert lease is not None
     assert lease.keys == KEYS[:4]
-    bench.settle()
+    bench.finish_all()
     assert (lease.ready, lease.final) == (4, True)
     bench.space.release(ME, 90)
     assert bench.space.host_pool.counts().leased == 0

@@ -10,7 +10,7 @@ from collections.abc import Container
 import pytest
 
 from kvbm.policy import Arc, LeafFirstLru, PolicyFactory, S3Fifo, Sieve, WTinyLfu
-from kvbm.policy.chain import QueuedChains
+from kvbm.policy.leaf_first import LeafFirstQueues
 from kvbm.testing.checked_tier import CheckedTier, traffic
 
 QUEUED = [S3Fifo, Sieve, Arc, WTinyLfu]
@@ -158,7 +158,7 @@ def test_arc_weighs_a_run_as_if_its_blocks_came_one_by_one(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", [Sieve, Arc, WTinyLfu])
-def test_what_continues_a_block_goes_in_its_turn(policy: type[QueuedChains]) -> None:
+def test_what_continues_a_block_goes_in_its_turn(policy: type[LeafFirstQueues]) -> None:
     tier = CheckedTier(policy, 5)
     for path in ((1,), (1, 1), (2,), (3,)):
         tier.reserve(path)
@@ -177,7 +177,7 @@ def test_s3fifo_what_was_continued_moves_to_main() -> None:
 
 
 @pytest.mark.parametrize("policy", QUEUED)
-def test_a_block_that_waited_for_the_end_of_a_lease_is_next_in_turn(policy: type[QueuedChains]) -> None:
+def test_a_block_that_waited_for_the_end_of_a_lease_is_next_in_turn(policy: type[LeafFirstQueues]) -> None:
     tier = tier_of(policy, 6, 5)
     first, second, third = (tier.find((block,)) for block in range(3))
     tier.lease([first])
@@ -187,7 +187,7 @@ def test_a_block_that_waited_for_the_end_of_a_lease_is_next_in_turn(policy: type
 
 
 @pytest.mark.parametrize("policy", QUEUED)
-def test_a_used_block_gets_its_second_chance_also_when_it_waited(policy: type[QueuedChains]) -> None:
+def test_a_used_block_gets_its_second_chance_also_when_it_waited(policy: type[LeafFirstQueues]) -> None:
     tier = CheckedTier(policy, 6)
     for path in ((1,), (1, 1), (2,), (3,), (4,)):
         tier.reserve(path)
@@ -223,7 +223,7 @@ def session_hits(policy: PolicyFactory, slot_count: int) -> int:
 
 
 @pytest.mark.parametrize("policy", [S3Fifo, Sieve, Arc])
-def test_sessions_that_ended_go_as_a_whole(policy: type[QueuedChains]) -> None:
+def test_sessions_that_ended_go_as_a_whole(policy: type[LeafFirstQueues]) -> None:
     """Where a session's blocks are judged one by one, its first ones are used so often that they outlive it for long,
     while what runs now is driven out. Order of use is at its best here; the others must come close."""
 
@@ -277,14 +277,14 @@ def test_a_long_chain_is_not_searched_again_for_each_victim(policy: PolicyFactor
     for run in [range(count)] if at_once else [range(block, block + 1) for block in range(count)]:
         made.inserted(run, run, run[0] - 1, 0.0)
         made.evictable(run)
-    chains = made._chains  # type: ignore[attr-defined]
+    chains = made.tree  # type: ignore[attr-defined]
     chains.child = CountingArray("i", chains.child)
     for block in range(count - 1, -1, -1):
         assert made.victims(1, (), (), 0.0) == [block]
     assert chains.child.reads < 20 * count
 
 
-def check(policy: QueuedChains, blocks: Container[int]) -> None:
+def check(policy: LeafFirstQueues, blocks: Container[int]) -> None:
     """Each block stands in its queue or waits, both ways round, and is counted there."""
     count = policy._slot_count
     sizes = [0] * len(policy._sizes)
@@ -305,10 +305,10 @@ def check(policy: QueuedChains, blocks: Container[int]) -> None:
 
 
 @pytest.mark.parametrize("policy", QUEUED)
-def test_no_block_is_lost_from_the_queues(policy: type[QueuedChains]) -> None:
-    made: list[QueuedChains] = []
+def test_no_block_is_lost_from_the_queues(policy: type[LeafFirstQueues]) -> None:
+    made: list[LeafFirstQueues] = []
 
-    def make(slot_count: int) -> QueuedChains:
+    def make(slot_count: int) -> LeafFirstQueues:
         made.append(policy(slot_count))  # type: ignore[call-arg]
         return made[-1]
 
@@ -319,7 +319,7 @@ def test_no_block_is_lost_from_the_queues(policy: type[QueuedChains]) -> None:
 
 
 @pytest.mark.parametrize("policy", [S3Fifo, Arc])
-def test_ghosts_are_bounded(policy: type[QueuedChains]) -> None:
+def test_ghosts_are_bounded(policy: type[LeafFirstQueues]) -> None:
     made: list[S3Fifo | Arc] = []
 
     def make(slot_count: int) -> S3Fifo | Arc:

@@ -10,9 +10,7 @@ from kvbm.errors import SettingsError
 from kvbm.settings import (
     Settings,
     available_memory_bytes,
-    default_host_bytes,
     disk_slots,
-    format_bytes,
     host_slots,
     load_settings,
     manager_notices,
@@ -22,7 +20,7 @@ from kvbm.settings import (
     size_notices,
     staging_slots,
 )
-from kvbm.settings.advice import DISK_STORES_MAX, notices
+from kvbm.settings.advice import DISK_STORES_MAX, default_host_bytes, notices
 from kvbm.tiers.disk.tier import PENDING_LIMIT
 
 
@@ -77,26 +75,6 @@ def test_default_host_tier():
     assert default_host_bytes(None) == 4_000_000_000
     assert default_host_bytes(10**12) == 4_000_000_000
     assert default_host_bytes(10**9) == 250_000_000
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (1536, "1.5 kB"),
-        (402_000_000, "402 MB"),
-        (402_400_000, "402 MB"),
-        (999_600_000, "1 GB"),
-        (1_500_000_000, "1.5 GB"),
-        (4_000_000_000, "4 GB"),
-        (12 * 10**12, "12 TB"),
-        (5000 * 10**12, "5000 TB"),
-    ],
-)
-def test_sizes_for_people(size_bytes, text):
-    assert format_bytes(size_bytes) == text
 
 
 def advised(**settings):

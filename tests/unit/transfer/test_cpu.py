@@ -1,4 +1,4 @@
-"""Copies on a CPU: byte-exact both ways for every layout, and nothing else is touched."""
+"""Copies on a CPU, beyond the contract of every copier (tests/contract/test_copiers.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,68 +14,24 @@ from hypothesis import strategies as st
 
 from kvbm.errors import KvbmError
 from kvbm.layout import round_up
+from kvbm.testing.kv_views import (
+    LAYOUTS,
+    PADDING,
+    SLOTS,
+    block_bytes,
+    scramble,
+    separate,
+    stacked,
+    whole_bytes,
+)
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor, cpu, make_copier
 from kvbm.transfer.copier import Run, runs
-from rigs.kv_tensors import PADDING, PAIRS, SLOTS, Views, scramble, separate, stacked
 
-
-def padded(dtype: torch.dtype) -> Views:
-    """Blocks apart, heads apart, and no axis that neighbours another one."""
-    whole = torch.zeros(2000, dtype=dtype)
-    return {"layer.0": whole.as_strided((9, 2, 4, 5), (200, 90, 20, 3), 7)}
-
-
-def split_kernel_blocks(dtype: torch.dtype) -> Views:
-    return {"layer.0": torch.zeros(18, 2, 4, 6, dtype=dtype).transpose(1, 2)}
-
-
-LAYOUTS = {
-    **{order: (lambda dtype, order=order: stacked(order, dtype)) for order in ("LBHNC", "LBNHC", "LHBNC")},
-    **{order: (lambda dtype, order=order: stacked(order, dtype)) for order in ("BLHNC", "BLNHC", "BHLNC")},
-    "columns first": lambda dtype: stacked("LBCNH", dtype),
-    "blocks innermost": lambda dtype: stacked("LHNCB", dtype),
-    "separate": lambda dtype: separate((9, 2, 4, 16), dtype),
-    "keys and values first": lambda dtype: separate((2, 9, 4, 2, 8), dtype),
-    "keys and values second": lambda dtype: separate((9, 2, 4, 2, 8), dtype),
-    "mla": lambda dtype: separate((9, 1, 4, 18), dtype),
-    "odd sizes": lambda dtype: separate((9, 1, 3, 5), dtype),
-    "padded": padded,
-    "kernel blocks": split_kernel_blocks,
-}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn]
 
 
-def block_axis(view: torch.Tensor, block_count: int) -> int:
-    return 1 if view.dim() == 5 and view.shape[0] == 2 and view.shape[1] % block_count == 0 else 0
-
-
-def block_bytes(views: Views, block: int, block_count: int) -> bytes:
-    """What a slot must hold, made the slow way: layers in order, axes in the order of memory."""
-    out = b""
-    for view in views.values():
-        axis = block_axis(view, block_count)
-        each = view.shape[axis] // block_count
-        part = view.narrow(axis, block * each, each)
-        axes = sorted((a for a in range(part.dim()) if part.shape[a] > 1), key=lambda a: -part.stride(a))
-        rest = [a for a in range(part.dim()) if part.shape[a] == 1]
-        out += part.permute(rest + axes).contiguous().view(torch.uint8).numpy().tobytes()
-    return out
-
-
-def block_parts(views: Views, block: int) -> dict[str, bytes]:
-    """`block_bytes`, layer by layer."""
-    return {name: block_bytes({name: view}, block, 9) for name, view in views.items()}
-
-
-def whole_bytes(views: Views) -> list[bytes]:
-    """All bytes of the storages, gaps included."""
-    return [
-        torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy().tobytes()
-        for view in views.values()
-    ]
-
-
 def new_arena(cache: DeviceCache, slot_count: int = SLOTS, padding_bytes: int = 16) -> torch.Tensor:
+    """Slots that begin anywhere, not at pages as those of `kv_views.new_arena`."""
     slot_bytes = round_up(cache.shard_bytes, 8) + padding_bytes
     fd = os.memfd_create("arena")
     os.ftruncate(fd, slot_count * slot_bytes)
@@ -87,104 +42,12 @@ def new_arena(cache: DeviceCache, slot_count: int = SLOTS, padding_bytes: int = 
     return arena
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
-def views(request: pytest.FixtureRequest) -> Views:
-    made: Views = LAYOUTS[request.param](torch.float32)
-    scramble(made, seed=1)
-    return made
-
-
-@pytest.fixture
-def cache(views: Views) -> DeviceCache:
-    return DeviceCache.from_tensors(views, 9)
-
-
-@pytest.fixture
-def arena(cache: DeviceCache) -> torch.Tensor:
-    return new_arena(cache)
-
-
-@pytest.fixture
-def copier(cache: DeviceCache, arena: torch.Tensor) -> Iterator[CpuCopier]:
-    made = CpuCopier(cache, arena)
-    yield made
-    made.close()
-
-
-def test_a_slot_holds_layers_in_order_and_nothing_else_is_written(
-    views: Views, cache: DeviceCache, arena: torch.Tensor, copier: CpuCopier
-) -> None:
-    device_before = whole_bytes(views)
-    copier.store(PAIRS)
-    expected = {slot: block_bytes(views, block, 9) for block, slot in PAIRS}
-    for slot in range(SLOTS):
-        row = arena[slot].numpy().tobytes()
-        body = expected.get(slot, bytes([PADDING]) * cache.shard_bytes)
-        assert row == body + bytes([PADDING]) * (len(row) - cache.shard_bytes), slot
-    assert whole_bytes(views) == device_before
-
-
-def test_a_load_into_other_blocks_restores_the_bytes_and_leaves_the_rest(
-    views: Views, cache: DeviceCache, arena: torch.Tensor, copier: CpuCopier
-) -> None:
-    stored = {slot: block_bytes(views, block, 9) for block, slot in PAIRS}
-    copier.store(PAIRS)
-    scramble(views, seed=2)
-    before = [block_bytes(views, block, 9) for block in range(9)]
-    gaps_before = whole_bytes(views)
-    arena_before = arena.clone()
-    moved = [(5, 9), (6, 10), (0, 4), (8, 3)]
-    copier.load(moved)
-    loaded = dict(moved)
-    for block in range(9):
-        expected = stored[loaded[block]] if block in loaded else before[block]
-        assert block_bytes(views, block, 9) == expected, block
-    assert torch.equal(arena, arena_before)
-    # Put the old blocks back: then even the gaps between blocks must be as they were.
-    for block, slot in moved:
-        arena[slot, : cache.shard_bytes] = torch.frombuffer(bytearray(before[block]), dtype=torch.uint8)
-    copier.load(moved)
-    assert whole_bytes(views) == gaps_before
-
-
-def test_a_layers_load_brings_that_layers_bytes_alone(
-    views: Views, cache: DeviceCache, arena: torch.Tensor, copier: CpuCopier
-) -> None:
-    copier.store(PAIRS)
-    stored = {slot: block_parts(views, block) for block, slot in PAIRS}
-    scramble(views, seed=2)
-    arena_before = arena.clone()
-    moved = [(5, 9), (6, 10), (0, 4), (8, 2)]
-    expected = [block_parts(views, block) for block in range(9)]
-    for name in reversed(list(views)):
-        copying = copier.begin_load(moved, layer=name)
-        assert copying.done()
-        copying.wait()
-        copier.hold(copying)
-        for block, slot in moved:
-            expected[block][name] = stored[slot][name]
-        assert [block_parts(views, block) for block in range(9)] == expected, name
-    assert torch.equal(arena, arena_before)
-
-
-def test_all_layers_loaded_one_by_one_make_a_whole_load(
-    views: Views, arena: torch.Tensor, copier: CpuCopier
-) -> None:
-    copier.store(PAIRS)
-    scramble(views, seed=2)
-    moved = [(5, 9), (6, 10), (0, 4), (8, 2)]
-    for name in views:
-        copier.begin_load(moved, layer=name)
-    one_by_one = whole_bytes(views)
-    scramble(views, seed=2)
-    assert whole_bytes(views) != one_by_one
-    copier.load(moved)
-    assert whole_bytes(views) == one_by_one  # gaps too
-
-
-def test_a_layer_that_is_not_there_is_a_programmers_error(copier: CpuCopier) -> None:
-    with pytest.raises(KeyError):
-        copier.begin_load([(0, 0)], layer="another model's")
+def test_the_line_of_a_wrong_pair_names_what_is_accepted() -> None:
+    cache = DeviceCache.from_tensors(separate((9, 2, 4, 8), torch.float32), 9)
+    copier = CpuCopier(cache, new_arena(cache))
+    with pytest.raises(KvbmError, match=r"^copying block 9 and slot 0: .* blocks 0 to 8 and slots 0 to 10$"):
+        copier.store([(1, 1), (9, 0)])
+    copier.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -287,22 +150,6 @@ def test_an_error_is_passed_on_after_every_chunk_has_ended(monkeypatch: pytest.M
     copier.close()
 
 
-@pytest.mark.parametrize("pair", [(9, 0), (-1, 0), (0, SLOTS), (0, -1)])
-@pytest.mark.parametrize("direction", ["store", "load"])
-def test_a_pair_out_of_range_is_refused_and_nothing_is_copied(pair: tuple[int, int], direction: str) -> None:
-    views = separate((9, 2, 4, 8), torch.float32)
-    scramble(views, seed=9)
-    cache = DeviceCache.from_tensors(views, 9)
-    arena = new_arena(cache)
-    copier = CpuCopier(cache, arena)
-    before = whole_bytes(views)
-    with pytest.raises(KvbmError, match=r"blocks 0 to 8 and slots 0 to 10"):
-        getattr(copier, direction)([(1, 1), pair])
-    assert whole_bytes(views) == before
-    assert bool((arena == PADDING).all())
-    copier.close()
-
-
 def test_views_kept_from_earlier_copies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_KEPT_VIEWS_MAX", 12)
     views = separate((9, 2, 4, 8), torch.float32)
@@ -317,12 +164,6 @@ def test_views_kept_from_earlier_copies_are_bounded(monkeypatch: pytest.MonkeyPa
         copier.load([(8 - block, (block * 2 + turn) % SLOTS) for block in range(9)])
         assert [block_bytes(views, block, 9) for block in range(9)] == before[::-1]
     copier.close()
-
-
-def test_no_pairs_is_no_copy(copier: CpuCopier, arena: torch.Tensor) -> None:
-    copier.store([])
-    copier.load([])
-    assert bool((arena == PADDING).all())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What may enter the disk tier: everything, or KVBM's frequency filter that spares the SSD."""
+"""Two admission policies: every block may enter the disk tier, or those that pass KVBM's frequency filter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DiskFilter:
     """KVBM's disk offload filter, exact: a frequency starts at 1, doubles when seen again, and disk admits from 2.
 
     Every 600 s each frequency falls by one and zeros are dropped; above a million entries the decay repeats until
-    they fit. Frequencies are capped, which the original's are not.
+    they fit. Frequencies are capped here, unlike the original's.
     """
 
     def __init__(self, now_s: float = 0.0, entries_max: int = ENTRIES_MAX) -> None:

@@ -8,13 +8,13 @@ GHOSTS_PER_SLOT = 2
 """The list is this many times as long as the tier has slots: a block that comes back within the time in which the tier
 is filled twice was worth its write."""
 GHOSTS_MAX = 1_000_000
-"""And never longer than this: a key in the list takes some 120 bytes."""
+"""The list is never longer than this: a key in it takes some 120 bytes."""
 
 
 class GhostAdmission:
     """A block enters from the second time it is offered, as long as it is remembered from the first.
 
-    Unlike `DiskFilter` it forgets by what came since, not by the clock: a quiet night costs nothing. The key offered
+    Unlike `DiskFilter` it forgets as new keys come, not by the clock: a quiet night costs nothing. The key offered
     longest ago is forgotten first.
     """
 
@@ -39,4 +39,4 @@ class GhostAdmission:
         return known
 
     def hit(self, key: Hashable, now_s: float) -> None:
-        """A block that is on disk needs no ghost; it gets one when it is offered again."""
+        """Not used: a block on disk needs no ghost, and gets one when it is offered again."""

@@ -17,8 +17,8 @@ class WriteBudget:
     """An admission policy that admits what another one does, as long as its bytes are within the budget.
 
     Guarantees that in any 24 hours of its life at most `bytes_per_day` are admitted, blocks of `block_bytes` each: a
-    24th of them at once (one block at least), the rest evenly over the day. It starts with that first part. What is
-    admitted and then not written is given back with `refund`.
+    24th of them at once (one block at least), the rest evenly over the day. It starts with that first part. A block
+    that was admitted and is not written is given back with `refund`.
     """
 
     def __init__(
@@ -38,21 +38,21 @@ class WriteBudget:
         self._left_bytes = self._burst_bytes
         self._filled_s = now_s
         self.refused_last = False
-        """The latest block that was offered was refused for the budget, not by the policy inside."""
+        """The latest block that was offered was refused for the budget, not by the inner policy."""
 
     def offered(self, key: Hashable, now_s: float) -> bool:
-        """True when the policy inside admits the block and the budget has room for it. The policy counts it anyway."""
+        """True when the inner policy, which counts every block, admits this one and the budget has room for it."""
         admitted = self.inner.offered(key, now_s)
         within = admitted and self.spend(now_s)
         self.refused_last = admitted and not within
         return within
 
     def hit(self, key: Hashable, now_s: float) -> None:
-        """Tell the policy inside."""
+        """Pass it on to the inner policy."""
         self.inner.hit(key, now_s)
 
     def spend(self, now_s: float) -> bool:
-        """Take one block's bytes out of the budget; False, and nothing is taken, when they are not there."""
+        """Take one block's bytes out of the budget; False, with nothing taken, when it has fewer left."""
         self._left_bytes += (now_s - self._filled_s) * self._bytes_per_s
         self._left_bytes = min(self._left_bytes, self._burst_bytes)
         self._filled_s = now_s

@@ -1,7 +1,7 @@
 """Which leaf is worth least: a heap of those that may go next, filled by rating all leaves now and then.
 
 Between two ratings the worth of a leaf changes with its age, mostly downwards. A candidate is rated anew when its
-turn comes; that others have fallen below it meanwhile is accepted for `_RATING_S` seconds.
+turn comes; others may have fallen below it meanwhile, which is accepted for `_RATING_S` seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from kvbm.policy.gittins.hazard import EDGES_S, HazardModel, bins_of
-from kvbm.policy.gittins.runs import NOBODY, RunTree
+from kvbm.policy.gittins.runs import NO_RUN, RunTree
 
 _EDGES = EDGES_S.tolist()
 _COUNT_MIN, _SHARE = 64, 50
@@ -23,10 +23,10 @@ _LEAVES_PER_REQUEST = 300
 
 
 class Candidates:
-    """The leaves of `tree` by their worth in `model`. `now_s` and `request_number` are kept up to date by the owner.
+    """The leaves of `tree` by their worth in `model`. The owner keeps `now_s` and `request_number` up to date.
 
-    Leaves that are not among the candidates were worth more than `_ceiling` when all were rated; below 0 it says that
-    they have to be rated first.
+    Leaves that are not among the candidates were worth more than `_ceiling` when all were rated. A `_ceiling` below 0
+    means that all leaves have to be rated first.
     """
 
     def __init__(self, tree: RunTree, model: HazardModel) -> None:
@@ -43,16 +43,16 @@ class Candidates:
 
     @property
     def passed_over(self) -> bool:
-        """Leaves that could not go were dropped from the candidates: they have to be offered again."""
+        """Leaves that could not go were dropped from the candidates; they have to be offered again."""
         return self._passed_over
 
     def by_last_use(self, wanted: bool) -> None:
-        """From now on a leaf is worth what LRU would say, or what the model says."""
+        """From now on LRU says what a leaf is worth (`wanted`), or else the model."""
         self._last_use = wanted
         self.expire()
 
     def worth(self, run: int) -> float:
-        """The run's index now; where last use counts, the number of the request that used it."""
+        """The run's index now; where LRU decides, the number of the request that used it last."""
         tree = self._tree
         if self._last_use:
             return float(tree.turn[run])
@@ -79,18 +79,18 @@ class Candidates:
             self.expire()
 
     def least(self, leased: Container[int], filling: Container[int]) -> tuple[float, int]:
-        """The worth of the leaf that is worth least, and the leaf; it is a candidate no more. -1 when none may go."""
+        """The least worth of any leaf, and that leaf, which is no candidate any more; NO_RUN when no leaf may go."""
         tree, heap = self._tree, self._heap
         wanted = 0
         while True:
             if not heap or heap[0][0] > self._ceiling:
                 if not heap and wanted and self._ceiling == inf:
-                    return 0.0, NOBODY
+                    return 0.0, NO_RUN
                 wanted = max(_COUNT_MIN, 2 * wanted)
                 self._rate_all(wanted)
                 heap = self._heap
                 if not heap:
-                    return 0.0, NOBODY
+                    return 0.0, NO_RUN
             run = heapq.heappop(heap)[2]
             if not tree.resident[run] or tree.resident_children[run]:
                 continue

@@ -1,7 +1,7 @@
-"""The duel with LRU: what LRU would have hit in a tier of the same size, and who decides.
+"""The duel with LRU: what LRU would have hit in a tier of the same size, and which of the two decides.
 
-LRU keeps the blocks that were asked for last, whatever order they lie in: those of the latest requests, as far back
-as they fit. So its shadow needs one count per request (the blocks that nobody asked for since) and no list of blocks.
+LRU keeps the blocks that were asked for last, whatever order they lie in: those of the latest requests, as far back as
+they fit. So its shadow needs one count per request (the blocks that no later request asked for) and no list of blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LOSS_MAX = 0.0004
 """What one try may lose to LRU: this share of all blocks asked for, or of those of an hour if that is more."""
 HORIZON_S, _ELAPSED_S_MIN = 3600.0, 60.0
 PAUSE_S, PAUSE_S_MAX = 300.0, 86_400.0
-"""So long LRU decides after the first try that lost as much; twice as long after every further one, up to a day."""
+"""LRU decides for so long after the first try that lost as much; twice as long after each further one, up to a day."""
 
 
 class Duel:
@@ -54,7 +54,7 @@ class Duel:
     def moved(self, last_request: int, request: int, blocks: int) -> None:
         """Blocks that an earlier request used last (0: none did) are used by this one.
 
-        What came without a request (0), or with one that is behind the cutoff by now, LRU does not have.
+        LRU does not hold blocks that came without a request (0), or with one that is behind the cutoff by now.
         """
         self.forgotten(last_request, blocks)
         if request > self._cutoff:
@@ -68,14 +68,14 @@ class Duel:
             self._kept -= blocks
 
     def begin(self, request: int) -> None:
-        """A request comes; what is too far back to be told apart is gone."""
+        """A request comes; requests too far back to be counted one by one are forgotten."""
         if request - self._requests_max > self._cutoff:
             self._drop(request - self._requests_max)
         self._latest = request
         self._blocks[request % self._requests_max] = 0
 
     def end(self, lru_hits: int, hits: int, blocks: int, now_s: float) -> bool:
-        """The request used its blocks; True when who decides has changed."""
+        """The request used its blocks. True when the policy that decides has changed."""
         while self._kept > self._slot_count and self._cutoff < self._latest:
             self._drop(self._cutoff + 1)
         self.accesses += blocks

@@ -1,4 +1,4 @@
-"""What is known of a run when a request uses it, cut into few values per feature, packed into one number.
+"""The features of a run when a request uses it: few values per feature, packed into one number.
 
 Some features are the request's, and the same for all its runs; others are the run's own.
 """
@@ -9,14 +9,14 @@ from enum import IntEnum
 from math import log2
 
 
-class Place(IntEnum):
+class Position(IntEnum):
     """Where a run lies in the chain of the request that used it last."""
 
     LAST = 0
     """The last block of a prompt, seldom asked for again: most requests part from it."""
     NEW = 1
     FIRST_NEW = 2
-    """The first blocks behind what was known; they survive when a client drops the rest of a turn."""
+    """The first blocks behind those known before; they survive when a client drops the rest of a turn."""
     ROOT = 3
     OLD = 4
     OUTPUT = 5
@@ -28,17 +28,17 @@ OUTPUT_UNKNOWN = 13
 
 # Sizes of the features, in the order of packing. See `request_code` and `run_code` for what each means.
 _GAP_MEAN, _OUTPUT, _NEW, _LENGTH = 13, 14, 11, 7
-_USES, _PLACES, _DROPS, _SUPERSEDED = 12, len(Place), 6, 2
-RUN_CODES = _USES * _PLACES * _DROPS * _SUPERSEDED
-SIZES = (_USES, _PLACES * _DROPS, _GAP_MEAN, _OUTPUT, _NEW, _LENGTH, _SUPERSEDED)
+_USES, _POSITIONS, _DROPS, _SUPERSEDED = 12, len(Position), 6, 2
+RUN_CODES = _USES * _POSITIONS * _DROPS * _SUPERSEDED
+SIZES = (_USES, _POSITIONS * _DROPS, _GAP_MEAN, _OUTPUT, _NEW, _LENGTH, _SUPERSEDED)
 BY_AGE = (0, 2, 3, 5, 6)
-"""The features whose effect differs by age: all but the place and the number of new blocks."""
+"""The features whose effect differs by age: all but the position and the number of new blocks."""
 
 
 def request_code(gap_mean: float, output_tokens: int, new_blocks: int, blocks: int) -> int:
     """The request's part, all as logarithms: the moving mean of the gaps between the turns of its conversation
-    (`log2_seconds`; negative in a first turn), tokens generated (-1: not known yet), blocks that nobody asked for
-    before, blocks.
+    (`log2_seconds`; negative in a first turn), tokens generated (-1: not known yet), blocks that no request asked for
+    before, and all blocks.
     """
     code = 0 if gap_mean < 0 else 1 + min(_GAP_MEAN - 2, int(gap_mean))
     output = OUTPUT_UNKNOWN if output_tokens < 0 else _log(output_tokens, OUTPUT_UNKNOWN - 1)
@@ -47,10 +47,10 @@ def request_code(gap_mean: float, output_tokens: int, new_blocks: int, blocks: i
     return code * _LENGTH + _log(blocks, 2 * (_LENGTH - 2)) // 2
 
 
-def run_code(uses: int, place: int, drops: int) -> int:
-    """The run's part: how often it was used, its place, and how much of each turn its conversation drops."""
+def run_code(uses: int, position: int, drops: int) -> int:
+    """The run's part: how often it was used, its position, and how much of each turn its conversation drops."""
     few = uses if uses < 5 else 3 + min(_USES - 4, uses.bit_length() - 1)
-    return ((few * _PLACES + place) * _DROPS + drops) * _SUPERSEDED
+    return ((few * _POSITIONS + position) * _DROPS + drops) * _SUPERSEDED
 
 
 def drop_level(share: float) -> int:
@@ -59,33 +59,33 @@ def drop_level(share: float) -> int:
 
 
 def superseded(code: int) -> int:
-    """The same code for a run whose conversation went another way."""
+    """The same code for a run that its conversation no longer continues."""
     return code | 1
 
 
 def plain(code: int) -> int:
-    """The code of a run of which only the place, the uses and the output are known: for when there are too many."""
-    uses, place_drops, _, output, _, _, left_behind = values_of(code)
+    """The code with no more than the position, the uses and the output: used once there are too many codes."""
+    uses, position_drops, _, output, _, _, left_behind = values_of(code)
     request = (output * _NEW + _NEW - 1) * _LENGTH + _LENGTH - 1
-    run = (uses * _PLACES + place_drops // _DROPS) * _DROPS + _DROPS - 1
-    return (request * _USES * _PLACES * _DROPS + run) * _SUPERSEDED + left_behind
+    run = (uses * _POSITIONS + position_drops // _DROPS) * _DROPS + _DROPS - 1
+    return (request * _USES * _POSITIONS * _DROPS + run) * _SUPERSEDED + left_behind
 
 
-def place_of(code: int) -> int:
-    """The `Place` in a code."""
-    return code // (_SUPERSEDED * _DROPS) % _PLACES
+def position_of(code: int) -> int:
+    """The `Position` in a code."""
+    return code // (_SUPERSEDED * _DROPS) % _POSITIONS
 
 
 def values_of(code: int) -> tuple[int, ...]:
     """The feature values of a code, in the order of `SIZES`."""
     code, left_behind = divmod(code, _SUPERSEDED)
     code, drops = divmod(code, _DROPS)
-    code, place = divmod(code, _PLACES)
+    code, position = divmod(code, _POSITIONS)
     code, uses = divmod(code, _USES)
     code, length = divmod(code, _LENGTH)
     code, new = divmod(code, _NEW)
     gap_mean, output = divmod(code, _OUTPUT)
-    return (uses, place * _DROPS + drops, gap_mean, output, new, length, left_behind)
+    return (uses, position * _DROPS + drops, gap_mean, output, new, length, left_behind)
 
 
 def log2_seconds(gap_s: float) -> float:

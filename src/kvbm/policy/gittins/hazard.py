@@ -1,4 +1,4 @@
-"""How likely a run is to be used next, by its age and by what is known of it: learned online, from nothing.
+"""How likely a run is to be used next, by its age and its features: learned online, from nothing.
 
 Time since the last use is cut into bins, four to the octave from 4 s to 68 min and two beyond. For every *kind* of
 run (a combination of feature values, see `features`) two sums are kept per bin: how much was there at the bin's
@@ -11,7 +11,7 @@ in turn (backfitting of a Poisson model with gamma priors), a pass or two each t
 
 The worth of a run is its Gittins index: the best ratio, over all horizons τ, of the probability that it is used
 within τ to the time that it is expected to stay until then (J. C. Gittins, "Bandit processes and dynamic
-allocation indices", 1979). Keeping the blocks with the highest hits most per block and second.
+allocation indices", 1979). Keeping the blocks with the highest index hits most per block and second.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class HazardModel:
     """Exposure and events by kind and age bin, the fit, and the indices that follow from it.
 
     `sizes[f]` is the number of values of feature f, `by_age` the features whose factor differs by age too.
-    Kinds are rows, added by `add_kind`. A fit is `begin_fit`, `waiting` for all runs that wait to be used, in as many
-    calls as one likes, and `fit`. Memory: 430 bytes a kind for the sums, 300 for the indices, and 220 during a fit.
+    Kinds are rows, added by `add_kind`. A fit is `begin_fit`, then `waiting` for all runs that wait to be used, in any
+    number of calls, then `fit`. Memory: 430 bytes a kind for the sums, 300 for the indices, and 220 during a fit.
     """
 
     def __init__(self, sizes: Sequence[int], by_age: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class HazardModel:
         np.add.at(self._left, (kinds, bins + 1), weights)
 
     def left(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
-        """Runs of these kinds were not used up to these ages; nothing is known of what came later."""
+        """Runs of these kinds were not used up to these ages, and are not observed any longer."""
         np.add.at(self._left, (kinds, bins_of(ages_s)), weights)
 
     def joined(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
@@ -110,7 +110,7 @@ class HazardModel:
     # ---- fit
 
     def begin_fit(self) -> None:
-        """Learn from everything observed so far, once `waiting` has been told of the runs that wait to be used."""
+        """Begin to learn from everything observed so far; `waiting` and `fit` follow."""
         self._leaving = np.ascontiguousarray(self._left[: self.kind_count].T)
 
     def waiting(self, kinds: Ints, ages_s: Floats, weights: Floats) -> None:
@@ -190,7 +190,7 @@ class HazardModel:
         return found if found == found else self._compute_one(kind, age_bin)
 
     def _compute_one(self, kind: int, age_bin: int) -> float:
-        """`_compute` without what it costs to be ready for many."""
+        """`_compute` for one pair, without the arrays."""
         hazard = self._base[age_bin:] * self._product[kind].take(_OCTAVE[age_bin:])
         np.minimum(hazard, _HAZARD_MAX, out=hazard)
         width = _HALF_WIDTH_S[age_bin:].copy()

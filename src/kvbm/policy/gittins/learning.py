@@ -1,4 +1,4 @@
-"""Kinds of runs by code, what was observed of them since the model was fitted last, and when it is fitted again."""
+"""Kinds of runs by code, the observations since the model was fitted last, and the time of the next fit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Observations:
         self._kinds, self._ages_s, self._weights = array("i"), array("d"), array("f")
 
     def add(self, kind: int, age_s: float, weight: float) -> None:
-        """One more; a kind below 0 stands for none."""
+        """Add an observation; a kind below 0 stands for none."""
         if kind >= 0:
             self._kinds.append(kind)
             self._ages_s.append(age_s)
             self._weights.append(weight)
 
     def take(self) -> tuple[Ints, Floats, Floats]:
-        """All of them, as arrays; none are left."""
+        """Take all of them out, as arrays."""
         taken = (
             np.frombuffer(self._kinds, np.int32).astype(np.int64),
             np.frombuffer(self._ages_s),
@@ -61,7 +61,7 @@ class Learner:
         return self._new_kind(code) if kind is None else kind
 
     def begin_fit(self) -> None:
-        """Hand the model all that was observed; it is fitted once it has been told what waits to be used now."""
+        """Give the model all observations. The fit also needs the runs that wait to be used (`HazardModel.waiting`)."""
         self.model.used(*self.used.take())
         self.model.left(*self.left.take())
         self.model.joined(*self.joined.take())
@@ -82,7 +82,7 @@ class Fitting:
     """Fits the model of `learner` now and then to the runs of `tree`, in steps, one with each request.
 
     A step counts the runs that wait to be used, up to `runs_per_step`, and the last one fits: no request pays for
-    more than some milliseconds. What changes while a long count goes on is counted as it was or as it becomes.
+    more than some milliseconds. A run that changes during a long count is counted as it was or as it becomes.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class Fitting:
         self._learner.model.fit()
         self._counted = 0
         latest, runs = self._turns.latest, len(self._tree.start)
-        # The more is known the less a request changes, and counting many runs has to pay.
+        # The more is known, the less one request changes; and counting many runs has to pay.
         requests = min(max(_FIT_REQUESTS_MAX, runs // _RUNS_PER_REQUEST), int(latest * _FIT_GROWTH))
         self._due_request = latest + max(_FIT_FIRST, requests)
         return True
 
     def _count(self, runs: slice, now_s: float) -> None:
-        """Tell the model of those of the runs that wait: by what is known of them now, and by what was at first."""
+        """Count those of the runs that wait: by what is known of them now, and by what was known at first."""
         tree = self._tree
         weights = np.frombuffer(tree.weight, np.float32)[runs]
         waiting = np.flatnonzero(weights)

@@ -1,7 +1,7 @@
 """Keep the runs that are expected to be used soonest: an online hazard model turned into a Gittins index.
 
-See `history` for the tree of runs, `features` for what is known of a run, `hazard` for the model. This file lets
-requests teach the model, and answers who goes: the leaf with the lowest index, and that may be the newcomer.
+See `runs` for the tree of runs, `features` for the features of a run, `hazard` for the model. This file lets requests
+teach the model, and chooses the victims: the leaves with the lowest index, unless the newcomers' is lower still.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 
 import numpy as np
 
+from kvbm.block import NO_SLOT
 from kvbm.policy.gittins import features
 from kvbm.policy.gittins.candidates import Candidates
 from kvbm.policy.gittins.duel import Duel
-from kvbm.policy.gittins.features import FIRST_NEW_BLOCKS, RUN_CODES, Place
+from kvbm.policy.gittins.features import FIRST_NEW_BLOCKS, RUN_CODES, Position
 from kvbm.policy.gittins.learning import KINDS_MAX, Fitting, Learner
-from kvbm.policy.gittins.runs import NOBODY, RunTree, names_of
+from kvbm.policy.gittins.runs import NO_RUN, RunTree, names_of
 from kvbm.policy.gittins.turns import TURNS_MAX, Turns
 
 HISTORY_RUNS_MIN = 65_536
@@ -28,9 +29,8 @@ _WEIGHT = array("f", (length**0.4 for length in range(4096)))
 class Gittins:
     """The policy over `slot_count` slots. It starts knowing nothing and learns from every request.
 
-    What it remembers beyond the tier is bounded: `history_runs_min` runs (or one for 16 slots) and
-    `history_blocks_min` blocks (or one for four slots), whichever is more, the latest `turns_max` requests, and
-    `kinds_max` kinds of runs told apart.
+    Its memory beyond the tier is bounded: `history_runs_min` runs (or one for 16 slots) and `history_blocks_min` blocks
+    (or one for four slots), whichever is more, the latest `turns_max` requests, and `kinds_max` kinds of runs.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Gittins:
     # ---- requests
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
-        """Learn from the request: which runs were used again, and which new ones it brings."""
+        """Learn from the request which runs are used again, and add the new ones that it brings."""
         if not keys:
             return
         self._candidates.now_s = now_s
@@ -69,14 +69,14 @@ class Gittins:
         lru_hits = self._duel.lru_hits((tree.turn[run], tree.length[run]) for run in path)
         last = self._use(path, number, len(names), now_s)
         self._add_new(last, known, names, number, now_s)
-        hits = slots.index(NOBODY) if NOBODY in slots else len(slots)
+        hits = slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
         if self._duel.end(lru_hits, hits, len(names), now_s):
             self._candidates.by_last_use(self._duel.lru_decides)
         if self._fitting.step(now_s):
             self._candidates.expire()
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
-        """The length of the output says how likely a next turn is."""
+        """Note the length of the output, which says how likely a next turn is."""
         name = names_of((key,))[0]
         number = self._running.pop(name, 0)
         turns, tree = self._turns, self._tree
@@ -87,8 +87,8 @@ class Gittins:
         turns.finish(at, output_tokens)
         code, codes, run = turns.code[at] * RUN_CODES, self._learner.codes, turns.last_run[at]
         while run >= 0 and tree.turn[run] == number:
-            # What is known now was true from the start. But the model has to know runs as they are known at first
-            # as well, and over their whole life: so they count for both kinds.
+            # The length was true from the start, but not known then. The model has to know runs also by what is known
+            # at first, and over their whole life: so they count for both kinds.
             early = tree.early_kind[run] = tree.kind[run]
             tree.kind[run] = self._learner.kind(code + codes[early] % RUN_CODES)
             tree.used_s[run] = now_s
@@ -96,7 +96,7 @@ class Gittins:
             run = tree.parent[run]
 
     def _begin_turn(self, names: array[int], path: list[int], known: int, now_s: float) -> int:
-        """Note the request; it is the next turn of the one that used the last known run, unless many continue that."""
+        """Note the request, as the next turn of the one that used the last known run, unless many continue that run."""
         turns, tree = self._turns, self._tree
         before = 0
         if path and tree.branches[path[-1]] < _BRANCHES_MAX:
@@ -110,7 +110,7 @@ class Gittins:
         return number
 
     def _cut_at_residency(self, path: list[int]) -> None:
-        """Cut runs that are there in part, so that a run either comes into the tier as a whole or not at all."""
+        """Cut runs that are resident in part, so that a run comes into the tier as a whole or not at all."""
         tree = self._tree
         for i in range(len(path) - 1, -1, -1):
             run = path[i]
@@ -121,30 +121,30 @@ class Gittins:
                 path.insert(i + 1, rest)
 
     def _use(self, path: list[int], number: int, blocks: int, now_s: float) -> int:
-        """Every run of the path was used: an event for the model, and a new start for the run. The last of them."""
+        """Note the use of every run of the path, an event for the model. Returns the last of them."""
         tree, at, used = self._tree, number % self._turns.capacity, self._learner.used
         code, drops = self._turns.code[at] * RUN_CODES, self._turns.drops[at]
-        position, before, moved = 0, NOBODY, self._duel.moved
+        position, before, moved = 0, NO_RUN, self._duel.moved
         for run in path:
             if weight := tree.weight[run]:
                 age_s = now_s - tree.used_s[run]
                 used.add(tree.kind[run], age_s, weight)
                 if tree.early_kind[run] >= 0:
                     used.add(tree.early_kind[run], self._age_s(run, now_s), weight)
-                    tree.early_kind[run] = NOBODY
+                    tree.early_kind[run] = NO_RUN
             length = tree.length[run]
             moved(tree.turn[run], number, length)
             uses = tree.uses[run] = tree.uses[run] + 1
-            place = Place.OLD
+            where = Position.OLD
             if position == 0:
-                place = Place.ROOT
+                where = Position.ROOT
             if position == blocks - 1:
-                place = Place.LAST
+                where = Position.LAST
             position += length
             tree.turn[run] = number
             tree.used_s[run] = now_s
             tree.weight[run] = _WEIGHT[min(length, 4095)]
-            kind = tree.kind[run] = self._learner.kind(code + features.run_code(uses, place, drops))
+            kind = tree.kind[run] = self._learner.kind(code + features.run_code(uses, where, drops))
             if before >= 0 and tree.kind[before] == kind and self._can_merge(before, run):
                 tree.merge(before, run)
                 tree.uses[before] = uses
@@ -154,7 +154,7 @@ class Gittins:
         return before
 
     def _can_merge(self, run: int, rest: int) -> bool:
-        """Nothing tells them apart any more, and no part of the first is missing while the second is there."""
+        """Whether they may be one run again: no other continues the first, and both are resident alike."""
         tree = self._tree
         return (
             tree.child[run] == rest
@@ -164,22 +164,22 @@ class Gittins:
         )
 
     def _add_new(self, parent: int, known: int, names: array[int], number: int, now_s: float) -> None:
-        """Runs for what nobody asked for before: its first blocks, the rest, and its last block."""
+        """Add runs for the blocks that no request asked for before: the first ones, the rest, and the last one."""
         blocks = len(names)
         at = known
-        for end, place in (
-            (min(known + FIRST_NEW_BLOCKS, blocks - 1), Place.FIRST_NEW),
-            (blocks - 1, Place.NEW),
-            (blocks, Place.LAST),
+        for end, where in (
+            (min(known + FIRST_NEW_BLOCKS, blocks - 1), Position.FIRST_NEW),
+            (blocks - 1, Position.NEW),
+            (blocks, Position.LAST),
         ):
             if at < end:
-                parent = self._new_run(parent, names[at:end], place, number, now_s)
+                parent = self._new_run(parent, names[at:end], where, number, now_s)
                 at = end
         self._turns.last_run[number % self._turns.capacity] = parent
         if self._surplus(1.0):
             self._forget(now_s)
 
-    def _new_run(self, parent: int, names: array[int], place: int, number: int, now_s: float) -> int:
+    def _new_run(self, parent: int, names: array[int], where: int, number: int, now_s: float) -> int:
         tree, at = self._tree, number % self._turns.capacity
         run = tree.add(parent, names)
         self._duel.moved(0, number, len(names))
@@ -187,12 +187,12 @@ class Gittins:
         tree.weight[run] = _WEIGHT[min(len(names), 4095)]
         code = self._turns.code[at] * RUN_CODES if number else 0
         tree.kind[run] = self._learner.kind(
-            code + features.run_code(1, place, self._turns.drops[at] if number else 0)
+            code + features.run_code(1, where, self._turns.drops[at] if number else 0)
         )
         return run
 
     def _supersede(self, path: list[int], now_s: float) -> None:
-        """Where this request parts from the one that used a run last, the rest of that one has been left behind."""
+        """Where this request leaves the chain of the one before it, the rest of that chain has been left behind."""
         tree = self._tree
         for i, run in enumerate(path):
             turn = tree.turn[run]
@@ -200,7 +200,7 @@ class Gittins:
                 continue
             if tree.branches[run] >= _BRANCHES_MAX:
                 continue
-            following = path[i + 1] if i + 1 < len(path) else NOBODY
+            following = path[i + 1] if i + 1 < len(path) else NO_RUN
             child = tree.child[run]
             while child >= 0:
                 if child != following and tree.turn[child] == turn:
@@ -219,7 +219,7 @@ class Gittins:
     # ---- changes
 
     def _become(self, run: int, code: int, now_s: float) -> None:
-        """More is known of the run: from this age on it counts for another kind."""
+        """The run has other features now: from this age on it counts for another kind."""
         tree = self._tree
         before, kind = tree.kind[run], self._learner.kind(code)
         if before == kind:
@@ -231,20 +231,20 @@ class Gittins:
             self._learner.joined.add(kind, age_s, weight)
             if tree.early_kind[run] >= 0:
                 self._learner.left.add(tree.early_kind[run], self._age_s(run, now_s), weight)
-                tree.early_kind[run] = NOBODY
+                tree.early_kind[run] = NO_RUN
         self._candidates.offer(run)
 
     def _age_s(self, run: int, now_s: float) -> float:
-        """Since the run's request arrived; `used_s` says when it finished, once it has."""
+        """Seconds since the run's request arrived. `used_s` is when it finished, once it has."""
         return now_s - self._turns.arrived_s[self._tree.turn[run] % self._turns.capacity]
 
     # ---- residency
 
     def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
-        """Put the blocks into the runs that the request made, or into new ones."""
+        """Put the blocks into the runs that their request added, or into new ones."""
         tree, names = self._tree, names_of(keys)
         self._filling.update(slots)
-        behind = tree.run_of[parent] if parent >= 0 else NOBODY
+        behind = tree.run_of[parent] if parent >= 0 else NO_RUN
         if behind >= 0 and tree.tail_slot(behind) != parent:
             tree.cut(behind, tree.slots(behind).index(parent) + 1)
         done, end = 0, len(names)
@@ -256,13 +256,13 @@ class Gittins:
             behind = run
 
     def _run_to_fill(self, behind: int, names: array[int], done: int, now_s: float) -> int:
-        """A run whose next block that is not resident is `names[done]`, and the others of it follow."""
+        """The run to which the blocks from `names[done]` on belong: none of them is resident, all before them are."""
         tree = self._tree
         if behind >= 0 and tree.resident[behind] < tree.length[behind]:
             # The block is the next of the run behind, or the chain goes another way in the middle of it.
             rest = tree.cut(behind, tree.resident[behind])
             tree.weight[rest] = tree.weight[behind]
-        run = tree.first.get(names[done], NOBODY)
+        run = tree.first.get(names[done], NO_RUN)
         if run >= 0 and not tree.resident[run]:
             tree.cut(run, tree.common(run, names, done))
             if behind >= 0 and tree.parent[run] != behind and not tree.leads_to(run, behind):
@@ -270,13 +270,13 @@ class Gittins:
             return run
         if behind >= 0 and tree.child[behind] < 0:
             code = self._learner.codes[tree.kind[behind]]
-            if features.place_of(code) == Place.OUTPUT and tree.can_extend(behind):
+            if features.position_of(code) == Position.OUTPUT and tree.can_extend(behind):
                 self._duel.moved(0, tree.turn[behind], len(names) - done)
-                tree.extend(behind, names[done:])  # what is generated grows block by block
+                tree.extend(behind, names[done:])  # an output grows block by block
                 return behind
         number = tree.turn[behind] if behind >= 0 else 0
         number = number if self._turns.find(number) >= 0 else 0
-        return self._new_run(behind, names[done:], Place.OUTPUT, number, now_s)
+        return self._new_run(behind, names[done:], Position.OUTPUT, number, now_s)
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Offer the leaves among these."""
@@ -313,7 +313,7 @@ class Gittins:
         while needed > 0:
             worth, run = candidates.least(leased, self._filling)
             while newcomers and needed > 0 and (run < 0 or worth > newcomers[-1][0]):
-                # The end of what is to come is worth less than anything that could go.
+                # The end of the incoming chain is worth less than anything that could go.
                 needed -= newcomers.pop()[1]
             if run < 0:
                 break
@@ -325,24 +325,24 @@ class Gittins:
         return chosen
 
     def _newcomers(self, incoming: Sequence[Hashable]) -> list[tuple[float, int]]:
-        """(worth, blocks) of the runs that are to come in, in the order of the chain."""
+        """(worth, blocks) of the incoming runs, in the order of the chain."""
         tree, names = self._tree, names_of(incoming)
         found: list[tuple[float, int]] = []
         position, end = 0, len(names)
         while position < end:
-            run = tree.first.get(names[position], NOBODY)
+            run = tree.first.get(names[position], NO_RUN)
             if run >= 0:
                 length = min(tree.length[run], end - position)
                 found.append((self._candidates.worth(run), length))
                 position += length
-            else:  # nobody asked for it: worth as much as what it continues
+            else:  # no request asked for it: it is worth as much as the run that it continues
                 position += 1
                 if found:
                     found[-1] = (found[-1][0], found[-1][1] + 1)
         return found
 
     def _free_tail(self, run: int, most: int, leased: Container[int]) -> int:
-        """How many of the run's last blocks may go; the last is known to."""
+        """How many of the run's last blocks may go; the last one may."""
         filling, count = self._filling, 1
         for slot in self._tree.slots(run)[-2 : -most - 1 : -1]:
             if slot in leased or slot in filling:
@@ -353,13 +353,13 @@ class Gittins:
     # ---- forgetting
 
     def _surplus(self, share: float) -> bool:
-        """More is remembered, beyond what is resident, than this share of what may be."""
+        """Whether the history beyond the resident blocks is more than this share of its bound."""
         tree = self._tree
         gone_runs, gone_blocks = len(tree) - tree.resident_runs, tree.live_blocks - tree.resident_blocks
         return gone_runs > share * self._runs_max or gone_blocks > share * self._blocks_max
 
     def _forget(self, now_s: float) -> None:
-        """Drop the oldest of the history that is not resident, a tenth of what is allowed."""
+        """Drop the oldest of the history beyond the resident blocks, a tenth of its bound."""
         tree = self._tree
         while self._surplus(0.9):
             gone = np.frombuffer(tree.resident, np.int32) == 0

@@ -1,11 +1,11 @@
-"""What was asked for, as a tree of runs: blocks that always came together, resident or not any more.
+"""The blocks that requests asked for, as a tree of runs, resident or not any more.
 
-A *run* is a stretch of one chain that requests have used as a whole. Where a request parts from a run, the run is
-cut in two. The resident part of a run is always its beginning, because leaves are evicted first. Runs that left
+A *run* is a stretch of one chain that requests have always used as a whole. Where a request leaves a run, the run
+is cut in two. The resident part of a run is always its beginning, because leaves are evicted first. Runs that left
 the tier stay as history until there are too many.
 
-Names are 64-bit numbers, one per block, that say the whole chain up to it. They lie in one log, a stretch per run,
-so that cutting a run copies nothing; the log is packed when half of it is garbage.
+Names are 64-bit numbers, one per block, each of which stands for the whole chain up to its block. They lie in one log,
+a stretch per run, so that cutting a run copies nothing; the log is packed when half of it is garbage.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from kvbm.block import KEY_BYTES
+from kvbm.block import KEY_BYTES, NO_SLOT
 
 _PACK_BLOCKS_MIN = 4096
 _MOVED_BLOCKS_MAX = 256
-NOBODY = -1
+NO_RUN = -1
 
 
 def names_of(keys: Sequence[Hashable]) -> array[int]:
-    """Numbers for keys: a number stands for itself, of a `BlockKey` the first 8 bytes are taken."""
+    """Numbers for keys: a number stays as it is, a `BlockKey` gives its first 8 bytes."""
     if keys and isinstance(keys[0], bytes):
         assert len(keys[0]) == KEY_BYTES
         joined = b"".join(keys)  # type: ignore[arg-type]  # where one key is bytes, all are
@@ -34,13 +34,14 @@ def names_of(keys: Sequence[Hashable]) -> array[int]:
 class RunTree:
     """Runs, numbered from 0; their fields are parallel arrays, read and written by the policy.
 
-    `parent`, `child`, `next` and `previous` link the tree (-1: none). `length` counts the run's blocks, `resident`
-    those of them that are in the tier, `resident_children` the continuations with any. `branches` counts the
-    requests that went another way behind this run. About 90 bytes a run and 12 a block, and a dictionary entry a run.
+    `parent`, `child`, `next` and `previous` link the tree (NO_RUN: none). `length` counts the run's blocks, `resident`
+    those of them that are in the tier, `resident_children` the continuations that have some there. `branches` counts
+    the requests that left the known chain behind this run. About 90 bytes a run and 12 a block, and a dictionary entry
+    a run.
     """
 
     def __init__(self, slot_count: int) -> None:
-        self.run_of = array("i", [NOBODY]) * slot_count
+        self.run_of = array("i", [NO_RUN]) * slot_count
         self.start, self.length, self.resident = array("i"), array("i"), array("i")
         self.parent, self.child = array("i"), array("i")
         self.next, self.previous = array("i"), array("i")
@@ -70,7 +71,7 @@ class RunTree:
         position, end = 0, len(names)
         first, start, length, log = self.first, self.start, self.length, self.log_names
         while position < end:
-            run = first.get(names[position], NOBODY)
+            run = first.get(names[position], NO_RUN)
             if run < 0:
                 break
             begin, size = start[run], length[run]
@@ -85,7 +86,7 @@ class RunTree:
         return path, position
 
     def common(self, run: int, names: array[int], position: int) -> int:
-        """How many of the run's first blocks are `names[position:]`; at least the first is known to be."""
+        """How many of the run's first blocks are `names[position:]`; at least the first one is."""
         begin, log = self.start[run], self.log_names
         low, high = 1, min(self.length[run], len(names) - position)
         while low < high:
@@ -108,20 +109,20 @@ class RunTree:
     # ---- growing
 
     def add(self, parent: int, names: array[int]) -> int:
-        """A new run behind `parent` (whole) with these blocks, none resident."""
+        """Add a run of these blocks, none of them resident, behind the last block of `parent`."""
         run = self._new_run()
         self.start[run], self.length[run] = len(self.log_names), len(names)
         self.log_names.extend(names)
-        self.log_slots.extend(array("i", [NOBODY]) * len(names))
+        self.log_slots.extend(array("i", [NO_SLOT]) * len(names))
         self.live_blocks += len(names)
         self._link(run, parent)
         self.first[names[0]] = run
         return run
 
     def cut(self, run: int, size: int) -> int:
-        """Cut the run behind its first `size` blocks; the run of the others, or -1 when there are none."""
+        """Cut the run behind its first `size` blocks. Returns the run of the others, or NO_RUN when there are none."""
         if size >= self.length[run]:
-            return NOBODY
+            return NO_RUN
         assert size > 0
         rest = self._new_run()
         begin = self.start[run] + size
@@ -141,7 +142,7 @@ class RunTree:
         while child >= 0:
             self.parent[child] = rest
             child = self.next[child]
-        self.child[run] = NOBODY
+        self.child[run] = NO_RUN
         self.resident_children[run] = 0
         self._link(rest, run)
         if self.resident[rest]:
@@ -156,13 +157,13 @@ class RunTree:
         assert self.can_extend(run)
         self._to_end_of_log(run)
         self.log_names.extend(names)
-        self.log_slots.extend(array("i", [NOBODY]) * len(names))
+        self.log_slots.extend(array("i", [NO_SLOT]) * len(names))
         self.length[run] += len(names)
         self.live_blocks += len(names)
         self._pack_if_due()
 
     def can_extend(self, run: int) -> bool:
-        """It is cheap to extend: short, or at the end of the log already. Many long ones that grow by turns are not."""
+        """Whether extending it is cheap: it is short, or at the end of the log already."""
         return self.length[run] < _MOVED_BLOCKS_MAX or self.start[run] + self.length[run] == len(
             self.log_names
         )
@@ -195,7 +196,7 @@ class RunTree:
     # ---- residency
 
     def fill(self, run: int, slots: Sequence[int]) -> None:
-        """The run's next blocks that are not resident are, in these slots."""
+        """The run's next blocks became resident in these slots."""
         at = self.start[run] + self.resident[run]
         self.log_slots[at : at + len(slots)] = array("i", slots)
         run_of = self.run_of
@@ -215,7 +216,7 @@ class RunTree:
         gone.reverse()
         run_of = self.run_of
         for slot in gone:
-            run_of[slot] = NOBODY
+            run_of[slot] = NO_RUN
         self.resident[run] -= count
         self.resident_blocks -= count
         if not self.resident[run]:
@@ -225,7 +226,7 @@ class RunTree:
         return gone
 
     def remove(self, slot: int) -> None:
-        """One block leaves out of turn. What continues it stays, as a root of its own."""
+        """One block leaves out of turn. The blocks that continue it stay, as the first of a chain of their own."""
         run = self.run_of[slot]
         offset = self.slots(run).index(slot)
         if offset == 0 and self.length[run] > 1:
@@ -241,13 +242,13 @@ class RunTree:
         self.trim(run, 1)
 
     def _drop_first(self, run: int) -> None:
-        """Forget a run's first block. Whoever clears a chain from its front must not cut what is left every time."""
+        """Forget a run's first block, without a cut: a chain may be cleared from its front, block by block."""
         self._unlink(run)
         begin = self.start[run]
         if self.first.get(self.log_names[begin]) == run:
             del self.first[self.log_names[begin]]
         self.first[self.log_names[begin + 1]] = run
-        self.run_of[self.log_slots[begin]] = NOBODY
+        self.run_of[self.log_slots[begin]] = NO_RUN
         self.start[run] = begin + 1
         self.length[run] -= 1
         self.resident[run] -= 1
@@ -256,13 +257,13 @@ class RunTree:
         self.resident_runs -= not self.resident[run]
 
     def leads_to(self, run: int, descendant: int) -> bool:
-        """The run is the other, or before it: so it is with keys that contradict one another."""
+        """Whether the run is the other one or lies before it: keys that contradict one another cause that."""
         while descendant >= 0 and descendant != run:
             descendant = self.parent[descendant]
         return descendant == run
 
     def move(self, run: int, parent: int) -> None:
-        """Put a run without resident blocks behind another, which is whole."""
+        """Put a run without resident blocks behind the last block of another."""
         assert not self.resident[run]
         self._unlink(run)
         self._link(run, parent)
@@ -282,7 +283,7 @@ class RunTree:
         if self.first.get(name) == run:
             del self.first[name]
         self.length[run] = self.resident[run] = self.turn[run] = 0
-        self.parent[run] = self.child[run] = NOBODY
+        self.parent[run] = self.child[run] = NO_RUN
         self.weight[run] = 0.0
         self._free.append(run)
 
@@ -323,15 +324,15 @@ class RunTree:
                 field.append(0)
             self.used_s.append(0.0)
             self.weight.append(0.0)
-        self.parent[run] = self.child[run] = self.next[run] = self.previous[run] = NOBODY
-        self.early_kind[run] = NOBODY
+        self.parent[run] = self.child[run] = self.next[run] = self.previous[run] = NO_RUN
+        self.early_kind[run] = NO_RUN
         return run
 
     def _link(self, run: int, parent: int) -> None:
         self.parent[run] = parent
         if parent >= 0:
             sibling = self.next[run] = self.child[parent]
-            self.previous[run] = NOBODY
+            self.previous[run] = NO_RUN
             self.child[parent] = run
             if sibling >= 0:
                 self.previous[sibling] = run
@@ -347,4 +348,4 @@ class RunTree:
                 self.previous[following] = previous
             if self.resident[run]:
                 self.resident_children[parent] -= 1
-        self.parent[run] = self.next[run] = self.previous[run] = NOBODY
+        self.parent[run] = self.next[run] = self.previous[run] = NO_RUN

@@ -1,4 +1,4 @@
-"""The latest requests: what the next turn of a conversation wants to know of the one before it."""
+"""The latest requests, kept for the next turns of their conversations."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from array import array
 from kvbm.policy.gittins import features
 
 TURNS_MAX = 1 << 16
-NOBODY = -1
 
 
 class Turns:
-    """The `capacity` latest requests in a ring, as parallel arrays. A request's number counts from 1; its place in
+    """The `capacity` latest requests in a ring, as parallel arrays. A request's number counts from 1; its index in
     the arrays is `find(number)`. 45 bytes each.
 
-    `blocks` and `new_blocks` of its prompt, `code` of what is known of it (`features.request_code`), `gap_mean` of
-    its conversation, `dropping` the moving share of turns that lost blocks and `drops` its level, `last_run` where
-    its prompt ended.
+    `blocks` and `new_blocks` are those of its prompt, `code` its features (`features.request_code`), `gap_mean` that
+    of its conversation, `dropping` the moving share of turns that lost blocks, `drops` the level of that share, and
+    `last_run` the run in which its prompt ended.
     """
 
     def __init__(self, capacity: int = TURNS_MAX) -> None:
@@ -33,14 +32,14 @@ class Turns:
         self.last_run = array("i", bytes(4 * capacity))
 
     def find(self, number: int) -> int:
-        """The place of a request in the ring, or -1 when it was overwritten."""
+        """The index of a request in the ring, or -1 when it was overwritten."""
         at = number % self.capacity
-        return at if number > 0 and self.number[at] == number else NOBODY
+        return at if number > 0 and self.number[at] == number else -1
 
     def begin(self, before: int, now_s: float, blocks: int, known: int) -> int:
-        """A request of so many blocks, the first `known` of which were asked for before; its number.
+        """Note a request of so many blocks, the first `known` of which were asked for before. Returns its number.
 
-        `before` is the number of the turn that it goes on from, 0 when there is none.
+        `before` is the number of the turn that it continues, 0 when there is none.
         """
         self.latest += 1
         number, at = self.latest, self.latest % self.capacity
@@ -60,7 +59,7 @@ class Turns:
         return number
 
     def finish(self, at: int, output_tokens: int) -> None:
-        """Note how much the request at this place generated (-1: not known yet)."""
+        """Note how many tokens the request at this index generated (-1: not known yet)."""
         self.code[at] = features.request_code(
             self.gap_mean[at], output_tokens, self.new_blocks[at], self.blocks[at]
         )

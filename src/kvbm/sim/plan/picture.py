@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvbm.present.axes import FAINT, INK, STYLE, find_pyplot, plain_axes, save_figure
+from kvbm.present.numbers import format_bytes, format_seconds
+from kvbm.present.tables import plain_table, title_line
 from kvbm.settings import Settings
-from kvbm.settings.advice import format_bytes
 from kvbm.settings.parse import GB
 from kvbm.sim.plan.cheapest import DOLLARS, Candidate, Prices, frontier
 from kvbm.sim.plan.planning import Answer, Answers, words_of
@@ -25,11 +24,6 @@ from kvbm.sim.simulate.report import SECONDS_PER_HOUR
 
 ALONE, BOTH = "host memory alone", "with a disk"
 COLOURS = {ALONE: "#d9480f", BOTH: "#2f6fde"}
-
-
-def save(answers: Answers, path: Path) -> None:
-    """Write everything that was tried as indented JSON."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(answers), indent=2) + b"\n")
 
 
 def kinds(answer: Answer, everything: bool) -> dict[str, list[Candidate]]:
@@ -63,18 +57,15 @@ def target_words(answer: Answer) -> str:
 
 
 def _title(answer: Answer) -> Text:
-    return Text(f"{answer.trace.name}, {answer.policy}: {target_words(answer)}", style="bold", no_wrap=True)
+    return title_line(f"{answer.trace.name}, {answer.policy}: {target_words(answer)}")
 
 
 def _table(answer: Answer, everything: bool) -> Table:
     timed = answer.target.most_s is not None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headings = ["host", "disk", answer.prices.unit, "hits"]
     if timed:
         headings += ["of disk", "TTFT, s\nmean", "\np50", "\np90", "\np99", "load", "written\na day"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("meets", no_wrap=True)
+    table = plain_table([*headings, "meets"], words={"meets"})
     for rows in kinds(answer, everything).values():
         for row in rows:
             cells = [_host(row), format_bytes(row.disk_bytes) if row.disk_bytes else "-"]
@@ -82,7 +73,7 @@ def _table(answer: Answer, everything: bool) -> Table:
             if timed:
                 cells.append(f"{row.disk_hit_rate:.1%}" if row.disk_bytes else "-")
                 seconds = (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
-                cells += [f"{value:.3f}" if value < 1.0 else f"{value:,.2f}" for value in seconds]
+                cells += map(format_seconds, seconds)
                 cells.append(f"{row.load:.2f}")
                 cells.append(format_bytes(row.disk_written_bytes_per_day) if row.disk_bytes else "-")
             chosen = row == answer.chosen

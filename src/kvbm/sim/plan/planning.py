@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from kvbm.errors import KvbmError, SettingsError
+from kvbm.present.numbers import format_bytes, quantile
 from kvbm.settings import Settings
-from kvbm.settings.advice import format_bytes
 from kvbm.sim.plan.cheapest import (
     Bounds,
     Candidate,
@@ -29,7 +29,7 @@ from kvbm.sim.plan.cheapest import (
 )
 from kvbm.sim.replay.curves import LruCurve, lru_curve
 from kvbm.sim.replay.sampling import Sample
-from kvbm.sim.serving.machine import Machine, quantile
+from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.simulate.report import TraceFacts, facts
 from kvbm.sim.simulate.simulation import Plan, Watch, open_trace

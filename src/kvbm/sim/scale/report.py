@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from kvbm.present.tables import plain_table
 from kvbm.sim.scale.study import SEEDED_NODES_MAX, ScalePlan, ScaleRow
 
 OVERLOAD = 0.95
@@ -33,12 +30,8 @@ _HEADINGS = (
 
 def render(plan: ScalePlan, rows: Sequence[ScaleRow]) -> RenderableType:
     """One table, and below it what it needs to be understood."""
-    table = Table(
-        title=Text(rows[0].trace, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    for heading in ("load", "nodes", "router", "remote", *_HEADINGS):
-        text = heading in ("router", "remote")
-        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
+    names = ("load", "nodes", "router", "remote")
+    table = plain_table((*names, *_HEADINGS), words=names[2:], title=rows[0].trace)
     last = None
     for row in rows:
         if last not in (None, (row.wanted_load, row.nodes)):
@@ -84,9 +77,3 @@ def _cells(row: ScaleRow) -> list[str]:
         f"{row.read_bytes_per_s / 1e9:.2f}",
         f"{row.written_bytes_per_s / 1e9:.2f}",
     ]
-
-
-def save(plan: ScalePlan, rows: Sequence[ScaleRow], path: Path) -> None:
-    """Write everything as indented JSON."""
-    found = msgspec.json.encode({"settings": plan, "rows": rows})
-    path.write_bytes(msgspec.json.format(found, indent=2) + b"\n")

@@ -10,10 +10,11 @@ import msgspec
 
 from kvbm.errors import SettingsError
 from kvbm.policy import eviction_policies
+from kvbm.present.numbers import quantile
 from kvbm.sim.scale.cluster import Cluster, ClusterRun, ClusterShape, Remote
 from kvbm.sim.scale.routing import ROUTERS, Loads
 from kvbm.sim.scale.traffic import Paper, Traffic, trace_load
-from kvbm.sim.serving.machine import Machine, quantile
+from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.simulation import SYNTHETIC, Watch, open_trace
 from kvbm.sim.simulate.sizes import parse_sizes
 from kvbm.sim.traces.formats import ReadOptions

@@ -6,7 +6,6 @@ peak), PCIe 5.0 x16, one good NVMe drive. All of them are options of `kvbm simul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +50,3 @@ class Link:
         self.free_s = max(now_s, self.free_s) + size_bytes / self.bytes_per_s
         self.sent_bytes += size_bytes
         return self.free_s
-
-
-def quantile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least `fraction` of them do not exceed (nearest rank); 0 without values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    rank = -int(-fraction * len(ordered) // 1)
-    return ordered[max(rank, 1) - 1]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from kvbm.present.numbers import column_bytes, format_seconds
+from kvbm.present.tables import plain_table, title_line
 from kvbm.sim.replay import optimum
 from kvbm.sim.serving.offloads import WRITES
 from kvbm.sim.simulate.study import HitRow, TimeRow, averaged, spread
@@ -68,11 +67,6 @@ def facts(trace: Trace, path: str, seed: int, bytes_per_token: int | None) -> Tr
     )
 
 
-def save(document: Document, path: Path) -> None:
-    """Write everything as indented JSON: each seed for itself."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-
-
 def render(document: Document, with_curves: bool) -> RenderableType:
     """A table for each trace, the mean over all seeds; below it what it needs to be understood."""
     tables: list[RenderableType] = []
@@ -89,30 +83,27 @@ def render(document: Document, with_curves: bool) -> RenderableType:
 
 
 def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableType:
-    table = _table()
-    table.add_column("size", no_wrap=True)
-    table.add_column("blocks", justify="right", no_wrap=True)
-    if traces[0].block_bytes:
-        table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("hit rate", justify="right", no_wrap=True)
     several, sampled = len(traces) > 1, rows[0].sampling_error is not None
     gaps = any(row.gap_closed is not None for row in rows)
-    for wanted, heading in (
-        (several, "± seeds"),
-        (sampled, "LRU is off by"),
-        (gaps, "of LRU → optimum"),
-        (True, "M blocks/s"),
-    ):
-        if wanted:
-            table.add_column(heading, justify="right", no_wrap=True)
+    columns = {
+        "size": True,
+        "blocks": True,
+        "bytes": traces[0].block_bytes,
+        "policy": True,
+        "hit rate": True,
+        "± seeds": several,
+        "LRU is off by": sampled,
+        "of LRU → optimum": gaps,
+        "M blocks/s": True,
+    }
+    table = plain_table([heading for heading, wanted in columns.items() if wanted], words={"size", "policy"})
     size = ""
     for row in sorted(averaged(rows), key=lambda row: row.blocks):
         if size and row.size != size:
             table.add_section()
         cells = [row.size, f"{row.blocks:,}"] if row.size != size else ["", ""]
         if traces[0].block_bytes:
-            cells.append(_bytes(row.blocks * traces[0].block_bytes) if row.size != size else "")
+            cells.append(column_bytes(row.blocks * traces[0].block_bytes) if row.size != size else "")
         cells += [row.policy, f"{row.hit_rate:.2%}"]
         if several:
             cells.append(f"± {spread(rows, row):.2%}")
@@ -123,14 +114,12 @@ def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableTyp
         cells.append(f"{row.accesses_per_s / 1e6:.2f}")
         table.add_row(*cells, style="dim" if row.policy == optimum.NAME else None)
         size = row.size
-    return Group(_title(traces[0].name), table, _note(traces))
+    return Group(title_line(traces[0].name), table, _note(traces))
 
 
 def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableType:
-    table = _table()
     on_eviction = any(row.write not in ("", WRITES[0]) for row in rows)
-    for heading in ("host", "disk", "policy", *(["write"] if on_eviction else [])):
-        table.add_column(heading, no_wrap=True)
+    names = ["host", "disk", "policy", *(["write"] if on_eviction else [])]
     headings = [
         "host\nhits",
         "disk\nhits",
@@ -142,47 +131,36 @@ def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableT
         "load",
     ]
     headings += ["written\nto disk", "per byte\nhit"] if any(row.disk_blocks for row in rows) else []
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table([*names, *headings], words=names)
     means = averaged(rows)
     without_s = next((row.ttft_mean_s for row in means if not row.host_blocks), None)
     for row in means:
         cells = [row.host or "no cache", row.disk or "-", row.policy or "-"]
         cells += [row.write or "-"] if on_eviction else []
         cells += [f"{row.host_hit_rate:.1%}", f"{row.disk_hit_rate:.1%}"]
-        cells += map(_seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s))
+        cells += map(format_seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s))
         cells.append(f"{without_s / row.ttft_mean_s:.2f} ×" if without_s and row.ttft_mean_s else "")
         cells.append(f"{row.load:.2f}")
         if len(headings) > 8:
-            cells.append(_bytes(row.disk_written_bytes) if row.disk_blocks else "")
+            cells.append(column_bytes(row.disk_written_bytes) if row.disk_blocks else "")
             cells.append("" if row.written_per_hit is None else f"{row.written_per_hit:.2f}")
         table.add_row(*cells)
     lines = [_note(traces)]
     if any(row.load > 1.0 for row in means):
         note = "load above 1: the engine cannot keep up with the trace; try --time-scale or --prefill-tokens-per-s"
         lines.append(Text(note, style="yellow"))
-    return Group(_title(f"{traces[0].name}, served"), table, *lines)
+    return Group(title_line(f"{traces[0].name}, served"), table, *lines)
 
 
 def _curve(traces: Sequence[TraceFacts], curve: Curve) -> RenderableType:
-    table = _table()
-    for heading in ("blocks", "of all", *(["bytes"] if traces[0].block_bytes else []), "hit rate"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    sized = ["bytes"] if traces[0].block_bytes else []
+    table = plain_table(["blocks", "of all", *sized, "hit rate"])
     for blocks, hit_rate in curve.points[:: max(1, len(curve.points) // 16)]:
         cells = [f"{blocks:,}", f"{blocks / traces[0].unique_blocks:.2%}"]
         if traces[0].block_bytes:
-            cells.append(_bytes(blocks * traces[0].block_bytes))
+            cells.append(column_bytes(blocks * traces[0].block_bytes))
         table.add_row(*cells, f"{hit_rate:.2%}")
-    return Group(_title(f"{traces[0].name}: LRU at all sizes, exactly"), table)
-
-
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def _title(text: str) -> Text:
-    # Not the table's own title, which would be broken to the width of the table.
-    return Text(text, style="bold", no_wrap=True)
+    return Group(title_line(f"{traces[0].name}: LRU at all sizes, exactly"), table)
 
 
 def _note(traces: Sequence[TraceFacts]) -> Text:
@@ -196,15 +174,3 @@ def _note(traces: Sequence[TraceFacts]) -> Text:
     if len(traces) > 1:
         text += f"; means over seeds {', '.join(str(trace.seed) for trace in traces)}"
     return Text(text + "\n", style="dim")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f}" if seconds < 1.0 else f"{seconds:,.2f}"
-
-
-def _bytes(size_bytes: float) -> str:
-    """Decimal, as the settings count: GB = 10^9 bytes."""
-    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:,.1f} {unit}"
-    return f"{size_bytes / 1e3:,.1f} kB"

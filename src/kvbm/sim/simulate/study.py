@@ -10,11 +10,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from kvbm.policy import make_policy
+from kvbm.present.numbers import quantile
 from kvbm.sim.replay import optimum
 from kvbm.sim.replay.replay import Replay, replay
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.engine import Engine, Served
-from kvbm.sim.serving.machine import Machine, quantile
+from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.trace import Trace

@@ -172,7 +172,7 @@ class ClaimedDirectory:
 
 
 def claim_directory(
-    root: Path, wanted: DirectoryMeta, syscalls: Syscalls, before: Path | None = None
+    root: Path, wanted: DirectoryMeta, syscalls: Syscalls, before: Path | None = None, field: str = "root"
 ) -> ClaimedDirectory:
     """Take one of the namespace's directories that nobody holds.
 
@@ -181,8 +181,8 @@ def claim_directory(
     Where there is none it is a new one, or one that nobody can read any more. A tier that does not persist always makes
     its own: it would empty another's and remove it. All others stay, but for what was not meant to outlive its owner.
 
-    Raises SettingsError when `root` cannot be used, TierError when all are taken or the medium fails, or where it
-    cannot be told which directories are ours.
+    Raises SettingsError, which names `field`, when `root` cannot be used, TierError when all are taken or the medium
+    fails, or where it cannot be told which directories are ours.
     """
     if nameless := nameless_as():
         raise TierError(
@@ -198,7 +198,7 @@ def claim_directory(
     except OSError as error:
         if error.errno in _UNWRITABLE or isinstance(error, FileExistsError):
             raise SettingsError(
-                "DYN_KVBM_DISK_CACHE_DIR",
+                field,
                 str(root),
                 f"a directory that this user can write to ({error.strerror})",
             ) from error

@@ -23,6 +23,23 @@ _EXTENTS_PER_PAGE = 128
 """Entries that a page of a file's extent tree holds at the very least (ext4: 340, half full after a split)."""
 
 
+class DiskFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How the caller names what it sets, for errors and log lines; `size_as_set` is the size as it was written.
+
+    `unowned` is empty where the caller cannot set that.
+    """
+
+    root: str = "root"
+    size: str = "capacity_bytes"
+    size_as_set: str | int | None = None
+    blocks: str = "capacity_blocks"
+    unowned: str = "unowned_bytes"
+
+
+AS_PARAMETERS = DiskFields()
+"""The names of `open_disk_tier`'s own parameters."""
+
+
 class DiskGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """A fixed arrangement of slots in slab files. Slot s lies in slab `s // slab_slots`; only whole slots in a slab."""
 
@@ -60,18 +77,21 @@ class DiskGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_geometry(
-    layout: BlockLayout, capacity_bytes: int | None, capacity_blocks: int | None, meta_bytes: int
+    layout: BlockLayout,
+    capacity_bytes: int | None,
+    capacity_blocks: int | None,
+    meta_bytes: int,
+    fields: DiskFields = AS_PARAMETERS,
+    tier_count: int = 1,
 ) -> DiskGeometry:
     """The geometry for a capacity: exactly `capacity_blocks` slots when given, else as many as `capacity_bytes` holds.
 
-    Raises SettingsError when not even one block fits.
+    Raises SettingsError when not even one block fits; `tier_count` tiers share the size that the caller set.
     """
     block_bytes = layout.block_bytes
     if capacity_blocks is not None:
         if not 0 < capacity_blocks <= SLOT_COUNT_MAX:
-            raise SettingsError(
-                "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", capacity_blocks, f"1 to {SLOT_COUNT_MAX} blocks"
-            )
+            raise SettingsError(fields.blocks, capacity_blocks, f"1 to {SLOT_COUNT_MAX} blocks")
         return _arrange(block_bytes, capacity_blocks, _slab_slots(block_bytes, capacity_blocks))
     assert capacity_bytes is not None, "a capacity is needed, in bytes or in blocks"
     bound = min(capacity_bytes // block_bytes, SLOT_COUNT_MAX)
@@ -84,11 +104,11 @@ def plan_geometry(
         else:
             high = middle - 1
     if low == 0:
-        needed = _arrange(block_bytes, 1, 1).total_bytes(meta_bytes)
+        needed = _arrange(block_bytes, 1, 1).total_bytes(meta_bytes) * tier_count
+        each = f" for each of {tier_count} namespaces" if tier_count > 1 else ""
+        size = capacity_bytes if fields.size_as_set is None else fields.size_as_set
         raise SettingsError(
-            "DYN_KVBM_DISK_CACHE_GB",
-            f"{capacity_bytes / 1e9:g}",
-            f"at least {needed / 1e9:.6f} (one block of this model)",
+            fields.size, size, f"at least {needed / 1e9:.9f} GB (one block of this model){each}"
         )
     return _arrange(block_bytes, low, slab_slots)
 

@@ -65,12 +65,18 @@ def list_unowned(root: Path, ours: Path) -> list[UnownedDirectory]:
 
 
 def bound_unowned(
-    root: Path, ours: Path, tier_bytes: int, limit_bytes: int | None, tier_count: int = 1
+    root: Path,
+    ours: Path,
+    tier_bytes: int,
+    limit_bytes: int | None,
+    tier_count: int = 1,
+    field: str = "",
 ) -> None:
     """Remove unowned directories of any namespace, the least recently used first, until they take `limit_bytes`.
 
     None is UNOWNED_TIERS times the size of the largest of them and of ours, which may take `tier_bytes`; `tier_count`
-    such tiers make one setting. What was used within UNOWNED_S stays then, also beyond that.
+    such tiers make one setting. What was used within UNOWNED_S stays then, also beyond that. `field` is what the caller
+    calls the limit, where it can be set.
     """
     left = list_unowned(root, ours)
     removable = left
@@ -87,16 +93,21 @@ def bound_unowned(
         if removed:
             log.warning(
                 "disk tier: removed %s, the least recently used that nobody owns: such directories may take %.3f GB "
-                "together (DYN_KVBM_DISK_UNOWNED_GB)",
+                "together%s",
                 directory.path,
                 limit_bytes / 1e9,
+                f" ({field})" if field else "",
             )
         if removed or is_locked(directory.path) or not directory.path.exists():
             total_bytes -= directory.medium_bytes  # else it could not be removed, and others have to go
 
 
 def require_space(
-    directory: ClaimedDirectory, root: Path, geometry: DiskGeometry, syscalls: Syscalls
+    directory: ClaimedDirectory,
+    root: Path,
+    geometry: DiskGeometry,
+    syscalls: Syscalls,
+    field: str = "capacity_bytes",
 ) -> None:
     """Raise TierError unless the filesystem has room for all that is not allocated yet, and something is left.
 
@@ -114,7 +125,7 @@ def require_space(
             raise TierError(
                 f"disk tier: {directory.path} needs {needed / 1e9:.3f} GB more and {root} has "
                 f"{free / 1e9:.3f} GB free, beside {room.left_bytes / 1e9:.3f} GB that are left to others: "
-                "lower DYN_KVBM_DISK_CACHE_GB or free some space"
+                f"lower {field} or free some space"
             )
         path = unowned.pop(0).path
         if remove_directory(path):

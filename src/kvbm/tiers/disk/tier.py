@@ -19,6 +19,7 @@ from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
 from kvbm.tiers.contract import Completion, RecoveredBlock
 from kvbm.tiers.disk.block_io import BlockIo, Buffer, HostBlockIo, UnsettledTransfer, disk_namespace
+from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskFields
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, open_medium, plan
 from kvbm.tiers.disk.room import NoRoom
 from kvbm.tiers.disk.syscalls import Syscalls
@@ -50,6 +51,7 @@ def open_disk_tier(
     persist: bool = True,
     unowned_bytes: int | None = None,
     tier_count: int = 1,
+    fields: DiskFields = AS_PARAMETERS,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
@@ -65,6 +67,7 @@ def open_disk_tier(
     - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
       go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting, and
       spares what was used within seven days.
+    - `fields`: how the caller names these, for what is raised and logged.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
 
@@ -84,6 +87,7 @@ def open_disk_tier(
         persist=persist,
         unowned_bytes=unowned_bytes,
         tier_count=tier_count,
+        fields=fields,
     )
     try:
         return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvbm.errors import SettingsError
+from kvbm.settings import variable
 from kvbm.transfer.copier import Pairs
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, Device, first_line
 from kvbm.transfer.cuda.driver import Addresses, CudaError, Driver
@@ -83,7 +84,7 @@ def named(name: str, offered: Mapping[str, Method]) -> Choice:
     method = offered.get(name)
     if method is None:
         accepted = f"{AUTO}, {', '.join(offered)} (what this driver and installation offer)"
-        raise SettingsError("DYN_KVBM_CUDA_COPY", name, accepted)
+        raise SettingsError(variable("cuda_copy"), name, accepted)
     return Choice(method, method)
 
 

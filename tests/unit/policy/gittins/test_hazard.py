@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvbm.policy.gittins.features import Place
+from kvbm.policy.gittins.features import Position
 from kvbm.policy.gittins.hazard import _WIDTH_S, BIN_COUNT, EDGES_S, HazardModel, bins_of
 from kvbm.policy.gittins.learning import Fitting
 from kvbm.policy.gittins.policy import Gittins, features
@@ -22,11 +22,11 @@ from kvbm.sim.traces.synthetic import ChatShape, chats
 def test_a_code_says_all_that_was_put_in() -> None:
     request = features.request_code(gap_mean=5.3, output_tokens=300, new_blocks=7, blocks=40)
     code = request * features.RUN_CODES + features.run_code(
-        uses=9, place=Place.OLD, drops=features.drop_level(0.5)
+        uses=9, position=Position.OLD, drops=features.drop_level(0.5)
     )
     uses, place_drops, gap_mean, output, new, length, left_behind = features.values_of(code)
     assert (uses, gap_mean, output, new, length, left_behind) == (6, 6, 8, 3, 2, 0)
-    assert features.place_of(code) == Place.OLD
+    assert features.position_of(code) == Position.OLD
     assert features.values_of(features.superseded(code)) == (
         uses,
         place_drops,
@@ -38,7 +38,7 @@ def test_a_code_says_all_that_was_put_in() -> None:
     )
     rough = features.values_of(features.plain(code))
     assert (rough[0], rough[3]) == (uses, output)
-    assert features.place_of(features.plain(code)) == Place.OLD
+    assert features.position_of(features.plain(code)) == Position.OLD
     assert all(value < size for value, size in zip(features.values_of(code), features.SIZES, strict=True))
 
 

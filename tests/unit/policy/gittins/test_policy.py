@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbm.policy import LeafFirstLru
 from kvbm.policy.gittins.policy import Gittins
-from kvbm.policy.gittins.runs import NOBODY, RunTree, names_of
+from kvbm.policy.gittins.runs import NO_RUN, RunTree, names_of
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
@@ -67,7 +67,7 @@ def test_the_tree_says_what_was_put_in(seed: int) -> None:
         assert length == next((i for i, name in enumerate(names) if name not in known), len(names))
         assert [name for run in path for name in names_in(tree, run)] == list(names[:length])
         if length < len(names):
-            path.append(tree.add(path[-1] if path else NOBODY, names[length:]))
+            path.append(tree.add(path[-1] if path else NO_RUN, names[length:]))
             known.update(names)
         for run in path:  # what is missing comes in, from the front
             if tree.parent[run] >= 0 and tree.resident[tree.parent[run]] < tree.length[tree.parent[run]]:
@@ -99,7 +99,7 @@ def act(tree: RunTree, choice: random.Random, known: set[int], free: list[int]) 
 
 def test_what_continues_a_block_that_was_removed_stays_and_can_go() -> None:
     tree = RunTree(8)
-    run = tree.add(NOBODY, array("q", [1, 2, 3, 4]))
+    run = tree.add(NO_RUN, array("q", [1, 2, 3, 4]))
     tree.fill(run, [0, 1, 2, 3])
     end = tree.add(run, array("q", [5]))
     tree.fill(end, [4])
@@ -107,7 +107,7 @@ def test_what_continues_a_block_that_was_removed_stays_and_can_go() -> None:
     check(tree)
     assert [list(tree.slots(tree.run_of[slot])) for slot in (0, 2, 4)] == [[0], [2, 3], [4]]
     rest = tree.run_of[2]
-    assert (tree.parent[rest], tree.parent[end]) == (NOBODY, rest)
+    assert (tree.parent[rest], tree.parent[end]) == (NO_RUN, rest)
     assert tree.match(array("q", [1, 2, 3, 4, 5]))[1] == 5, "its name is still known"
     assert list(tree.trim(end, 1)) == [4]
     assert list(tree.trim(rest, 2)) == [3, 2]

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from kvbm.errors import SettingsError
 from kvbm.policy import make_policy
+from kvbm.present.tables import save_json
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.scale import picture
 from kvbm.sim.scale.cluster import Cluster, ClusterRun, ClusterShape, Remote
 from kvbm.sim.scale.picture import draw
-from kvbm.sim.scale.report import render, save
+from kvbm.sim.scale.report import render
 from kvbm.sim.scale.routing import ROUTERS, KvAware, Loads, PrefixIndex, SessionAffine
 from kvbm.sim.scale.study import ScalePlan, run
 from kvbm.sim.scale.traffic import Paper, Traffic, trace_load
@@ -361,7 +362,7 @@ def test_a_study_has_a_row_for_everything_and_can_be_shown(tmp_path: Path) -> No
     alone = {(row.hit_rate, row.ttft_mean_s) for row in rows if row.nodes == 1 and row.remote == "private"}
     assert len(alone) == 1, "one node is one node, whoever routes"
     assert render(wanted, rows)
-    save(wanted, rows, tmp_path / "rows.json")
+    save_json({"settings": wanted, "rows": rows}, tmp_path / "rows.json")
     assert (tmp_path / "rows.json").stat().st_size > 1000
     pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib; it is not installed")
     assert draw(rows, tmp_path / "rows.png")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvbm.policy import AdmitAll, DiskFilter, LeafFirstLru
 from kvbm.sim.serving.engine import Engine
 from kvbm.sim.serving.events import Events
-from kvbm.sim.serving.machine import Link, Machine, quantile
+from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.conversations import NONE, predecessors
 from kvbm.sim.traces.synthetic import ChatShape, chats
@@ -47,11 +47,6 @@ def test_events_come_in_order_and_may_ask_for_more() -> None:
         events.at(when_s, note, name)
     events.pass_until(2.0)
     assert seen == [(1.0, "first"), (1.0, "second"), (1.0, "more"), (2.0, "last")]
-
-
-def test_quantiles_are_of_the_nearest_rank() -> None:
-    assert [quantile([3.0, 1.0, 2.0, 4.0], f) for f in (0.01, 0.5, 0.51, 0.99)] == [1.0, 2.0, 3.0, 4.0]
-    assert quantile([], 0.5) == 0.0
 
 
 # ---- schedules by hand

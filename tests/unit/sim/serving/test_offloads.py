@@ -183,8 +183,8 @@ def test_laws(
     # What is to be written and what may go is there, each once.
     departures = upper.policy
     assert isinstance(departures, Departures)
-    assert not departures._writing
-    assert all(upper.slot_of(upper.block_in(slot)) == slot for slot in departures._ready)
+    assert not departures.writing
+    assert all(upper.slot_of(upper.block_in(slot)) == slot for slot in departures.ready)
 
 
 def make_spaced(trace: Trace, every_s: float) -> Trace:

@@ -305,7 +305,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "file"
     root.write_text("")
     for path in (root, root / "below"):
-        with pytest.raises(SettingsError, match="DYN_KVBM_DISK_CACHE_DIR") as caught:
+        with pytest.raises(SettingsError, match="root=") as caught:
             claim(path)
         assert "\n" not in str(caught.value)
         assert str(path) in str(caught.value)
@@ -313,7 +313,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_read_only_root_is_refused_and_a_failing_one_is_a_fault(tmp_path: Path) -> None:
     read_only = FaultySyscalls(0, FaultRule(operation="mkdir", fault=Fault.EROFS))
-    with pytest.raises(SettingsError, match=r"DYN_KVBM_DISK_CACHE_DIR.*Read-only"):
+    with pytest.raises(SettingsError, match=r"root=.*Read-only"):
         claim_directory(tmp_path, META, read_only)
     failing = FaultySyscalls(0, FaultRule(operation="mkdir", fault=Fault.EIO))
     with pytest.raises(TierError, match="Input/output error"):

@@ -77,7 +77,7 @@ def test_a_tier_that_cannot_fit_takes_nothing_from_anybody(tmp_path: Path) -> No
     before = {path: path.read_bytes() for path in tmp_path.glob("*/*") if path.name != "lock"}
     small = Filesystem(10**9, LAYOUT.block_bytes)
     for namespace in (NAMESPACE, Namespace(model="new", fields=())):
-        with pytest.raises(TierError, match="lower DYN_KVBM_DISK_CACHE_GB"):
+        with pytest.raises(TierError, match="lower capacity_blocks"):
             open_tier(tmp_path, namespace, slots=10 * SLOTS, unowned_bytes=10**12, syscalls=small)
     assert {path: path.read_bytes() for path in before} == before
     assert sum(path.exists() for path in others) == len(others)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvbm.block import SlotIndex
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout
-from kvbm.tiers.disk.geometry import SLAB_BYTES, SLAB_COUNT_MAX, plan_geometry
+from kvbm.tiers.disk.geometry import SLAB_BYTES, SLAB_COUNT_MAX, DiskFields, plan_geometry
 
 META_BYTES = 700
 
@@ -66,9 +66,9 @@ def test_overhead_is_small_for_blocks_of_usual_size() -> None:
 @pytest.mark.parametrize(
     ("capacity_bytes", "capacity_blocks", "field"),
     [
-        (4096, None, "DYN_KVBM_DISK_CACHE_GB"),
-        (None, 0, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS"),
-        (None, 1 << 40, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS"),
+        (4096, None, "capacity_bytes"),
+        (None, 0, "capacity_blocks"),
+        (None, 1 << 40, "capacity_blocks"),
     ],
 )
 def test_a_capacity_that_cannot_be_used_is_refused(
@@ -77,3 +77,13 @@ def test_a_capacity_that_cannot_be_used_is_refused(
     with pytest.raises(SettingsError, match=field) as caught:
         plan_geometry(make_layout(4096), capacity_bytes, capacity_blocks, META_BYTES)
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_names_what_the_caller_set_and_what_it_accepts_is_enough() -> None:
+    layout, fields = make_layout(4096), DiskFields(size="disk", size_as_set="8KB")
+    with pytest.raises(SettingsError, match=r"^disk='8KB' cannot be used: at least ([0-9.]+) GB ") as caught:
+        plan_geometry(layout, 8000, None, META_BYTES, fields)
+    needed = round(float(caught.value.accepted.split()[2]) * 1e9)
+    assert plan_geometry(layout, needed, None, META_BYTES, fields).slot_count == 1
+    with pytest.raises(SettingsError):
+        plan_geometry(layout, needed - 1, None, META_BYTES, fields)

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
+from kvbm.testing.kv_views import SLOTS
 from kvbm.transfer.cuda import choice, page_lock
 from kvbm.transfer.cuda import copier as cuda
 from rigs.cuda_bench import Bench, check_loads, check_stores, new_bench, wait_for_lock_call
 from rigs.cuda_model import DEADLINE_S, PAGE, Model
-from rigs.kv_tensors import SLOTS
 
 PREPARING = {"cudaMalloc", "cudaHostAlloc", "cudaStreamCreate", "cuMemHostRegister", "cudaEventSynchronize"}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvbm.errors import SettingsError
+from kvbm.testing.kv_views import separate, stacked
 from kvbm.transfer.cuda import choice as cuda_choice
 from kvbm.transfer.cuda.pieces import pieces_of
 from rigs.cuda_bench import Bench, check_loads, check_stores, lose, new_bench, warnings
 from rigs.cuda_model import DEADLINE_S, Model
-from rigs.kv_tensors import separate, stacked
 
 
 def chosen(bench: Bench) -> tuple[str, str]:

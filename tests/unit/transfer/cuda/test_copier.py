@@ -12,6 +12,7 @@ import torch
 
 from kvbm import numa
 from kvbm.errors import DeviceLost, KvbmError
+from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
 from kvbm.transfer.cuda import copier as cuda
 from kvbm.transfer.cuda import page_lock
@@ -19,7 +20,6 @@ from kvbm.transfer.cuda.copier import CudaCopier
 from kvbm.transfer.cuda.driver import CudaError
 from rigs.cuda_bench import check_loads, check_stores, lose, new_bench, wait_for_lock_call, warnings
 from rigs.cuda_model import DEADLINE_S, LOST_TEXT, PAGE, Model
-from rigs.kv_tensors import SLOTS, scramble, separate
 
 PIECE_SLOTS = 2
 STAGED_SLOTS = 3

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kvbm.errors import KvbmError
+from kvbm.testing.kv_views import PAIRS
 from kvbm.transfer import DeviceCache
 from kvbm.transfer.cuda.pieces import SlotRows, batch_of, pieces_of
 from rigs.checkout import ROOT
@@ -27,7 +28,6 @@ from rigs.cuda_bench import BLOCKS, LAYOUTS
 from rigs.kernel_checks import (
     CHECKS,
 )
-from rigs.kv_tensors import PAIRS
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from kvbm.testing.kv_views import PADDING, scramble, stacked
 from kvbm.transfer import DeviceCache
 from kvbm.transfer.cuda.driver import BATCH_PIECES_MAX, CudaError
 from kvbm.transfer.cuda.engines import BatchCopy
@@ -24,7 +25,6 @@ from rigs.cuda_bench import (
     same,
 )
 from rigs.cuda_model import Model
-from rigs.kv_tensors import PADDING, scramble, stacked
 
 
 class Case(NamedTuple):

@@ -1,16 +1,16 @@
-"""What leaf-first policies share: the tree of a tier's blocks, and queues that leaf-first and leases do not upset.
+"""Shared by leaf-first policies: the tree of a tier's blocks, and queues that respect leaves and leases.
 
-Published policies choose among objects that have nothing to do with one another. Blocks form chains, and a block is
-of no use without those before it, so only a *leaf* (a block none of whose continuations is in the tier) may go. Here
-is how a policy made for flat objects is kept as it was published, and still answers with leaves only:
+Published policies choose among independent objects. Blocks form chains, and a block is of no use without those before
+it, so only a *leaf* (a block none of whose continuations is in the tier) may go. A policy made for independent objects
+stays as it was published, and still answers with leaves only, by two rules:
 
-- When a block's turn to go comes, the leaves among what continues it go first, whatever they have earned before:
-  a use of theirs would have been a use of the block too, and it was not used since its last turn.
+- When a block's turn to go comes, the leaves that continue it go first, whatever their own standing: a use of theirs
+  would have been a use of the block too, and it was not used since its last turn.
 - A block that is leased or being filled when its turn comes, or whose leaf is, *waits* outside its queue. It is next in
   turn as soon as its lease ends, it is filled, or its last continuation goes.
 
-The search for leaves goes on where it ended, so a branch that goes is walked once down and once up: O(1) amortised.
-Only where it meets a leaf that is leased or being filled does a turn cost as much as the way down to that.
+The search for leaves continues where it ended, so a branch that goes is walked once down and once up: O(1) amortised.
+A turn that meets a leased leaf, or one being filled, costs as many steps as there are down to that leaf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILLING = int(BlockState.FILLING)
 _RESIDENT = int(BlockState.RESIDENT)
 
 
-class Chains:
+class BlockTree:
     """Which slots hold the continuations of which others. 16 bytes a slot."""
 
     def __init__(self, slot_count: int) -> None:
@@ -54,7 +54,7 @@ class Chains:
             last = slot
 
     def take_out(self, slot: int) -> int:
-        """Forget a slot; its parent when that has just become a leaf, else -1.
+        """Forget a slot. Returns its parent when that has just become a leaf, else -1.
 
         Continuations that are still there become the first blocks of chains of their own.
         """
@@ -84,7 +84,7 @@ class Chains:
             child = following
 
 
-class QueuedChains:
+class LeafFirstQueues:
     """Base of policies that keep blocks in queues: each block belongs to one queue, and stands in it or waits.
 
     A queue runs from its oldest block, whose turn is next, to its newest. Memory: 27 bytes a slot (the tree 16, links
@@ -94,13 +94,13 @@ class QueuedChains:
     def __init__(self, slot_count: int, queue_count: int) -> None:
         assert slot_count > 0, f"a tier has at least one slot, not {slot_count}"
         self._slot_count = slot_count
-        self._chains = Chains(slot_count)
+        self.tree = BlockTree(slot_count)
         self._state = bytearray(slot_count)
         self._queue = bytearray(slot_count)
         self._waits = bytearray(slot_count)
         # Blocks that belong to each queue, those that wait included.
         self._sizes = [0] * queue_count
-        # Per queue, the slot whose turn it is, and where the search for the leaves of what continues it goes on.
+        # Per queue, the slot whose turn it is, and the slot at which the search for its leaves continues.
         self._due = [-1] * queue_count
         self._due_leaf = [-1] * queue_count
         # Queue q is a ring through its slots and one more entry, its end, `slot_count + q`: the oldest slot is the one
@@ -109,10 +109,10 @@ class QueuedChains:
         self._older = array("i", range(slot_count + queue_count))
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
-        """Of no interest."""
+        """Not used."""
 
     def evictable(self, slots: Iterable[int]) -> None:
-        """Those of the slots that wait are next in turn."""
+        """The slots may go; those that wait are next in turn."""
         state, waits = self._state, self._waits
         for slot in slots:
             state[slot] = _RESIDENT
@@ -132,7 +132,7 @@ class QueuedChains:
         for slot in slots:
             assert state[slot] == _FREE, f"slot {slot} is in use"
             state[slot] = _FILLING
-        self._chains.append(slots, parent)
+        self.tree.append(slots, parent)
 
     def _enter(self, slot: int, queue: int) -> None:
         """Make a slot that belongs to no queue the newest of one."""
@@ -204,11 +204,11 @@ class QueuedChains:
             newer[newest], older[last] = last, newest
 
     def _may_go(self, slot: int, leased: Container[int]) -> bool:
-        return self._state[slot] == _RESIDENT and self._chains.child[slot] < 0 and slot not in leased
+        return self._state[slot] == _RESIDENT and self.tree.child[slot] < 0 and slot not in leased
 
     def _leaf_of(self, slot: int, leased: Container[int]) -> int:
-        """Who goes when it is the slot's turn: itself, or a leaf among what continues it; -1 when it has to wait."""
-        child = self._chains.child
+        """The slot that goes at this slot's turn: itself, or a leaf that continues it; -1 when it has to wait."""
+        child = self.tree.child
         leaf = slot
         if child[slot] >= 0:
             queue = self._queue[slot]
@@ -223,7 +223,7 @@ class QueuedChains:
         return -1
 
     def _candidate(self, queue: int, leased: Container[int]) -> int:
-        """Who goes when it is the queue's turn, or -1; whatever has to wait begins to."""
+        """The slot that goes at the queue's turn, or -1. Slots that have to wait leave the queue."""
         newer, end = self._newer, self._slot_count + queue
         while (slot := newer[end]) != end:
             if (leaf := self._leaf_of(slot, leased)) >= 0:
@@ -253,13 +253,13 @@ class QueuedChains:
         if slot in self._due_leaf:
             self._step_up(slot)
         self._state[slot] = _FREE
-        parent = self._chains.take_out(slot)
+        parent = self.tree.take_out(slot)
         if parent >= 0 and self._waits[parent] and self._state[parent] == _RESIDENT:
             self._end_wait(parent)
 
     def _step_up(self, slot: int) -> None:
-        """The search for leaves goes on with the parent of the one that goes."""
-        parent = self._chains.parent[slot]
+        """The search for leaves continues with the parent of a leaf that goes."""
+        parent = self.tree.parent[slot]
         for queue, leaf in enumerate(self._due_leaf):
             if leaf == slot:
                 self._due_leaf[queue] = -1 if self._due[queue] == slot else parent
