@@ -1,5 +1,5 @@
-"""The distribution `openkvbm`, whose import name is `kvbm`; here is only what must not lie in `kvbm` itself.
+"""A check of the installation, outside the folder `kvbm`. The distribution `openkvbm` has the import name `kvbm`.
 
-NVIDIA publishes a distribution `kvbm` with a package `kvbm` too. Where both are installed, their files lie in one
-folder, and which of them runs is a matter of who was installed last. So the question is asked from outside that folder.
+NVIDIA publishes a distribution `kvbm`, whose package is called `kvbm` too. If both are installed, their files lie in
+one folder, and the later one has overwritten files of the earlier one. Code in that folder could not check this.
 """

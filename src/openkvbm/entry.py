@@ -1,4 +1,4 @@
-"""Where the outside enters: the `kvbm` command and vLLM's plug-in. Both first ask whose files they are about to run."""
+"""The entry points: the `kvbm` command and vLLM's plug-in. Both first check that the files of `kvbm` are ours."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import logging
 import sys
 from importlib.machinery import ModuleSpec
 
-from openkvbm.installation import MixedInstallation, other_copy, shadow, site_of_this, trouble
+from openkvbm.installation import MixedInstallation, other_copy, problem, shadow, site_of_this
 
 log = logging.getLogger("openkvbm")
-_told: set[str] = set()
+_logged: set[str] = set()
 
 ERROR_EXIT_CODE = 2
 
 
 def main() -> None:
-    """The `kvbm` command. Exits with 2 and one line when the files are not ours."""
+    """The `kvbm` command. Exits with 2 and one line if the files are not ours."""
     line = _line()
     if line:
         print(f"kvbm: {line}", file=sys.stderr)
@@ -29,10 +29,10 @@ def main() -> None:
 
 
 def register() -> None:
-    """`vllm.general_plugins` entry point, in every process of vLLM.
+    """The entry point `vllm.general_plugins`, called in every process of vLLM, with or without KVBM.
 
-    vLLM calls it whether KVBM is used or not. So a mixture does not end it: an engine that asks for a connector of
-    `kvbm` is refused with the line, by its import, and every other engine only logs it.
+    So a mixed installation must not end vLLM: the line is logged, and only the import of `kvbm` fails with it, which
+    ends an engine that asks for a connector of `kvbm`.
     """
     if any(isinstance(finder, _Refusal) for finder in sys.meta_path):
         return  # plug-ins may be loaded several times
@@ -42,8 +42,8 @@ def register() -> None:
         sys.meta_path.insert(0, _Refusal(line))
         return
     remark = other_copy(site_of_this())
-    if remark and remark not in _told:
-        _told.add(remark)
+    if remark and remark not in _logged:
+        _logged.add(remark)
         log.warning("%s", remark)
     from kvbm.vllm_integration.plugin import register as register_connectors
 
@@ -52,11 +52,11 @@ def register() -> None:
 
 def _line() -> str:
     site = site_of_this()
-    return trouble(site) or shadow(site)
+    return problem(site) or shadow(site)
 
 
 class _Refusal:
-    """A finder of modules that raises for everything in `kvbm`."""
+    """A finder of modules that raises an error for every module in `kvbm`."""
 
     def __init__(self, line: str) -> None:
         self._line = line

@@ -1,7 +1,7 @@
-"""Whether the folder `kvbm` holds our files, all of them, and nobody else's. Standard library only.
+"""Checks that the folder `kvbm` holds all of our files and no others. Uses only the standard library.
 
-What each distribution installed stands in its RECORD. A checkout and an editable install have none that names files of
-`kvbm`, and nothing is wrong with them.
+A distribution's RECORD lists the files it installed. A checkout and an editable install have no RECORD with files of
+`kvbm`, and pass the check.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 OURS = "openkvbm"
 THEIRS = "kvbm"
-MEND = (
+REPAIR = (
     "pip uninstall -y kvbm openkvbm, then install openkvbm again from where you had it "
     "(`pip install .` in its checkout, or its wheel)"
 )
@@ -21,7 +21,7 @@ _ONLY_OURS = "manager/process.py"
 
 
 class MixedInstallation(ImportError):
-    """What would be imported as `kvbm` is not ours, or not all of it. The message is one line that says what to do."""
+    """The package `kvbm` is not ours, or not complete. The message is one line that says what to do."""
 
 
 def site_of_this() -> str:
@@ -30,26 +30,26 @@ def site_of_this() -> str:
 
 
 def refuse_mixture() -> None:
-    """Raise MixedInstallation when another distribution shares our folder, or files of ours are missing.
+    """Raise MixedInstallation if another distribution shares our folder, or files of ours are missing.
 
-    For `kvbm` itself to call: it takes a few milliseconds, and does not read the files.
+    `kvbm` itself calls this: it takes a few milliseconds, because it does not read the files.
     """
-    line = trouble(site_of_this(), read_files=False)
+    line = problem(site_of_this(), read_files=False)
     if line:
         raise MixedInstallation(line)
 
 
-def trouble(site: str, read_files: bool = True) -> str:
-    """What is wrong with `kvbm` in this folder, in one line that says what mends it; empty when nothing is.
+def problem(site: str, read_files: bool = True) -> str:
+    """One line about what is wrong with `kvbm` in this folder and how to repair it; empty if nothing is wrong.
 
-    With `read_files` a file that holds something else than what we installed is found too.
+    With `read_files`, files with other content than we installed are found too.
     """
     ours, theirs = _claims(site, OURS), _claims(site, THEIRS)
     shared = sorted(ours.keys() & theirs.keys())
     if shared:
         return (
             f"openkvbm and NVIDIA's kvbm are both installed in {site} and have {_some(shared)} in common, so that "
-            f"what runs would be a mixture. Mend it with: {MEND}; or, to keep NVIDIA's, install kvbm again instead"
+            f"what runs would be a mixture. Repair it with: {REPAIR}; or, to keep NVIDIA's, install kvbm again instead"
         )
     odd = sorted(
         path for path, digest in ours.items() if not _holds(site, path, digest if read_files else "")
@@ -58,33 +58,33 @@ def trouble(site: str, read_files: bool = True) -> str:
         return (
             f"{_some(odd)} of openkvbm in {site} {'are missing or were' if len(odd) > 1 else 'is missing or was'} "
             "changed, as when a package with files of the same names was installed or removed. "
-            f"Mend it with: {MEND}"
+            f"Repair it with: {REPAIR}"
         )
     return ""
 
 
 def shadow(site: str) -> str:
-    """What is wrong with another `kvbm` that `import kvbm` would find before ours, in one line; empty when nothing is.
+    """One line about another package `kvbm` that `import kvbm` would find before ours; empty if nothing is wrong.
 
-    Another copy of our software, a checkout for instance, is what somebody who sets PYTHONPATH wants.
+    Another copy of our software is right: a developer puts a checkout on PYTHONPATH on purpose.
     """
     origin, folder = _found_instead(site)
     if not origin:
         return ""
-    line = trouble(folder)
+    line = problem(folder)
     if line:
         return line
     if f"{_FOLDER}__init__.py" in _claims(folder, THEIRS):
-        mend = f"Mend it with: pip uninstall -y {THEIRS}"
+        repair = f"Repair it with: pip uninstall -y {THEIRS}"
     elif not _marked(origin):
-        mend = f"Take {folder} from PYTHONPATH (sys.path), or give what lies there another name"
+        repair = f"Take {folder} from PYTHONPATH (sys.path), or give what lies there another name"
     else:
         return ""
-    return f"`import kvbm` finds {origin}, which is not openkvbm's: that is in {site}. {mend}"
+    return f"`import kvbm` finds {origin}, which is not openkvbm's: that is in {site}. {repair}"
 
 
 def other_copy(site: str) -> str:
-    """One line when `import kvbm` finds another copy than ours, with which `shadow` finds nothing wrong; else empty."""
+    """One line if `import kvbm` finds another copy of our software than this one; else empty. See `shadow`."""
     origin, folder = _found_instead(site)
     if not origin:
         return ""
@@ -92,10 +92,10 @@ def other_copy(site: str) -> str:
 
 
 def _found_instead(site: str) -> tuple[str, str]:
-    """The file that `import kvbm` would run and the folder it is installed in; empty where these are ours."""
+    """The file that `import kvbm` would run, and its folder; both empty if this is our folder."""
     try:
         spec = importlib.util.find_spec("kvbm")
-    except ValueError:  # a stand-in that somebody put among the imported modules
+    except ValueError:  # a module without a spec was put into sys.modules
         return "", ""
     if spec is None or spec.origin is None:
         return "", ""
@@ -106,13 +106,13 @@ def _found_instead(site: str) -> tuple[str, str]:
 
 
 def _marked(origin: str) -> bool:
-    """Whether a package has a file that only ours has."""
+    """Whether the package has a file that only our `kvbm` has."""
     path = os.path.join(os.path.dirname(origin), _ONLY_OURS)
     return os.path.exists(path) or os.path.exists(f"{path}c")
 
 
 def _claims(site: str, distribution: str) -> dict[str, str]:
-    """The modules below `kvbm/` that a distribution in this folder says it installed, each with its digest."""
+    """The modules below `kvbm/` in the RECORD of a distribution in this folder, each with its digest."""
     claims: dict[str, str] = {}
     try:
         names = os.listdir(site)
@@ -124,7 +124,7 @@ def _claims(site: str, distribution: str) -> dict[str, str]:
         try:
             with open(os.path.join(site, name, "RECORD"), encoding="utf-8") as file:
                 rows = file.read().splitlines()
-        except OSError:  # a package of a Linux distribution has none
+        except OSError:  # packages of Linux distributions have no RECORD
             continue
         for row in rows:
             path, digest, _ = (*row.rsplit(",", 2), "", "")[:3]
@@ -135,14 +135,14 @@ def _claims(site: str, distribution: str) -> dict[str, str]:
 
 
 def _holds(site: str, path: str, digest: str) -> bool:
-    """Whether the file is there and, given a digest, holds what was installed."""
+    """Whether the file exists and, if a digest is given, still has the installed content."""
     full = os.path.join(site, path)
     if not os.path.exists(full):
-        return os.path.exists(f"{full}c")  # compiled, without its source
+        return os.path.exists(f"{full}c")  # installed compiled, without its source
     algorithm, _, expected = digest.partition("=")
     if algorithm != "sha256":
         return True
-    # Only who asks for it pays for these.
+    # Imported late: most calls do not need them.
     import base64
     import hashlib
 

@@ -30,11 +30,11 @@ def _engine(child: Child) -> Engine:
 
 
 def _leader(engine: Engine) -> Any:
-    return engine.leader_half._scheduler._side._leader
+    return engine.leader_half._scheduler.side.leader
 
 
 def _mover(engine: Engine) -> Any:
-    return engine.worker_half._worker._worker._mover
+    return engine.worker_half._worker.worker._mover
 
 
 def model_runners(child: Child) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
     leader = _leader(_engine(child))
 
     def ready() -> bool:
-        leader._receive()
+        leader.receive()
         return bool(leader.ready)
 
     manager_probe.wait_for(ready, timeout_s, "the leader has no manager")
@@ -214,7 +214,7 @@ def fail_loads_of_rank(child: Child, rank: int, every: int) -> None:
 def _fail_in_rank(worker: Any, rank: int, every: int) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    mover = get_kv_transfer_group()._worker._worker._mover
+    mover = get_kv_transfer_group()._worker.worker._mover
     if mover._hello.rank == rank:
         _fail_every(mover, every)
 
@@ -267,7 +267,7 @@ def abort_while_loading(child: Child, requests: Sequence[Request], kill_manager:
     lookups = leader._lookups
 
     def answered() -> bool:
-        leader._receive()
+        leader.receive()
         return not lookups.unanswered
 
     # A request whose answer is late is computed, and its store waits behind the gate, and the engine for the store.
@@ -335,7 +335,7 @@ def layers_counted(child: Child) -> tuple[int, int]:
 
 def store_beside(child: Child, seconds: float) -> None:
     """The engine does not wait for its stores but where the plan says so, and each store takes so long at least."""
-    worker = _engine(child).worker_half._worker._worker
+    worker = _engine(child).worker_half._worker.worker
     worker._copies_beside = True
     copier = worker._mover._mapping.copier
     begin_store, hold = copier.begin_store, copier.hold

@@ -49,7 +49,7 @@ class Runner:
         cache: Any = SimpleNamespace(layers=self.bench.views, device=SimpleNamespace(type="cuda"))
         worker = Worker(self._mover, cache)
         side: Any = WorkerSide.__new__(WorkerSide)
-        side._worker, side._stored_plan, side._failed_blocks = worker, None, set()
+        side.worker, side._stored_plan, side._failed_blocks = worker, None, set()
         self._connector: Any = DynamoConnector.__new__(DynamoConnector)
         self._connector._worker, self._connector._scheduler = side, None
         self._update_requests = update_requests

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from openkvbm.installation import MEND, MixedInstallation, other_copy, shadow, site_of_this, trouble
+from openkvbm.installation import REPAIR, MixedInstallation, other_copy, problem, shadow, site_of_this
 from rigs.checkout import CONFIGURATION, PROJECT, ROOT
 
 Files = dict[str, bytes]
@@ -82,13 +82,13 @@ def run(site: Path, program: str, *words: str) -> subprocess.CompletedProcess[st
     )
 
 
-def assert_refused(site: Path, *programs: str, mend: str = MEND) -> None:
+def assert_refused(site: Path, *programs: str, repair: str = REPAIR) -> None:
     """Each says what to do, in one line of its own, and runs nothing of NVIDIA's."""
     for program in programs:
         answer = run(site, program, "--version")
         assert answer.returncode != 0, (program, answer.stdout)
         assert "this is NVIDIA" not in answer.stdout
-        assert mend in answer.stderr.splitlines()[-1], answer.stderr
+        assert repair in answer.stderr.splitlines()[-1], answer.stderr
         if program == COMMAND:
             assert answer.returncode == 2
             assert answer.stderr.count("\n") == 1
@@ -103,7 +103,7 @@ def site(tmp_path: Path) -> Path:
 
 def test_ours_alone_works(site: Path) -> None:
     install(site, "openkvbm", ours())
-    assert trouble(str(site)) == ""
+    assert problem(str(site)) == ""
     answer = run(site, COMMAND, "--version")
     assert (answer.returncode, answer.stdout) == (0, "kvbm 1.6.1\n"), answer.stderr
     answer = run(site, IMPORT)
@@ -114,8 +114,8 @@ def test_theirs_installed_after_ours(site: Path) -> None:
     """`pip install kvbm`, and `import kvbm` is NVIDIA's: command and plug-in notice."""
     install(site, "openkvbm", ours())
     install(site, "kvbm", THEIRS)
-    assert "have 4 files (kvbm/__init__.py, …) in common" in trouble(str(site))
-    assert trouble(str(site), read_files=False) == trouble(str(site))
+    assert "have 4 files (kvbm/__init__.py, …) in common" in problem(str(site))
+    assert problem(str(site), read_files=False) == problem(str(site))
     assert_refused(site, COMMAND, ENGINE)
 
 
@@ -131,7 +131,7 @@ def test_theirs_removed_again(site: Path) -> None:
     install(site, "openkvbm", ours())
     install(site, "kvbm", THEIRS)
     uninstall(site, "kvbm")
-    assert f"(kvbm/__init__.py, …) of openkvbm in {site} are missing or were changed" in trouble(str(site))
+    assert f"(kvbm/__init__.py, …) of openkvbm in {site} are missing or were changed" in problem(str(site))
     assert_refused(site, COMMAND, ENGINE)
     install_again = {name: content for name, content in ours().items() if name == "kvbm/__init__.py"}
     (site / "kvbm/__init__.py").write_bytes(install_again["kvbm/__init__.py"])
@@ -143,20 +143,20 @@ def test_theirs_without_its_record(site: Path) -> None:
     install(site, "openkvbm", ours())
     install(site, "kvbm", THEIRS)
     shutil.rmtree(site / "kvbm-1.6.1.dist-info")
-    assert trouble(str(site), read_files=False) == ""
-    assert "4 files (kvbm/__init__.py, …) of openkvbm" in trouble(str(site))
+    assert problem(str(site), read_files=False) == ""
+    assert "4 files (kvbm/__init__.py, …) of openkvbm" in problem(str(site))
     assert_refused(site, COMMAND, ENGINE)
 
 
 def test_what_it_says_mends_it(site: Path) -> None:
     install(site, "openkvbm", ours())
     install(site, "kvbm", THEIRS)
-    assert "pip uninstall -y kvbm openkvbm, then install openkvbm again" in MEND
-    assert "pip install openkvbm" not in MEND, "where it is on no index, that finds nothing"
+    assert "pip uninstall -y kvbm openkvbm, then install openkvbm again" in REPAIR
+    assert "pip install openkvbm" not in REPAIR, "where it is on no index, that finds nothing"
     for distribution in ("kvbm", "openkvbm"):
         uninstall(site, distribution)
     install(site, "openkvbm", ours())
-    assert trouble(str(site)) == ""
+    assert problem(str(site)) == ""
     assert run(site, IMPORT).returncode == 0
 
 
@@ -167,25 +167,25 @@ def test_a_vllm_that_does_not_use_us_goes_on(site: Path) -> None:
     answer = run(site, PLUGIN + "import json, html; print('serves')")
     assert answer.returncode == 0
     assert answer.stdout == "serves\n"
-    assert answer.stderr.count(MEND) == 1
+    assert answer.stderr.count(REPAIR) == 1
 
 
 def test_distributions_that_share_no_file_are_fine(site: Path) -> None:
     install(site, "openkvbm", ours())
     install(site, "kvbm", {"kvbm/only_theirs.py": b"", "kvbm_extra/__init__.py": b""})
-    assert trouble(str(site)) == ""
+    assert problem(str(site)) == ""
 
 
 def test_an_editable_installation_is_fine(site: Path) -> None:
     """Its RECORD names the command and a path file; so did the one that was called kvbm."""
     for distribution in ("openkvbm", "kvbm"):
         install(site, distribution, {f"_editable_impl_{distribution}.pth": b"", "../bin/kvbm": b"#!"})
-    assert trouble(str(site)) == ""
+    assert problem(str(site)) == ""
 
 
 def test_this_checkout_is_fine() -> None:
     assert site_of_this() == str(ROOT / "src")
-    assert trouble(site_of_this()) == ""
+    assert problem(site_of_this()) == ""
     assert shadow(site_of_this()) == ""
     assert other_copy(site_of_this()) == ""
 
@@ -195,17 +195,17 @@ def test_a_package_of_a_linux_distribution_is_fine(site: Path) -> None:
     install(site, "openkvbm", ours())
     (site / "openkvbm-1.6.1.dist-info" / "RECORD").unlink()
     (site / "kvbm" / "hashing.py").unlink()
-    assert trouble(str(site)) == ""
-    assert trouble(str(site / "absent")) == ""
+    assert problem(str(site)) == ""
+    assert problem(str(site / "absent")) == ""
 
 
 def test_modules_without_their_source_are_fine(site: Path) -> None:
     install(site, "openkvbm", ours())
     hashing = site / "kvbm" / "hashing.py"
     hashing.rename(hashing.with_suffix(".pyc"))
-    assert trouble(str(site)) == ""
+    assert problem(str(site)) == ""
     hashing.with_suffix(".pyc").unlink()
-    assert f"1 file (kvbm/hashing.py) of openkvbm in {site} is missing or was changed" in trouble(str(site))
+    assert f"1 file (kvbm/hashing.py) of openkvbm in {site} is missing or was changed" in problem(str(site))
 
 
 def test_theirs_found_before_an_editable_one(site: Path) -> None:

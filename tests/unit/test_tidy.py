@@ -33,6 +33,16 @@ OTHER_WORDS = {
     "pincount": "lease",
 }
 """Words that would say a second time what the design's words say."""
+SLEEPS = {
+    "tests/rigs/manager_probe.py": "looks at other processes, which signal nothing to a test, again and again",
+    "tests/engine/engine_child.py": "the pace of an engine that has nothing to do",
+    "tests/engine/engine_process.py": "a process that hangs gets time to write its stack",
+    "tests/engine/launcher.py": "a manager writes its gauges twice a second",
+    "tests/engine/reach.py": "a slow copy is the fault that the test is about",
+    "tests/process/test_finder.py": "the finder gets the sleep that engines give it",
+    "tests/process/test_manager.py": "the finder gets the sleep that engines give it",
+}
+"""Tests that may sleep, and why."""
 VAGUE_PARAMETERS = {"idx": "…_index", "num": "…_count", "sz": "…_bytes", "tmp": "a name"}
 
 
@@ -193,6 +203,15 @@ def machine_paths(path: str, source: str) -> Violations:
             yield f"{path}:{number}: {line.strip()[:100]}"
 
 
+def sleeps(path: str, source: str) -> Violations:
+    """Sleeping where a gate or a clock of the test's own could stand."""
+    for node in ast.walk(parse(source)):
+        if path not in SLEEPS and isinstance(node, ast.Attribute) and ast.unparse(node) == "time.sleep":
+            yield f"{path}:{node.lineno}: time.sleep; use a gate or ManualClock, or name the file in SLEEPS"
+        if isinstance(node, ast.ImportFrom) and node.module == "time" and node.names[0].name == "sleep":
+            yield f"{path}:{node.lineno}: from time import sleep; write time.sleep"
+
+
 LIBRARY_CHECKS: list[Checker] = [
     drawer_modules, missing_docstrings, unfinished_marks, prints, environment_reads, unpickling, maybe_booleans,
     other_words,
@@ -207,6 +226,15 @@ def test_the_library_has_no(checker: Checker) -> None:
 @pytest.mark.parametrize("checker", [long_files, long_functions], ids=lambda checker: checker.__name__)
 def test_the_checkout_has_no(checker: Checker) -> None:
     assert_none(violations(checker, python_files(*CODE_FOLDERS), ROOT))
+
+
+def test_no_test_sleeps() -> None:
+    assert_none(violations(sleeps, python_files("tests"), ROOT))
+
+
+def test_every_file_that_may_sleep_does() -> None:
+    idle = [path for path in SLEEPS if "time.sleep" not in (ROOT / path).read_text()]
+    assert_none([f"{path} sleeps no more: take it out of SLEEPS" for path in idle])
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
@@ -257,6 +285,9 @@ LONG_FUNCTION = "def walk():\n" + "    step()\n" * 70
         (other_words, "kvbm/a.py", "def swap_in(): ...\n"),
         (other_words, "kvbm/a.py", "class BlockSpiller:\n    def spill(self): ...\n"),
         (other_words, "kvbm/a.py", "def read(idx): ...\n"),
+        (sleeps, "tests/unit/test_a.py", "import time\ntime.sleep(0.1)\n"),
+        (sleeps, "tests/unit/test_a.py", "finder.establish(hello, 1.0, time.sleep)\n"),
+        (sleeps, "tests/rigs/manager_probe.py", "from time import sleep\n"),
         (machine_paths, "README.md", "see /ho" + "me/me/kvbm\n"),
         (machine_paths, "Makefile", "pip install -i https://py" + "pi.org/simple\n"),
     ],

@@ -1,4 +1,4 @@
-"""`kvbm config`: the settings as this environment gives them."""
+"""`kvbm config`: the settings that apply in this environment."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def show(
 
 
 def as_document(loaded: LoadedSettings) -> dict[str, object]:
-    """The same as JSON: `settings.<field>` holds `value`, `origin` and the `variable` that sets it."""
+    """The same for JSON: `settings.<field>` has the `value`, its `origin` and the `variable` that sets it."""
     return {
         "settings": {
             name: {"value": value, "origin": loaded.origins[name], "variable": FIELDS[name].variable}

@@ -25,7 +25,7 @@ from kvbm.tiers.disk.survey import (
 )
 
 app = typer.Typer(
-    help="Look after the disk tier's directories: what is in them, whether it is sound, and removing them.",
+    help="Look after the disk tier's directories: list them, verify their blocks, remove them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -34,7 +34,7 @@ Directory = Annotated[
     Path,
     typer.Argument(
         metavar="DIR",
-        help="What DYN_KVBM_DISK_CACHE_DIR names, or one of the cache directories in it.",
+        help="The directory that DYN_KVBM_DISK_CACHE_DIR names, or one of the cache directories in it.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -59,9 +59,9 @@ def list_command(directory: Directory, as_json: AsJson = False) -> None:
 
 @app.command("verify", epilog="Example: kvbm disk verify /tmp --json")
 def verify_command(directory: Directory, as_json: AsJson = False) -> None:
-    """Read every block in DIR and compare its checksum; exit 1 when one is corrupt.
+    """Read every block in DIR and compare its checksum; exit 1 if one is corrupt.
 
-    It disturbs nobody: a directory in use may be verified too.
+    This disturbs no engine: a directory in use may be verified too.
     """
     with _progress(hidden=as_json) as progress:
 
@@ -84,7 +84,7 @@ def verify_command(directory: Directory, as_json: AsJson = False) -> None:
 
 @app.command("clear", epilog="Example: kvbm disk clear /tmp")
 def clear_command(directory: Directory, as_json: AsJson = False) -> None:
-    """Remove the cache directories in DIR that no process owns; exit 1 when one could not be removed."""
+    """Remove the cache directories in DIR that no process owns; exit 1 if one could not be removed."""
     removed: list[str] = []
     refused: list[dict[str, Any]] = []
     for path in _existing(directory):
@@ -149,14 +149,14 @@ def _print_reports(directory: Path, reports: list[VerifyReport], corrupt: int) -
     verified = sum(report.verified for report in reports)
     if corrupt:
         console.print(
-            Text(f"{corrupt:,} corrupt: each is a miss, and is dropped when it is next asked for.", "red")
+            Text(f"{corrupt:,} corrupt: each is a miss, and is dropped at the next request for it.", "red")
         )
     else:
         console.print(Text(f"All {verified:,} verified blocks are sound.", "green"))
 
 
 def _over_directories(directory: Path, look: Callable[[Path], Any]) -> list[Any]:
-    """What `look` says of each directory; those that go away meanwhile are left out."""
+    """The result of `look` for each directory. Directories that are removed meanwhile are left out."""
     found = []
     for path in _existing(directory):
         try:
@@ -177,7 +177,7 @@ def _existing(directory: Path) -> list[Path]:
 
 
 def _name(path: str) -> Text:
-    """NAMESPACE-N: the table's title says the rest."""
+    """NAMESPACE-N; the rest of the name is in the table's title."""
     return Text(Path(path).name.removeprefix(DIRECTORY_PREFIX), style="cyan")
 
 

@@ -1,4 +1,4 @@
-"""The entry point: finds the sub-command, and turns an operating error into one line and exit code 2."""
+"""The entry point: runs the sub-command, and reports an operating error as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
     "config": "Show the settings and where each comes from.",
-    "disk": "Look into a disk tier: list, verify, clear.",
-    "record": "Write down what a running manager is asked for, as a trace.",
-    "simulate": "Replay traces through policies and sizes, before any memory is bought.",
-    "plan": "Which sizes of the tiers meet a target on a trace, cheapest.",
-    "scale": "Simulate many nodes behind a router: where one stops being enough.",
-    "bench": "Measure this machine: copies, disk, look-ups.",
-    "demo": "Watch prefix reuse on real engines.",
+    "disk": "Look after the directories of disk tiers: list, verify, clear.",
+    "record": "Record the requests to a running manager as a trace.",
+    "simulate": "Try policies and tier sizes on traces, before you buy memory.",
+    "plan": "Find the cheapest tier sizes that meet a target on a trace.",
+    "scale": "Simulate many nodes behind a router, to see how many are needed.",
+    "bench": "Measure this machine: copies, disk, lookups and more.",
+    "demo": "Show prefix reuse on real engines, with and without KVBM.",
 }
 """Sub-commands and their one-line summaries. `kvbm.cli.<name>` holds `app`, a `typer.Typer`."""
 
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build(words: Sequence[str]) -> typer.Typer:
-    """The command tree for one call: the command that `words` names is real, the others are a line of help.
+    """The command tree for one call: only the command that `words` names is imported, the others are a line of help.
 
-    Importing one command is what keeps `--help` and every other command fast.
+    So `--help` and each command start fast.
     """
     app = typer.Typer(
         name="kvbm",
@@ -62,7 +62,7 @@ def build(words: Sequence[str]) -> typer.Typer:
     app.callback()(_top_level)
     # The top level has no option that takes a value, so the first bare word is the command.
     called = next((word for word in words if not word.startswith("-")), "")
-    # Completion has its words in the environment and needs every command's options.
+    # Shell completion passes its words in the environment, and needs the options of every command.
     completing = COMPLETION_VARIABLE in process_environment()
     for name, summary in COMMANDS.items():
         if importlib.util.find_spec(f"kvbm.cli.{name}") is None:
@@ -86,12 +86,12 @@ def _add(app: typer.Typer, name: str, summary: str) -> None:
 
 
 def _stand_in() -> None:
-    raise AssertionError("a command is loaded before it is called")
+    raise AssertionError("a command is imported before it is called")
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        # Half of what `--help` would take; only this option needs it.
+        # This import takes half as long as all of `--help`, and only this option needs it.
         metadata = importlib.import_module("importlib.metadata")
         try:
             version = metadata.version("openkvbm")

@@ -1,4 +1,4 @@
-"""`kvbm manager`: one cache for all engines of a node, in the foreground until it is told to stop."""
+"""`kvbm manager`: one cache for all engines of a node, in the foreground until a signal stops it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _METAVARS = {
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    """The option of one setting; its value is read as text, so that errors are those of every source."""
+    """The option of one setting. Its value is taken as text, so that every source has the same errors."""
     meaning = _SOCKET if setting.field == "manager" else setting.meaning
     text = f"{meaning[0].upper()}{meaning[1:]}. [{setting.variable}]"
     option: Any
@@ -72,10 +72,10 @@ def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
 def _manager(file: Path | None, namespaces: int, **overrides: object) -> None:
     """Run a manager that the engines of this node share.
 
-    It stays in the foreground. SIGTERM or Ctrl-C stops it; what the disk tier holds is kept.
+    It stays in the foreground. SIGTERM or Ctrl-C stops it; the blocks in the disk tier are kept.
     """
     if overrides["metrics"] is None and (overrides["metrics_host"] or overrides["metrics_port"]):
-        # A user who names the address wants the page.
+        # A user who sets the address wants the page.
         overrides["metrics"] = True
     run(overrides, file, namespaces)
 
@@ -97,7 +97,7 @@ app.command("manager", epilog=_EXAMPLES)(_manager)
 
 
 def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> None:
-    """Load the settings, say what engines must set, and serve until stopped."""
+    """Load the settings, print what engines must set, and serve until a signal comes."""
     loaded = load_settings(process_environment(), overrides, file, memory_bytes=available_memory_bytes())
     settings = loaded.settings
     socket_path = os.path.abspath(settings.manager or os.path.join(settings.runtime_dir, SOCKET_NAME))
@@ -106,9 +106,9 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
     for line in (*loaded.warnings, *loaded.notices, *manager_notices(settings, loaded.origins)):
         log.warning("%s", line)
     if settings.trusted_peer_uids:
-        # They have to get to the socket; what else lies there is for us alone.
+        # Other users must reach the socket, but nothing else in the directory.
         make_own_dir(os.path.dirname(socket_path), variable("manager"), mode=0o711)
-    # The manager's code is not needed for --help or for a wrong setting.
+    # Imported late: `--help` and the error for a wrong setting do not need the manager's code.
     process = importlib.import_module("kvbm.manager.process")
     lock_fd = process.take_lock(socket_path)
     try:

@@ -1,13 +1,12 @@
-"""Is loading faster than recomputing, and down to which block? Answered from what was measured in this engine, never
-from a table.
+"""Is loading faster than recomputing, and down to which block? The answer comes from this engine's measurements.
 
 Computing a token takes longer the more tokens lie before it: seconds = a · tokens + b · tokens · position is fitted to
-the engine's steps. Loading takes what it took: seconds per block and tier. Of a run that was found the first blocks are
-loaded and the rest is computed, with the cut where both together take least. While one side is unknown everything is
-loaded, which is how it becomes known; a no is checked again now and then.
+the engine's steps. Loading is expected to take as long as recent loads did, per block and tier. The first blocks of a
+run are loaded and the rest is computed; the cut lies where both together take least. While one of the two costs is
+unknown, everything is loaded: so it becomes known. A decision against loading is tried again now and then.
 
-Whoever measures is never alone on a machine: a thread that had to wait for a processor makes a load look a hundred
-times as slow. So no single measurement decides against loading.
+Other threads disturb measurements: a thread that waited for a processor makes a load look a hundred times as slow.
+So no single measurement decides against loading.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _LOADS_MIN = 3
 
 
 class PrefillFit:
-    """Seconds of prefill by position: a token at position p takes a + b · p. b is never below zero, and a no less than
-    a tenth of what a token takes in the mean.
+    """Seconds of prefill by position: a token at position p takes a + b · p. b is never below zero, and a never below
+    a tenth of the mean time of a token.
 
-    Least squares over the latest steps, each worth its tokens: a step takes some time whatever is in it, and what
-    follows a hit is short and deep, so that small steps would pass that time off as one of depth. A step counts for a
-    fifth less with each after it. While all lie equally deep they say nothing about b, and what was known of it holds.
+    Least squares over the latest steps, weighted by their tokens. Without weights b would come out too large: every
+    step has a fixed cost, and the steps that follow a hit are short and deep. Each new step lowers the weight of
+    earlier ones by a fifth. While all steps lie equally deep they say nothing about b, and its last value holds.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class PrefillFit:
         self._slope = 0.0
 
     def add(self, tokens: int, seconds: float, position: float) -> None:
-        """One step: so many tokens, which lay at this position in the mean."""
+        """One step computed so many tokens, whose mean position this was."""
         self._tokens = (1.0 - _WEIGHT) * self._tokens + tokens
         weight = tokens / self._tokens
         further, slower = position - self._position, seconds / tokens - self._seconds
@@ -56,20 +55,20 @@ class PrefillFit:
             self._slope = max(0.0, self._covariance / self._variance)
 
     def span_s(self, start: int, end: int) -> float | None:
-        """What computing the tokens from position `start` up to `end` will take; None before the first step."""
+        """Expected seconds to compute the tokens from position `start` up to `end`; None before the first step."""
         if not self._tokens:
             return None
         a, b = self._seconds - self._slope * self._position, self._slope
         least = _LEAST_SHARE * self._seconds
         if a < least:
-            # The steps of an engine that was busy with other things tilt the line; no token is free.
+            # Steps of an engine that was busy with other work can give a line on which early tokens cost nothing.
             a, b = least, (self._seconds - least) / self._position
         return (end - start) * (a + b * (start + end) / 2.0)
 
 
 class CostModel:
-    """What one engine measured. `block_tokens` is the number of tokens per block; with `always`, loading is always
-    worth it (tests and measurements want to see every load)."""
+    """The costs that one engine measured. `block_tokens` is the number of tokens per block; with `always`, every
+    block is worth loading (for tests and measurements)."""
 
     def __init__(self, block_tokens: int, always: bool = False) -> None:
         self._block_tokens = block_tokens
@@ -77,11 +76,11 @@ class CostModel:
         self._prefill = PrefillFit()
         # Seconds per block of each tier's latest loads.
         self._loads: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=_LOADS_KEPT))
-        self._refusals = 0
+        self._declined_count = 0
 
     def prefilled(self, tokens: int, seconds: float, position: float = 0.0) -> None:
-        """A step computed `tokens` prompt tokens in `seconds`, at this `position` in the mean: how many tokens lay
-        before one of them. Steps too small to say anything are left out."""
+        """A step computed `tokens` prompt tokens in `seconds`; `position` is their mean position. Steps that are too
+        small for a measurement are left out."""
         if tokens >= _PREFILL_TOKENS_MIN and seconds > 0.0 and position >= 0.0:
             self._prefill.add(tokens, seconds, position)
 
@@ -89,7 +88,7 @@ class CostModel:
         """A load of blocks that were found in `sources` (one tier each) took `seconds` from plan to device."""
         if not sources or seconds <= 0.0:
             return
-        # All but the deepest tier's blocks take what they are known to take; the rest of the time is that tier's.
+        # Blocks of the other tiers are given their usual time; the rest of the time belongs to the deepest tier.
         deepest = max(sources)
         others = sources.replace(bytes((deepest,)), b"")
         explained_s = sum((self._per_block_s(tier) or 0.0) * others.count(tier) for tier in set(others))
@@ -97,7 +96,7 @@ class CostModel:
         self._loads[deepest].append(rest_s / (len(sources) - len(others)))
 
     def load_s(self, sources: bytes) -> float | None:
-        """What loading these blocks will take, or None while too little of a tier is known to say no by it."""
+        """Expected seconds to load these blocks, or None while a tier has too few measurements to decide by."""
         total_s = 0.0
         for tier in set(sources):
             per_block = self._per_block_s(tier)
@@ -107,17 +106,17 @@ class CostModel:
         return total_s
 
     def prefill_s(self, blocks: int, first: int = 0) -> float | None:
-        """What computing this many blocks will take, after the prompt's `first` ones; None while it is unknown."""
+        """Expected seconds to compute this many blocks after the prompt's first `first`; None while it is unknown."""
         tokens = self._block_tokens
         return self._prefill.span_s(first * tokens, (first + blocks) * tokens)
 
     def worth_loading(self, sources: bytes, first: int = 0) -> int:
-        """How many leading blocks of a run to load, which begins after the prompt's `first` ones; the rest is better
-        computed. Of cuts that take equally long the deepest: it leaves the engine to others."""
+        """How many leading blocks of a run to load; the run begins after the prompt's first `first` blocks. The rest
+        is computed sooner than loaded. Of cuts that take equally long the deepest is taken: it spares the engine."""
         if self._always or self.load_s(sources) is None or self.prefill_s(1) is None:
             return len(sources)
-        # Inside a run of one tier each further block takes equally long to load and ever longer to compute, so that
-        # the best cut is at one of the run's ends.
+        # Inside a run of one tier every block takes equally long to load, and each takes longer to compute than the
+        # one before it. So the best cut is at one of the run's ends.
         found, depth, load_s = len(sources), 0, 0.0
         per_block_s = {tier: self._per_block_s(tier) or 0.0 for tier in set(sources)}
         best, best_s = 0, self._compute_s(first, first + found)
@@ -128,8 +127,8 @@ class CostModel:
             if seconds <= best_s:
                 best, best_s = depth, seconds
         if best < found:
-            self._refusals += 1
-            if self._refusals % _RECHECK_EVERY == 0:
+            self._declined_count += 1
+            if self._declined_count % _RECHECK_EVERY == 0:
                 return found
         return best
 
@@ -142,14 +141,14 @@ class CostModel:
         return min(median_low(loads), loads[-1]) if loads else None
 
     def _compute_s(self, start: int, end: int) -> float:
-        """What computing the prompt's blocks `start` to `end` will take, where that is known."""
+        """`prefill_s` of the prompt's blocks `start` to `end`, for a caller who knows that it is known."""
         seconds = self.prefill_s(end - start, start)
         assert seconds is not None
         return seconds
 
 
 def _runs(sources: bytes) -> Iterator[tuple[int, int]]:
-    """The tiers in order, each with how many blocks in a row are from it."""
+    """The tiers in order, each with its number of consecutive blocks."""
     while sources:
         rest = sources.lstrip(sources[:1])
         yield sources[0], len(sources) - len(rest)

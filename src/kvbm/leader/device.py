@@ -1,4 +1,4 @@
-"""What an engine tells of its device blocks, and the one thing that it is asked to do with them."""
+"""What the leader can ask an engine about its device blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class DeviceBlocks(Protocol):
     """The engine's pool of device blocks, as far as the leader needs it."""
 
     def tag(self, block: int) -> Hashable | None:
-        """What the block holds in the engine's own terms; None when it holds nothing that can be found again."""
+        """The engine's own name of the block's content; None when no later request could find that content."""
 
     def next_out(self, limit: int) -> Sequence[int]:
         """Up to `limit` free blocks in the order in which the engine will hand them out."""
 
     def forget_all(self) -> None:
-        """No request that comes finds any block any more; who has blocks keeps them."""
+        """Later requests find no block on the device; requests that hold blocks keep them."""

@@ -1,7 +1,7 @@
 """Lazy offload: blocks are stored when the engine is about to hand their device memory to others, not before.
 
-What is still on the device needs no copy; a block that is hit there again and again is stored once at the end, or
-never. The price: what the engine drops faster than it is looked at is lost, and so is everything when it is killed.
+A block that is still on the device needs no copy; one that is hit there again and again is stored once at the end, or
+never. The price: blocks that the engine drops between two looks are lost, and all of them are when it is killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Entry(NamedTuple):
 
 
 class Unsaved:
-    """Complete blocks that lie on the device and were not stored. Bounded by the number of device blocks."""
+    """Complete blocks that lie on the device and are not stored yet. Bounded by the number of device blocks."""
 
     def __init__(self, device: DeviceBlocks) -> None:
         self._device = device
@@ -63,9 +63,9 @@ class Unsaved:
             parent = key
 
     def leaving(self, limit: int, blocks_max: int) -> list[Chain]:
-        """The unsaved blocks among the next `limit` to be handed out, each with its unsaved ancestors; then forgotten.
+        """Take the unsaved blocks among the next `limit` to be handed out, each with its unsaved ancestors.
 
-        At most about `blocks_max` blocks in all: what is left comes with the next step.
+        At most about `blocks_max` blocks in all: the others are taken in the next step.
         """
         chains: list[Chain] = []
         taken = 0
@@ -84,7 +84,7 @@ class Unsaved:
         return chains
 
     def clear(self) -> None:
-        """Keys mean something else from now on."""
+        """Keys have changed: forget all blocks."""
         self._by_block.clear()
         self._block_of.clear()
 
@@ -95,7 +95,7 @@ class Unsaved:
             entry = self._by_block[place]
             self._forget(place)
             if self._device.tag(place) != entry.tag:
-                break  # handed out already: what lies above it stands alone
+                break  # handed out already: its children are a chain of their own
             found.append((place, entry))
             place = self._block_of.get(entry.parent) if entry.parent is not None else None
         found.reverse()
@@ -117,10 +117,9 @@ class Unsaved:
 def tags_before(
     device: DeviceBlocks | None, scheduled: Iterable[Scheduled], loads: Iterable[LoadPlan]
 ) -> Callable[[int], Hashable | None]:
-    """What device blocks hold before a step; None for those that the step or its loads write to.
+    """`DeviceBlocks.tag` before a step; None for blocks that the step or its loads write to.
 
-    An engine names a block's content as soon as it has made room for it: the name may be that of old, and the bytes not
-    there yet.
+    An engine names a block's content as soon as it has allocated the block, before the bytes are there.
     """
     written: set[int] = set()
     for entry in scheduled:

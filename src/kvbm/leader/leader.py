@@ -40,22 +40,22 @@ from kvbm.protocol import (
 log = logging.getLogger("kvbm.leader")
 
 STEP_WAIT_S = 0.002
-"""What all waiting for the manager's answers may cost one engine step that has work to do."""
+"""How long an engine step with work to do may wait for the manager's answers, in all."""
 IDLE_WAIT_S = 0.005
-"""The same where it has none, for a lookup's answer."""
+"""How long an engine step without work waits for the answer to a lookup."""
 LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
 LEAVING_BLOCKS = 512
-"""Lazy offload looks that far ahead, and stores about so many blocks a step at most."""
+"""How many blocks ahead lazy offload looks, and about how many it stores in one step at most."""
 
 
 class Leader:
-    """Decides what one engine loads and stores.
+    """Decides which blocks one engine loads and stores.
 
     `hashes` of a request is the engine's own list of block hashes; it may grow as tokens come in. `promise_early`
-    is True for an engine that recomputes what does not arrive. `layerwise`: loads may run beside the forward pass
-    that reads them. `lazy`: blocks are stored when the engine is about to hand them out, not when they are full; both
-    need `device`. `weights_version` names the weights that the engine begins with, where their files do not.
+    is True for an engine that recomputes blocks which do not arrive. `layerwise`: loads may run beside the forward
+    pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
+    need `device`. `weights_version` names the weights that the engine starts with, where their files do not.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Leader:
         self._clock = clock
         self._link = ManagerLink(finder, hello, clock)
         self.cost = CostModel(block_tokens, load_always)
-        # Numbers of another life of this leader must not mean anything to a worker that outlived it.
+        # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8
         self._lookups = Lookups(self._link, self.cost, clock, promise_early, first)
         self._stores = Stores(self._link, clock, hello.rank_count, first)
@@ -88,23 +88,23 @@ class Leader:
         self._new_loads: list[LoadPlan] = []
         self._salt = KeySalt(weights_version)
         self._weights = 0
-        # The device's cache holds KV of other weights than those that compute now.
+        # The device's prefix cache may hold KV of earlier weights.
         self._device_mixed = False
         self._life = 0
         self._wait_left_s = STEP_WAIT_S
         self._steps = StepTimes(self.cost, clock)
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_blocks = 0
-        self._receive()
+        self.receive()
 
     @property
     def ready(self) -> bool:
-        """The manager and all ranks are there."""
+        """Whether the manager and all ranks are there."""
         return self._link.ready is not None
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Blocks of each tier that is on; empty without a manager."""
+        """The number of blocks of each tier that is on; empty without a manager."""
         return dict(self._link.ready.tiers) if self._link.ready is not None else {}
 
     @property
@@ -114,37 +114,37 @@ class Leader:
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes of a tier; 0 without a manager."""
+        """Bytes of one block in a tier; 0 without a manager."""
         return self._link.ready.block_bytes if self._link.ready is not None else 0
 
     # ---- a request comes
 
     def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:
-        """Ask at once what the manager holds. `on_device` leading blocks are in the device's prefix cache now."""
-        self._receive()
+        """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now."""
+        self.receive()
         tracked = Tracked(hashes, extras)
         self._requests[request] = tracked
         self._ask(request, tracked, on_device)
 
     def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
-        """What can be loaded after the first `computed` blocks. May be asked many times; promises nothing for good.
+        """How many blocks after the first `computed` can be loaded. May be asked many times; no answer is final.
 
-        After the first `before_tail` blocks something is left of the request that must be computed in any case.
+        Behind the first `before_tail` blocks lie tokens of the request that must be computed in any case.
         """
         tracked = self._requests.get(request)
-        self._receive()
+        self.receive()
         if tracked is None:
             return Answer()
         tracked.computed = computed
-        # What it finds on the device goes into all that it computes, and may not be kept under present keys.
+        # All that it computes depends on the blocks that it finds on the device.
         tracked.outdated = self._device_mixed and computed > 0
         if self._unconfirmed.shared(tracked.hashes, computed):
-            return Answer(later=True)  # with or without a manager: the ranks confirm it
+            return Answer(later=True)  # even without a manager: the ranks confirm them
         if not self.ready:
             return Answer()
         search = self._lookups.get(request)
         if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
-            # Never asked, or only for what followed blocks that the device has dropped since.
+            # Never asked, or the device has dropped blocks since that the question left out.
             search = self._ask(request, tracked, computed)
         if search is None:
             return Answer()
@@ -172,16 +172,16 @@ class Leader:
         if search is None or tracked is None:
             return b""
         first = tracked.computed - search.skip
-        return self._lookups.told(search.sources[first : first + blocks])
+        return self._lookups.counted_sources(search.sources[first : first + blocks])
 
     def allocated(self, request: str, count: int, table: Sequence[int]) -> None:
-        """The engine made room: load `count` promised blocks; with none, the request goes on without us.
+        """The engine made room: load `count` promised blocks; with 0, the request is computed without us.
 
         `table` is the request's whole block table; the loaded blocks follow those that were computed already.
         """
         tracked = self._requests.get(request)
         if count <= 0:
-            self._lookups.let_go(request, tracked.computed if tracked is not None else 0)
+            self._lookups.decline(request, tracked.computed if tracked is not None else 0)
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self._lookups.begin_load(request, computed, count, table, layerwise))
@@ -200,10 +200,10 @@ class Leader:
         idle: bool,
         prefill_position: float = 0.0,
     ) -> StepPlan:
-        """The plan of an engine step. `prefill_tokens` are computed in it, with `prefill_position` tokens before one
-        of them in the mean; `idle` means that nothing is."""
+        """The plan of an engine step that computes `prefill_tokens` prompt tokens, whose mean position is
+        `prefill_position`; an `idle` step computes nothing."""
         left_s, self._wait_left_s = self._wait_left_s, STEP_WAIT_S
-        self._receive()
+        self.receive()
         for request in preempted:
             self._gone.add(request)
             tracked = self._requests.get(request)
@@ -211,7 +211,7 @@ class Leader:
                 tracked.asked_from = None
                 tracked.stored = 0
         may_wait = idle
-        if self._gone and self._stores.waiting:
+        if self._gone and self._stores.unanswered:
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
             self._wait_left_s = STEP_WAIT_S
@@ -230,26 +230,26 @@ class Leader:
         return StepPlan(stores=stores, loads=loads, idle=idle, released=released, weights=self._weights)
 
     @property
-    def settling(self) -> bool:
-        """Stores are under way: the engine should step on, for a moment, even with no request left."""
-        return self._stores.settling
+    def stores_pending(self) -> bool:
+        """Whether the engine should step on for a moment, even with no request left: stores are under way."""
+        return self._stores.pending
 
     def updated(self, report: StepReport | None, arrived: Iterable[str], invalid: set[int]) -> None:
-        """What the workers reported: `arrived` requests finished loading on all ranks, `invalid` blocks failed."""
+        """Take in the workers' reports: `arrived` requests are loaded on all ranks, `invalid` device blocks failed."""
         self._steps.ended()
-        self._receive()
+        self.receive()
         if report is not None:
             if report.weights_changed:
-                self.weights_changed()  # first: what these stores copied is in doubt
+                self.weights_changed()  # first: these stores may have copied KV of other weights
             self._stores.reported(report)
         if invalid and self._lookups.note_failures(invalid):
             assert self._device is not None
             self._stores.doubt()
             self._forget_stored()
-            # The engine computes the blocks again where they lie, and would share them with others before it has.
+            # The engine recomputes these blocks in place, and would share them with other requests before that.
             self._device.forget_all()
         loaded = report.loaded if report is not None else {}
-        # Those that no engine call tells of: every rank ends them before its step does.
+        # The engine reports no end of these loads: every rank ends them within its step.
         by_layer = [request for request in loaded if self._lookups.loads_by_layer(request)]
         for request in loaded:
             self._unconfirmed.confirmed(request)
@@ -269,10 +269,10 @@ class Leader:
     # ---- all of it
 
     def reset(self, keep_disk: bool = False) -> bool:
-        """Forget everything, the engine its device's cache too; False only while a load of ours writes into blocks.
+        """Forget all blocks; the engine empties its device's cache too. False only while a load writes into blocks.
 
-        Keys change: what the engine computes from now on (perhaps with other weights) never meets older bytes. The
-        manager drops those, unless another engine uses them. With `keep_disk` they stay there for the next start.
+        Keys change, so that blocks of before and after (perhaps of other weights) never mix. The manager drops older
+        ones, unless another engine uses them; with `keep_disk` those on disk stay for the next start.
         """
         self._salt.renew()
         self._forget_keys()
@@ -281,14 +281,14 @@ class Leader:
         return not self._lookups.loading
 
     def weights_changed(self) -> None:
-        """The ranks compute with other weights: nothing that was computed before is found or kept any more."""
+        """The ranks compute with other weights: no block of before is found or stored any more."""
         self._weights += 1
         self._device_mixed = True
         self._salt.renew()
         self._forget_keys()
 
     def weights_named(self, version: str) -> None:
-        """The trainer says which weights the ranks have: what they compute may outlive this engine.
+        """The trainer names the ranks' weights: blocks that they compute may outlive this engine.
 
         Two engines that were started with the same files and were given the same version share their blocks.
         """
@@ -296,20 +296,20 @@ class Leader:
             self._forget_keys()
 
     def device_was_reset(self, weights_may_change: bool) -> None:
-        """The engine emptied its device's cache. After a change that we know of that ends it; where we know of none,
-        it may be the only sign of one, unless the trainer has said which weights these are."""
+        """The engine emptied its device's cache. If weights may change, and we saw no change and the trainer named
+        none, this may be the only sign of one."""
         if weights_may_change and not self._device_mixed and not self._salt.named:
             self.weights_changed()
         self._device_mixed = False
 
     def unkeep(self, request: str) -> None:
-        """Neither load nor store for this request any more."""
+        """Load and store nothing more for this request."""
         self._lookups.drop(request)
         self._requests.pop(request, None)
 
     def _forget_keys(self) -> None:
-        """Keys mean something else from now on. What is on its way under the old ones is not committed: device memory
-        may not hold it any more when it is copied."""
+        """Keys have changed. Stores under the old keys are not committed: their device blocks may be overwritten before
+        they are copied."""
         self._stores.doubt()
         if self._unsaved is not None:
             self._unsaved.clear()
@@ -317,7 +317,7 @@ class Leader:
             self._lookups.drop(request)
             tracked.asked_from = None
             tracked.keyed_for = b""
-            # What runs on stands on KV of before: it is not kept, until the engine computes it afresh.
+            # A running request is computed from older KV: it is not stored until the engine computes it anew.
             tracked.outdated = tracked.begun
 
     def close(self) -> None:
@@ -325,7 +325,8 @@ class Leader:
 
     # ---- inside
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Take in the manager's messages; every call of the engine does so first."""
         for message in self._link.poll():
             if isinstance(message, LookupReply):
                 self._lookups.replied(message)
@@ -339,7 +340,7 @@ class Leader:
             self._forget_stored()
 
     def _forget_stored(self) -> None:
-        """What requests on the device have filled is offered anew; the manager says what it holds already."""
+        """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
         for tracked in self._requests.values():
             tracked.stored = 0
 
@@ -347,7 +348,7 @@ class Leader:
         started_s = self._clock()
         self._link.wait(seconds)
         self._wait_left_s -= self._clock() - started_s
-        self._receive()
+        self.receive()
 
     def _keys(self, tracked: Tracked, count: int) -> list[BlockKey]:
         """The keys of the first `count` blocks, as far as the engine has hashed them."""
@@ -394,12 +395,12 @@ class Leader:
             tracked.stored = end
 
     def _tag_behind(self, scheduled: Sequence[Scheduled]) -> Callable[[int], Hashable | None]:
-        """What free device blocks hold before this step (`tags_before`)."""
+        """The tags of free device blocks before this step (`tags_before`)."""
         free = self._unsaved is not None and self._stores.plans_free_blocks
         return tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
 
     def _store_leaving(self) -> None:
-        """Lazy offload: ask for slots for what the engine is about to hand out."""
+        """Lazy offload: ask for slots for the blocks that the engine is about to hand out."""
         if self._unsaved is None or not self.ready:
             return
         for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS):

@@ -14,9 +14,9 @@ log = logging.getLogger("kvbm.leader")
 
 
 class ManagerLink:
-    """`ready` is the manager's word that all ranks of the engine are attached; without it nothing is asked.
+    """`ready` is the manager's message that all ranks of the engine are attached; without it nothing is asked.
 
-    `life` rises whenever the session begins anew: what was asked in an earlier life gets no answer.
+    `life` grows by one whenever the session begins or ends: questions of an earlier life get no answer.
     """
 
     def __init__(self, finder: ManagerFinder, hello: Hello, clock: Clock) -> None:
@@ -29,10 +29,10 @@ class ManagerLink:
         self.ready: Ready | None = None
         self.life = 0
         self.staging = False
-        """Host memory is no tier of the manager's, only the way to its disk."""
+        """The manager has no host tier: its host memory is only the staging area of the disk."""
 
     def poll(self) -> list[FromManager]:
-        """The messages that arrived; tries to connect when there is no session. Microseconds when idle."""
+        """The messages that arrived; tries to connect when there is no session. Takes microseconds when idle."""
         if self._channel is None and not self._connect():
             return []
         assert self._channel is not None
@@ -41,7 +41,7 @@ class ManagerLink:
         except ManagerUnavailable as error:
             self._lose(str(error))
             return []
-        return [message for message in messages if not self._own(message)]
+        return [message for message in messages if not self._is_own(message)]
 
     def send(self, message: Message) -> bool:
         """False when there is no session."""
@@ -78,8 +78,8 @@ class ManagerLink:
         self.life += 1
         return self.send(self._hello)
 
-    def _own(self, message: FromManager) -> bool:
-        """Messages about the session itself."""
+    def _is_own(self, message: FromManager) -> bool:
+        """Take in a message about the session itself; False for any other message."""
         if isinstance(message, Ready):
             if message.ready and self.ready is None:
                 log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))

@@ -1,4 +1,4 @@
-"""From a new request to a promise: what the manager holds of it, leased, and the load that follows."""
+"""From a new request to its load: ask which blocks the manager holds (it leases them), promise them, load them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Search:
-    """The lookup of one request. `skip` blocks were left out of the question; the run begins there.
+    """The lookup of one request. Its first `skip` blocks were left out of the question; the run begins behind them.
 
-    `used` holds the tiers of the blocks being loaded; `arrived` how many of them did so far as some rank has
-    reported a failure, else None. `missing` of the blocks that were found are neither there nor promised, for the
-    reason `why_missing`; `why` is for the others that are not promised. `unloaded` is what is computed all the same.
+    `used` holds the tiers of the blocks being loaded. `arrived` is None until a rank reports a failure, then the
+    number of blocks before the first failed one. `missing` blocks were found but did not come to host memory in time,
+    for the reason `why_missing`; `why` is the reason for the others that are not promised. `unloaded` counts, by
+    reason, the blocks that were found and are computed all the same.
     """
 
     request: str
@@ -68,8 +69,8 @@ class Search:
 
 
 class Lookups:
-    """All lookups of one engine. `promise_early`: blocks still on their way may be promised, because the engine
-    recomputes what does not arrive; otherwise only what lies verified in G2 is."""
+    """All lookups of one engine. `promise_early`: blocks that are still being read from disk may be promised, because
+    the engine recomputes those that do not arrive; otherwise only verified blocks in host memory are."""
 
     def __init__(
         self, link: ManagerLink, cost: CostModel, clock: Clock, promise_early: bool, first_number: int
@@ -81,14 +82,14 @@ class Lookups:
         self._numbers = count(first_number)
         self._by_request: dict[str, Search] = {}
         self._by_number: dict[int, Search] = {}
-        # Given up before their answers came, and how many leading blocks the device held by then.
+        # Given up before their answers came, each with the number of leading blocks on the device by then.
         self._late: dict[int, tuple[Search, int]] = {}
-        self._silent = False
+        self._manager_slow = False
         self.unloaded = dict.fromkeys(UNLOADED_REASONS, 0)
-        """Blocks that the device lacked, that were found and that were computed all the same, by reason."""
+        """Blocks that the device lacked, that were found, and that were computed all the same, by reason."""
 
     def ask(self, request: str, keys: Sequence[BlockKey], skip: int, attempts: int = 1) -> Search | None:
-        """Send a lookup for the blocks after the first `skip`; None when there is nothing to ask or nobody to ask."""
+        """Send a lookup for the blocks after the first `skip`; None without such blocks, or without a manager."""
         self.drop(request)
         if self._link.ready is None or skip >= len(keys):
             return None
@@ -102,8 +103,8 @@ class Lookups:
         return search
 
     def replied(self, reply: LookupReply) -> None:
-        """The manager's answer; one that nobody waits for was given back when it was dropped."""
-        self._silent = False
+        """The manager's answer. The lease of a lookup that was dropped before was released then."""
+        self._manager_slow = False
         late = self._late.pop(reply.lookup, None)
         search = late[0] if late is not None else self._by_number.get(reply.lookup)
         if search is None:
@@ -120,7 +121,7 @@ class Lookups:
                 self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
 
     def progressed(self, progress: Progress) -> None:
-        """Blocks arrived in G2, or will not."""
+        """Blocks arrived in host memory, or will not come."""
         search = self._by_number.get(progress.lookup)
         if search is not None:
             search.ready = max(search.ready, progress.ready)
@@ -137,7 +138,7 @@ class Lookups:
 
     @property
     def unanswered(self) -> bool:
-        """Somebody waits for the manager's word."""
+        """Whether the manager has yet to answer a lookup, or to bring its blocks to host memory."""
         return any(
             search.stage is Stage.ASKED or (search.stage is Stage.FOUND and not search.final)
             for search in self._by_request.values()
@@ -148,16 +149,16 @@ class Lookups:
         return any(search.stage is Stage.LOADING for search in self._by_request.values())
 
     def promised(self, search: Search, computed: int) -> int | None:
-        """Blocks after the first `computed` that can be loaded; None means ask again later.
+        """How many blocks after the first `computed` can be loaded; None means ask again later.
 
-        Free of side effects but for giving up: a lookup that took too long is over.
+        The only side effect: a lookup that took too long, or that is not worth loading, is over.
         """
         now_s = self._clock()
         if search.stage is Stage.ASKED:
             if now_s - search.asked_s < self._reply_deadline_s(search):
                 return None
             search.stage, search.why = Stage.OVER, "deadline"
-            self._silent = True
+            self._manager_slow = True
         if search.stage is not Stage.FOUND:
             return 0
         search.missing, search.why = 0, ""
@@ -165,7 +166,7 @@ class Lookups:
             search.why = "stale"
             return 0
         if self._aged(search):
-            search.stage, search.why = Stage.OVER, "stale"  # the manager may have ended the lease
+            search.stage, search.why = Stage.OVER, "stale"  # its lease may have ended
             return 0
         held = len(search.slots) if self._promise_early and not search.final else search.ready
         offset = computed - search.skip
@@ -188,18 +189,18 @@ class Lookups:
             search.stage = Stage.OVER
         return worth
 
-    def told(self, sources: bytes) -> bytes:
-        """The tiers as they are counted: what passes through a staging area is from disk."""
+    def counted_sources(self, sources: bytes) -> bytes:
+        """The tiers as metrics count them: blocks that pass through a staging area come from disk."""
         return counted_as_disk(sources) if self._link.staging else sources
 
     def stale(self, search: Search, computed: int) -> bool:
-        """The lookup no longer answers the question: its lease is about to end, or more may be found by now."""
+        """Whether to ask again: the lease is about to end, or the manager may find more by now."""
         if search.stage is not Stage.FOUND:
             return False
         if self._aged(search):
             return True
         dropped = computed < search.skip
-        # Leases of requests in the queue before it may have left no room to bring this one's blocks up.
+        # Leases of earlier requests may have left no room in host memory for this one's blocks.
         short = search.final and search.skip + len(search.slots) < search.wanted
         waited = self._clock() - search.asked_s > ASK_AGAIN_S
         return (dropped or (short and waited)) and search.attempts < ATTEMPTS_MAX
@@ -210,16 +211,16 @@ class Lookups:
         return self._clock() - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
 
     def all_ready(self, search: Search, computed: int, count: int) -> bool:
-        """Whether `count` blocks after the computed ones lie in G2 by now."""
+        """Whether `count` blocks after the computed ones lie in host memory by now."""
         return search.ready >= computed - search.skip + count
 
     def begin_load(
         self, request: str, computed: int, count: int, table: Sequence[int], layerwise: bool = False
     ) -> LoadPlan:
-        """The engine made room for `count` blocks promised after `computed` ones: their load, for the next plan.
+        """The load of `count` promised blocks after the first `computed`, for the next plan: the engine made room.
 
-        The manager may have gone since the promise. The plan names the epoch of the promise: workers that still map
-        that memory load from it, others report failed blocks, and either way the engine hears of its request.
+        The manager may have died since the promise. The plan names the epoch of the promise: workers that still map
+        that memory load from it, others report failed blocks, and in both cases the engine's request goes on.
         """
         search = self._by_request.get(request)
         if search is None or search.stage is not Stage.FOUND:
@@ -252,10 +253,10 @@ class Lookups:
         return search is not None and search.plan is not None and search.plan.layerwise
 
     def note_failures(self, invalid: set[int]) -> bool:
-        """Some rank reported failed device blocks: the loads that they belong to end before them.
+        """A rank reported failed device blocks: each of their loads counts as arrived only up to its first failed one.
 
-        Ranks report at different times, and a request counts as arrived only when the last one has. True when a
-        forward pass has read such blocks.
+        Ranks report at different times; a load has ended when the last rank reported it. True when a forward pass has
+        read such blocks.
         """
         read = False
         for search in self._by_request.values():
@@ -290,10 +291,10 @@ class Lookups:
                 )
             )
         self._forget(search)
-        return self.told(arrived), failed
+        return self.counted_sources(arrived), failed
 
-    def let_go(self, request: str, computed: int) -> None:
-        """The engine computes all that follows the first `computed` blocks: count what it does not load, and drop."""
+    def decline(self, request: str, computed: int) -> None:
+        """The engine loads nothing and computes all blocks after the first `computed`: count those, and drop."""
         search = self._by_request.get(request)
         if search is None or search.stage is Stage.LOADING:
             return
@@ -306,10 +307,10 @@ class Lookups:
         self.drop(request)
 
     def drop(self, request: str) -> None:
-        """The request needs its lookup no more. A load that runs keeps its lease until it ends.
+        """The request needs its lookup no more. A running load keeps its lease until it ends.
 
-        The lease is given back at once, before its answer has come if need be: with no request left the engine takes
-        no step in which that could be done later.
+        The lease is released at once, even before the answer has come: with no request left the engine may take no
+        further step in which to do it.
         """
         search = self._by_request.get(request)
         if search is None or search.stage is Stage.LOADING:
@@ -319,7 +320,7 @@ class Lookups:
         self._forget(search)
 
     def _note_unloaded(self, search: Search, computed: int, taken: int) -> None:
-        """Of what was found, all but the first `computed` blocks and the `taken` ones behind them is computed."""
+        """Count found blocks that are computed: all but the first `computed` and the `taken` after them."""
         end = search.skip + len(search.slots)
         held = computed + taken if computed >= search.skip else search.skip
         left = max(0, end - max(held, search.skip))
@@ -352,14 +353,14 @@ class Lookups:
             del self._by_request[search.request]
 
     def _reply_deadline_s(self, search: Search) -> float:
-        """How long the manager's answer is waited for: as long as what it can save takes, within bounds; and hardly at
-        all while the manager is silent."""
+        """How long to wait for the manager's answer: as long as computing the blocks would take, within bounds; the
+        least while the manager has not answered an earlier lookup in time."""
         prefill_s = self._cost.prefill_s(search.wanted - search.skip, search.skip)
-        if self._silent or prefill_s is None:
+        if self._manager_slow or prefill_s is None:
             return REPLY_DEADLINE_S
         return min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
 
     def _patience_s(self, search: Search, offset: int) -> float:
-        """How long waiting for what is on its way can still beat computing it."""
+        """How long to wait for blocks that are being read from disk: no longer than computing them takes."""
         prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
         return ARRIVAL_DEADLINE_S if prefill_s is None else min(prefill_s, ARRIVAL_DEADLINE_S)

@@ -13,27 +13,27 @@ _SALT_BYTES = 16
 
 
 class KeySalt:
-    """Nothing while the weights are those that were loaded; a name where the trainer gives one; else a random number,
-    with which blocks mean something to this engine alone."""
+    """Empty while the weights are those that were loaded; after a change a digest of the version that the trainer
+    gives, or else a random number, which no other engine has."""
 
     def __init__(self, version: str = "") -> None:
         self.value = _of(version) if version else b""
-        self._told = False
+        self._warned = False
         self.named = bool(version)
 
     def renew(self) -> None:
-        """Nobody has these keys, and nobody else will."""
+        """Make keys that no engine had before and no other engine will have."""
         self.value = os.urandom(_SALT_BYTES)
         self.named = False
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "the cache was reset or the weights changed in memory: from now on blocks are kept for this engine's "
                 "life only; a weights_version makes them outlive it"
             )
 
     def name(self, version: str) -> bool:
-        """Keys of the weights that the trainer calls so; False when they have that name already."""
+        """Make the keys of weights with this version; False when they are in use already."""
         value, before = _of(version), self.value
         self.value, self.named = value, True
         return value != before

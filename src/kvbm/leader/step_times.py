@@ -1,4 +1,4 @@
-"""How long the engine's steps take: what the cost of computing is learnt from."""
+"""How long the engine's steps take: the cost model learns from it what computing costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IN_FLIGHT_MAX = 2
 
 
 class StepTimes:
-    """Steps that were scheduled and not heard of: prompt tokens, how deep they lie in the mean, and when."""
+    """Steps that were scheduled and have not ended: their prompt tokens, the tokens' mean position, and the time."""
 
     def __init__(self, cost: CostModel, clock: Clock) -> None:
         self._cost = cost
@@ -24,7 +24,7 @@ class StepTimes:
         return len(self._in_flight)
 
     def scheduled(self, prefill_tokens: int, prefill_position: float) -> None:
-        """A step that computes something was handed to the ranks."""
+        """A step with work to do went to the ranks."""
         self._in_flight.append((prefill_tokens, prefill_position, self._clock()))
 
     def ended(self) -> None:

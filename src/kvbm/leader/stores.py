@@ -1,8 +1,8 @@
-"""From computed blocks to slots: reserve what the manager lacks, plan the copy, commit when all ranks did it.
+"""From computed blocks to slots: reserve slots for blocks that the manager lacks, plan the copy, commit it.
 
-A block belongs to a request until that ends or is preempted, and is not overwritten before. So copies may run beside
-later steps, until the step that *releases* their store. A store without a request (lazy offload) is of free blocks:
-it is planned only while they hold what they held, and released with the next step.
+A block belongs to its request until the request ends or is preempted, and is not overwritten before. So copies may run
+beside later steps, until the step that *releases* their store. A store without a request (lazy offload) copies free
+blocks: it is planned only while their content is unchanged, and released with the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbm.protocol import Commit, Reserve, ReserveReply, StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
 OPEN_STORES_MAX = 2048
-SETTLE_S_MAX = 1.0
+PENDING_S_MAX = 1.0
 
 
 @dataclass(slots=True)
@@ -51,19 +51,19 @@ class Stores:
         self._failed: dict[int, set[int]] = {}
 
     @property
-    def waiting(self) -> bool:
-        """Reservations are unanswered."""
+    def unanswered(self) -> bool:
+        """Whether the manager has yet to answer a reservation."""
         return any(store.slots is None for store in self._asked.values())
 
     @property
-    def settling(self) -> bool:
-        """Answers or reports of young stores are still to come; old ones keep nobody busy."""
-        since_s = self._clock() - SETTLE_S_MAX
+    def pending(self) -> bool:
+        """Whether answers or reports of recent stores are still to come; the engine does not step on for older ones."""
+        since_s = self._clock() - PENDING_S_MAX
         return any(store.asked_s > since_s for store in (*self._asked.values(), *self._planned.values()))
 
     @property
     def plans_free_blocks(self) -> bool:
-        """The next plan may copy blocks of no request."""
+        """Whether the next plan may copy blocks that belong to no request."""
         return any(store.tags and store.slots is not None for store in self._asked.values())
 
     def ask(
@@ -95,7 +95,7 @@ class Stores:
         return True
 
     def replied(self, reply: ReserveReply) -> None:
-        """Slots for a reservation; one that was given up was given back then."""
+        """The manager's answer to a reservation. If the store was given up, so were its slots, unseen."""
         store = self._asked.get(reply.store)
         if store is not None:
             store.slots, store.generations = reply.slots, reply.generations
@@ -103,9 +103,8 @@ class Stores:
     def plan(
         self, gone: set[str], tag: Callable[[int], Hashable | None] | None = None
     ) -> tuple[StorePlan, ...]:
-        """The copies for this step. Requests in `gone` lost their device blocks with this step: now or never.
-
-        `tag` says what a free block holds now; whoever asks with tags must give it.
+        """The copies for this step. Requests in `gone` lose their device blocks in it: their stores are planned now or
+        given up. `tag` is `DeviceBlocks.tag` of this moment; required once `ask` was called with tags.
         """
         plans: list[StorePlan] = []
         now_s = self._clock()
@@ -114,7 +113,7 @@ class Stores:
                 if store.life != self._link.life:
                     del self._asked[store.number]
                 elif store.request in gone or now_s - store.asked_s > PLAN_AGE_S_MAX:
-                    # Before the answer comes: the engine may take no step afterwards in which to do it.
+                    # Not when the answer comes: the engine may take no further step in which to do it.
                     del self._asked[store.number]
                     self._give_back(store.number, len(store.device_blocks))
                 continue
@@ -133,7 +132,7 @@ class Stores:
                 if len(stale) == len(pairs):
                     self._give_back(store.number, len(pairs))
                     continue
-                # Handed out meanwhile: the copy is made with the others', and is not committed.
+                # Some blocks were handed out meanwhile: they are copied with the others, but not committed.
                 self._failed[store.number] = stale
             store.planned_slots = len(pairs)
             self._planned[store.number] = store
@@ -149,7 +148,7 @@ class Stores:
         return tuple(plans)
 
     def released(self, gone: set[str]) -> tuple[int, ...]:
-        """Planned stores whose device blocks may be overwritten from this step on. Once a step, after `plan`."""
+        """Planned stores whose device blocks may be overwritten from this step on. Called once a step, after `plan`."""
         released = []
         for store in self._planned.values():
             if store.request in gone or (store.tags and store.steps_planned):
@@ -158,7 +157,7 @@ class Stores:
         return tuple(released)
 
     def doubt(self) -> None:
-        """KV was computed on top of a load that failed: nothing that was asked up to now is committed."""
+        """KV may be wrong, or its keys are: no store that was asked for up to now is committed."""
         for store in self._asked.values():
             self._give_back(store.number, len(store.device_blocks))
         self._asked.clear()
@@ -166,7 +165,7 @@ class Stores:
             self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
 
     def reported(self, report: StepReport) -> None:
-        """Ranks finished stores; what all ranks finished is committed."""
+        """Ranks finished stores; a store that all ranks finished is committed."""
         for number, (ranks, failed, seconds) in report.stored.items():
             store = self._planned.get(number)
             if store is None:
@@ -181,7 +180,7 @@ class Stores:
                     self._link.send(Commit(store=number, failed=tuple(sorted(bad)), seconds=seconds))
 
     def lost(self) -> None:
-        """The session began anew: nothing that was asked before means anything now."""
+        """The session began anew: forget the stores of the one before."""
         life = self._link.life
         self._asked = {n: s for n, s in self._asked.items() if s.life == life}
         self._planned = {n: s for n, s in self._planned.items() if s.life == life}

@@ -1,4 +1,4 @@
-"""A request in the leader's words: what the engine says of it, what it is answered, what is remembered."""
+"""A request as the leader sees it: the engine's calls about it, the answers, and the leader's own notes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbm.hashing import derive_key
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """How many blocks after the computed ones can be loaded. With `later`, the engine should ask again.
 
-    With `layerwise` the request may be computed in the very step that loads them.
+    With `layerwise` the request may be computed in the same step that loads them.
     """
 
     blocks: int = 0
@@ -50,13 +50,13 @@ class Tracked:
     asked_blocks: int = 0
     begun: bool = False
     outdated: bool = False
-    """It stands on KV that must not be kept under the present keys: nothing of it is stored."""
+    """It is computed from KV that must not be stored under the present keys: none of its blocks is stored."""
 
     def extend_keys(self, count: int, fingerprint: bytes, extras: bytes) -> None:
         """Add the keys of blocks up to number `count`, as far as the engine has hashed them.
 
-        The manager keeps a namespace's blocks apart from all others. So the engine's own hash is the key, unless it is
-        of another length or there are `extras`, which it leaves out.
+        The manager keeps namespaces apart. So the engine's own hash is the key, unless its length is not that of a key,
+        or there are `extras`, which the hash does not cover.
         """
         fresh = cast(Sequence[BlockKey], self.hashes[len(self.keys) : count])
         if not extras and set(map(len, fresh)) <= {KEY_BYTES}:
@@ -67,7 +67,7 @@ class Tracked:
             self.keys.append(block_hash if whole else derive_key(fingerprint, block_hash, extras))
 
     def engine_hashes(self, start: int, end: int) -> bytes:
-        """What a reservation says of these blocks beside their keys: the engine's own hash of each, in `keys` or not.
+        """`Reserve.hashes` of these blocks: the engine's own hash of each.
 
         Empty where the keys are those hashes; zeros for a hash that is not as long as a key.
         """

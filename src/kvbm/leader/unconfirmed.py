@@ -1,4 +1,4 @@
-"""Blocks that a forward pass reads while they are being loaded: nobody else may count on them yet."""
+"""Blocks that a forward pass reads while they are being loaded: no other request may use them yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Unconfirmed:
-    """Requests whose loads run beside their forward pass: from which block on, and that block's hash."""
+    """Requests whose loads run beside their forward pass: the first loaded block of each, and its hash."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, bytes]] = {}
@@ -22,7 +22,7 @@ class Unconfirmed:
     def shared(self, hashes: Sequence[bytes], computed: int) -> bool:
         """Whether the engine found blocks on the device that another request's forward pass is still loading.
 
-        Only who loads them may read them until they are confirmed: if they fail, nobody else is to be told.
+        If such a load fails, the engine recomputes only the request that loads: no other may have read the blocks.
         """
         return any(
             first < min(computed, len(hashes)) and hashes[first] == block_hash

@@ -1,4 +1,4 @@
-"""`/metrics` over HTTP, on threads of its own."""
+"""Serves `/metrics` over HTTP, on threads of its own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvbm.settings import variable
 CONTENT_TYPE = "text/plain; charset=utf-8"
 CONNECTIONS_MAX = 8
 CLIENT_TIMEOUT_S = 5.0
-"""A scraper that sends or reads nothing for this long is cut off."""
+"""The connection of a scraper that sends or reads nothing for this long is closed."""
 
 PORTS = 1 << 16
 _STOP_POLL_S = 0.05
 
 
 class PortTaken(SettingsError):
-    """Somebody else listens on that port."""
+    """Another process listens on the port."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -39,10 +39,10 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer would look up the host's full name here, which can wait on a name server.
+        # HTTPServer would look up the host's full name here, and may wait for a name server.
         socketserver.TCPServer.server_bind(self)
 
-    # The stubs name socket or (bytes, socket) here; all we do is hand it on, hence the ignores.
+    # The type stubs name `socket | (bytes, socket)`; we only pass the request on, hence the ignores.
     def process_request(self, request: object, client_address: object) -> None:
         if not self._connections.acquire(blocking=False):
             self.shutdown_request(request)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ class _Server(ThreadingHTTPServer):
             self._connections.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A scraper that hangs up half way is its own affair; nothing is printed."""
+        """Print nothing: a scraper that closes its connection early is no error of ours."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -80,14 +80,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Scrapes are not logged."""
+        """Do not log scrapes."""
 
 
 class MetricsServer:
     """Serves `render()` at `http://host:port/metrics`; every other path is 404.
 
-    The socket is bound by the constructor, so a port in use is known before anything else starts; answering
-    begins with `start`. `render` is called on the server's threads.
+    The constructor binds the socket, so that a port in use is found before anything else starts; `start` begins to
+    answer. `render` is called on the server's threads.
     """
 
     def __init__(self, render: Callable[[], str], host: str, port: int) -> None:
@@ -103,12 +103,12 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port that is bound: the one asked for, or the one the kernel chose for 0."""
+        """The bound port: the given one, or for 0 the one that the kernel chose."""
         return int(self._server.server_address[1])
 
     @property
     def url(self) -> str:
-        """Where to scrape."""
+        """The address to scrape."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}/metrics"
 
@@ -130,9 +130,9 @@ class MetricsServer:
 
 
 def bind_nearby(render: Callable[[], str], host: str, port: int, tries: int) -> MetricsServer | None:
-    """A `MetricsServer` at the first of `tries` ports from `port` on that nobody listens on; None where all are taken.
+    """A `MetricsServer` at the first free port of the `tries` ports from `port` on; None if all are in use.
 
-    Raises SettingsError, as the constructor does, for an address or a port that cannot be had at all.
+    Raises SettingsError, as the constructor does, for an address or a port that cannot be used at all.
     """
     for candidate in range(port, min(port + tries, PORTS)):
         try:

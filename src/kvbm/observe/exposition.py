@@ -1,6 +1,6 @@
-"""The numbers as Prometheus text (format 0.0.4).
+"""Writes the metrics as Prometheus text (format 0.0.4).
 
-prometheus_client is not used here: it appends `_total` to every counter, and the original's names have none.
+prometheus_client cannot do this: it appends `_total` to the name of every counter, and the original's names have none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _lines(metrics: Metrics) -> Iterator[str]:
 
 
 def _histogram_lines(metric: Metric, pairs: list[str], histogram: Histogram) -> Iterator[str]:
-    # One copy first: `_count` must equal the last bucket although the owner goes on counting.
+    # A copy: `_count` must equal the last bucket, although the owner continues to count.
     counts, total = list(histogram.counts), histogram.total
     cumulative = 0
     for bound, count in zip((*histogram.bounds, math.inf), counts, strict=True):

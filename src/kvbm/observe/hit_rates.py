@@ -1,4 +1,4 @@
-"""Hit rates over the last requests, as gauges and as the log line that users of the original grep for."""
+"""Hit rates over the last requests, for the gauges and for a log line that users of the original search for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvbm.clock import Clock
 
 
 class HitCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that requests asked for, and how many of them each tier held."""
+    """How many blocks requests asked for, and how many of them each tier held."""
 
     queried_blocks: int = 0
     host_blocks: int = 0
@@ -40,7 +40,7 @@ class HitRateWindow:
         self._queried = self._host = self._disk = 0
 
     def record(self, counts: HitCounts) -> None:
-        """Add one finished request; one that asked for no block says nothing and is left out."""
+        """Add one finished request. A request that asked for no block is left out."""
         if counts.queried_blocks == 0:
             return
         found = counts.host_blocks + counts.disk_blocks
@@ -61,7 +61,7 @@ class HitRateWindow:
 
 
 class HitRateLog:
-    """Decides when the hit rates are worth a line: something was asked, something changed, not too often."""
+    """Decides when the hit rates are logged: after a request, if they changed, and not too often."""
 
     def __init__(self, engine_id: str, interval_s: float, clock: Clock) -> None:
         self._engine_id = engine_id
@@ -72,7 +72,7 @@ class HitRateLog:
 
     def line(self, totals: HitCounts) -> str:
         """The line to log now, or an empty string."""
-        # Nothing asked yet is the state that counts as logged at the start.
+        # At the start `_logged` holds no request, so nothing is logged before the first one.
         if totals == self._logged:
             return ""
         now_s = self._clock()
@@ -83,7 +83,7 @@ class HitRateLog:
 
 
 def hit_rate_line(engine_id: str, totals: HitCounts) -> str:
-    """The original's line, letter for letter."""
+    """The same line as the original writes."""
     return (
         f"KVBM [worker-{engine_id}] Cache Hit Rates -"
         f" Host: {totals.host_rate:.1%} ({totals.host_blocks}/{totals.queried_blocks}),"

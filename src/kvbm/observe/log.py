@@ -1,4 +1,4 @@
-"""Logging: one line per record on stderr, and the lines that sum up a process for its operator."""
+"""Logging: one line per record on stderr, and the lines that summarize a process for its operator."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ else:
 
 
 class _Handler(_TextHandler):
-    """Ours, so that a second `configure` finds it."""
+    """A class of our own, so that a second `configure` recognizes the handler of the first."""
 
 
 def configure(level: str, stream: TextIO | None = None) -> None:
-    """Log what is at least as severe as `level` (a word of `DYN_LOG`) to `stream`, stderr if None.
+    """Log records of `level` (a word of `DYN_LOG`) and above to `stream`, stderr if None.
 
-    Only the `kvbm` logger is touched: inside an engine the rest of the logging is the engine's. May be called
-    again; the last call wins.
+    Only the `kvbm` logger is changed: inside an engine all other logging is the engine's. May be called again; the last
+    call counts.
     """
     assert level in _LEVELS, f"no level is called {level}"
     logger = logging.getLogger(ROOT_LOGGER)
@@ -74,12 +74,12 @@ def configure(level: str, stream: TextIO | None = None) -> None:
 
 
 def key_values(**fields: object) -> str:
-    """`key=value` pairs in the order given; None is left out, a value with blanks or quotes is quoted."""
+    """`key=value` pairs in the given order. None is left out; a value with blanks or quotes is quoted."""
     return " ".join(f"{name}={_value(value)}" for name, value in fields.items() if value is not None)
 
 
 def start_line(role: str, **fields: object) -> str:
-    """The first line of a process's log: its role, then what it was started with."""
+    """The first line of a process's log: its role, then the values that it was started with."""
     return "start " + key_values(role=role, **fields)
 
 
@@ -97,7 +97,7 @@ _OFFLOADED = ("kvbm_offload_blocks_d2h", "kvbm_offload_blocks_d2d")
 
 
 def traffic_line(before: Snapshot, after: Snapshot, seconds: float) -> str:
-    """What moved between two snapshots, and how full the tiers are; an empty string when nothing moved.
+    """A line about the blocks that moved between two snapshots, and how full the tiers are; empty if none moved.
 
     As in: `last 60 s: stored 128 blocks (402 MB), loaded 64 (201 MB: 40 host, 24 disk), evicted 12 host
     0 disk, failures 0, host 61% full, disk 12% full`. Only tiers that exist are named.

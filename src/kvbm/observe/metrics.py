@@ -1,7 +1,7 @@
-"""Every metric we have, in one table, and the plain numbers behind them.
+"""The table of all metrics, and the numbers behind it.
 
-The numbers belong to one thread: it alone changes them, without a lock. The exporter's threads only read; they may
-see one metric a moment newer than another.
+Only one thread changes the numbers, without a lock. The exporter's threads only read; they may see one metric a moment
+newer than another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 
 class MetricKind(enum.Enum):
-    """The Prometheus type; the value is its word in the exposition format."""
+    """The types of Prometheus; the value is the type's word in the exposition format."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -23,7 +23,7 @@ class MetricKind(enum.Enum):
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A label and every value that it may have: labels are bounded, never keys, request ids or addresses."""
+    """A label and all its values. Labels are bounded: keys, request ids and addresses are never among them."""
 
     name: str
     values: tuple[str, ...]
@@ -32,8 +32,8 @@ class Label(msgspec.Struct, frozen=True):
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the table.
 
-    `compatible` marks a series of the original: its exact name, no labels. `at_zero` counters are exported
-    from the start with every combination of label values, so that a rate sees the first event.
+    `compatible` marks a series of the original, with its exact name and no labels. `at_zero` counters are exported from
+    the start with every combination of label values, so that a rate includes the first event.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TIERS = ("device", "host", "disk", "remote")
-"""The tiers' names in labels, top down."""
+"""The names of the tiers in labels, from the top down."""
 
 TRANSFER_BUCKETS_S = (
     0.0001,
@@ -66,7 +66,7 @@ TRANSFER_BUCKETS_S = (
     5.0,
     10.0,
 )
-"""Upper bounds of the transfer histogram: from one small block in memory to a batch from a slow store."""
+"""Upper bounds of the transfer histogram, for anything from one small block in memory to a batch on a slow disk."""
 
 _SOURCE = Label("source", TIERS)
 _TARGET = Label("target", TIERS)
@@ -120,7 +120,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_transfer_bytes_total",
         kind=_COUNTER,
-        help="Bytes moved from one tier to another, counted when the move has succeeded",
+        help="Bytes moved from one tier to another, counted after the move has succeeded",
         labels=(_SOURCE, _TARGET),
     ),
     Metric(
@@ -133,13 +133,13 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_queue_blocks",
         kind=_GAUGE,
-        help="Blocks that wait in a queue or are on their way from it",
+        help="Blocks that wait in a queue or are in flight from it",
         labels=(Label("queue", ("offload", "onboard")),),
     ),
     Metric(
         name="kvbm_pool_blocks",
         kind=_GAUGE,
-        help="Slots of a tier by state; the states add up to the tier's capacity. Where disk is the only tier, host is "
+        help="Slots of a tier by state; the states add up to the tier's capacity. If disk is the only tier, host is "
         "its staging area",
         labels=(_TIER, Label("state", ("free", "filling", "resident"))),
     ),
@@ -163,15 +163,15 @@ TABLE: tuple[Metric, ...] = (
         name="kvbm_failures_total",
         kind=_COUNTER,
         help="Blocks that could not be read, written or loaded, by tier: corrupt (a checksum did not match), io, load "
-        "(found in this tier and promised, and did not reach the device)",
+        "(found in this tier and promised, but not copied to the device)",
         labels=(_TIER, Label("kind", ("corrupt", "io", "load"))),
         at_zero=True,
     ),
     Metric(
         name="kvbm_skipped_offloads_total",
         kind=_COUNTER,
-        help="Blocks that were not offloaded, by reason: no room, refused by the admission policy (filter), beyond "
-        "the day's write budget, queue full, evicted before their turn, tier off",
+        help="Blocks that were not offloaded, by reason: no room (full), refused by the admission policy (filter), "
+        "beyond the day's write budget (budget), queue full, evicted before their turn, tier off",
         labels=(Label("reason", ("full", "filter", "budget", "queue_full", "evicted", "tier_off")),),
         at_zero=True,
     ),
@@ -205,10 +205,10 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_unloaded_blocks_total",
         kind=_COUNTER,
-        help="Blocks that were found beyond those on the device, and that engines computed all the same, by reason: "
-        "that is faster (cost), the answer or the bytes came too late (deadline), host memory had no room to bring "
-        "them up (no_room), a lease or a session had ended (stale), the tier did not give them (refused), a rank "
-        "could not copy them (failed), the engine went on without them (unused)",
+        help="Blocks that were found beyond those on the device, but that engines computed, by reason: computing was "
+        "faster (cost), the answer or the bytes came too late (deadline), host memory had no room for them "
+        "(no_room), a lease or a session had ended (stale), the tier refused them or found them damaged "
+        "(refused), a rank could not copy them (failed), the engine continued without them (unused)",
         labels=(Label("reason", ("cost", "deadline", "no_room", "stale", "refused", "failed", "unused")),),
         at_zero=True,
     ),
@@ -232,12 +232,12 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_leases_expired_total",
         kind=_COUNTER,
-        help="Leases that ended at their deadline instead of by release",
+        help="Leases that ended at their deadline, not by a release",
         at_zero=True,
     ),
     Metric(name="kvbm_engines", kind=_GAUGE, help="Engines that are connected"),
 )
-"""Every metric that exists; nothing else can be counted."""
+"""Every metric. Others cannot be counted."""
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in TABLE}
 
@@ -245,7 +245,7 @@ BY_NAME: dict[str, Metric] = {metric.name: metric for metric in TABLE}
 class Histogram:
     """How many observations fell into each bucket, and their sum.
 
-    `counts` holds one number per bound and one for what lies above the last; they are not cumulative.
+    `counts` has one number for each bound, and one for the values above the last bound. They are not cumulative.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -256,7 +256,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one observation; a value equal to a bound belongs below it."""
+        """Count one observation. A value equal to a bound is counted below it."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -269,9 +269,9 @@ Snapshot = Mapping[tuple[str, ...], float]
 
 
 class Metrics:
-    """The numbers behind the table. One thread changes them; any thread may read.
+    """The numbers behind the table. One thread changes them; any thread may read them.
 
-    An unknown name, label or label value is a programmer's error, an `AssertionError`.
+    An unknown name, label or label value is an error of the programmer: an `AssertionError`.
     """
 
     def __init__(self) -> None:
@@ -301,18 +301,18 @@ class Metrics:
         series.observe(value)
 
     def value(self, name: str, /, **labels: str) -> float:
-        """The value of one series (a histogram's number of observations); 0 if nothing was counted yet."""
+        """The value of one series (of a histogram: the number of observations); 0 if nothing was counted yet."""
         rows, values = self._find(name, None, labels)
         return _number(rows.get(values))
 
     def series(self) -> Iterator[tuple[Metric, list[tuple[Labels, float | Histogram]]]]:
         """Each metric with its label values and numbers, in the table's order. Any thread."""
         for metric in TABLE:
-            # One C call takes the copy, so the owner's next new series cannot change the dict under it.
+            # One call in C makes the copy, so a series that the owner adds cannot change the dict meanwhile.
             yield metric, list(self._series[metric.name].items())
 
     def snapshot(self) -> Snapshot:
-        """All values now, for comparing with a later snapshot. Any thread."""
+        """All values at this moment, to compare them with a later snapshot. Any thread."""
         return {
             (metric.name, *values): _number(number)
             for metric, rows in self.series()
@@ -322,7 +322,7 @@ class Metrics:
     def _find(
         self, name: str, kind: MetricKind | None, labels: Mapping[str, str]
     ) -> tuple[dict[Labels, float | Histogram], Labels]:
-        """All series of a metric, and the label values of the one that is meant."""
+        """All series of a metric, and the label values that name one of them."""
         metric = BY_NAME.get(name)
         assert metric is not None, f"no metric is called {name}"
         assert kind is None or metric.kind is kind, f"{name} is a {metric.kind.value}"

@@ -1,4 +1,4 @@
-"""The metrics page of the docs, from the table.
+"""Writes the metrics page of the docs from the table.
 
 `python -m kvbm.observe.reference > docs/reference/metrics.md` writes it; a test checks that it is up to date.
 """
@@ -17,15 +17,15 @@ _HEAD = f"""\
 
 `{variable("metrics")}=true` serves these at `http://127.0.0.1:6880/metrics` (`{variable("metrics_host")}`,
 `{variable("metrics_port")}`). Sizes are bytes, times are seconds. Counters rise when the work has succeeded, not
-when it is begun.
+when it begins.
 """
 
 _COMPATIBLE = """
 ## Names of the original
 
-The 13 series of NVIDIA Dynamo's KVBM, with its names and without labels, so that existing dashboards go on
-working. In these names `h2d` means host to disk under *offload* and host to device under *onboard*; the new
-series say it in labels.
+The 13 series of NVIDIA Dynamo's KVBM, with its names and without labels, so that existing dashboards continue to
+work. In these names `h2d` means host to disk under *offload* and host to device under *onboard*; the new
+series name both tiers in labels.
 
 | Name | Type | Meaning |
 | --- | --- | --- |

@@ -4,7 +4,6 @@ from kvbm.settings.advice import (
     admission_name,
     available_memory_bytes,
     container_limit_bytes,
-    default_host_bytes,
     disk_slots,
     host_memory_field,
     host_slots,
@@ -16,7 +15,7 @@ from kvbm.settings.advice import (
     staging_slots,
 )
 from kvbm.settings.load import LoadedSettings, load_settings, process_environment
-from kvbm.settings.parse import GB, parse_bool, parse_count, parse_gb, parse_size, parse_socket_path
+from kvbm.settings.parse import GB, parse_count, parse_size, parse_socket_path
 from kvbm.settings.schema import FIELDS, SCHEMA, Settings, variable
 from kvbm.settings.setting import Kind, Setting
 
@@ -31,15 +30,12 @@ __all__ = [
     "admission_name",
     "available_memory_bytes",
     "container_limit_bytes",
-    "default_host_bytes",
     "disk_slots",
     "host_memory_field",
     "host_slots",
     "load_settings",
     "manager_notices",
-    "parse_bool",
     "parse_count",
-    "parse_gb",
     "parse_size",
     "parse_socket_path",
     "process_environment",

@@ -1,6 +1,6 @@
-"""What the settings come to on this machine: default sizes, block counts, and notices about odd choices.
+"""Conclusions from the settings: default sizes, numbers of blocks, and notices about choices that may surprise.
 
-Nothing here changes anything; the functions are pure but for the two that read how much memory there is.
+All functions are pure, except the two that read how much memory there is.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from pathlib import Path
 
 from kvbm.present.numbers import format_bytes
 from kvbm.settings.parse import GB, reject
-from kvbm.settings.schema import FIELDS, Settings
+from kvbm.settings.schema import FIELDS, Settings, variable
 from kvbm.settings.setting import Kind
 
 DEFAULT_ORIGIN = "default"
-"""Where a setting comes from that nobody set."""
+"""The origin of a setting that nobody set."""
 
 DEFAULT_HOST_BYTES_MAX = 4 * GB
 DEFAULT_HOST_MEMORY_SHARE = 4
 """The default host tier takes at most one part in this many of the available memory."""
 
 DISK_STORES_MAX = 48
-"""Blocks that the disk tier lets be on their way to it at one time, so that loads always find room."""
+"""The most blocks in flight to the disk tier at one time, so that its queue always has room for loads."""
 
 _TRANSFER_FIELDS = ("max_concurrent_transfers", "max_transfer_batch_size")
 
@@ -56,7 +56,7 @@ def staging_slots(settings: Settings, block_bytes: int) -> int:
 def admission_name(settings: Settings) -> str:
     """The name of the admission policy of the disk tier.
 
-    Without a host tier every block enters, but for the write budget: there is nowhere else to keep it.
+    Without a host tier every block enters, within the write budget: there is no other place to keep it.
     """
     if settings.disk_on and not settings.host_on:
         return "all"
@@ -71,7 +71,7 @@ def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: 
         return 0
     if size_bytes < block_bytes:
         raise reject(
-            FIELDS[field].variable, f"{size_bytes} bytes", f"room for one block at least, {block_bytes} bytes"
+            variable(field), f"{size_bytes} bytes", f"room for one block at least, {block_bytes} bytes"
         )
     return size_bytes // block_bytes
 
@@ -86,8 +86,8 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         )
     if settings.peer_uids and not settings.manager:
         lines.append(
-            f"{FIELDS['peer_uids'].variable} has no effect: a socket that nobody named"
-            f" ({FIELDS['manager'].variable}) is for one user"
+            f"{variable('peer_uids')} has no effect without a named socket ({variable('manager')}):"
+            " any other socket is for one user"
         )
     if not settings.metrics:
         lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, _needing("metrics"))
@@ -122,7 +122,7 @@ def _staging_notices(settings: Settings) -> list[str]:
             f" {format_bytes(settings.staging_bytes)} of host memory"
         ),
         *(
-            f"{FIELDS[field].variable} has no effect: without a host tier every block is written at once"
+            f"{variable(field)} has no effect: without a host tier every block is written at once"
             for field, asked in unread.items()
             if asked
         ),
@@ -130,20 +130,20 @@ def _staging_notices(settings: Settings) -> list[str]:
 
 
 def _transfer_line(settings: Settings) -> str:
-    """Two settings of the original of which only the product is left, and that within the disk tier's own bound."""
+    """A line about two settings of the original: only their product counts here, up to the disk tier's own limit."""
     batches, size = settings.max_concurrent_transfers, settings.max_transfer_batch_size
     taken = f", of which the disk tier takes {DISK_STORES_MAX}" if batches * size > DISK_STORES_MAX else ""
     return (
-        f"{FIELDS['max_concurrent_transfers'].variable}={batches} times"
-        f" {FIELDS['max_transfer_batch_size'].variable}={size}: only their product counts,"
+        f"{variable('max_concurrent_transfers')}={batches} times"
+        f" {variable('max_transfer_batch_size')}={size}: only their product counts,"
         f" {batches * size} blocks on their way to disk at one time{taken}"
     )
 
 
 def _asked(settings: Settings, origins: Mapping[str, str], field: str) -> bool:
-    """The user set it, and not to off: a switch as it is by default, or a size or number of 0, asks for nothing.
+    """Whether the user set it to something other than off.
 
-    Where the default is no value at all, 0 is one.
+    A switch in its default position is off, and so is a size or a number of 0, unless the default is None.
     """
     if origins.get(field, DEFAULT_ORIGIN) == DEFAULT_ORIGIN or FIELDS[field].no_effect:
         return False
@@ -157,13 +157,13 @@ def _asked(settings: Settings, origins: Mapping[str, str], field: str) -> bool:
 
 
 def _no_effect(why: str, settings: Settings, origins: Mapping[str, str], fields: Iterable[str]) -> list[str]:
-    """One line that names all that the user set of these, or none."""
-    asked = [FIELDS[field].variable for field in fields if _asked(settings, origins, field)]
+    """One line that names those of the fields that the user set; no line if there are none."""
+    asked = [variable(field) for field in fields if _asked(settings, origins, field)]
     return [f"no effect {why}: {', '.join(asked)}"] if asked else []
 
 
 def size_notices(host_blocks: int, device_blocks: int) -> list[str]:
-    """A line when the host tier is smaller than the engine's own cache, which gives next to no hits."""
+    """A line if the host tier is smaller than the engine's own cache: such a tier gives almost no hits."""
     if not 0 < host_blocks < device_blocks:
         return []
     line = f"the host tier holds {host_blocks} blocks, fewer than the device's {device_blocks}:"
@@ -171,18 +171,18 @@ def size_notices(host_blocks: int, device_blocks: int) -> list[str]:
 
 
 def host_memory_field(settings: Settings) -> str:
-    """The variable that says how much host memory blocks go through: that of the tier, or of the staging area."""
+    """The variable that sets the size of the host memory in use: of the host tier, or of the staging area."""
     if not settings.host_on:
-        return FIELDS["staging_bytes"].variable
-    return FIELDS["host_blocks" if settings.host_blocks else "host_bytes"].variable
+        return variable("staging_bytes")
+    return variable("host_blocks" if settings.host_blocks else "host_bytes")
 
 
 def request_notices(
     settings: Settings, slots: int, block_bytes: int, block_tokens: int, request_blocks: int, namespaces: int
 ) -> list[str]:
-    """A line when one request may have more blocks than the host memory they go through, with the size that holds it.
+    """A line if one request may need more blocks than there is host memory for, with the size that would hold it.
 
-    `slots` is what each of `namespaces` has.
+    Each of `namespaces` has `slots` blocks of host memory.
     """
     if request_blocks <= slots:
         return []
@@ -198,9 +198,9 @@ def request_notices(
 
 
 def shared_request_notices(slots: int, block_bytes: int, block_tokens: int, request_blocks: int) -> list[str]:
-    """The same for an engine of a shared manager, whose settings it does not know; `slots` is 0 without a host tier.
+    """The same for an engine of a shared manager, which does not know that manager's settings.
 
-    There may be a disk, which keeps more.
+    `slots` is 0 without a host tier. The manager may have a disk tier, which keeps more.
     """
     if not 0 < slots < request_blocks:
         return []
@@ -217,12 +217,12 @@ def _cut_line(slots: int, request_blocks: int, block_tokens: int, held: str) -> 
 
 
 def _gigabytes(size_bytes: int) -> str:
-    """Rounded up, so that it holds so much."""
+    """The size in GB, rounded up, so that a setting of this value is large enough."""
     return f"{-(-size_bytes // 10**6) / 1e3:.3f}".rstrip("0").rstrip(".")
 
 
 def shared_manager_notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
-    """For engines: a line that names what was set beside a shared manager and is that manager's own affair."""
+    """For engines: a line that names the settings that only the shared manager's own environment can change."""
     if not settings.manager:
         return []
     why = f"in an engine of the manager at {settings.manager}, which has its own"
@@ -234,7 +234,7 @@ def shared_manager_notices(settings: Settings, origins: Mapping[str, str]) -> li
 
 
 def manager_notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
-    """For `kvbm manager`: a line that names what was set and is each engine's own affair."""
+    """For `kvbm manager`: a line that names the settings that only an engine reads."""
     return _no_effect("in a manager, as engines read it", settings, origins, _read_by("engine"))
 
 
@@ -250,9 +250,9 @@ def available_memory_bytes(
     meminfo: Path = Path("/proc/meminfo"),
     cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max"),
 ) -> int | None:
-    """Memory that can be used: what the kernel calls available, or the container's limit if that is less.
+    """The memory that can be used: the kernel's MemAvailable, or the container's limit if that is less.
 
-    None where neither can be read.
+    None if neither can be read.
     """
     limit_bytes = container_limit_bytes(cgroup_limit)
     found = [] if limit_bytes is None else [limit_bytes]
@@ -267,7 +267,7 @@ def available_memory_bytes(
 
 
 def container_limit_bytes(cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """Memory that this container may use at all; None without a limit."""
+    """The most memory that this container may use; None without a limit."""
     try:
         return int(cgroup_limit.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Variables of the original that are accepted and set nothing here, so that its deployments start unchanged."""
+"""Variables of the original that are accepted without effect, so that its deployments start unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Ineffective(msgspec.Struct, frozen=True):
-    """A variable of the original that is accepted and does nothing here; `reason` says why.
+    """A variable of the original without effect here; `reason` says why.
 
     A name that ends in `*` stands for every name that begins so. A `switch` that is off draws no warning.
     """
@@ -36,7 +36,7 @@ INEFFECTIVE: tuple[Ineffective, ...] = (
     Ineffective("DYN_KVBM_NIXL_BACKEND_*", "NIXL backends are not chosen here"),
     Ineffective("DYN_KVBM_OBJECT_*", "object storage is not set up by these variables"),
 )
-"""Variables of the original that are accepted, with a warning, and do nothing."""
+"""Variables of the original that are accepted without effect, with a warning."""
 
 OTHER_VARIABLES = ("DYN_SDK_DISABLE_ANSI_LOGGING",)
-"""Variables of the original that ask for what we always do (plain log text): accepted without a word."""
+"""Variables of the original that ask for something we always do (plain log text): accepted without a warning."""

@@ -1,4 +1,4 @@
-"""Settings from their four sources: command line, environment, file, default, in this order of precedence."""
+"""Loads the settings from their four sources: command line, environment, file and default, in order of precedence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings and where each came from.
 
     `origins` maps every field to `command line`, `environment NAME`, `file PATH` or `default`. `warnings` are
-    lines about something that was asked for and is not done; `notices` are lines about what was chosen.
+    lines about wishes that are not fulfilled; `notices` are lines about choices that may surprise.
     """
 
     settings: Settings
@@ -40,7 +40,7 @@ class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """A value, where it came from, and what the user calls it there."""
+    """A value, its origin, and the name that the user gave it there. Of two, the one of higher `rank` counts."""
 
     value: object
     origin: str
@@ -65,8 +65,8 @@ def load_settings(
 
     `overrides` maps field names to values (text as on the command line, or numbers and booleans; None counts
     as not given); `overrides_origin` says what they are called in `origins`. `file` is a TOML file of field
-    names; without it, `DYN_KVBM_CONFIG` may name one. `memory_bytes` is the memory available for a default
-    host tier.
+    names; without it, `DYN_KVBM_CONFIG` may name one. `memory_bytes` is the memory that is available: the default
+    size of the host tier depends on it.
     """
     warnings: list[str] = []
     found: dict[str, _Found] = {}
@@ -80,7 +80,7 @@ def load_settings(
     ):
         found.update({name: msgspec.structs.replace(item, rank=rank) for name, item in source.items()})
     _drop_outranked_counts(found, warnings)
-    _settle_admission(found, warnings)
+    _drop_outranked_admission(found, warnings)
     settings = _assemble(found, environ)
     warnings.extend(_remarks_on_values(found))
     origins = {name: found[name].origin if name in found else DEFAULT_ORIGIN for name in FIELDS}
@@ -95,14 +95,14 @@ def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> dict[s
     for setting in SCHEMA:
         text = environ.get(setting.variable, "")
         if not text.strip():
-            # Empty is unset: `export X=` is how a shell takes a variable back.
+            # Empty is unset: users write `export X=` to take a variable back.
             continue
         try:
             value = _parse(setting, setting.variable, text, in_gb=setting.variable.endswith("_GB"))
         except SettingsError as error:
             if setting.kind is not Kind.LOG:
                 raise
-            # DYN_LOG is a filter that all of Dynamo shares; a form that is not ours must not stop an engine.
+            # All of Dynamo reads DYN_LOG; a filter in a form that we do not know must not stop an engine.
             warnings.append(str(error))
             continue
         if setting.inverted:
@@ -116,7 +116,7 @@ def _from_overrides(overrides: Mapping[str, object], origin: str) -> dict[str, _
     found: dict[str, _Found] = {}
     for field, value in overrides.items():
         if field not in FIELDS:
-            # An engine's configuration hands its users' words through: this is their mistake, not a programmer's.
+            # The names come from an engine's configuration file: a wrong one is its user's mistake, not a programmer's.
             raise parse.reject(str(field), value, f"no setting has this name{_nearest(str(field), FIELDS)}")
         if value is None:
             continue
@@ -158,7 +158,7 @@ def one_line(error: Exception) -> str:
 
 
 def _parse_value(setting: Setting, label: str, value: object) -> object:
-    """A value of the command line or a file: typed values go through the same rules as text."""
+    """A value of the command line or a file. Numbers and booleans follow the same rules as text."""
     if isinstance(value, bool):
         value = "true" if value else "false"
     elif isinstance(value, (int, float)):
@@ -203,10 +203,10 @@ def _drop_outranked_counts(found: dict[str, _Found], warnings: list[str]) -> Non
             del found[count]
 
 
-def _settle_admission(found: dict[str, _Found], warnings: list[str]) -> None:
-    """The name of an admission policy wins over the switch of the original, but not over one of higher precedence.
+def _drop_outranked_admission(found: dict[str, _Found], warnings: list[str]) -> None:
+    """The name of an admission policy wins over the switch of the original, unless the switch has a higher precedence.
 
-    Nothing is said where both ask for the same.
+    There is no warning if both ask for the same.
     """
     name, switch = found.get("disk_admission"), found.get("disk_offload_filter")
     if name is None or switch is None:
@@ -243,7 +243,7 @@ def _with_some_tier(
 
 
 def _remarks_on_names(environ: Mapping[str, str]) -> list[str]:
-    """Warnings about variables that do nothing here, and about names that nobody knows."""
+    """Warnings about variables without effect, and about unknown names."""
     known = {setting.variable for setting in SCHEMA} | {FILE_VARIABLE, *OTHER_VARIABLES}
     lines: list[str] = []
     for name in sorted(environ):
@@ -259,7 +259,7 @@ def _remarks_on_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def _remarks_on_values(found: Mapping[str, _Found]) -> list[str]:
-    """Warnings about settings that ask for what this build does not do; switching it off asks for nothing."""
+    """Warnings about settings that this build reads and does not act on, unless they switch something off."""
     defaults = Settings()
     return [
         f"{item.label} has no effect: {FIELDS[field].no_effect}"
@@ -277,7 +277,7 @@ def _ineffective(name: str) -> Ineffective | None:
 
 
 def _nearest(name: str, known: Mapping[str, Setting] | set[str]) -> str:
-    # The common prefix would make every pair of names look alike.
+    # With the common prefix, every two names would be similar.
     bare = {candidate.removeprefix(PREFIX): candidate for candidate in sorted(known)}
     near = difflib.get_close_matches(name.removeprefix(PREFIX).upper() if name.isupper() else name, bare, n=1)
     return f"; did you mean {bare[near[0]]}?" if near else ""

@@ -1,7 +1,7 @@
-"""Text to values: the one truth rule, sizes, counts, ports, and the log filter.
+"""Parses texts: switches, sizes, counts, ports, paths and the log filter.
 
-Every function takes the field as the user wrote it (an environment variable, a flag, a key of the settings
-file) only to name it in the error. Numbers are plain ASCII decimals; nothing is guessed.
+Every function takes the name of the field as the user wrote it (an environment variable, a flag, a key of the settings
+file), for its error. Numbers are plain ASCII decimals; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SIZE_FORMS = "a size such as 4GB, 512MB, 1.5GiB or 4096 (bytes)"
 
 
 def reject(field: str, value: object, accepted: str) -> SettingsError:
-    """The error for a value that cannot be used; a very long value is cut so that the line stays readable."""
+    """The error for a value that cannot be used. A very long value is cut, so that the line stays readable."""
     if isinstance(value, str) and len(value) > TEXT_CHARACTERS_MAX:
         value = value[: TEXT_CHARACTERS_MAX - 1] + "…"
     return SettingsError(field, value, accepted)
@@ -140,7 +140,7 @@ def parse_socket_path(field: str, text: str) -> str:
 
 
 def parse_user_ids(field: str, text: str) -> tuple[int, ...]:
-    """User ids as numbers, separated by commas; a name means other users in other containers."""
+    """User ids as numbers, separated by commas. Names are refused: one name can be two users in two containers."""
     words = [word.strip() for word in text.split(",")]
     ids = [int(word) for word in words if len(word) <= len(str(USER_ID_MAX)) and _DIGITS.fullmatch(word)]
     if len(ids) < len(words) or len(ids) > USER_IDS_MAX or max(ids) > USER_ID_MAX:
@@ -153,9 +153,9 @@ def parse_user_ids(field: str, text: str) -> tuple[int, ...]:
 
 
 def parse_log_filter(field: str, text: str) -> str:
-    """Our level from Dynamo's log filter (`debug`, or `info,kvbm=debug`): one of `LOG_LEVELS`.
+    """The level for KVBM in Dynamo's log filter (`debug`, or `info,kvbm=debug`): one of `LOG_LEVELS`.
 
-    A directive for `kvbm` wins over the level that stands alone; directives for other targets are not ours.
+    A directive for `kvbm` wins over a level without target; directives for other targets are left out.
     """
     general, ours = "", ""
     for directive in filter(None, (part.strip().lower() for part in text.split(","))):

@@ -1,4 +1,4 @@
-"""Where things lie when no setting says so."""
+"""The default runtime directory."""
 
 from __future__ import annotations
 

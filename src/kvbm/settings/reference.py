@@ -1,4 +1,4 @@
-"""The settings page of the docs, from the schema.
+"""Writes the settings page of the docs from the schema.
 
 `python -m kvbm.settings.reference > docs/reference/settings.md` writes it; a test checks that it is current.
 """

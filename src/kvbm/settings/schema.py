@@ -43,8 +43,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: Annotated[
         int | None,
         Setting("DYN_KVBM_DISK_CACHE_GB", "--disk", Kind.SIZE),
-        "size of the disk tier (G3) of one manager; engines with private managers take as much each, and what "
-        "nobody owns comes on top (DYN_KVBM_DISK_UNOWNED_GB); 0 is off",
+        "size of the disk tier (G3) of one manager; each engine with a private manager takes this much, and "
+        "directories that nobody owns come on top (DYN_KVBM_DISK_UNOWNED_GB); 0 is off",
     ] = None
     disk_blocks: Annotated[
         int | None,
@@ -64,9 +64,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_unowned_bytes: Annotated[
         int | None,
         Setting("DYN_KVBM_DISK_UNOWNED_GB", "--disk-unowned", Kind.SIZE, ours=True, needs="disk"),
-        "most that directories nobody owns may take in the directory of the disk tier, over all models, those "
-        "that were opened, written or closed longest ago going first; unset, eight times the largest tier "
-        "there, and what was used within seven days stays beyond that; 0 keeps none",
+        "limit for the disk tier's directories that no process owns, over all models; those that were opened, "
+        "written or closed longest ago are removed first. Unset, it is eight times the largest tier there, and "
+        "directories used within seven days stay beyond it. 0 keeps none",
     ] = None
     disk_allocator: Annotated[
         Literal["default", "open-direct"],
@@ -81,12 +81,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_o_direct: Annotated[
         bool,
         Setting("DYN_KVBM_DISK_DISABLE_O_DIRECT", "--disk-o-direct", inverted=True, needs="disk"),
-        "disk I/O past the page cache",
+        "read and write the disk past the page cache",
     ] = True
     disk_offload_filter: Annotated[
         bool,
         Setting("DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", "--disk-offload-filter", inverted=True, needs="disk"),
-        "write a block to disk only when it is offloaded a second time: admission `filter`, else `all`",
+        "write a block to disk only when it is offloaded a second time: on is the admission policy `filter`, "
+        "off is `all`",
     ] = True
     disk_admission: Annotated[
         str | None,
@@ -98,9 +99,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ours=True,
             needs="disk",
         ),
-        "policy that decides what may enter disk: filter, all, ghost (when offered again within twice the "
-        "tier's slots), or an installed package's; wins over the switch above, unless that has the higher "
-        "precedence",
+        "policy that decides which blocks may enter disk: filter, all, ghost (blocks that are offered again "
+        "within twice the tier's slots), or a policy of an installed package; wins over the switch above, "
+        "unless the switch comes from a source of higher precedence",
     ] = None
     disk_write_budget_bytes: Annotated[
         int,
@@ -108,18 +109,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "DYN_KVBM_DISK_WRITE_BUDGET",
             "--disk-write-budget",
             Kind.SIZE,
-            default_text="no bound",
+            default_text="no limit",
             ours=True,
             needs="disk",
         ),
-        "most bytes that are written to disk in 24 hours, over all namespaces, a 24th of them at once; 0 is no "
-        "bound",
+        "limit for the bytes written to disk in 24 hours, over all namespaces, a 24th of it at once; 0 is no "
+        "limit",
     ] = 0
     disk_write: Annotated[
         Literal["through", "eviction"],
         Setting("DYN_KVBM_DISK_WRITE", "--disk-write", metavar="WHEN", ours=True, needs="disk"),
-        "when a block is offered to disk: once host memory has it and on each hit, or only when host memory is "
-        "about to give it up (fewer writes; a manager that is killed loses what it had not written)",
+        "when a block is offered to disk: once host memory has it and on each hit (through), or only when host "
+        "memory is about to evict it (eviction: fewer writes, but a manager that is killed loses the blocks it "
+        "had not written)",
     ] = "through"
     disk_io_threads: Annotated[
         int,
@@ -130,40 +132,40 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 8
     eviction: Annotated[
         str,
-        Setting("DYN_KVBM_EVICTION", "--eviction", ours=True),
-        "policy that decides what a full tier gives up: gittins, lru, s3fifo, sieve, arc, tinylfu, gdsf, or one "
-        "that an installed package brings",
+        Setting("DYN_KVBM_EVICTION", "--eviction", metavar="POLICY", ours=True),
+        "policy that decides which block a full tier evicts: gittins, lru, s3fifo, sieve, arc, tinylfu, gdsf, "
+        "or a policy of an installed package",
     ] = "gittins"
     onboard: Annotated[
         Literal["measured", "always"],
         Setting("DYN_KVBM_ONBOARD", ours=True, reader="engine"),
-        "when a hit is loaded: while it is measured to be faster than computing it, or always (for tests)",
+        "when a hit is loaded: while loading is measured to be faster than computing, or always (for tests)",
     ] = "measured"
     onboard_mode: Annotated[
         Literal["async", "layerwise"],
         Setting("DYN_KVBM_ONBOARD_MODE", ours=True, reader="engine"),
-        "load a hit before its request is scheduled, or, where some of the prompt must be computed anyway and "
-        "all of the hit lies in host memory, beside that forward pass, each layer ahead of its use (CUDA graphs "
-        "then become piecewise; needs kv_load_failure_policy=fail, or Model Runner V1 without asynchronous "
-        "scheduling)",
+        "how a hit is loaded: before its request is scheduled (async), or layer by layer beside the forward "
+        "pass, each layer before it is used, if a part of the prompt must be computed anyway and the whole hit "
+        "lies in host memory (layerwise: CUDA graphs become piecewise; needs kv_load_failure_policy=fail, or "
+        "Model Runner V1 without asynchronous scheduling)",
     ] = "async"
     offload_mode: Annotated[
         Literal["eager", "lazy"],
         Setting("DYN_KVBM_OFFLOAD_MODE", ours=True, reader="engine"),
-        "store a block when it is full, or only when the engine is about to hand out its device memory (fewer "
-        "copies; an engine that is killed loses what it had not handed out)",
+        "when a block is stored: as soon as it is full (eager), or only when the engine is about to reuse its "
+        "device memory (lazy: fewer copies, but an engine that is killed loses the blocks it had not stored)",
     ] = "eager"
     cuda_copy: Annotated[
         Literal["auto", "batch", "rows", "each", "kernel"],
         Setting("DYN_KVBM_CUDA_COPY", ours=True, reader="engine"),
-        "how blocks are copied on CUDA: what was measured to be fastest at start, or by batches of the copy "
-        "engines, rows, single pieces, or a kernel",
+        "how blocks are copied on CUDA: in the way that was measured to be fastest at start (auto), or always "
+        "by batches of the copy engines, by rows, by single pieces, or by a kernel",
     ] = "auto"
     kv_layout: Annotated[
         Literal["engine", "block"],
         Setting("DYN_KVBM_KV_LAYOUT", ours=True, reader="engine"),
-        "leave the layout of the KV cache to the engine, or ask it to keep all layers of a block side by side, "
-        "where its attention can read that (vLLM from 0.29 on)",
+        "layout of the KV cache: as the engine chooses it, or all layers of a block side by side, if the "
+        "engine's attention can read that (block; vLLM from 0.29 on)",
     ] = "engine"
     numa: Annotated[
         bool,
@@ -184,8 +186,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             maximum=4096,
             needs="disk",
         ),
-        "batches on their way from host to disk at one time; only its product with the batch size counts, 48 at "
-        "most",
+        "batches in flight from host to disk at one time; only the product with the batch size counts, 48 "
+        "blocks at most",
     ] = 4
     max_transfer_batch_size: Annotated[
         int,
@@ -196,14 +198,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             maximum=65536,
             needs="disk",
         ),
-        "blocks in one batch from host to disk; see above",
+        "blocks in one batch from host to disk; only the product with the number of batches counts",
     ] = 16
     offload_min_priority: Annotated[
         int,
         Setting(
             "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
             maximum=100,
-            no_effect="no engine hands us retention priorities",
+            no_effect="no engine gives KVBM retention priorities",
         ),
         "stop offloading a request at its first block of a lower retention priority (TensorRT-LLM)",
     ] = 0
@@ -234,8 +236,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             "DYN_KVBM_PEER_UIDS", "--peer-uids", Kind.USERS, default_text="none", ours=True, reader="both"
         ),
-        "user ids besides one's own and root's that may be at the other end of an explicitly named socket, as "
-        "between containers; to be set at both ends",
+        "user ids, besides one's own and root's, that may be at the other end of a named socket, for example "
+        "between containers; set it at both ends",
     ] = ()
     runtime_dir: Annotated[
         str,
@@ -252,12 +254,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     init_timeout_s: Annotated[
         int,
         Setting("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", kind=Kind.SECONDS, minimum=1, reader="engine"),
-        "how long start-up may take before it is given up",
+        "how long an engine waits at its start for its private manager, before the start fails",
     ] = 1800
     stats_window_requests: Annotated[
         int,
         Setting("DYN_KVBM_CACHE_STATS_MAX_REQUESTS", minimum=1, maximum=10000000),
-        "requests that the hit rates are taken over",
+        "number of latest requests that the hit rates are taken over",
     ] = 1000
     stats_log_interval_s: Annotated[
         int,
@@ -299,8 +301,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     weights_version: Annotated[
         str | None,
         Setting("DYN_KVBM_WEIGHTS_VERSION", ours=True, reader="engine"),
-        "what a trainer calls the weights that the engine begins with, where it may change them in memory: "
-        "engines of the same files and version share blocks, over restarts too",
+        "name of the weights that the engine starts with, for trainers that change weights in memory: engines "
+        "with the same files and the same version share blocks, also after a restart",
     ] = None
     log_level: Annotated[
         str,
@@ -320,7 +322,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trusted_peer_uids(self) -> tuple[int, ...]:
-        """Who besides ourselves and root may be at the other end: nobody, unless the socket was named."""
+        """The users besides ourselves and root that may be at the other end: none, unless the socket was named."""
         return self.peer_uids if self.manager else ()
 
 

@@ -1,4 +1,4 @@
-"""What a setting is: its name in the environment, its flag, and how its text is read."""
+"""`Setting`: the names of a setting, and how its text is read."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class Setting(msgspec.Struct, frozen=True):
     `default_text` is the page's word for a default whose value says too little.
     `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
     `ours` marks a variable that the original does not have.
-    `needs` is the part without which the setting does nothing.
-    `reader` is the process that acts on it: an engine that names a shared manager draws a line for what only a
-    manager reads, and the other way round.
-    `no_effect` says why this build reads the setting and does nothing with it: asking for it draws a warning.
+    `needs` is the part that must be on for the setting to have an effect.
+    `reader` is the process that acts on it: a user who sets it for the other one gets a line that says so.
+    `no_effect` is the reason why this build does not act on the setting; a user who sets it gets a warning with it.
     """
 
     variable: str

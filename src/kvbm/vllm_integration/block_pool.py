@@ -1,4 +1,4 @@
-"""vLLM's block pool as the leader sees it: what device blocks hold, and which are handed out next."""
+"""vLLM's block pool as the leader sees it: the content of device blocks, and which are handed out next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PoolBlocks:
-    """`DeviceBlocks` over vLLM's pool, which is bound after the scheduler was made; before that nothing is known."""
+    """`DeviceBlocks` over vLLM's pool. The pool is bound after the scheduler was made; before that nothing is known."""
 
     def __init__(self) -> None:
         self.pool: Any = None

@@ -33,7 +33,7 @@ class BlockTables:
                 self._tables.setdefault(request_id, []).extend(added[0])
 
     def get(self, request_id: str) -> list[int]:
-        """The request's device blocks in order; empty when vLLM does not say."""
+        """The request's device blocks in order; empty when vLLM gives none."""
         if self._state is not None:
             found = self._state.get_block_ids(request_id)
             return found[0] if found else []

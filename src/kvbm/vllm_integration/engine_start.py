@@ -1,4 +1,4 @@
-"""The moment before which an engine cannot have read any weights."""
+"""The earliest moment at which an engine can have read weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What must agree before two vLLM engines share bytes: what their ranks run after loading, not a list of settings.
+"""The facts that must agree before two vLLM engines share bytes: taken from the loaded model, not from settings alone.
 
-Taken in the worker, when the model is loaded and its KV cache exists. Models write what they decide into their
-configuration (Llama 4 its attention temperature, from `max_model_len`), so that is read then, too. Left out is what
-only names things (paths, served names, versions of files' writers) and what changes results by no more than rounding.
+They are taken in the worker, when the model is loaded and its KV cache exists. Models write their own decisions into
+their configuration (Llama 4 its attention temperature, from `max_model_len`), so it is read then, too. Names (paths,
+served names, versions of files' writers) are left out, and facts that change results by no more than rounding.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _ADAPTER_FACTS = ("lora_dtype", "lora_target_modules", "target_modules", "enable
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank runs, as far as it may differ between ranks. `error`: it could not be found out."""
+    """The facts of one rank that may differ between ranks. `error`: why they could not be found out."""
 
     weights: str = ""
     rotary: str = ""
@@ -90,8 +90,8 @@ def engine_namespace(
 ) -> Namespace:
     """The namespace of an engine; every rank calls this at the same point, and gets the same one.
 
-    `device_layout` describes what the bytes of a block mean on this rank's device. Raises KvbmError in one line when
-    some rank cannot tell what it runs.
+    `device_layout` describes the meaning of a block's bytes on this rank's device. Raises KvbmError in one line when
+    the facts of some rank could not be found out.
     """
     parallel = vllm_config.parallel_config
     rank, rank_count = int(parallel.rank), int(parallel.world_size)
@@ -184,7 +184,7 @@ def _gather(part: RankPart, rank_count: int) -> tuple[RankPart, ...]:
 
 
 def _attention(layer: Any) -> str:
-    """What one attention layer computes, and in which way it keeps K and V."""
+    """The facts of one attention layer: its computation, and its form of K and V."""
     implementation: Any = getattr(layer, "impl", None)
     backend: Any = getattr(layer, "attn_backend", None)
     facts = [type(layer).__name__, type(implementation).__name__]
@@ -208,7 +208,7 @@ def _plain(value: Any) -> str:
 
 
 def _instruction_set(dtype: torch.dtype, spec: Any) -> str:
-    """What vLLM chooses where its layers do not say."""
+    """vLLM's choice, where its layers do not show it."""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     except ImportError:
@@ -217,7 +217,7 @@ def _instruction_set(dtype: torch.dtype, spec: Any) -> str:
 
 
 def _loading(vllm_config: Any) -> str:
-    """Which of the files become which weights."""
+    """How files become weights."""
     model, load = vllm_config.model_config, vllm_config.load_config
     facts: Mapping[str, Any] = {
         "format": str(load.load_format),
@@ -230,7 +230,7 @@ def _loading(vllm_config: Any) -> str:
 
 
 def _optional_facts(vllm_config: Any) -> dict[str, str]:
-    """What only some engines have: an encoder for images and sound, adapters, a draft model."""
+    """Facts that only some engines have: an encoder for images and sound, adapters, a draft model."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     lora = getattr(vllm_config, "lora_config", None)
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -244,7 +244,7 @@ def _optional_facts(vllm_config: Any) -> dict[str, str]:
 
 
 def _quantized_kernels(vllm_config: Any) -> str:
-    """What chooses how quantized weights are multiplied; unquantized ones are multiplied alike but for rounding."""
+    """The settings that choose the kernels of quantized weights; for others kernels differ by rounding only."""
     if vllm_config.model_config.quantization is None and getattr(vllm_config, "quant_config", None) is None:
         return ""
     from vllm import envs
@@ -261,7 +261,7 @@ def _quantized_kernels(vllm_config: Any) -> str:
 
 
 def _matmul_precision() -> str:
-    """How float32 matrices are multiplied, where it is not as they are."""
+    """How float32 matrices are multiplied, where it is not in float32."""
     from vllm import envs
 
     chosen = str(getattr(envs, "VLLM_FLOAT32_MATMUL_PRECISION", "highest"))
@@ -274,7 +274,7 @@ def _implementation(model: Any) -> str:
         from vllm.model_executor.model_loader import get_model_cls
 
         found = get_model_cls(model)
-    except Exception:  # its place has moved between releases
+    except Exception:  # its module differs between releases
         log.debug("the model's class is not known", exc_info=True)
         return str(getattr(model, "model_impl", "auto"))
     return f"{found.__module__}.{found.__qualname__}"

@@ -1,7 +1,7 @@
-"""What a model's rotary modules do to K, as a digest.
+"""A digest of what a model's rotary modules do to K.
 
-Settings do not tell: which factors LongRoPE takes depends on `max_model_len`, and the table of both kinds is the same
-buffer. So each module is asked: fixed vectors at spread positions go in, and what comes out is digested.
+Settings do not show it: `max_model_len` decides which factors LongRoPE takes, and the table of both kinds is the same
+buffer. So each module is run: fixed vectors at spread positions go in, and its output is digested.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def rotary_modules() -> list[Any]:
 
 
 def rotary_digest(modules: Iterable[Any]) -> str:
-    """32 hex digits over what the modules do, whatever their order; `none` without any."""
+    """32 hex digits over the modules' behaviour, in any order; `none` without modules."""
     behaviours = sorted({_behaviour(module) for module in modules})
     return hashlib.sha256("".join(behaviours).encode()).hexdigest()[:32] if behaviours else "none"
 
 
 def _behaviour(module: Any) -> str:
-    """A digest of what the module makes of fixed vectors; where it cannot be asked like that, of all it holds."""
+    """A digest of the module's output for fixed vectors; where it cannot be run like that, of all its contents."""
     try:
         with torch.no_grad():
             parts = [_on_grid(tensor) for tensor in _answers(module)]
@@ -51,7 +51,7 @@ def _behaviour(module: Any) -> str:
 
 
 def _answers(module: Any) -> Iterator[torch.Tensor]:
-    """What comes out for each form of positions that the module takes."""
+    """The module's output for each form of positions that it takes."""
     table = max((buffer for buffer in module.buffers() if buffer.dim() >= 2), key=torch.Tensor.numel)
     positions = _spread(_position_count(module)).to(table.device)
     # The plain implementation: a compiled or a custom one would only round otherwise.

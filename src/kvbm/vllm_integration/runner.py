@@ -1,4 +1,4 @@
-"""Which of vLLM's two model runners runs, and what holds where in a step of each.
+"""Which of vLLM's two model runners runs, and what a connector can rely on in a step of each.
 
 CUDA's vLLM takes Model Runner V2 unless a feature forbids it (`VllmConfig.use_v2_model_runner`), a CPU's takes V1. Both
 call a connector once a step, in this order (read in 0.32.0; `tests/engine/test_model_runner.py` watches it):
@@ -23,16 +23,17 @@ call a connector once a step, in this order (read in 0.32.0; `tests/engine/test_
     sampling; the drafter's forward pass            a step without tokens: pre_forward and post_forward, in
                                                         `no_forward`
 
-What we build on, and why it holds on both:
+We rely on these facts, which hold on both:
 
-- **What earlier steps wrote can be read in `handle_preemptions`** (`Worker.store`). On V1 nothing of this step was
-  written before it. On V2 `update_requests` may have: it zeroes blocks where `KVCacheConfig.needs_kv_cache_zeroing`,
-  and copies blocks for hits that end inside a block. One group of full attention has no such hits: its coordinator
-  wants `hash_block_size == block_size`; only the one for several groups looks for them, and only beside recurrent
-  layers. State is moved for recurrent layers alone. `support.unsupported_reason` refuses all of it: zeroing, several
-  groups, another hash block size. Who lifts one of these refusals has to answer for it here.
-- **No step writes into a block that one of its loads fills.** The blocks were free when the step was planned. What
-  steps before it still write into them is queued before `handle_preemptions`, and copies come after that mark
+- **The blocks that earlier steps wrote can be read in `handle_preemptions`** (`Worker.store`). On V1 nothing of this
+  step was written before it. On V2 `update_requests` may have: it zeroes blocks where
+  `KVCacheConfig.needs_kv_cache_zeroing`, and copies blocks for hits that end inside a block. One group of full
+  attention has no such hits: its coordinator wants `hash_block_size == block_size`; only the one for several groups
+  looks for them, and only beside recurrent layers. State is moved for recurrent layers alone.
+  `support.unsupported_reason` refuses all of it: zeroing, several groups, another hash block size. A change that
+  lifts one of these refusals must say here why the fact still holds.
+- **No step writes into a block that one of its loads fills.** The blocks were free when the step was planned. Writes
+  of earlier steps into them are queued before `handle_preemptions`, and copies come after that mark
   (`Worker._set_mark`), although V2 calls `start_load_kv` after the forward pass and after sampling.
 - **The plan of `handle_preemptions` is that of `start_load_kv` and `get_finished`.** V2 binds it in `execute_model` and
   clears it in `sample_tokens`, and runs no other step between the two.

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: vLLM's requests and steps → `Leader`'s words."""
+"""The scheduler's half of the connector: turns vLLM's requests and steps into calls of `Leader`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("kvbm.vllm")
 
 
 class SchedulerSide:
-    """Owned by the engine core's thread."""
+    """Calls `leader`, its own, for vLLM. Owned by the engine core's thread."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str]
@@ -42,11 +42,10 @@ class SchedulerSide:
         self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json")
         self._requests: dict[str, Any] = {}
         self._tables = BlockTables()
-        self._reported = dict.fromkeys((*stats.COUNTERS, *stats.UNLOADED), 0)
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
         self._request_blocks = -(-int(vllm_config.model_config.max_model_len) // self.block_tokens)
-        self._tiers_told = False
+        self._sizes_checked = False
         self._weights_may_change = getattr(vllm_config, "weight_transfer_config", None) is not None or bool(
             getattr(vllm_config.model_config, "enable_sleep_mode", False)
         )
@@ -65,7 +64,7 @@ class SchedulerSide:
                 "hits are loaded before their requests, not layer by layer, though CUDA graphs stay piecewise: %s",
                 refusal,
             )
-        self._leader = Leader(
+        self.leader = Leader(
             finder,
             hello,
             self.block_tokens,
@@ -77,6 +76,7 @@ class SchedulerSide:
             device=self._blocks,
             weights_version=settings.weights_version or "",
         )
+        self._counted = stats.Counted(self.leader)
 
     def bind_block_pool(self, pool: Any) -> None:
         """vLLM's block pool, for a look at what is on the device."""
@@ -92,17 +92,17 @@ class SchedulerSide:
             return
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
         on_device = self._blocks.on_device(request.block_hashes)
-        self._leader.request_added(request.request_id, hashes, extras, on_device)
+        self.leader.request_added(request.request_id, hashes, extras, on_device)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the computed ones can be loaded (None: ask again), and whether the request waits."""
+        """How many tokens after the computed ones can be loaded (None: ask again), and whether the request waits."""
         self._notice_reset()
         if request.request_id not in self._requests:
             self.added(request)
         elif request.lora_request is not None and self._extras(request) is None:
-            self._leader.unkeep(request.request_id)  # its adapter changed while it waited
+            self.leader.unkeep(request.request_id)  # its adapter changed while it waited
         before_tail = (request.num_tokens - 1) // self.block_tokens
-        answer = self._leader.matched(
+        answer = self.leader.matched(
             request.request_id, num_computed_tokens // self.block_tokens, before_tail
         )
         if answer.later:
@@ -114,23 +114,23 @@ class SchedulerSide:
         if CacheHitSource is None or num_external_tokens <= 0:
             return {}
         blocks = -(-num_external_tokens // self.block_tokens)
-        tokens = self._leader.promised_sources(request.request_id, blocks)
+        tokens = self.leader.promised_sources(request.request_id, blocks)
         on_host = min(tokens.count(Tier.HOST) * self.block_tokens, num_external_tokens)
         split = {CacheHitSource.HOST: on_host, CacheHitSource.DISK: num_external_tokens - on_host}
         return {source: count for source, count in split.items() if count}
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has device blocks now: plan its load, or let go of what was found."""
+        """The request has device blocks now: plan its load, or drop its lookup."""
         count = -(-num_external_tokens // self.block_tokens)
         table = blocks.get_block_ids()[0] if count > 0 else ()
-        self._leader.allocated(request.request_id, count, table)
+        self.leader.allocated(request.request_id, count, table)
 
     def step(self, output: Any) -> StepPlan:
         """The plan that goes to the ranks with this step's scheduler output."""
         self._notice_reset()
-        if not self._tiers_told and self._leader.tiers:
-            self._tiers_told = True
-            self._tell_sizes(self._leader.tiers.get("host", 0))
+        if not self._sizes_checked and self.leader.tiers:
+            self._sizes_checked = True
+            self._warn_of_sizes(self.leader.tiers.get("host", 0))
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []
@@ -148,7 +148,7 @@ class SchedulerSide:
             table = partial(self._tables.get, request_id)
             entries.append(Scheduled(request_id, complete, table, written_from))
         preempted = getattr(output, "preempted_req_ids", None) or ()
-        return self._leader.step(
+        return self.leader.step(
             entries,
             preempted,
             prefill,
@@ -157,69 +157,59 @@ class SchedulerSide:
         )
 
     def updated(self, connector_output: Any, report: StepReport | None) -> None:
-        """What the ranks reported after a step."""
+        """Take in the ranks' reports of a step."""
         arrived = getattr(connector_output, "finished_recving", None) or ()
         invalid = getattr(connector_output, "invalid_block_ids", None) or set()
-        self._leader.updated(report, arrived, invalid)
+        self.leader.updated(report, arrived, invalid)
 
     def finished(self, request: Any) -> None:
         """The request ended or was aborted."""
         self._requests.pop(request.request_id, None)
         self._tables.drop(request.request_id)
-        self._leader.finished(request.request_id, request.num_output_tokens)
+        self.leader.finished(request.request_id, request.num_output_tokens)
 
     @property
-    def settling(self) -> bool:
-        """Stores are under way."""
-        return self._leader.settling
+    def stores_pending(self) -> bool:
+        """Whether stores are under way that the engine should step on for."""
+        return self.leader.stores_pending
 
     def reset(self) -> bool:
-        """Forget everything. The reset of the device's own cache that comes with it is no second one."""
+        """Forget all blocks. vLLM empties its device's cache in the same call: that is no second reset."""
         self._blocks.take_reset()
-        return self._leader.reset(keep_disk=self._weights_may_change)
+        return self.leader.reset(keep_disk=self._weights_may_change)
 
     def weights_changed(self) -> None:
-        """The ranks compute with other weights: so may they again."""
+        """The ranks compute with other weights, and their weights may change again."""
         self._weights_may_change = True
-        self._leader.weights_changed()
+        self.leader.weights_changed()
 
     def weights_named(self, version: str) -> None:
-        self._leader.weights_named(version)
+        self.leader.weights_named(version)
 
     def take_stats(self) -> stats.KvbmStats | None:
         """What was counted since the last call; None when nothing was."""
-        now = {
-            "loaded_host_blocks": self._leader.loaded_blocks[Tier.HOST],
-            "loaded_disk_blocks": self._leader.loaded_blocks[Tier.DISK],
-            "failed_blocks": self._leader.failed_blocks,
-        }
-        now |= {name: self._leader.unloaded_blocks[reason] for name, reason in stats.UNLOADED.items()}
-        rise = {name: value - self._reported[name] for name, value in now.items()}
-        self._reported = now
-        # Of the reasons only those that there were: vLLM's log line says all of it.
-        told = {name: value for name, value in rise.items() if value or name in stats.COUNTERS}
-        return stats.KvbmStats(data=told) if any(told.values()) else None
+        return self._counted.since_last()
 
     def close(self) -> None:
-        self._leader.close()
+        self.leader.close()
 
     def _notice_reset(self) -> None:
-        """A trainer that has updated weights empties the device's cache, often without a word to connectors."""
+        """A trainer empties the device's cache after an update of the weights, often without a call to connectors."""
         if self._blocks.take_reset():
-            self._leader.device_was_reset(self._weights_may_change)
+            self.leader.device_was_reset(self._weights_may_change)
 
-    def _tell_sizes(self, host_blocks: int) -> None:
-        """What is odd about the host tier's size. A private manager writes to our log itself, and knows more."""
+    def _warn_of_sizes(self, host_blocks: int) -> None:
+        """Warn of an odd size of the host tier. A private manager writes to our log itself, and knows more."""
         lines = size_notices(host_blocks, self._device_blocks)
         if not self._address.private:
             lines += shared_request_notices(
-                host_blocks, self._leader.block_bytes, self.block_tokens, self._request_blocks
+                host_blocks, self.leader.block_bytes, self.block_tokens, self._request_blocks
             )
         for line in lines:
             log.warning("%s", line)
 
     def _extras(self, request: Any) -> bytes | None:
-        """What vLLM's block hash leaves out: an adapter's content. None: nothing of this request is kept."""
+        """The part of the key that vLLM's block hash lacks: an adapter's content. None: the request is not stored."""
         lora = request.lora_request
         if lora is None:
             return b""

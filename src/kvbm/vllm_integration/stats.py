@@ -8,6 +8,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvbm.block import Tier
+from kvbm.leader import Leader
 from kvbm.protocol import UNLOADED_REASONS
 
 COUNTERS = {
@@ -15,10 +17,10 @@ COUNTERS = {
     "loaded_disk_blocks": "Blocks that KVBM loaded from disk",
     "failed_blocks": "Blocks that KVBM had promised and that were computed instead",
 }
-"""What is counted, and what vLLM's /metrics says of it."""
+"""The counters, and their descriptions in vLLM's /metrics."""
 
 UNLOADED = {f"unloaded_{reason}_blocks": reason for reason in UNLOADED_REASONS}
-"""The same of what was found and computed all the same: one series, with the reason as a label."""
+"""Blocks that were found and computed all the same, by reason: one series, with the reason as a label."""
 UNLOADED_HELP = (
     "Blocks that KVBM had found beyond those on the device and that were computed all the same, by reason"
 )
@@ -76,6 +78,28 @@ class KvbmPromMetrics(KVConnectorPromMetrics):
         data = _counts(transfer_stats_data)
         for name, by_engine in self._by_name.items():
             by_engine[engine_idx].inc(data.get(name, 0))
+
+
+class Counted:
+    """What a leader counts, as differences between two calls."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        self._last = dict.fromkeys((*COUNTERS, *UNLOADED), 0)
+
+    def since_last(self) -> KvbmStats | None:
+        """What was counted since the last call; None when nothing was."""
+        now = {
+            "loaded_host_blocks": self._leader.loaded_blocks[Tier.HOST],
+            "loaded_disk_blocks": self._leader.loaded_blocks[Tier.DISK],
+            "failed_blocks": self._leader.failed_blocks,
+        }
+        now |= {name: self._leader.unloaded_blocks[reason] for name, reason in UNLOADED.items()}
+        rise = {name: value - self._last[name] for name, value in now.items()}
+        self._last = now
+        # Reasons without blocks are left out: vLLM's log line repeats everything that is in.
+        data = {name: value for name, value in rise.items() if value or name in COUNTERS}
+        return KvbmStats(data=data) if any(data.values()) else None
 
 
 def build(data: dict[str, Any] | None) -> KvbmStats:

@@ -29,7 +29,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         return f"the model has {len(groups)} KV cache groups ({kinds or 'none'}); accepted is one"
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        # On V2 the engine then zeroes a block anew before we have read what it held.
+        # On V2 the engine then zeroes a block before we have read its old content.
         why = _why_zeroed(groups[0])
         return f"{why}, so the engine zeroes blocks before use; accepted is attention of one precision"
     spec = groups[0].kv_cache_spec
@@ -50,7 +50,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _why_zeroed(group: Any) -> str:
-    """What about this group makes the engine zero its blocks."""
+    """The reason why the engine zeroes the blocks of this group."""
     layers = dict(_layers(group))
     if any("Mamba" in type(spec).__name__ for spec in layers.values()):
         return "it has recurrent layers"
@@ -60,7 +60,7 @@ def _why_zeroed(group: Any) -> str:
         if getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER" or ".indexer." in name
     ]
     if indexed:
-        # DeepSeek V3.2 and its like: which tokens a layer attends to is looked up in a cache of its own.
+        # DeepSeek V3.2 and its like: a cache of its own tells which tokens a layer attends to.
         return f"its sparse attention keeps the cache of an indexer ({indexed[0]}) in another precision beside the KV"
     return "its KV cache mixes precisions"
 
@@ -100,7 +100,7 @@ def layerwise_refusal(vllm_config: Any) -> str:
 
 
 def layout_notice(kv_layout: str, has_block_layouts: bool) -> str:
-    """What there is to say of the layout that was asked for, in one line; empty where this vLLM can be asked for it."""
+    """A warning, in one line, where this vLLM has no choice of layouts; empty where it has."""
     if kv_layout == "block" and not has_block_layouts:
         return "DYN_KVBM_KV_LAYOUT=block has no effect: this vLLM leaves no choice; from 0.29 on it does"
     return ""

@@ -1,4 +1,4 @@
-"""Which releases of vLLM this kvbm works under, said in one line where it is another one."""
+"""The releases of vLLM that this kvbm supports, and the one line for any other."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def refuse_old() -> None:
 
 
 def unsupported(lacking: ImportError | None = None) -> ImportError:
-    """The one line; `lacking` is what could not be imported of this vLLM."""
+    """The one line; `lacking` is the import that this vLLM failed."""
     why = f" ({' '.join(str(lacking).split())})" if lacking is not None else ""
     return ImportError(f"vLLM {running_version()} is not supported by this kvbm: {SUPPORTED}{why}")
 
 
 def running_version() -> str:
-    """What this process's vLLM calls itself."""
+    """The version of this process's vLLM."""
     import vllm
 
     return str(getattr(vllm, "__version__", "of no version"))
 
 
 def too_old(version: str) -> bool:
-    """Whether this version is below all that are supported. A build of no release says nothing: it is tried."""
+    """Whether this version is below all supported ones. A build of no release is not: it is tried."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return False

@@ -1,10 +1,10 @@
-"""Weights that change while the engine runs. vLLM tells connectors nothing of it, so its own calls are watched.
+"""Weights that change while the engine runs. vLLM does not report it to connectors, so its own calls are watched.
 
 Two places see an update. In the scheduler's process users reach the ranks through `EngineCore.collective_rpc`, and
-empty the device's cache with `EngineCore.reset_prefix_cache`: there the ranks compare a sample of their weights with
-the one before, so that an update is noticed whatever it is called, before another request is looked up. In a rank's
-process the calls that update weights are counted as they begin and end, for an update that comes another way; a step
-that was planned without knowing of it is refused there (`Worker`).
+empty the device's cache with `EngineCore.reset_prefix_cache`. After these calls the ranks compare a sample of their
+weights with the one before: an update by any method is noticed before the next request is looked up. In a rank's
+process the calls that update weights are counted as they begin and end, for updates that come another way; a step
+that was planned before the update is refused there (`Worker`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UPDATES = (
 """Calls of a rank that change its weights."""
 
 MEMORY_CALLS = ("sleep", "discard")
-"""Calls of a rank after which its KV memory is not there."""
+"""Calls of a rank that take its KV memory away."""
 
 BEFORE_SERVING = "compile_or_warm_up_model"
 """The call of a rank that ends its start: its weights are loaded, and no request has come."""
@@ -42,13 +42,13 @@ SAMPLE_TIMEOUT_S = 60.0
 
 
 class WeightsListener(Protocol):
-    """Who must know: the leader's side."""
+    """The scheduler's side, which must know of changes."""
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights from now on."""
 
     def weights_named(self, version: str) -> None:
-        """The trainer says which weights these are."""
+        """The trainer names the weights."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -58,23 +58,30 @@ _samples: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _updates = 0
 
 
-def listen(listener: WeightsListener) -> None:
-    """Tell this one, as long as it lives, of changes that an engine core of this process makes."""
-    from vllm.v1.engine.core import EngineCore
+def listen(listener: WeightsListener, core: Any = None) -> None:
+    """Notify this listener, as long as it lives, of changes that an engine core of this process makes.
 
+    `core` is the class of engine cores, vLLM's unless given.
+    """
+    if core is None:
+        from vllm.v1.engine.core import EngineCore
+
+        core = EngineCore
     _listeners.add(listener)
-    _wrap(EngineCore, "collective_rpc", _watched_call)
-    _wrap(EngineCore, "reset_prefix_cache", _watched_reset)
-    _wrap(EngineCore, "set_weight_version", _noted_version)
+    _wrap(core, "collective_rpc", _watched_call)
+    _wrap(core, "reset_prefix_cache", _watched_reset)
+    _wrap(core, "set_weight_version", _noted_version)
 
 
-def count_updates(worker_side: Any) -> None:
-    """Count, from now on, the calls that change the weights of this rank; `worker_side.quiesce()` comes before its
-    memory goes."""
-    from vllm.v1.worker.gpu_worker import Worker
+def count_updates(worker_side: Any, worker: Any = None) -> None:
+    """Count, from now on, the calls that change the weights of this rank, and call `worker_side.quiesce()` before its
+    memory is taken away. `worker` is the class of ranks, vLLM's unless given."""
+    if worker is None:
+        from vllm.v1.worker.gpu_worker import Worker
 
+        worker = Worker
     _before_sleep.add(worker_side)
-    for kind in (Worker, *Worker.__subclasses__()):
+    for kind in (worker, *worker.__subclasses__()):
         for name in UPDATES:
             _wrap(kind, name, _counted_update)
         for name in MEMORY_CALLS:
@@ -83,12 +90,12 @@ def count_updates(worker_side: Any) -> None:
 
 
 def updates_seen() -> int:
-    """Rises whenever a call that is counted begins or ends to change this process's weights."""
+    """A number that grows whenever a call that changes this process's weights begins or ends."""
     return _updates
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Callable[..., Any]]) -> None:
-    """Put our watch around a method that the class itself has, once; one that it lacks is nothing to watch."""
+    """Wrap a method that the class itself defines, once; where it defines none there is nothing to watch."""
     original = vars(owner).get(name)
     if original is not None and not hasattr(original, "kvbm_watches"):
         watched = functools.wraps(original)(wrapper(original))
@@ -132,7 +139,7 @@ def _sampled_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weights_moved(worker: Any) -> bool:
-    """In a rank: whether its weights are other ones than when this was asked last; True when it was not yet."""
+    """In a rank: whether its weights differ from those at the last call; True at the first."""
     model = worker.get_model()
     before, now = _samples.get(model), _sample(model)
     _samples[model] = now
@@ -147,7 +154,7 @@ def _sample(model: torch.nn.Module) -> str:
         digest.update(f"{name} {tuple(weight.shape)};".encode())
         try:
             samples.append(_some_bytes(weight.detach()))
-        except (RuntimeError, TypeError, NotImplementedError):  # a tensor of another make
+        except (RuntimeError, TypeError, NotImplementedError):  # a tensor of another kind
             digest.update(f"{id(weight)};".encode())
     for name, module in sorted(model.named_modules()):
         digest.update(f"{name} {id(getattr(module, 'cpu_linear', None))};".encode())
@@ -173,12 +180,12 @@ def _watched_call(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(core, method, *arguments, **more)
         except BaseException:
-            _tell_changed()  # who knows how far it came
+            _notify_changed()  # it may have changed some weights before it failed
             raise
         if _listeners:
-            moved = _moved(core)  # in any case: what comes next is compared with this
+            moved = _moved(core)  # in any case: the next call is compared with this one
             if moved or method in UPDATES:
-                _tell_changed()
+                _notify_changed()
         return result
 
     return call
@@ -187,7 +194,7 @@ def _watched_call(original: Callable[..., Any]) -> Callable[..., Any]:
 def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(core: Any, *arguments: Any, **more: Any) -> Any:
         if _listeners and _moved(core):
-            _tell_changed()  # first: the reset that follows is the end of it
+            _notify_changed()  # first: the reset below then empties the cache of the old weights
         return original(core, *arguments, **more)
 
     return call
@@ -203,13 +210,13 @@ def _noted_version(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _tell_changed() -> None:
+def _notify_changed() -> None:
     for listener in list(_listeners):
         listener.weights_changed()
 
 
 def _moved(core: Any) -> bool:
-    """Whether some rank's weights are other ones than before; True where that cannot be found out."""
+    """Whether some rank's weights changed since the last call; True where that cannot be found out."""
     executor = core.model_executor
     if "weights" in getattr(executor, "sleeping_tags", ()):
         return True  # their memory may not be there

@@ -1,4 +1,4 @@
-"""The rank's half of the connector: vLLM's tensors and step calls → `Worker`'s words."""
+"""The rank's half of the connector: turns vLLM's tensors and step calls into calls of `Worker`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUIESCE_TIMEOUT_S = 30.0
 
 
 class WorkerSide:
-    """Owned by the rank's engine thread."""
+    """Calls `worker`, once its tensors exist and it can serve, for vLLM. Owned by the rank's engine thread."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str]
@@ -40,7 +40,7 @@ class WorkerSide:
         self._settings = settings
         self._address = ManagerAddress.of(settings, vllm_config.kv_transfer_config.engine_id)
         self._finder = ManagerFinder(self._address, settings, environment, time.monotonic)
-        self._worker: Worker | None = None
+        self.worker: Worker | None = None
         self._stored_plan: StepPlan | None = None
         self._failed_blocks: set[int] = set()
         # A private manager starts now, so that it is there when the KV tensors are.
@@ -51,8 +51,8 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The device's KV tensors exist: join the manager.
 
-        A tier that cannot be had stops the engine's start with one line; a shared manager that is not there does not,
-        nor does what somebody else put in its place.
+        A tier that cannot be opened stops the engine's start with one line. A shared manager that is absent does not,
+        nor does another user's socket in its place.
         """
         if not kv_caches:
             return
@@ -86,7 +86,7 @@ class WorkerSide:
         map_arena = partial(
             MappedArena, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
         )
-        self._worker = Worker(
+        self.worker = Worker(
             Mover(self._finder, hello, map_arena),
             cache,
             stores_here=rank % replicas == 0,
@@ -94,11 +94,11 @@ class WorkerSide:
         )
         weight_changes.count_updates(self)
         try:
-            self._worker.attach(self._timeout_s())
+            self.worker.attach(self._timeout_s())
         except ManagerUntrusted as error:
             self._finder.tell(str(error))
         except (ManagerUnavailable, ManagerRefused) as error:
-            # Weights that only this engine can name may find the shared manager full; a setting that is wrong stays so.
+            # A shared manager may be full for weights that no other engine has; a wrong setting stays wrong.
             waits = isinstance(error, ManagerUnavailable) or namespace.ephemeral
             if self._address.private or not waits:
                 raise
@@ -108,34 +108,34 @@ class WorkerSide:
         except (KvbmError, RuntimeError) as error:
             # The device or its driver refuses. That is no reason not to serve.
             log.warning("KVBM is off for this engine: %s", str(error).partition("\n")[0])
-            self._worker.close()
-            self._worker = None
+            self.worker.close()
+            self.worker = None
             return
-        self._worker.start()
+        self.worker.start()
 
     def store(self, plan: StepPlan) -> None:
         """Once a step, before anything else of it."""
-        if self._worker is not None:
+        if self.worker is not None:
             self._stored_plan = plan
-            self._worker.store(plan)
+            self.worker.store(plan)
 
     def load(self, plan: StepPlan) -> None:
-        if self._worker is None:
+        if self.worker is None:
             return
         if plan is not self._stored_plan:
             self.store(plan)
-        self._worker.load(plan)
+        self.worker.load(plan)
 
     def wait_for_layer(self, layer: str) -> None:
         """The forward pass is about to read this layer."""
-        if self._worker is not None:
-            self._worker.wait_for_layer(layer)
+        if self.worker is not None:
+            self.worker.wait_for_layer(layer)
 
     def finished(self, plan: StepPlan) -> set[str]:
-        """Requests that waited for loads which ended since the last call; what failed is in `take_failed_blocks`."""
-        if self._worker is None:
+        """Requests whose loads ended since the last call; `take_failed_blocks` has the blocks that failed."""
+        if self.worker is None:
             return set()
-        loads = self._worker.finished(plan)
+        loads = self.worker.finished(plan)
         for load in loads:
             self._failed_blocks.update(load.failed)
         return {load.request for load in loads if not load.layerwise}
@@ -146,18 +146,18 @@ class WorkerSide:
         return failed
 
     def report(self) -> StepReport | None:
-        return self._worker.report() if self._worker is not None else None
+        return self.worker.report() if self.worker is not None else None
 
     def quiesce(self) -> None:
-        """The device's memory is about to go: have nothing copied from or to it."""
-        if self._worker is not None and not self._worker.quiesce(QUIESCE_TIMEOUT_S):
+        """The device's memory is about to be taken away: end all copies from and to it."""
+        if self.worker is not None and not self.worker.quiesce(QUIESCE_TIMEOUT_S):
             log.error(
                 "copies are still under way after %g s while the engine goes to sleep", QUIESCE_TIMEOUT_S
             )
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        if self.worker is not None:
+            self.worker.close()
 
     def _timeout_s(self) -> float:
         return float(self._settings.init_timeout_s) if self._address.private else SHARED_TIMEOUT_S

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from kvbm.demo.report import Request, Results, Run
 from kvbm.demo.server import ServerError, VllmServer, log_tail
 from kvbm.observe.exposition import render as render_page
 from kvbm.observe.metrics import Metrics
+from rigs.manager_probe import wait_for
 
 
 def make_run(name: str, seen_s: list[float], hits: dict[str, int], required: tuple[str, ...] = ()) -> Run:
@@ -309,17 +309,18 @@ def test_a_server_that_never_answers_is_ended_with_its_children(
     with pytest.raises(ServerError, match="not ready after"), make_server(tmp_path / "log", 1.5):
         pass
     pid = int((tmp_path / "log").read_text().split()[0])
-    for _ in range(100):
+
+    def ended() -> bool:
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         except OSError:
-            break
-        if state == "Z":
-            break
-        time.sleep(0.05)
-    else:
+            return True
+
+    def kill() -> str:
         os.kill(pid, signal.SIGKILL)
-        pytest.fail("a child of the server is still running")
+        return "a child of the server is still running"
+
+    wait_for(ended, 5.0, kill)
 
 
 def test_log_tails_have_no_colours(tmp_path: Path) -> None:

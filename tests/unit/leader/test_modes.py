@@ -151,13 +151,14 @@ def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..
     bench = make_bench(layerwise=True, device=ScriptedDevice())
     loading(bench)
     bench.manager.said()
-    bench.add("twin", on_device=5)
+    bench.answer(bench.add("twin", on_device=5), 1)
     assert bench.leader.matched("twin", 5, 9).later, "it found blocks that are being loaded"
-    stranger = [bytes([200 + i]) * 32 for i in range(8)]
-    bench.leader.request_added("stranger", stranger, b"", 5)
-    assert bench.leader._unconfirmed.shared(bench.leader._requests["twin"].hashes, 5)
-    assert not bench.leader._unconfirmed.shared(bench.leader._requests["twin"].hashes, 0), "it loads its own"
-    assert not bench.leader._unconfirmed.shared(bench.leader._requests["stranger"].hashes, 5)
+    bench.answer(bench.add("apart"), 5)
+    assert not bench.leader.matched("apart", 0, 9).later, "it loads its own"
+    bench.leader.request_added("stranger", [bytes([200 + i]) * 32 for i in range(8)], b"", 5)
+    (lookup,) = bench.manager.said()
+    bench.answer(lookup, 1)
+    assert not bench.leader.matched("stranger", 5, 9).later
     bench.leader.finished("r")
     assert bench.leader.matched("twin", 5, 9).later, "though it was aborted, its blocks may be found"
     bench.manager.ready(False)
@@ -167,7 +168,7 @@ def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..
     bench.manager.said()
     bench.add("r")  # a client may use the name again
     bench.leader.updated(StepReport(loaded={"r": 0.25}), (), set())
-    assert bench.leader._unconfirmed._first == {}
+    assert not bench.leader.matched("twin", 5, 9).later
 
 
 def test_a_failed_load_that_nobody_has_read_costs_only_itself(make_bench: Callable[..., Bench]) -> None:

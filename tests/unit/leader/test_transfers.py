@@ -214,9 +214,12 @@ def test_an_answer_that_is_too_old_is_given_back(bench: Bench) -> None:
 def test_a_question_that_is_never_answered_is_forgotten(bench: Bench) -> None:
     bench.add()
     bench.step({"r": 2})
+    (reserve,) = bench.manager.said()
     bench.clock.advance(PLAN_AGE_S_MAX + 1.0)
     bench.step()
-    assert not bench.leader._stores.waiting
+    assert bench.manager.said() == [Commit(store=reserve.store, failed=(0, 1))]
+    bench.grant(reserve)
+    assert bench.step().stores == ()
 
 
 def test_stores_of_an_earlier_life_are_not_committed_and_begin_again(bench: Bench) -> None:
@@ -240,12 +243,14 @@ def test_stores_of_an_earlier_life_are_not_committed_and_begin_again(bench: Benc
 
 
 def test_open_stores_are_bounded(bench: Bench) -> None:
-    bench.leader.request_added("r", HASHES, b"", 40)
-    bench.manager.said()
-    leader_stores = bench.leader._stores
-    for _ in range(OPEN_STORES_MAX):
-        assert leader_stores.ask("r", None, keys(1), [1])
-    assert not leader_stores.ask("r", None, keys(1), [1])
+    reserved = 0
+    for first in range(0, 2 * OPEN_STORES_MAX, 128):
+        requests = [f"r{number}" for number in range(first, first + 128)]
+        for request in requests:
+            bench.leader.request_added(request, HASHES[:1], b"", 1)
+        bench.step(dict.fromkeys(requests, 1))
+        reserved += len(bench.manager.said())
+    assert reserved == OPEN_STORES_MAX
 
 
 def test_blocks_that_are_not_in_the_table_are_not_stored(bench: Bench) -> None:

@@ -132,7 +132,7 @@ def test_a_disk_tier_too_small_for_its_own_journal_is_refused_with_the_size_for_
     client.send(client.bench.worker_hello())
     reason = refusal(client)
     assert reason.startswith(f"DYN_KVBM_DISK_CACHE_GB='{3 * SIZE / 1e9:g}' cannot be used: at least ")
-    assert reason.endswith("GB (one block of this model for each of 2 namespaces)")
+    assert reason.endswith("GB (one block of this model) for each of 2 namespaces")
 
 
 # ---- memory

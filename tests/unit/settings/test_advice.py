@@ -10,7 +10,6 @@ from kvbm.errors import SettingsError
 from kvbm.settings import (
     Settings,
     available_memory_bytes,
-    default_host_bytes,
     disk_slots,
     host_slots,
     load_settings,
@@ -21,7 +20,7 @@ from kvbm.settings import (
     size_notices,
     staging_slots,
 )
-from kvbm.settings.advice import DISK_STORES_MAX, notices
+from kvbm.settings.advice import DISK_STORES_MAX, default_host_bytes, notices
 from kvbm.tiers.disk.tier import PENDING_LIMIT
 
 

@@ -84,7 +84,10 @@ def test_the_environment_is_read_here_only():
 
 
 def test_settings_import_no_engine():
-    code = "import sys, kvbm.settings, kvbm.observe; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, kvbm.settings, kvbm.observe.exporter, kvbm.observe.log\n"
+        "print([name for name in ('torch', 'vllm', 'numpy') if name in sys.modules])"
+    )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
 

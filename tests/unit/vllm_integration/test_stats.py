@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvbm.block import Tier
 from kvbm.protocol import UNLOADED_REASONS
-from kvbm.vllm_integration.scheduler_side import SchedulerSide
-from kvbm.vllm_integration.stats import COUNTERS, KvbmPromMetrics, KvbmStats, build
+from kvbm.vllm_integration.stats import COUNTERS, Counted, KvbmPromMetrics, KvbmStats, build
 
 
 @pytest.fixture
@@ -32,36 +31,30 @@ def metrics(registry: CollectorRegistry) -> KvbmPromMetrics:
     return KvbmPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
 
 
-def scheduler_side() -> Any:
-    """As far as statistics need it."""
-    side = object.__new__(SchedulerSide)
-    side._leader = SimpleNamespace(
+def test_what_was_not_loaded_is_reported_once_by_reason_and_zeros_are_left_out() -> None:
+    leader: Any = SimpleNamespace(
         loaded_blocks={Tier.HOST: 0, Tier.DISK: 0},
         failed_blocks=0,
         unloaded_blocks=dict.fromkeys(UNLOADED_REASONS, 0),
     )
-    side._reported = dict.fromkeys(("failed_blocks", "loaded_host_blocks", "loaded_disk_blocks"), 0)
-    side._reported |= {f"unloaded_{reason}_blocks": 0 for reason in UNLOADED_REASONS}
-    return side
-
-
-def test_what_was_not_loaded_is_told_once_by_reason_and_zeros_are_left_out() -> None:
-    side = scheduler_side()
-    assert side.take_stats() is None
-    side._leader.unloaded_blocks["cost"] = 3
-    side._leader.loaded_blocks[Tier.DISK] = 2
-    told = side.take_stats()
-    assert told.data == {
+    counted = Counted(leader)
+    assert counted.since_last() is None
+    leader.unloaded_blocks["cost"] = 3
+    leader.loaded_blocks[Tier.DISK] = 2
+    first = counted.since_last()
+    assert first is not None
+    assert first.data == {
         "loaded_host_blocks": 0,
         "loaded_disk_blocks": 2,
         "failed_blocks": 0,
         "unloaded_cost_blocks": 3,
     }
-    assert side.take_stats() is None
-    side._leader.unloaded_blocks["cost"] = 4
-    more = side.take_stats()
+    assert counted.since_last() is None
+    leader.unloaded_blocks["cost"] = 4
+    more = counted.since_last()
+    assert more is not None
     assert more.data["unloaded_cost_blocks"] == 1
-    assert told.aggregate(more).reduce()["unloaded cost blocks"] == 4
+    assert first.aggregate(more).reduce()["unloaded cost blocks"] == 4
 
 
 def test_every_engine_has_a_series_for_every_reason(

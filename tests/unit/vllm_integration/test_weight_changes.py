@@ -65,24 +65,34 @@ class Core:
         pass
 
 
+class Side:
+    """What a rank's side does before memory goes."""
+
+    def __init__(self, noted: list[str]) -> None:
+        self._noted = noted
+
+    def quiesce(self) -> None:
+        self._noted.append("quiet")
+
+
+def copied(kind: type) -> Any:
+    """The class anew: watching changes a class for good."""
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, kind.__bases__, own)
+
+
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def core(listener: Listener) -> Core:
     """Watched as vLLM's is, and sampled at its start."""
-    for name, watch in {
-        "collective_rpc": weight_changes._watched_call,
-        "reset_prefix_cache": weight_changes._watched_reset,
-        "set_weight_version": weight_changes._noted_version,
-    }.items():
-        monkeypatch.setattr(Core, name, watch(vars(Core)[name]))
-    made = Core()
+    kind = copied(Core)
+    weight_changes.listen(listener, kind)
+    made: Core = kind()
     weight_changes.weights_moved(made.worker)
-    return made
-
-
-@pytest.fixture
-def listener(core: Core) -> Listener:
-    made = Listener()
-    weight_changes._listeners.add(made)
     return made
 
 
@@ -139,27 +149,20 @@ def test_a_version_is_passed_on(core: Core, listener: Listener) -> None:
     assert listener.heard == ["step-7"]
 
 
-def test_an_update_counts_from_its_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_counts_from_its_first_moment() -> None:
     """Steps may run beside it, with weights that are half-written."""
-    monkeypatch.setattr(
-        Worker, "update_weights", weight_changes._counted_update(vars(Worker)["update_weights"])
-    )
+    kind, side = copied(Worker), Side([])
+    weight_changes.count_updates(side, kind)
     before, seen = weight_changes.updates_seen(), list[int]()
-    Worker().update_weights(seen)
+    kind().update_weights(seen)
     assert before < seen[0] < weight_changes.updates_seen()
 
 
-def test_copies_end_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
-    side = SimpleNamespace(quiesce=lambda: worker.slept.append("quiet"))
-
-    class Side:
-        def quiesce(self) -> None:
-            side.quiesce()
-
-    kept = Side()
-    weight_changes._before_sleep.add(kept)
-    monkeypatch.setattr(Worker, "sleep", weight_changes._quiet_first(vars(Worker)["sleep"]))
+def test_copies_end_before_the_memory_goes() -> None:
+    kind = copied(Worker)
+    worker = kind()
+    side = Side(worker.slept)
+    weight_changes.count_updates(side, kind)
     worker.sleep()
     assert worker.slept == ["quiet", "asleep"]
 
@@ -172,10 +175,13 @@ def test_a_method_is_wrapped_once_and_only_where_it_is_defined() -> None:
     class Special(Base):
         pass
 
-    weight_changes._wrap(Special, "sleep", weight_changes._quiet_first)
+    noted: list[str] = []
+    side = Side(noted)
+    weight_changes.count_updates(side, Special)
     assert "sleep" not in vars(Special)
-    weight_changes._wrap(Base, "sleep", weight_changes._quiet_first)
+    weight_changes.count_updates(side, Base)
     once = Base.sleep
-    weight_changes._wrap(Base, "sleep", weight_changes._quiet_first)
+    weight_changes.count_updates(side, Base)
     assert Base.sleep is once
     assert Special().sleep() == "base"
+    assert noted == ["quiet"]

@@ -108,7 +108,7 @@ def plan_geometry(
         each = f" for each of {tier_count} namespaces" if tier_count > 1 else ""
         size = capacity_bytes if fields.size_as_set is None else fields.size_as_set
         raise SettingsError(
-            fields.size, size, f"at least {needed / 1e9:.9f} GB (one block of this model{each})"
+            fields.size, size, f"at least {needed / 1e9:.9f} GB (one block of this model){each}"
         )
     return _arrange(block_bytes, low, slab_slots)
 

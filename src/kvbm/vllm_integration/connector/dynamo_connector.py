@@ -53,7 +53,7 @@ class DynamoConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class DynamoConnectorReport(KVConnectorWorkerMetadata):
-    """What ranks did, workers → scheduler; reports of several ranks are folded into one."""
+    """The ranks' reports, workers → scheduler; those of several ranks are merged into one."""
 
     report: StepReport = field(default_factory=StepReport)
 
@@ -94,7 +94,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache owes nobody its bytes: requests may finish before they are stored."""
+        """No receiver waits for a cache's bytes: requests may finish before they are stored."""
         return False
 
     def shutdown(self) -> None:
@@ -109,7 +109,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # Called first in every step: the last moment at which what earlier steps wrote can be read.
+        # Called first in every step, the last moment at which the blocks of earlier steps can be read.
         if self._worker is not None and isinstance(kv_connector_metadata, DynamoConnectorMetadata):
             self._worker.store(kv_connector_metadata.plan)
 
@@ -118,7 +118,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        # Only layer-wise loads are waited for here: a request of any other one runs when all its blocks are there.
+        # Only layer-wise loads are waited for here: a request with any other load starts when all its blocks are there.
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
@@ -177,7 +177,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """The last blocks of a request are stored in steps after its end: vLLM steps on for them, a second at most."""
-        return self._scheduler.settling() if self._scheduler is not None else False
+        return self._scheduler.stores_pending() if self._scheduler is not None else False
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
@@ -203,7 +203,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A whole graph would be replayed without asking for its layers: piecewise while loads are layer-wise."""
+        """Replaying a whole graph calls nothing for its layers: piecewise while loads are layer-wise."""
         return _load(extra_config).settings.onboard_mode == "layerwise"
 
     @classmethod
