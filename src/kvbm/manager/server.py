@@ -46,6 +46,8 @@ from kvbm.protocol import (
     Reserve,
     Reset,
     ResetReply,
+    Status,
+    StatusQuery,
     Watch,
 )
 from kvbm.settings import variable
@@ -102,6 +104,7 @@ class Server:
             Finished: requests.finished,
             Reset: self._reset,
             Follow: self._follow,
+            StatusQuery: self._status,
         }
 
     @property
@@ -256,6 +259,13 @@ class Server:
 
     def _follow(self, session: Session, message: Message) -> None:
         self._followers.add(session)
+
+    def _status(self, session: Session, message: Message) -> None:
+        described = tuple(
+            {"namespace": namespace.short, "model": namespace.model, **space.describe()}
+            for namespace, space in self.spaces
+        )
+        session.send(Status(epoch=self.epoch, spaces=described))
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)

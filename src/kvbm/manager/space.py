@@ -325,6 +325,15 @@ class Space:
             tiers["disk"] = disk_pool.slot_count
         return tiers
 
+    def describe(self) -> dict[str, object]:
+        """What `Status` says of this space."""
+        tiers = {
+            pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
+            for pool in self.pools
+        }
+        fault, queued = (self.disk.fault, self.disk.queued_count) if self.disk is not None else ("", 0)
+        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault, "queued": queued}
+
     def check(self) -> None:
         """Assert the conservation law in every tier."""
         for pool in self.pools:
