@@ -349,7 +349,7 @@ def test_what_runs_out_ends(bench: Bench) -> None:
     (overdue,) = bench.space.overdue()
     assert overdue.keys == KEYS[2:3]
     assert bench.space.host_pool.counts().leased == 0
-    bench.space.condemn(overdue)
+    overdue.condemned = True
     assert bench.space.overdue() == [], "condemned once"
     assert bench.space.commit(ME, 2) == 0
     assert bench.space.host_pool.state_of(overdue.slots[0]) is BlockState.FILLING, (
