@@ -30,7 +30,7 @@ def filling(manager: ManagerBench) -> int:
 
 
 @pytest.mark.parametrize("leader_first", [True, False])
-def test_a_worker_that_is_dead_before_its_end_is_read_settles_its_fences(
+def test_the_fences_of_a_worker_that_died_before_its_end_is_read_are_released(
     manager: ManagerBench, monkeypatch: pytest.MonkeyPatch, leader_first: bool
 ) -> None:
     """The leader's end is dealt with first, so the fence is sent into a socket that nobody reads any more."""
@@ -49,7 +49,7 @@ def test_a_worker_that_is_dead_before_its_end_is_read_settles_its_fences(
     monkeypatch.setattr(manager.server.membership, "gone", killed_meanwhile)
     leader.close()
     manager.server.step(0.0)
-    assert filling(manager) == 0, "settled in the same step"
+    assert filling(manager) == 0, "released in the same step"
     assert len(manager.server.membership.fences) == manager.server.engine_count == 0
     again, _ = manager.engine("another")
     assert len(set(again.reserve(1, KEYS[:3]))) == 3, "the keys can be stored again"
