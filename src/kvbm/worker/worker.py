@@ -155,7 +155,7 @@ class Worker:
         return msgspec.structs.replace(load, failed=blocks)
 
     def report(self) -> StepReport | None:
-        """What there is to tell the leader, or None."""
+        """The report for the leader, or None when there is nothing to report."""
         while True:
             try:
                 store = self._mover.stores.get_nowait()
@@ -184,7 +184,7 @@ class Worker:
             self._changes_seen, self._weights_unknown = changes, True
         if plan.weights > self._weights_known:
             # It knows of a change, and of the latest: nothing was computed since the plan before, and every load of
-            # this plan was found after the leader heard of it.
+            # this plan was found after the leader knew of it.
             self._weights_known, self._weights_unknown = plan.weights, False
 
     def _set_mark(self, plan: StepPlan) -> None:
