@@ -76,15 +76,15 @@ def run(name: str, leaves: int, requests: int) -> dict[str, float | str]:
     """Fill a tier until it is full, then go on for `requests`; what the policy took in both parts."""
     slots = leaves * 3 * TURN_BLOCKS
     policy = Timed(make_policy(name, slots))
-    tier = SimulatedTier(slots, 4 * slots + requests * 2 * TURN_BLOCKS, policy)  # type: ignore[arg-type]  # it passes every call on
+    tier = SimulatedTier(slots, policy)  # type: ignore[arg-type]  # it passes every call on
     source, now_s, accesses, measured = chats(1), 0.0, 0, 0
     while measured < requests:
-        full = tier.evicted_blocks > 0
+        full = tier.evicted_count > 0
         if not full:  # the time of filling up is not that of eviction
             policy.seconds, accesses = 0.0, 0
         chain = next(source)
         now_s += SECONDS_PER_REQUEST
-        hits = tier.request(chain, now_s)
+        hits = tier.requested(chain, now_s)
         tier.insert(chain, hits, now_s)
         policy.finished(chain[-1], 200, now_s + 0.01)
         accesses += len(chain)
@@ -96,12 +96,12 @@ def memory(name: str, leaves: int) -> float:
     """Bytes that the policy holds per resident block when the tier is full."""
     slots = leaves * 3 * TURN_BLOCKS
     policy = make_policy(name, slots)
-    tier = SimulatedTier(slots, 4 * slots, policy)
+    tier = SimulatedTier(slots, policy)
     now_s = 0.0
     for chain in chats(1):
         now_s += SECONDS_PER_REQUEST
-        tier.insert(chain, tier.request(chain, now_s), now_s)
-        if tier.evicted_blocks:
+        tier.insert(chain, tier.requested(chain, now_s), now_s)
+        if tier.evicted_count:
             break
     return reachable_bytes(policy) / slots
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbm.policy import AdmitAll, DiskFilter, LeafFirstLru
-from kvbm.sim.serving.engine import Engine, Served
+from kvbm.sim.serving.engine import Served, SimulatedEngine
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.trace import Trace, TraceBuilder
@@ -38,7 +38,7 @@ def serve(
     closed_loop: bool = False,
     admission: AdmitAll | DiskFilter | None = None,
 ) -> Served:
-    """What happens to a trace on a machine with tiers of so many blocks, 0 for none."""
-    tiers = [SimulatedTier(n, trace.unique_blocks, LeafFirstLru(n)) if n else None for n in (host, disk)]
+    """What happens to a trace on a machine with tiers of so many blocks, 0 for none; disk takes one block at a time."""
+    tiers = [SimulatedTier(n, LeafFirstLru(n), insist=bool(disk)) if n else None for n in (host, disk)]
     admit = (AdmitAll() if admission is None else admission) if disk else None
-    return Engine(trace, machine, tiers[0], tiers[1], admit, closed_loop).run()
+    return SimulatedEngine(trace, machine, *tiers, admit, closed_loop, writes_in_flight_max=1).run()

@@ -12,8 +12,8 @@ from kvbm.cli.replaying import conclude, require_writable, with_bar
 from kvbm.errors import SettingsError
 
 if TYPE_CHECKING:
+    from kvbm.sim.serving.disk import DiskRules
     from kvbm.sim.serving.machine import Machine
-    from kvbm.sim.serving.offloads import DiskRules
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -227,7 +227,7 @@ def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
 def read_disk_rules(admission: str, write: str, budget: str | None) -> DiskRules:
     """How blocks get onto the disk, from the options. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
-    from kvbm.sim.serving.offloads import DiskRules
+    from kvbm.sim.serving.disk import DiskRules
 
     rules = DiskRules(admission, write, None if budget is None else parse_size("--write-budget", budget))
     rules.check()

@@ -90,7 +90,7 @@ class LocalSpace:
             slot_count=slots,
             disk_dir=options.disk_dir,
             disk_bytes=disk_bytes,
-            fields=DiskFields(root="disk_dir", size="disk", size_as_set=options.disk, unowned=""),
+            fields=DiskFields(root="disk_dir", size="disk", as_set=options.disk, unowned=""),
             direct=options.disk_direct,
             device=options.device,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -17,7 +17,7 @@ from kvbm.block import NO_SLOT, TRANSITIONS, BlockState, SlotIndex, Tier, Transi
 from kvbm.policy import EvictionPolicy
 
 KeyT = TypeVar("KeyT", bound=Hashable)
-"""What names a block and the whole chain up to it: `BlockKey` in the manager, a number in the simulator."""
+"""The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _SHORT_CHAIN = 128
@@ -47,7 +47,7 @@ class SlotPool(Generic[KeyT]):
         tier: Tier,
         slot_count: int,
         policy: EvictionPolicy,
-        on_emptied: Callable[[int, KeyT, bool], None] = lambda slot, key, was_resident: None,
+        on_emptied: Callable[[int, KeyT, bool], None] | None = None,
         chained: bool = True,
         keeps_parents: bool = False,
     ) -> None:
@@ -102,6 +102,10 @@ class SlotPool(Generic[KeyT]):
     def holds(self, key: KeyT) -> bool:
         """Whether the block is resident or being filled."""
         return key in self._resident or key in self._filling
+
+    def holds_any(self, keys: Iterable[KeyT]) -> bool:
+        """`holds` for at least one of the keys."""
+        return not (self._resident.keys().isdisjoint(keys) and self._filling.keys().isdisjoint(keys))
 
     def key_of(self, slot: int) -> KeyT:
         """The key of a slot that is not free."""
@@ -167,7 +171,7 @@ class SlotPool(Generic[KeyT]):
         self, keys: Sequence[KeyT], parent: KeyT | None, now_s: float, insist: bool = False
     ) -> list[SlotIndex]:
         """Slots to fill with the blocks of a chain, as `reserve` gives one; with little room, for the first of them."""
-        assert not any(map(self.holds, keys)), "block is held already"
+        assert not self.holds_any(keys), "block is held already"
         parent_slot = self._slot_of(parent)
         needed = len(keys) - len(self._free)
         if needed > 0:
@@ -196,10 +200,10 @@ class SlotPool(Generic[KeyT]):
     def commit_all(self, slots: Sequence[int]) -> None:
         """`commit` for many slots at once."""
         self._move(slots, Transition.COMMIT)
-        for slot in slots:
-            key = self.key_of(slot)
-            del self._filling[key]
-            self._resident[key] = slot
+        filling, resident = self._filling, self._resident
+        for slot, key in zip(slots, self._keys_of(slots), strict=True):
+            del filling[key]
+            resident[key] = slot
         self.policy.evictable(slots)
 
     def abort(self, slot: int) -> None:
@@ -247,10 +251,11 @@ class SlotPool(Generic[KeyT]):
                 ended.append(slot)
         self.policy.evictable(ended)
 
-    def requested(self, keys: list[KeyT], now_s: float) -> None:
-        """A request came for this chain."""
+    def requested(self, keys: list[KeyT], now_s: float) -> int:
+        """A request came for this chain; how many of its first blocks are resident."""
         slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
         self.policy.requested(keys, slots, now_s)
+        return slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
 
     def finished(self, key: KeyT, output_tokens: int, now_s: float) -> None:
         """The request whose chain ended with this key when it came has generated that many tokens, and no more."""
@@ -325,8 +330,9 @@ class SlotPool(Generic[KeyT]):
     def _move(self, slots: Sequence[int], transition: Transition) -> None:
         before, after = TRANSITIONS[transition]
         state = self._state
+        wrong = [slot for slot in slots if state[slot] != before]
+        assert not wrong, f"slot {wrong[0]} cannot {transition.value}: {self.state_of(wrong[0]).name}"
         for slot in slots:
-            assert state[slot] == before, f"slot {slot} cannot {transition.value}: {self.state_of(slot).name}"
             state[slot] = after
 
     def _empty(self, slots: Sequence[int], transition: Transition) -> None:
@@ -334,13 +340,17 @@ class SlotPool(Generic[KeyT]):
         was_resident = transition is Transition.EVICT
         assert not was_resident or self._leases.keys().isdisjoint(slots), "a leased slot is never evicted"
         self._move(slots, transition)
-        index = self._resident if was_resident else self._filling
-        for slot in slots:
-            key = self.key_of(slot)
+        index, keys = self._resident if was_resident else self._filling, self._keys_of(slots)
+        for slot, key in zip(slots, keys, strict=True):
             self._keys[slot] = None
             del index[key]
-            self._free.append(slot)
-            self._on_emptied(slot, key, was_resident)
+        self._free.extend(slots)
+        if self._on_emptied is not None:
+            for slot, key in zip(slots, keys, strict=True):
+                self._on_emptied(slot, key, was_resident)
+
+    def _keys_of(self, slots: Sequence[int]) -> list[KeyT]:
+        return [key for key in map(self._keys.__getitem__, slots) if key is not None]
 
 
 def _parents_first(

@@ -30,7 +30,7 @@ RESERVATION_S = 120.0
 
 
 class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a space treats its tiers. `staging`: host memory is only a bounded way to disk.
+    """Options of a space. `staging`: host memory is only a bounded way to disk.
 
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
     block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.

@@ -18,7 +18,7 @@ from kvbm.settings import Settings
 from kvbm.settings.parse import GB
 from kvbm.sim.plan.cheapest import DOLLARS, Candidate, Prices, frontier
 from kvbm.sim.plan.planning import Answer, Answers, words_of
-from kvbm.sim.serving.offloads import DiskRules
+from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.simulate.picture import DPI, HEIGHT_IN, PANEL_IN
 from kvbm.sim.simulate.report import SECONDS_PER_HOUR
 

@@ -29,8 +29,8 @@ from kvbm.sim.plan.cheapest import (
 )
 from kvbm.sim.replay.curves import LruCurve, lru_curve
 from kvbm.sim.replay.sampling import Sample
+from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.machine import Machine
-from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.simulate.report import TraceFacts, facts
 from kvbm.sim.simulate.simulation import Plan, Watch, open_trace
 from kvbm.sim.simulate.study import BASELINE, Progress, Setup, hit_row, time_row
@@ -371,8 +371,7 @@ def unavoidable_s(trace: Trace, machine: Machine) -> list[float]:
         # Blocks are numbered by first use.
         new = next((i for i, block in enumerate(request.blocks) if block >= known), len(request.blocks))
         known = max(known, 1 + max(request.blocks))
-        cached = max(min(new * trace.block_tokens, request.prompt_tokens - 1), 0)
-        seconds.append(float(machine.prefill_s(cached, request.prompt_tokens)))
+        seconds.append(machine.prompt_s(new * trace.block_tokens, request.prompt_tokens))
     return seconds
 
 

@@ -40,15 +40,15 @@ def replay(
     `capacity` is in blocks, `policy` an object made for as many slots. `on_progress` hears now and then how many
     requests are done.
     """
-    tier = SimulatedTier(capacity, trace.unique_blocks, policy)
+    tier = SimulatedTier(capacity, policy)
     hits_by_request: list[int] = []
     running: list[tuple[float, int, int, int]] = []
     for number, request in enumerate(trace.requests):
         now_s = request.arrived_s
         while running and running[0][0] <= now_s:
             finished_s, _, last, output_tokens = heapq.heappop(running)
-            policy.finished(last, output_tokens, finished_s)
-        hits = tier.request(request.blocks, now_s)
+            tier.finished(last, output_tokens, finished_s)
+        hits = tier.requested(request.blocks, now_s)
         tier.insert(request.blocks, hits, now_s)
         hits_by_request.append(hits)
         ending = (now_s + request.seconds, number, request.blocks[-1], request.output_tokens)
@@ -59,7 +59,7 @@ def replay(
     return Replay(
         trace.accesses,
         sum(hits_by_request),
-        tier.inserted_blocks,
-        tier.evicted_blocks,
+        tier.inserted_count,
+        tier.evicted_count,
         tuple(hits_by_request),
     )

@@ -17,19 +17,18 @@ a node's network do not slow one another.
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 
 from kvbm.policy import make_policy
 from kvbm.sim.replay.replay import PROGRESS_REQUESTS
 from kvbm.sim.scale.routing import Loads, Router
-from kvbm.sim.scale.tier import Heard, NodeTier, nobody
 from kvbm.sim.scale.traffic import Arrival, Traffic
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link, Machine
+from kvbm.sim.serving.prefill import PrefillServer
+from kvbm.sim.serving.tier import BlocksChanged, SimulatedTier
 
 
 class Remote(str, Enum):
@@ -64,13 +63,11 @@ class Node:
     """One node's tiers, links and line of requests. `computing_s` and `requests` count what was measured."""
 
     number: int
-    host: NodeTier
-    remote: NodeTier | None
+    host: SimulatedTier
+    remote: SimulatedTier | None
     to_device: Link
     network: Link
-    waiting: deque[_Job] = field(default_factory=deque)
-    ready: deque[_Job] = field(default_factory=deque)
-    computing: bool = False
+    server: PrefillServer[_Job]
     computing_s: float = 0.0
     requests: int = 0
 
@@ -202,29 +199,21 @@ class Cluster:
         if arrival.arrived_s >= self._warm_up_s:
             node.requests += 1
             self._run.blocks += len(blocks)
-            self._run.no_cache_s += self._prefill_s(arrival, 0)
+            self._run.no_cache_s += self._prompt_s(arrival, 0)
         self._arrived += 1
         if self._arrived % PROGRESS_REQUESTS == 0:
             self._on_progress(self._arrived)
-        node.waiting.append(job)
-        self._take_next(now_s, node)
+        node.server.arrive(now_s, job)
 
-    def _take_next(self, now_s: float, node: Node) -> None:
-        """An idle engine computes what is ready, or else turns to who has waited longest."""
-        while not node.computing and (node.ready or node.waiting):
-            if node.ready:
-                self._compute(now_s, node.ready.popleft())
-            else:
-                self._begin(now_s, node.waiting.popleft())
-
-    def _begin(self, now_s: float, job: _Job) -> None:
+    def begin(self, now_s: float, job: _Job) -> float | None:
+        """Look the request up and load what is worth it, as `PrefillUser`."""
         node, blocks = job.node, job.arrival.blocks
-        in_host = node.host.request(blocks, now_s)
+        in_host = node.host.requested(blocks, now_s)
         found = in_host
         if node.remote is not None:
-            node.remote.request(blocks, now_s)
-            remote, host = node.remote.slots, node.host.slots
-            while found < len(blocks) and (blocks[found] in remote or blocks[found] in host):
+            node.remote.requested(blocks, now_s)
+            remote, host = node.remote.holds, node.host.holds
+            while found < len(blocks) and (remote(blocks[found]) or host(blocks[found])):
                 found += 1
         job.loaded = self._worth_loading(now_s, job, in_host, found)
         from_host, from_remote = min(job.loaded, in_host), max(job.loaded - in_host, 0)
@@ -233,45 +222,40 @@ class Cluster:
             self._run.remote_hits += from_remote
             self._run.declined_blocks += found - job.loaded
         if not job.loaded:
-            node.ready.append(job)
-            return
+            return None
         size = self._machine.block_bytes
         there_s = node.to_device.send(now_s, from_host * size) if from_host else now_s
         if from_remote:
             there_s = max(there_s, node.network.send(now_s, from_remote * size))
             if self._store is not None:
                 there_s = max(there_s, self._store.send(now_s, from_remote * size))
-        self._events.at(there_s, self._loaded, job)
+        return there_s
 
-    def _loaded(self, now_s: float, job: _Job) -> None:
-        job.node.ready.append(job)
-        self._take_next(now_s, job.node)
+    def loaded(self, now_s: float, job: _Job) -> None:
+        """As `PrefillUser`."""
 
-    def _compute(self, now_s: float, job: _Job) -> None:
-        seconds = self._prefill_s(job.arrival, job.loaded)
-        job.node.computing = True
-        if job.arrival.arrived_s >= self._warm_up_s:
-            job.node.computing_s += seconds
-        self._events.at(now_s + seconds, self._computed, job)
+    def prefill_s(self, job: _Job) -> float:
+        """As `PrefillUser`."""
+        return self._prompt_s(job.arrival, job.loaded)
 
-    def _computed(self, now_s: float, job: _Job) -> None:
+    def computed(self, now_s: float, job: _Job, seconds: float) -> None:
+        """The first token is there, as `PrefillUser`; what was computed enters the tiers."""
         node, arrival = job.node, job.arrival
-        node.computing = False
         self._loads.waiting[node.number] -= job.expected
-        node.host.insert(arrival.blocks, now_s)
-        written = node.remote.insert(arrival.blocks, now_s) if node.remote is not None else 0
+        node.host.insert(arrival.blocks, 0, now_s)
+        written = node.remote.insert(arrival.blocks, 0, now_s) if node.remote is not None else 0
         if arrival.arrived_s >= self._warm_up_s:
+            node.computing_s += seconds
             self._run.ttft_s.append(now_s - arrival.arrived_s)
             self._run.remote_writes += written
         self._events.at(now_s + arrival.seconds, self._finished, job)
-        self._take_next(now_s, node)
 
     def _finished(self, now_s: float, job: _Job) -> None:
         node, arrival = job.node, job.arrival
         self._loads.active[node.number] -= len(arrival.blocks)
         for tier in (node.host, node.remote):
             if tier is not None:
-                tier.policy.finished(arrival.blocks[-1], arrival.output_tokens, now_s)
+                tier.finished(arrival.blocks[-1], arrival.output_tokens, now_s)
         for following in self._following(arrival, now_s):
             self._events.at(following.arrived_s, self._arrive, following)
 
@@ -287,7 +271,7 @@ class Cluster:
             return 0
         node = job.node
         best = 0
-        best_s = self._prefill_s(job.arrival, 0)
+        best_s = self._prompt_s(job.arrival, 0)
         for depth in (in_host, found):
             load_s = min(depth, in_host) * self._host_s
             if load_s:
@@ -296,41 +280,39 @@ class Cluster:
                 store_s = self._store.free_s if self._store is not None else 0.0
                 queue_s = max(node.network.free_s, store_s) - now_s
                 load_s = max(load_s, max(queue_s, 0.0) + (depth - in_host) * self._remote_s)
-            seconds = load_s + self._prefill_s(job.arrival, depth)
+            seconds = load_s + self._prompt_s(job.arrival, depth)
             if depth and seconds <= best_s:
                 best, best_s = depth, seconds
         return best
 
-    def _prefill_s(self, arrival: Arrival, loaded: int) -> float:
-        # An engine computes at least one token, to have something to sample from.
-        cached = max(min(loaded * self._shape.block_tokens, arrival.prompt_tokens - 1), 0)
-        return float(self._machine.prefill_s(cached, arrival.prompt_tokens))
+    def _prompt_s(self, arrival: Arrival, loaded: int) -> float:
+        return self._machine.prompt_s(loaded * self._shape.block_tokens, arrival.prompt_tokens)
 
     # ---- what the nodes are made of
 
-    def _tier(self, capacity: int, stored: Heard = nobody, removed: Heard = nobody) -> NodeTier:
-        return NodeTier(capacity, make_policy(self._shape.policy, capacity), stored, removed)
+    def _tier(self, slot_count: int, *on_changes: BlocksChanged) -> SimulatedTier:
+        return SimulatedTier(slot_count, make_policy(self._shape.policy, slot_count), False, *on_changes)
 
-    def _node(self, number: int, shared: NodeTier | None) -> Node:
-        """A node, whose router hears of a block once: when the first of its own tiers has it, or the last loses it."""
+    def _node(self, number: int, shared: SimulatedTier | None) -> Node:
         shape, router = self._shape, self._router
-        stored, removed = partial(router.stored, number), partial(router.removed, number)
-        remote = shared
-        if shape.remote is not Remote.PRIVATE:
-            heard = (stored, removed) if router.listens else ()
-            host = self._tier(shape.host_blocks, *heard)
-        elif not router.listens:
-            host, remote = self._tier(shape.host_blocks), self._tier(shape.remote_blocks)
-        else:
-            in_host: dict[int, int] = {}
-            in_remote: dict[int, int] = {}
-            host = self._tier(shape.host_blocks, _unless(in_remote, stored), _unless(in_remote, removed))
-            remote = self._tier(shape.remote_blocks, _unless(in_host, stored), _unless(in_host, removed))
-            host.slots, remote.slots = in_host, in_remote
-        to_device = Link(shape.machine.host_bytes_per_s)
-        return Node(number, host, remote, to_device, Link(shape.network_bytes_per_s))
+        own: list[SimulatedTier] = []
 
+        # The router is told of a block once: when the first of the node's own tiers has it, or the last loses it.
+        def stored(blocks: Sequence[int]) -> None:
+            router.stored(number, [b for b in blocks if sum(tier.holds(b) for tier in own) == 1])
 
-def _unless(other: dict[int, int], hears: Callable[[Iterable[int]], None]) -> Heard:
-    """Passes on what the other tier does not have."""
-    return lambda blocks: hears([block for block in blocks if block not in other])
+        def evicted(blocks: Sequence[int]) -> None:
+            router.removed(number, [b for b in blocks if not any(tier.holds(b) for tier in own)])
+
+        on_changes = (stored, evicted) if router.listens else ()
+        own.append(self._tier(shape.host_blocks, *on_changes))
+        if shape.remote is Remote.PRIVATE:
+            own.append(self._tier(shape.remote_blocks, *on_changes))
+        return Node(
+            number=number,
+            host=own[0],
+            remote=own[1] if len(own) > 1 else shared,
+            to_device=Link(shape.machine.host_bytes_per_s),
+            network=Link(shape.network_bytes_per_s),
+            server=PrefillServer(self._events, self),
+        )

@@ -25,7 +25,7 @@ import numpy
 
 from kvbm.sim.replay.sampling import TRUNK_SHARE
 from kvbm.sim.serving.machine import Machine
-from kvbm.sim.traces.conversations import NONE, predecessors
+from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
 from kvbm.sim.traces.trace import Trace
 
 _BISECTIONS = 40
@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
     copy: int
     number: int
     conversation: int
-    blocks: Sequence[int]
+    blocks: list[int]
     prompt_tokens: int
     output_tokens: int
     seconds: float
@@ -73,13 +73,13 @@ class Traffic:
         ]
         self.trunk_blocks = int(numpy.count_nonzero(trunk))
         self.copies = math.ceil(copies - 1e-9)
-        self._before = predecessors(trace) if closed_loop else [NONE] * len(trace.requests)
+        self._before = predecessors(trace) if closed_loop else [NO_REQUEST] * len(trace.requests)
         self._following: dict[int, list[int]] = {}
         for number, before in enumerate(self._before):
-            if before != NONE and self._roots[before] != self._roots[number]:
+            if before != NO_REQUEST and self._roots[before] != self._roots[number]:
                 # Only those of one conversation stay together when copies are thinned.
-                self._before[number] = NONE
-            elif before != NONE:
+                self._before[number] = NO_REQUEST
+            elif before != NO_REQUEST:
                 self._following.setdefault(before, []).append(number)
         self._starts_s: list[float] = []
         self._draw(copies / self.copies, seed)

@@ -18,7 +18,6 @@ generated tokens, which host memory gets only when a later prompt contains them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,11 +25,12 @@ import numpy
 
 from kvbm.policy import AdmissionPolicy
 from kvbm.sim.replay.replay import PROGRESS_REQUESTS
+from kvbm.sim.serving.disk import WRITES_IN_FLIGHT_MAX, SimulatedDisk
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link, Machine
-from kvbm.sim.serving.offloads import Offloads
+from kvbm.sim.serving.prefill import PrefillServer
 from kvbm.sim.serving.tier import SimulatedTier
-from kvbm.sim.traces.conversations import predecessors
+from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
 from kvbm.sim.traces.trace import Request, Trace
 
 LEASE_S = 90.0
@@ -92,13 +92,12 @@ class _Job:
     read: set[int] = field(default_factory=set)
 
 
-class Engine:
-    """One engine, for one run over a trace. Without `host` it has no cache; `disk` and `admission` come together.
+class SimulatedEngine:
+    """One engine, for one run over a trace. Without `host` it has no cache; `disk` and `admission` come together, and
+    the host tier above them insists.
 
-    Disk is written through; or on eviction, if the policy of `host` is `manager.departures.Departures`.
-
-    `closed_loop`: who goes on with a conversation waits for the answer before, even where that takes longer than it
-    did in the trace. Without it everybody arrives as recorded.
+    `closed_loop`: a user who continues a conversation waits for the previous answer, even where that takes longer than
+    it did in the trace. Without it all requests arrive as recorded.
     """
 
     def __init__(
@@ -109,6 +108,7 @@ class Engine:
         disk: SimulatedTier | None = None,
         admission: AdmissionPolicy | None = None,
         closed_loop: bool = True,
+        writes_in_flight_max: int = WRITES_IN_FLIGHT_MAX,
     ) -> None:
         self._trace = trace
         self._machine = machine
@@ -120,30 +120,25 @@ class Engine:
         self._to_device = Link(machine.host_bytes_per_s)
         self._from_disk = Link(machine.disk_read_bytes_per_s)
         self._to_disk = Link(machine.disk_write_bytes_per_s)
-        self._offloads: Offloads | None = None
+        self._writes: SimulatedDisk | None = None
         if disk is not None:
-            assert host is not None and admission is not None
-            host.insist = True
-            size = machine.block_bytes
-            self._offloads = Offloads(host, disk, admission, self._to_disk, size, self._events, trace.parents)
-        self._waiting: deque[_Job] = deque()
-        self._ready: deque[_Job] = deque()
-        self._computing = False
-        # When the engine will be through with all who wait, as far as can be told when they come.
-        self._queue_s = 0.0
+            assert host is not None and host.insist and admission is not None
+            writing = (self._to_disk, machine.block_bytes, self._events, writes_in_flight_max)
+            self._writes = SimulatedDisk(host, disk, admission, *writing)
+        self._server: PrefillServer[_Job] = PrefillServer(self._events, self)
         self._through = 0
         self._on_progress: Callable[[int], None] = lambda requests: None
         # Blocks that have a place in host memory and are still being read from disk, and until when.
         self._arriving: dict[int, float] = {}
         self._following: dict[int, list[int]] = {}
-        self._before = predecessors(trace) if closed_loop else [-1] * len(trace.requests)
+        self._before = predecessors(trace) if closed_loop else [NO_REQUEST] * len(trace.requests)
         self._served = Served(machine.block_bytes, trace.accesses, trace.seconds, [0.0] * len(trace.requests))
 
     def run(self, on_progress: Callable[[int], None] = lambda requests: None) -> Served:
         """Serve the whole trace, once. `on_progress` hears now and then how many requests have a first token."""
         self._on_progress = on_progress
         for number, request in enumerate(self._trace.requests):
-            if self._before[number] >= 0:
+            if self._before[number] != NO_REQUEST:
                 self._following.setdefault(self._before[number], []).append(number)
             else:
                 self._events.at(request.arrived_s, self._arrive, number)
@@ -153,7 +148,7 @@ class Engine:
         served.loaded_bytes = self._to_device.sent_bytes
         served.disk_read_bytes = self._from_disk.sent_bytes
         served.disk_written_bytes = self._to_disk.sent_bytes
-        served.skipped_writes = self._offloads.skipped_blocks if self._offloads else 0
+        served.skipped_writes = self._writes.skipped_blocks if self._writes else 0
         return served
 
     # ---- a request, step by step
@@ -163,36 +158,27 @@ class Engine:
         blocks = job.request.blocks
         for tier in (self._host, self._disk):
             if tier is not None:
-                tier.request(blocks, now_s)
-        self._queue_s = max(self._queue_s, now_s)
+                tier.requested(blocks, now_s)
+        start_s = max(self._server.expected_free_s, now_s)
         depth = 0
         if self._host is not None:
             # Reading begins now, as far as it will pay by the time the engine gets here.
-            depth = self._look_up(self._host, job, now_s, self._queue_s)
+            depth = self._look_up(self._host, job, now_s, start_s)
             self._events.at(now_s + LEASE_S, self._lapsed, job)
-            if self._offloads is not None:
-                self._offloads.used(blocks, _leading(blocks, self._holds), now_s)
-        self._queue_s += self._prefill_s(job.request, depth)
-        self._waiting.append(job)
-        self._take_next(now_s)
+            if self._writes is not None:
+                self._writes.used(blocks, _leading(blocks, self._holds))
+        self._server.expected_free_s = start_s + self._prompt_s(job.request, depth)
+        self._server.arrive(now_s, job)
 
-    def _take_next(self, now_s: float) -> None:
-        """An idle engine computes what is ready, or else turns to who has waited longest."""
-        while not self._computing and (self._ready or self._waiting):
-            if self._ready:
-                self._compute(now_s, self._ready.popleft())
-            else:
-                self._begin(now_s, self._waiting.popleft())
-
-    def _begin(self, now_s: float, job: _Job) -> None:
+    def begin(self, now_s: float, job: _Job) -> float | None:
+        """Load what is worth it by now, as `PrefillUser`."""
         job.begun = True
         if self._host is not None:
             # More may be there by now than when it came.
             job.loaded = self._look_up(self._host, job, now_s, now_s)
             self._served.declined_blocks += _leading(job.request.blocks, self._holds) - job.loaded
         if not job.loaded:
-            self._ready.append(job)
-            return
+            return None
         blocks = job.request.blocks[: job.loaded]
         from_disk = sum(map(job.read.__contains__, blocks))
         self._served.disk_hits += from_disk
@@ -200,46 +186,41 @@ class Engine:
         sent_s = self._to_device.send(now_s, job.loaded * self._machine.block_bytes)
         there_s = max(self._arriving.get(block, 0.0) for block in blocks) if self._arriving else 0.0
         # A block goes on to the device as soon as it has been read.
-        self._events.at(max(sent_s, there_s + self._block_s if there_s > now_s else 0.0), self._loaded, job)
+        return max(sent_s, there_s + self._block_s if there_s > now_s else 0.0)
 
-    def _loaded(self, now_s: float, job: _Job) -> None:
+    def loaded(self, now_s: float, job: _Job) -> None:
+        """As `PrefillUser`."""
         self._lease(job, 0)
-        self._ready.append(job)
-        self._take_next(now_s)
 
     def _lapsed(self, now_s: float, job: _Job) -> None:
         if not job.begun:
             self._lease(job, 0)
 
-    def _compute(self, now_s: float, job: _Job) -> None:
-        seconds = self._prefill_s(job.request, job.loaded)
-        self._computing = True
-        self._served.computing_s += seconds
-        self._events.at(now_s + seconds, self._computed, job)
+    def prefill_s(self, job: _Job) -> float:
+        """As `PrefillUser`."""
+        return self._prompt_s(job.request, job.loaded)
 
-    def _computed(self, now_s: float, job: _Job) -> None:
+    def computed(self, now_s: float, job: _Job, seconds: float) -> None:
+        """The first token is there, as `PrefillUser`; what was computed enters host memory."""
         blocks, loaded = job.request.blocks, job.loaded
-        self._computing = False
+        self._served.computing_s += seconds
         self._served.ttft_s[job.number] = now_s - job.arrived_s
         # Without its prefix a block could never be found: the manager spends no slot on it.
         if self._host is not None and (loaded == 0 or self._holds(blocks[loaded - 1])):
             new = loaded + _leading(blocks[loaded:], self._host.holds)
             self._host.insert(blocks, new, now_s)
-            if self._offloads is not None:
-                self._offloads.entered(blocks, new, len(blocks), now_s)
+            if self._writes is not None:
+                self._writes.stored(blocks, new)
         self._events.at(now_s + job.request.seconds, self._finished, job)
         self._through += 1
         if self._through % PROGRESS_REQUESTS == 0:
             self._on_progress(self._through)
-        self._take_next(now_s)
-        if not self._computing:
-            self._queue_s = now_s
 
     def _finished(self, now_s: float, job: _Job) -> None:
         request = job.request
         for tier in (self._host, self._disk):
             if tier is not None:
-                tier.policy.finished(request.blocks[-1], request.output_tokens, now_s)
+                tier.finished(request.blocks[-1], request.output_tokens, now_s)
         for number in self._following.pop(job.number, ()):
             following = self._trace.requests[number]
             pause_s = following.arrived_s - request.arrived_s - request.seconds
@@ -272,12 +253,12 @@ class Engine:
     def _raise(self, host: SimulatedTier, job: _Job, blocks: Sequence[int], now_s: float) -> int:
         """Give those that only the disk has a place in host memory and queue them for reading; how many are there."""
         held = [block for block in blocks if host.holds(block)]
-        host.lease(held)
+        host.lease_blocks(held)
         host.insert(blocks, _leading(blocks, host.holds), now_s)
-        host.unlease(held)
+        host.unlease_blocks(held)
         before = set(held)
         reads = [block for block in blocks if block not in before and host.holds(block)]
-        host.lease(reads)
+        host.lease_blocks(reads)
         for block in reads:
             self._arriving[block] = self._from_disk.send(now_s, self._machine.block_bytes)
         job.read.update(reads)
@@ -288,13 +269,13 @@ class Engine:
         """Lease the first blocks, instead of what the request had leased before."""
         if self._host is not None:
             blocks = job.request.blocks
-            self._host.lease(blocks[:depth])
-            self._host.unlease(blocks[: job.leased])
+            self._host.lease_blocks(blocks[:depth])
+            self._host.unlease_blocks(blocks[: job.leased])
             job.leased = depth
 
     def _were_read(self, now_s: float, blocks: Sequence[int]) -> None:
         assert self._host is not None
-        self._host.unlease(blocks)
+        self._host.unlease_blocks(blocks)
         for block in blocks:
             del self._arriving[block]
 
@@ -316,10 +297,8 @@ class Engine:
         # Of equal times the deepest: it leaves the engine to others.
         return len(there_s) - int(numpy.argmin(first_s[::-1]))
 
-    def _prefill_s(self, request: Request, loaded: int) -> float:
-        # An engine computes at least one token, to have something to sample from.
-        cached = max(min(loaded * self._trace.block_tokens, request.prompt_tokens - 1), 0)
-        return float(self._machine.prefill_s(cached, request.prompt_tokens))
+    def _prompt_s(self, request: Request, loaded: int) -> float:
+        return self._machine.prompt_s(loaded * self._trace.block_tokens, request.prompt_tokens)
 
     def _holds(self, block: int) -> bool:
         assert self._host is not None

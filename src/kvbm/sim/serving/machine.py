@@ -32,6 +32,10 @@ class Machine:
             (end - start) * (1.0 + (start + end) / (2.0 * self.attention_tokens)) / self.prefill_tokens_per_s
         )
 
+    def prompt_s(self, cached_tokens: int, prompt_tokens: int) -> float:
+        """Seconds to compute a prompt of which so many tokens are loaded: at least its last, to sample from."""
+        return float(self.prefill_s(max(min(cached_tokens, prompt_tokens - 1), 0), prompt_tokens))
+
     def block_s(self, bytes_per_s: float) -> float:
         """Seconds for one block over a link of that speed."""
         return self.block_bytes / bytes_per_s

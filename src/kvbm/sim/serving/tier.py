@@ -1,133 +1,68 @@
-"""A tier without bytes: which blocks of a trace are resident, decided by the policy that the manager would use."""
+"""A tier without bytes: the manager's own slots over the numbered blocks of a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
+from kvbm.block import Tier
+from kvbm.manager.pool import SlotPool
 from kvbm.policy import EvictionPolicy
 
-NOBODY = -1
-"""In place of a block: it has no parent."""
+BlocksChanged = Callable[[Sequence[int]], None]
+"""Called with blocks that have just entered, or just left, a tier."""
 
 
-class SimulatedTier:
-    """`capacity` slots over blocks numbered below `unique_blocks`, driven as `manager.pool` drives the real ones.
+class SimulatedTier(SlotPool[int]):
+    """The manager's pool of slots, where filling a slot takes no time.
 
-    Filling takes no time, so a block is evictable once it is inserted, unless it is leased. With `insist` newcomers
-    get a place whatever the policy thinks of them: a tier above another is the way into it.
+    With `insist` newcomers get a slot whatever the policy thinks of them: a tier above another is the way into it.
+    `on_stored` is called with the blocks that `insert` has put in, `on_evicted` with those that have gone.
     """
 
-    def __init__(self, capacity: int, unique_blocks: int, policy: EvictionPolicy) -> None:
-        assert capacity > 0
-        self.capacity = capacity
-        self.policy = policy
-        self.insist = False
-        self.inserted_blocks = 0
-        self.evicted_blocks = 0
-        self._slot_of = [-1] * unique_blocks
-        self._block_in = [-1] * capacity
-        self._free = list(range(capacity - 1, -1, -1))
-        # Leases by slot; a slot without one is absent.
-        self._leases: dict[int, int] = {}
-
-    def request(self, blocks: Sequence[int], now_s: float) -> int:
-        """A request asks for a chain; how many of its first blocks are resident. What is missing is not inserted."""
-        slots = list(map(self._slot_of.__getitem__, blocks))
-        self.policy.requested(blocks, slots, now_s)
-        return slots.index(-1) if -1 in slots else len(slots)
+    def __init__(
+        self,
+        slot_count: int,
+        policy: EvictionPolicy,
+        insist: bool = False,
+        on_stored: BlocksChanged | None = None,
+        on_evicted: BlocksChanged | None = None,
+    ) -> None:
+        on_emptied = None if on_evicted is None else lambda slot, block, was_resident: on_evicted((block,))
+        super().__init__(Tier.HOST, slot_count, policy, on_emptied, keeps_parents=insist)
+        self.insist = insist
+        self.inserted_count = 0
+        self._on_stored = on_stored
 
     def insert(self, blocks: Sequence[int], start: int, now_s: float) -> int:
-        """Put `blocks[start:]` in behind the block before, as far as the policy finds them worth it; how many."""
-        slot_of = self._slot_of
-        parent = blocks[start - 1] if start else NOBODY
-        end, inserted = len(blocks), 0
+        """Put the missing ones of `blocks[start:]` in, as far as the policy finds them worth it; how many."""
+        end, before = len(blocks), self.inserted_count
         while start < end:
-            if slot_of[blocks[start]] >= 0:  # left behind when the block before it went
-                parent = blocks[start]
+            run = blocks[start:]
+            if self.holds_any(run):
+                run = list(takewhile(lambda block: not self.holds(block), run))
+            if not run:  # left behind when the block before it went
                 start += 1
                 continue
-            stop = start + 1
-            while stop < end and slot_of[blocks[stop]] < 0:
-                stop += 1
-            taken = self.insert_run(blocks[start:stop], parent, now_s)
-            inserted += taken
-            if taken < stop - start:
+            slots = self.reserve_chain(run, blocks[start - 1] if start else None, now_s, self.insist)
+            self.commit_all(slots)
+            self.inserted_count += len(slots)
+            if self._on_stored is not None:
+                self._on_stored(run[: len(slots)])
+            if len(slots) < len(run):
                 break
-            start, parent = stop, blocks[stop - 1]
-        return inserted
+            start += len(run)
+        return self.inserted_count - before
 
-    def insert_run(self, run: Sequence[int], parent: int, now_s: float) -> int:
-        """Put consecutive blocks of a chain in, none of which is resident, behind `parent` (a block or NOBODY).
-
-        Answers for how many of them the policy made room.
-        """
-        free, slot_of, block_in = self._free, self._slot_of, self._block_in
-        parent_slot = slot_of[parent] if parent >= 0 else -1
-        needed = len(run) - len(free)
-        if needed > 0:
-            self._make_room(needed, run, parent_slot, now_s)
-            run = run[: len(free)]
-            if not run:
-                return 0
-        slots = free[: -len(run) - 1 : -1]
-        del free[-len(run) :]
-        for block, slot in zip(run, slots, strict=True):
-            slot_of[block] = slot
-            block_in[slot] = block
-        self.policy.inserted(run, slots, parent_slot, now_s)
-        self.policy.evictable(slots)
-        self.inserted_blocks += len(run)
-        return len(run)
-
-    def holds(self, block: int) -> bool:
-        """The block is resident."""
-        return self._slot_of[block] >= 0
-
-    def resident_count(self) -> int:
-        """Blocks in the tier."""
-        return self.capacity - len(self._free)
-
-    def slot_of(self, block: int) -> int:
-        """Where the block is; -1 when it is not resident."""
-        return self._slot_of[block]
-
-    def block_in(self, slot: int) -> int:
-        """The block that this slot holds, or held last."""
-        return self._block_in[slot]
-
-    @property
-    def leased(self) -> Container[int]:
-        """The slots that somebody holds."""
-        return self._leases
-
-    def lease(self, blocks: Iterable[int]) -> None:
+    def lease_blocks(self, blocks: Sequence[int]) -> None:
         """Keep resident blocks from being evicted; leases add up."""
-        for block in blocks:
-            slot = self._slot_of[block]
-            assert slot >= 0, "only resident blocks are leased"
-            self._leases[slot] = self._leases.get(slot, 0) + 1
+        self.lease_all(self._slots_of(blocks))
 
-    def unlease(self, blocks: Iterable[int]) -> None:
-        """Undo one `lease` of each."""
-        ended = []
-        for block in blocks:
-            slot = self._slot_of[block]
-            self._leases[slot] -= 1
-            if not self._leases[slot]:
-                del self._leases[slot]
-                ended.append(slot)
-        self.policy.evictable(ended)
+    def unlease_blocks(self, blocks: Sequence[int]) -> None:
+        """Undo one `lease_blocks`."""
+        self.unlease_all(self._slots_of(blocks))
 
-    def _make_room(self, needed: int, run: Sequence[int], parent_slot: int, now_s: float) -> None:
-        # The parent would be a leaf until the run is in; it must not make room for its own continuation.
-        pins = parent_slot >= 0 and parent_slot not in self._leases
-        if pins:
-            self._leases[parent_slot] = 1
-        victims = self.policy.victims(needed, () if self.insist else run, self._leases, now_s)
-        for block in map(self._block_in.__getitem__, victims):
-            self._slot_of[block] = -1
-        if pins:
-            del self._leases[parent_slot]
-            self.policy.evictable((parent_slot,))
-        self._free += victims[::-1]
-        self.evicted_blocks += len(victims)
+    def _slots_of(self, blocks: Sequence[int]) -> list[int]:
+        slots = [slot for slot in map(self.find, blocks) if slot is not None]
+        assert len(slots) == len(blocks), "only resident blocks are leased"
+        return list[int](slots)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbm.present.axes import FAINT, STYLE, find_pyplot, plain_axes, save_figure
 from kvbm.sim.replay import optimum
-from kvbm.sim.serving.offloads import WRITES
+from kvbm.sim.serving.disk import WRITES
 from kvbm.sim.simulate.report import Curve, Document, TraceFacts
 from kvbm.sim.simulate.study import BASELINE, HitRow, TimeRow, averaged
 

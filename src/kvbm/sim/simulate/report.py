@@ -11,7 +11,7 @@ from rich.text import Text
 from kvbm.present.numbers import column_bytes, format_seconds
 from kvbm.present.tables import plain_table, title_line
 from kvbm.sim.replay import optimum
-from kvbm.sim.serving.offloads import WRITES
+from kvbm.sim.serving.disk import WRITES
 from kvbm.sim.simulate.study import HitRow, TimeRow, averaged, spread
 from kvbm.sim.traces.trace import Trace
 

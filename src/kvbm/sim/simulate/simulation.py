@@ -11,8 +11,8 @@ from kvbm.policy import eviction_policies
 from kvbm.sim.replay import optimum
 from kvbm.sim.replay.curves import LruCurve, lru_curve
 from kvbm.sim.replay.sampling import Sample
+from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.machine import Machine
-from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.simulate.report import Curve, Document, facts
 from kvbm.sim.simulate.sizes import TierSize
 from kvbm.sim.simulate.study import Progress, Setup, hit_row, time_row, with_gaps

@@ -14,9 +14,9 @@ from kvbm.present.numbers import quantile
 from kvbm.sim.replay import optimum
 from kvbm.sim.replay.replay import Replay, replay
 from kvbm.sim.replay.sampling import Sample
-from kvbm.sim.serving.engine import Engine, Served
+from kvbm.sim.serving.disk import DiskRules
+from kvbm.sim.serving.engine import Served, SimulatedEngine
 from kvbm.sim.serving.machine import Machine
-from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.trace import Trace
 
@@ -149,11 +149,11 @@ def time_row(
         policy = make_policy(setup.policy, host_blocks)
         if disk_blocks:
             policy = rules.host_policy(policy, host_blocks)
-        host = SimulatedTier(host_blocks, trace.unique_blocks, policy)
+        host = SimulatedTier(host_blocks, policy, insist=bool(disk_blocks))
     if disk_blocks:
-        disk = SimulatedTier(disk_blocks, trace.unique_blocks, make_policy(setup.policy, disk_blocks))
+        disk = SimulatedTier(disk_blocks, make_policy(setup.policy, disk_blocks))
         admission = rules.admission_policy(disk_blocks, machine.block_bytes)
-    served = Engine(trace, machine, host, disk, admission, closed_loop).run(on_progress)
+    served = SimulatedEngine(trace, machine, host, disk, admission, closed_loop).run(on_progress)
     return _as_row(served, trace.name, seed, setup)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvbm.sim.traces.trace import Trace
 
-NONE = -1
+NO_REQUEST = -1
 _END_BLOCKS = 2
 
 
 def predecessors(trace: Trace) -> list[int]:
-    """For each request, the earlier one whose conversation it goes on with, or NONE.
+    """For each request, the earlier one whose conversation it goes on with, or NO_REQUEST.
 
     A turn's prompt is the one before it, the answer, and something new. So what it shares with the past ends where
     an earlier prompt ended (or a block before, where the last was not full), in blocks that this prompt brought. The
@@ -23,7 +23,7 @@ def predecessors(trace: Trace) -> list[int]:
     for number, request in enumerate(trace.requests):
         blocks = request.blocks
         known = next((i for i, block in enumerate(blocks) if block not in asked), len(blocks))
-        predecessor = NONE
+        predecessor = NO_REQUEST
         for block in reversed(blocks[max(known - _END_BLOCKS, 1) : known]):
             if block in ends:
                 # The conversation has moved on: whoever shares these blocks from now on is a branch of it, or a
@@ -33,7 +33,7 @@ def predecessors(trace: Trace) -> list[int]:
         if predecessor >= 0:
             before = trace.requests[predecessor]
             if before.arrived_s + before.seconds > request.arrived_s:
-                predecessor = NONE
+                predecessor = NO_REQUEST
         found.append(predecessor)
         for block in blocks[-_END_BLOCKS:]:
             if block not in asked or block in owned:

@@ -24,7 +24,7 @@ class Request:
     """
 
     arrived_s: float
-    blocks: Sequence[int]
+    blocks: list[int]
     prompt_tokens: int
     output_tokens: int
     seconds: float
@@ -54,14 +54,6 @@ class Trace:
     def starts(self) -> list[int]:
         """Where each request begins in `flat`, and where the last one ends."""
         return [0, *accumulate(len(request.blocks) for request in self.requests)]
-
-    @cached_property
-    def parents(self) -> list[int]:
-        """For each block the one before it in every chain; -1 for a chain's first."""
-        before = numpy.full(self.unique_blocks, -1)
-        before[self.flat[1:]] = self.flat[:-1]
-        before[self.flat[self.starts[:-1]]] = -1
-        return before.tolist()  # type: ignore[no-any-return]  # numpy is not typed here
 
     @property
     def seconds(self) -> float:
@@ -103,7 +95,7 @@ class TraceBuilder:
         requests = [
             Request(
                 (arrived_s - start_s) * time_scale,
-                tuple(map(numbers.__getitem__, blocks)),
+                list(map(numbers.__getitem__, blocks)),
                 prompt_tokens,
                 output_tokens,
                 seconds,

@@ -27,7 +27,7 @@ TURN_S_MAX = 30.0
 """Others lock a piece each meanwhile. Where that takes longer one of them was stopped, and turns are set aside."""
 POLL_S = 0.01
 
-_TURN, _NEXT = 0, 1
+TURN, NEXT = 0, 1
 """The bytes whose locks are the turn, and the place of the process that is next."""
 _FLOCK = struct.Struct("hhqqi4x")
 """The kernel's `struct flock`: type, whence, first byte, bytes, and a process, which locks of open files leave 0."""
@@ -59,7 +59,7 @@ class LockTurns:
             yield
         finally:
             if mine:
-                self._unlock(_TURN)
+                self._unlock(TURN)
 
     def close(self) -> None:
         """Idempotent."""
@@ -70,10 +70,10 @@ class LockTurns:
     def _wait(self, closing: threading.Event) -> bool:
         """Whether this process has the turn now."""
         deadline_s = self._clock() + TURN_S_MAX
-        for place in (_NEXT, _TURN):
-            while self._fd >= 0 and not self._take(place):
+        for place in (NEXT, TURN):
+            while self._fd >= 0 and not self.take(place):
                 if closing.wait(POLL_S):
-                    self._unlock(_NEXT)
+                    self._unlock(NEXT)
                     return False
                 if self._clock() >= deadline_s:
                     _log.warning(
@@ -83,10 +83,11 @@ class LockTurns:
                     self.close()
         if self._fd < 0:
             return False
-        self._unlock(_NEXT)
+        self._unlock(NEXT)
         return True
 
-    def _take(self, place: int) -> bool:
+    def take(self, place: int) -> bool:
+        """Take the lock of TURN or of NEXT, if no other process has it."""
         try:
             self._set(fcntl.F_WRLCK, place)
         except BlockingIOError:

@@ -17,8 +17,8 @@ from kvbm.sim.plan.cheapest import Bounds, Point, Prices, Target, sizes_between
 from kvbm.sim.plan.planning import Answer, Question, answer_for, first_requests, unavoidable_s
 from kvbm.sim.replay.curves import lru_curve
 from kvbm.sim.replay.replay import replay
+from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.machine import Machine
-from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.simulate.study import Setup, time_row
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace

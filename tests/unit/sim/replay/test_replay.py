@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvbm.policy import LeafFirstLru
 from kvbm.sim.replay.replay import replay
-from kvbm.sim.serving.tier import NOBODY, SimulatedTier
+from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.halves import halves
 from kvbm.sim.traces.trace import TraceBuilder
 from rigs.traces import random_trace
@@ -93,24 +93,24 @@ def test_the_policy_hears_of_ends_before_later_requests() -> None:
 
 def full_tier(capacity: int) -> SimulatedTier:
     """Holds chains of one block each, 0 to capacity - 1, used in that order."""
-    tier = SimulatedTier(capacity, 100, LeafFirstLru(capacity))
+    tier = SimulatedTier(capacity, LeafFirstLru(capacity))
     for block in range(capacity):
-        tier.request([block], float(block))
-        assert tier.insert_run([block], NOBODY, float(block)) == 1
+        tier.requested([block], float(block))
+        assert tier.insert([block], 0, float(block)) == 1
     return tier
 
 
 def test_leased_blocks_stay_until_their_last_lease_ends() -> None:
     tier = full_tier(2)
-    tier.lease([0, 1])
-    tier.lease([0])
-    assert tier.insert_run([5], NOBODY, 10.0) == 0
-    tier.unlease([0, 1])
-    assert tier.insert_run([5], NOBODY, 11.0) == 1
+    tier.lease_blocks([0, 1])
+    tier.lease_blocks([0])
+    assert tier.insert([5], 0, 10.0) == 0
+    tier.unlease_blocks([0, 1])
+    assert tier.insert([5], 0, 11.0) == 1
     assert tier.holds(0)
     assert not tier.holds(1)
-    tier.unlease([0])
-    assert tier.insert_run([6], NOBODY, 12.0) == 1
+    tier.unlease_blocks([0])
+    assert tier.insert([6], 0, 12.0) == 1
     assert not tier.holds(0)
 
 
@@ -118,27 +118,27 @@ def test_a_parent_makes_no_room_for_its_continuation() -> None:
     tier = full_tier(1)
     assert tier.insert([0, 7], 1, 5.0) == 0
     assert tier.holds(0)
-    assert tier.resident_count() == 1
+    assert tier.counts().resident == 1
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
-    tier = SimulatedTier(3, 100, LeafFirstLru(3))
+    tier = SimulatedTier(3, LeafFirstLru(3))
     assert tier.insert(list(range(10, 20)), 0, 1.0) == 3
     assert [tier.holds(block) for block in range(10, 15)] == [True, True, True, False, False]
-    assert tier.request(list(range(10, 20)), 2.0) == 3
+    assert tier.requested(list(range(10, 20)), 2.0) == 3
 
 
 def test_what_was_left_behind_is_found_again() -> None:
-    tier = SimulatedTier(4, 100, LeafFirstLru(4))
-    tier.insert_run([2, 3], NOBODY, 1.0)
-    assert tier.request([1, 2, 3], 2.0) == 0
+    tier = SimulatedTier(4, LeafFirstLru(4))
+    tier.insert([2, 3], 0, 1.0)
+    assert tier.requested([1, 2, 3], 2.0) == 0
     assert tier.insert([1, 2, 3], 0, 2.0) == 1
-    assert tier.request([1, 2, 3], 3.0) == 3
+    assert tier.requested([1, 2, 3], 3.0) == 3
 
 
 def test_only_resident_blocks_are_leased() -> None:
     with pytest.raises(AssertionError):
-        full_tier(1).lease([9])
+        full_tier(1).lease_blocks([9])
 
 
 def test_halves_are_of_sessions_where_there_are_sessions() -> None:

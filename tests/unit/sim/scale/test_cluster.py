@@ -22,6 +22,7 @@ from kvbm.sim.scale.routing import ROUTERS, KvAware, Loads, PrefixIndex, Session
 from kvbm.sim.scale.study import ScalePlan, run
 from kvbm.sim.scale.traffic import Paper, Traffic, trace_load
 from kvbm.sim.serving.machine import Machine
+from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
 
@@ -235,10 +236,13 @@ def test_the_same_seed_gives_the_same_run_and_nothing_is_lost(router: str, remot
     assert 0.0 < first.load <= first.offered_load
     limits = {Remote.NONE: 0, Remote.PRIVATE: 120, Remote.SHARED: 5 * 120}
     for node in nodes.nodes:
-        assert len(node.host.slots) <= 60
-        assert not node.waiting and not node.ready and not node.computing
-        assert len(node.remote.slots if node.remote else ()) <= limits[remote]
+        assert node.host.counts().resident <= 60
+        assert (node.remote.counts().resident if node.remote else 0) <= limits[remote]
     assert not nodes._loads.active.any() and not nodes._loads.waiting.any()
+
+
+def blocks_of(tier: SimulatedTier) -> set[int]:
+    return {block for _, block in tier.resident()}
 
 
 @pytest.mark.parametrize("remote", Remote)
@@ -250,10 +254,10 @@ def test_the_router_knows_exactly_what_the_nodes_hold(remote: Remote) -> None:
     )
     nodes = Cluster(shape, router, loads)
     nodes.run(Traffic(small_trace(), 2.0, 1200.0, 1))
-    held = [set(node.host.slots) for node in nodes.nodes]
+    held = [blocks_of(node.host) for node in nodes.nodes]
     if remote is Remote.PRIVATE:
         held = [
-            mine | set(node.remote.slots) for mine, node in zip(held, nodes.nodes, strict=True) if node.remote
+            mine | blocks_of(node.remote) for mine, node in zip(held, nodes.nodes, strict=True) if node.remote
         ]
     for block in set().union(*held):
         ((bits, _),) = router.index.stretches([block])

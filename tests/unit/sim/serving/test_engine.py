@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.policy import AdmitAll, DiskFilter, LeafFirstLru
-from kvbm.sim.serving.engine import Engine
+from kvbm.sim.serving.engine import SimulatedEngine
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.tier import SimulatedTier
-from kvbm.sim.traces.conversations import NONE, predecessors
+from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import TraceBuilder
 from rigs.serving import BLOCK_BYTES, BLOCK_TOKENS, make_trace, serve
@@ -147,11 +147,11 @@ def test_predecessors() -> None:
         (0.0, "sabc"), (1.0, "sxyz"), (10.0, "sabcdef"), (20.0, "sxyuv"), (30.0, "sqr"), (40.0, "sabcdefg")
     )
     # Its last block was not full, then: z is not in the next prompt. s alone says nothing.
-    assert predecessors(trace) == [NONE, NONE, 0, 1, NONE, 2]
+    assert predecessors(trace) == [NO_REQUEST, NO_REQUEST, 0, 1, NO_REQUEST, 2]
 
 
 def test_who_was_not_answered_yet_is_no_predecessor() -> None:
-    assert predecessors(make_trace((0.0, "abc"), (1.0, "abcd"), seconds=5.0)) == [NONE, NONE]
+    assert predecessors(make_trace((0.0, "abc"), (1.0, "abcd"), seconds=5.0)) == [NO_REQUEST, NO_REQUEST]
 
 
 def test_users_wait_for_answers() -> None:
@@ -184,9 +184,9 @@ def test_laws(
     for r in source.requests:
         builder.add(r.arrived_s * every_s, r.blocks, BLOCK_TOKENS * len(r.blocks), 3, 1.0)
     trace = builder.build()
-    tiers = [SimulatedTier(n, trace.unique_blocks, LeafFirstLru(n)) if n else None for n in (host, disk)]
+    tiers = [SimulatedTier(n, LeafFirstLru(n), insist=bool(disk)) if n else None for n in (host, disk)]
     admission = (DiskFilter() if filtered else AdmitAll()) if disk else None
-    engine = Engine(
+    engine = SimulatedEngine(
         trace, Machine(BLOCK_BYTES, 100.0, 500.0, *rates), tiers[0], tiers[1], admission, closed_loop
     )
     served = engine.run()
@@ -198,7 +198,7 @@ def test_laws(
     baseline = serve(trace, machine=Machine(BLOCK_BYTES, 100.0, 500.0))
     assert served.computing_s <= baseline.computing_s + 1e-9
     # Every lease has ended.
-    assert not any(tier._leases for tier in tiers if tier is not None)
+    assert not any(tier.counts().leased for tier in tiers if tier is not None)
     assert not engine._arriving
 
 

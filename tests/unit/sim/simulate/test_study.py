@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from kvbm.errors import SettingsError
+from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.model import kv_bytes_per_token
-from kvbm.sim.serving.offloads import DiskRules
 from kvbm.sim.simulate.simulation import Plan, parse_policies, run
 from kvbm.sim.simulate.sizes import parse_sizes
 from kvbm.sim.simulate.study import Setup, averaged, hit_row, spread, time_row, with_gaps

@@ -12,9 +12,9 @@ from kvbm.errors import SettingsError
 from kvbm.policy import AdmissionPolicy, AdmitAll, DiskFilter, LeafFirstLru, WriteBudget, make_policy
 from kvbm.policy.admission.write_budget import DAY_S
 from kvbm.policy.departures import Departures
-from kvbm.sim.serving.engine import Engine, Served
+from kvbm.sim.serving.disk import WRITES, DiskRules
+from kvbm.sim.serving.engine import Served, SimulatedEngine
 from kvbm.sim.serving.machine import Machine
-from kvbm.sim.serving.offloads import WRITES, DiskRules
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
@@ -30,10 +30,11 @@ def on_eviction(
     admission: AdmissionPolicy | None = None,
 ) -> tuple[Served, SimulatedTier, SimulatedTier]:
     """What happened, and the tiers as they were left."""
-    upper = SimulatedTier(host, trace.unique_blocks, Departures(LeafFirstLru(host), host))
-    lower = SimulatedTier(disk, trace.unique_blocks, LeafFirstLru(disk))
+    upper = SimulatedTier(host, Departures(LeafFirstLru(host), host), insist=True)
+    lower = SimulatedTier(disk, LeafFirstLru(disk))
     admit = AdmitAll() if admission is None else admission
-    return Engine(trace, machine, upper, lower, admit, closed_loop=False).run(), upper, lower
+    engine = SimulatedEngine(trace, machine, upper, lower, admit, closed_loop=False, writes_in_flight_max=1)
+    return engine.run(), upper, lower
 
 
 # ---- schedules by hand
@@ -112,10 +113,10 @@ def test_a_budget_bounds_what_is_written() -> None:
     for write in WRITES:
         for budget in (None, day_bytes):
             rules = DiskRules("all", write, budget)
-            host = SimulatedTier(300, trace.unique_blocks, rules.host_policy(LeafFirstLru(300), 300))
-            disk = SimulatedTier(3000, trace.unique_blocks, LeafFirstLru(3000))
+            host = SimulatedTier(300, rules.host_policy(LeafFirstLru(300), 300), insist=True)
+            disk = SimulatedTier(3000, LeafFirstLru(3000))
             admission = rules.admission_policy(3000, block_bytes)
-            served = Engine(trace, Machine(block_bytes), host, disk, admission).run()
+            served = SimulatedEngine(trace, Machine(block_bytes), host, disk, admission).run()
             written[write, budget] = served.disk_written_bytes
     for write in WRITES:
         # An hour's worth at once, the rest evenly.
@@ -127,8 +128,8 @@ def test_what_was_admitted_and_not_written_is_given_back() -> None:
     slow = Machine(BLOCK_BYTES, 100.0, float("inf"), 10_000.0, 2_000.0, disk_write_bytes_per_s=100.0)
     trace = make_trace((0.0, "a"), (10.0, "b"), (12.0, "c"), (14.0, "d"), seconds=0.0)
     budget = WriteBudget(AdmitAll(), 96 * BLOCK_BYTES, BLOCK_BYTES)
-    tiers = [SimulatedTier(n, trace.unique_blocks, LeafFirstLru(n)) for n in (2, 10)]
-    served = Engine(trace, slow, tiers[0], tiers[1], budget, closed_loop=False).run()
+    tiers = [SimulatedTier(n, LeafFirstLru(n), insist=True) for n in (2, 10)]
+    served = SimulatedEngine(trace, slow, *tiers, budget, closed_loop=False, writes_in_flight_max=1).run()
     assert served.skipped_writes == 1
     # Four at once and some 92 more evenly over the day: d and the one that was given back are left, and no more.
     assert [budget.spend(16.0) for _ in range(3)] == [True, False, False]
@@ -167,24 +168,25 @@ def test_laws(
 ) -> None:
     trace = random_trace(seed, requests=40)
     spaced = make_spaced(trace, every_s)
-    upper = SimulatedTier(host, trace.unique_blocks, rules.host_policy(make_policy(policy, host), host))
-    lower = SimulatedTier(disk, trace.unique_blocks, make_policy(policy, disk))
+    upper = SimulatedTier(host, rules.host_policy(make_policy(policy, host), host), insist=True)
+    lower = SimulatedTier(disk, make_policy(policy, disk))
     admission = rules.admission_policy(disk, BLOCK_BYTES)
-    engine = Engine(spaced, Machine(BLOCK_BYTES, 100.0, 500.0, *rates), upper, lower, admission)
+    engine = SimulatedEngine(spaced, Machine(BLOCK_BYTES, 100.0, 500.0, *rates), upper, lower, admission)
     served = engine.run()
     assert 0 <= served.host_hits + served.disk_hits <= spaced.accesses
-    assert served.disk_written_bytes == lower.inserted_blocks * BLOCK_BYTES
+    assert served.disk_written_bytes == (lower.counts().resident + lower.evicted_count) * BLOCK_BYTES
     assert all(ttft_s > 0.0 for ttft_s in served.ttft_s)
     # Every lease has ended, nothing is on its way any more, and no place was lost.
-    assert not upper._leases and not lower._leases
-    offloads = engine._offloads
-    assert offloads is not None and not offloads._waiting and not offloads._runs and not offloads._writing
-    assert upper.resident_count() == sum(map(upper.holds, range(trace.unique_blocks))) <= host
+    for tier in (upper, lower):
+        tier.check()
+        assert tier.counts().leased == tier.counts().filling == 0
+    writes = engine._writes
+    assert writes is not None and not writes.queued_count
     # What is to be written and what may go is there, each once.
     departures = upper.policy
     assert isinstance(departures, Departures)
     assert not departures.writing
-    assert all(upper.slot_of(upper.block_in(slot)) == slot for slot in departures.ready)
+    assert all(upper.find(upper.key_of(slot)) == slot for slot in departures.ready)
 
 
 def make_spaced(trace: Trace, every_s: float) -> Trace:
@@ -193,8 +195,3 @@ def make_spaced(trace: Trace, every_s: float) -> Trace:
     for r in trace.requests:
         builder.add(r.arrived_s * every_s, r.blocks, r.prompt_tokens, 3, 1.0)
     return builder.build()
-
-
-def test_parents_are_those_of_the_chains() -> None:
-    trace = make_trace((0.0, "abc"), (1.0, "abx"), (2.0, "y"), (3.0, "yz"))
-    assert trace.parents == [-1, 0, 1, 1, -1, 4]

@@ -1,0 +1,147 @@
+"""The disk below simulated host memory: which blocks are offered to it, which are admitted, which get written.
+
+The manager's own `Offloader` decides and queues, with its admission policies; only the disk itself is simulated. Not
+simulated are failing disks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from kvbm.block import Outcome, SlotIndex
+from kvbm.errors import SettingsError
+from kvbm.manager.offload import Offloader
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmissionPolicy, EvictionPolicy, WriteBudget, admission_policies, make_admission
+from kvbm.policy.admission.write_budget import BLOCKS_PER_DAY_MIN
+from kvbm.policy.departures import Departures
+from kvbm.settings import Settings
+from kvbm.sim.serving.events import Events
+from kvbm.sim.serving.machine import Link
+from kvbm.sim.serving.tier import SimulatedTier
+from kvbm.tiers.contract import Completion
+
+WRITES_IN_FLIGHT_MAX = Settings().max_concurrent_transfers * Settings().max_transfer_batch_size
+WRITES = ("through", "eviction")
+"""When blocks are offered to disk, by the names that the manager's settings have for it."""
+_ADVANCES = 16
+"""`Departures` sets one batch of blocks aside at a time; the manager calls it hundreds of times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRules:
+    """How blocks get onto the disk, as in the manager's settings: which of them, when, and how many bytes a day."""
+
+    admission: str = "filter"
+    write: str = WRITES[0]
+    budget_bytes_per_day: int | None = None
+
+    def check(self) -> None:
+        """`SettingsError` for names that there are not."""
+        if self.admission not in (known := admission_policies()):
+            raise SettingsError("--admission", self.admission, f"one of {', '.join(known)}")
+        if self.write not in WRITES:
+            raise SettingsError("--write", self.write, f"one of {', '.join(WRITES)}")
+
+    def host_policy(self, policy: EvictionPolicy, slot_count: int) -> EvictionPolicy:
+        """What host memory of so many slots above a disk evicts by."""
+        return policy if self.write == WRITES[0] else Departures(policy, slot_count)
+
+    def admission_policy(self, slot_count: int, block_bytes: int) -> AdmissionPolicy:
+        """What decides about a disk of so many slots. `SettingsError` where it cannot be made."""
+        try:
+            admission = make_admission(self.admission, slot_count, 0.0)
+        except ValueError as error:
+            raise SettingsError("--admission", self.admission, f"one that can be made ({error})") from error
+        if self.budget_bytes_per_day is None:
+            return admission
+        least = BLOCKS_PER_DAY_MIN * block_bytes
+        if self.budget_bytes_per_day < least:
+            accepted = f"at least {least:,} bytes, {BLOCKS_PER_DAY_MIN} blocks"
+            raise SettingsError("--write-budget", self.budget_bytes_per_day, accepted)
+        return WriteBudget(admission, self.budget_bytes_per_day, block_bytes)
+
+
+class SimulatedDisk:
+    """A disk below host memory: the manager's queue of blocks to be written, over a link in simulated time.
+
+    Blocks are written through; or on eviction, where the policy of host memory is `Departures`.
+    """
+
+    fault = ""
+
+    def __init__(
+        self,
+        host: SimulatedTier,
+        pool: SimulatedTier,
+        admission: AdmissionPolicy,
+        link: Link,
+        block_bytes: int,
+        events: Events,
+        in_flight_max: int = WRITES_IN_FLIGHT_MAX,
+    ) -> None:
+        self._host = host
+        self._link = link
+        self._block_bytes = block_bytes
+        self._events = events
+        self._metrics = Metrics()
+        self._departures = host.policy if isinstance(host.policy, Departures) else None
+        self._offloader: Offloader[int] = Offloader(
+            host,
+            pool,
+            self,
+            admission,
+            self._metrics,
+            lambda: events.now_s,
+            count(1),
+            in_flight_max,
+            on_write_ended=self._departures.write_ended if self._departures is not None else None,
+        )
+        if self._departures is not None:
+            self._departures.attach(host, self._offloader)
+
+    @property
+    def queued_count(self) -> int:
+        """Blocks that wait for the disk, or are being written."""
+        return self._offloader.queued_count
+
+    @property
+    def skipped_blocks(self) -> int:
+        """Blocks that were admitted and not written."""
+        name = "kvbm_skipped_offloads_total"
+        return int(
+            sum(self._metrics.value(name, reason=reason) for reason in ("evicted", "full", "queue_full"))
+        )
+
+    def stored(self, blocks: Sequence[int], start: int) -> None:
+        """`blocks[start:]` of a chain came into host memory from the device, as far as there was room."""
+        for i in range(start, len(blocks)):
+            if self._host.holds(blocks[i]):
+                self._offloader.committed(blocks[i], blocks[i - 1] if i else None)
+        self._advance(_ADVANCES)
+
+    def used(self, blocks: Sequence[int], stop: int) -> None:
+        """The first blocks of a chain, which are there, were asked for again."""
+        for i in range(stop):
+            self._offloader.used(blocks[i], blocks[i - 1] if i else None)
+        self._advance(_ADVANCES)
+
+    def write(
+        self, job_id: int, key: int, parent: int | None, source: SlotIndex, target: SlotIndex
+    ) -> Outcome:
+        """As `offload.BlockWriter`."""
+        self._events.at(self._link.send(self._events.now_s, self._block_bytes), self._written, job_id)
+        return Outcome.PENDING
+
+    def _written(self, now_s: float, job_id: int) -> None:
+        written = Completion(job_id=job_id, outcome=Outcome.HIT, bytes_moved=self._block_bytes)
+        self._offloader.completed(written)
+        self._advance(1)
+
+    def _advance(self, times: int) -> None:
+        if self._departures is not None:
+            for _ in range(times):
+                self._departures.advance(self._events.now_s)
+        self._offloader.pump()
