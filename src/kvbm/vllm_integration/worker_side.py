@@ -104,7 +104,7 @@ class WorkerSide:
         try:
             self.worker.attach(timeout_s)
         except ManagerUntrusted as error:
-            self._finder.tell(str(error))
+            self._finder.log_trouble(str(error))
         except (ManagerUnavailable, ManagerRefused) as error:
             # A shared manager may be full for weights that no other engine has; a wrong setting stays wrong.
             waits = isinstance(error, ManagerUnavailable) or namespace.ephemeral

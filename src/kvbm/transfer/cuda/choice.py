@@ -160,7 +160,7 @@ def best(table: Sequence[Measured], otherwise: Choice) -> Choice:
     )
 
 
-def told(table: Sequence[Measured], pieces: Pieces) -> str:
+def describe(table: Sequence[Measured], pieces: Pieces) -> str:
     """The table in one line for the log."""
     lines = (
         f"{line.method.name} {line.store_bytes_per_s / 1e9:.1f}/{line.load_bytes_per_s / 1e9:.1f}"
