@@ -170,7 +170,7 @@ def simulate(
     Reads recordings of kvbm, Mooncake and Qwen-Bailian JSON Lines, and sessions of coding agents; plain or gzip.
     """
     from kvbm.sim.simulate import picture, report
-    from kvbm.sim.simulate.simulation import Plan, parse_policies, run
+    from kvbm.sim.simulate.simulation import Simulation, parse_policies, run
     from kvbm.sim.simulate.sizes import parse_sizes
     from kvbm.sim.traces.formats import ReadOptions
 
@@ -178,7 +178,7 @@ def simulate(
     if timed and policy == DEFAULT_POLICIES:
         policy = DEFAULT_TIMED_POLICIES
     links = (host_bandwidth, disk_read, disk_write)
-    plan = Plan(
+    simulation = Simulation(
         traces=traces,
         policies=parse_policies(policy, timed),
         host=parse_sizes("--host", host),
@@ -193,9 +193,9 @@ def simulate(
         rules=[read_disk_rules(admission, word.strip(), write_budget) for word in write.split(",")],
         closed_loop=not open_loop,
     )
-    plan.check()
+    simulation.check()
     require_writable(json_file, plot)
-    document = with_bar(lambda watch: run(plan, watch))
+    document = with_bar(lambda watch: run(simulation, watch))
     table = report.render(document, curve)
     conclude(table, document, partial(picture.draw, document), json_file, plot)
 

@@ -21,7 +21,7 @@ from kvbm.present.tables import save_json
 SHOWN_CHARACTERS = 60
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One answered request. `seen`: an earlier request of the run had the same document."""
 
     document: int
@@ -46,7 +46,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str]
     required_tiers: tuple[str, ...]
     start_s: float
-    requests: tuple[Request, ...]
+    requests: tuple[AnsweredRequest, ...]
     hit_tokens: Mapping[str, int]
     bytes_moved: Mapping[str, int]
     counters: Mapping[str, float]

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvbm.present.axes import FAINT, INK, STYLE, find_pyplot, plain_axes, save_figure
 from kvbm.present.numbers import format_bytes, format_seconds
 from kvbm.present.tables import plain_table, title_line
-from kvbm.settings import Settings
+from kvbm.settings import Settings, variable
 from kvbm.settings.parse import GB
 from kvbm.sim.plan.cheapest import DOLLARS, Candidate, Prices, frontier
 from kvbm.sim.plan.planning import Answer, Answers, words_of
@@ -107,18 +107,18 @@ def _settings(answer: Answer, chosen: Candidate) -> list[str]:
     """The settings of a manager like the one that was replayed, as far as they are not the default."""
     settings, rules, usual = [], answer.rules, DiskRules()
     if not chosen.staged:
-        settings.append(f"DYN_KVBM_CPU_CACHE_GB={_gigabytes(chosen.host_bytes)}")
+        settings.append(f"{variable('host_bytes')}={_gigabytes(chosen.host_bytes)}")
     if chosen.disk_bytes:
-        settings.append(f"DYN_KVBM_DISK_CACHE_GB={_gigabytes(chosen.disk_bytes)}")
+        settings.append(f"{variable('disk_bytes')}={_gigabytes(chosen.disk_bytes)}")
     if answer.policy != Settings().eviction:
-        settings.append(f"DYN_KVBM_EVICTION={answer.policy}")
+        settings.append(f"{variable('eviction')}={answer.policy}")
     if chosen.disk_bytes and not chosen.staged:
         if rules.admission != usual.admission:
-            settings.append(f"DYN_KVBM_DISK_ADMISSION={rules.admission}")
+            settings.append(f"{variable('disk_admission')}={rules.admission}")
         if rules.write != usual.write:
-            settings.append(f"DYN_KVBM_DISK_WRITE={rules.write}")
+            settings.append(f"{variable('disk_write')}={rules.write}")
         if rules.budget_bytes_per_day is not None:
-            settings.append(f"DYN_KVBM_DISK_WRITE_BUDGET={rules.budget_bytes_per_day}")
+            settings.append(f"{variable('disk_write_budget_bytes')}={rules.budget_bytes_per_day}")
     return settings
 
 

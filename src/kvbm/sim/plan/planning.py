@@ -32,7 +32,7 @@ from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.report import TraceFacts, facts
-from kvbm.sim.simulate.simulation import Plan, Watch, open_trace
+from kvbm.sim.simulate.simulation import Simulation, Watch, open_trace
 from kvbm.sim.simulate.study import BASELINE, Progress, Setup, hit_row, time_row
 from kvbm.sim.traces.formats import ReadOptions
 from kvbm.sim.traces.trace import Trace
@@ -102,7 +102,7 @@ class Question:
             )
         if self.sample is not None and self.target.most_s is not None:
             raise SettingsError("--sample", self.sample, "nothing with --target-ttft: a sample has no queue")
-        Plan(
+        Simulation(
             traces=self.traces,
             policies=[self.policy],
             host=[],

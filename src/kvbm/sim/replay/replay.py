@@ -48,7 +48,7 @@ def replay(
         while running and running[0][0] <= now_s:
             finished_s, _, last, output_tokens = heapq.heappop(running)
             tier.finished(last, output_tokens, finished_s)
-        hits = tier.requested(request.blocks, now_s)
+        hits = tier.requested(list(request.blocks), now_s)
         tier.insert(request.blocks, hits, now_s)
         hits_by_request.append(hits)
         ending = (now_s + request.seconds, number, request.blocks[-1], request.output_tokens)

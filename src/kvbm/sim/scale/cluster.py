@@ -24,7 +24,7 @@ from enum import Enum
 from kvbm.policy import make_policy
 from kvbm.sim.replay.replay import PROGRESS_REQUESTS
 from kvbm.sim.scale.routing import Loads, Router
-from kvbm.sim.scale.traffic import Arrival, Traffic
+from kvbm.sim.scale.traffic import Arrival, ClusterTraffic
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.prefill import PrefillServer
@@ -165,7 +165,7 @@ class Cluster:
 
     def run(
         self,
-        traffic: Traffic,
+        traffic: ClusterTraffic,
         warm_up_s: float = 0.0,
         on_progress: Callable[[int], None] = lambda requests: None,
     ) -> ClusterRun:

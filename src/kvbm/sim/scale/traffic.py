@@ -44,7 +44,7 @@ class Arrival(NamedTuple):
     seconds: float
 
 
-class Traffic:
+class ClusterTraffic:
     """Requests of `copies` copies of a trace (a fraction is a thinned copy each), in order, for `seconds` at most.
 
     Iterating, which can be done any number of times, gives those that follow no other; `following` the rest. Without
@@ -176,7 +176,7 @@ class Paper:
     `traffic` stands for that of `worth` nodes; the trunk is taken to be everywhere. Counted from `warm_up_s` on.
     """
 
-    def __init__(self, traffic: Traffic, worth: float, warm_up_s: float) -> None:
+    def __init__(self, traffic: ClusterTraffic, worth: float, warm_up_s: float) -> None:
         blocks, times, depths = traffic.below_trunk()
         self._worth = worth
         self._from_s, self._until_s = warm_up_s, traffic.seconds

@@ -9,7 +9,7 @@ carry one transfer after the other. A request:
    meanwhile.
 3. is loaded: the engine takes it next. It computes the rest of the prompt, and there is the first token. The
    computed blocks enter host memory.
-4. ends `Request.seconds` later. Who goes on with the conversation comes no sooner than that, and waits as long
+4. ends `TraceRequest.seconds` later. Who goes on with the conversation comes no sooner than that, and waits as long
    between as in the trace (`conversations`); so an engine that is too slow slows its users down, as in life.
 
 Left out: the device's own prefix cache, the copies device → host, decoding's share of the engine, and the blocks of
@@ -31,7 +31,7 @@ from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.prefill import PrefillServer
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
-from kvbm.sim.traces.trace import Request, Trace
+from kvbm.sim.traces.trace import Trace, TraceRequest
 
 LEASE_S = 90.0
 """For so long what was found for a waiting request is kept for it; after that it is looked up again when it begins."""
@@ -84,7 +84,7 @@ class _Job:
     """A request on its way: how many of its first blocks are leased, and are loaded; and what was read for it."""
 
     number: int
-    request: Request
+    request: TraceRequest
     arrived_s: float
     begun: bool = False
     leased: int = 0
@@ -158,7 +158,7 @@ class SimulatedEngine:
         blocks = job.request.blocks
         for tier in (self._host, self._disk):
             if tier is not None:
-                tier.requested(blocks, now_s)
+                tier.requested(list(blocks), now_s)
         start_s = max(self._server.expected_free_s, now_s)
         depth = 0
         if self._host is not None:
@@ -279,7 +279,9 @@ class SimulatedEngine:
         for block in blocks:
             del self._arriving[block]
 
-    def _worth_loading(self, request: Request, there_s: Sequence[float], now_s: float, start_s: float) -> int:
+    def _worth_loading(
+        self, request: TraceRequest, there_s: Sequence[float], now_s: float, start_s: float
+    ) -> int:
         """How many of the blocks to load for the first token to come soonest.
 
         `there_s`: for each block, when it is in host memory. Loading deeper takes longer and spares computing; deep in
@@ -297,7 +299,7 @@ class SimulatedEngine:
         # Of equal times the deepest: it leaves the engine to others.
         return len(there_s) - int(numpy.argmin(first_s[::-1]))
 
-    def _prompt_s(self, request: Request, loaded: int) -> float:
+    def _prompt_s(self, request: TraceRequest, loaded: int) -> float:
         return self._machine.prompt_s(loaded * self._trace.block_tokens, request.prompt_tokens)
 
     def _holds(self, block: int) -> bool:
