@@ -1,4 +1,4 @@
-"""`kvbm simulate`: what policies and sizes are worth on a trace, before any memory is bought."""
+"""`kvbm simulate`: hit rates and times of policies and sizes on a trace, before any memory is bought."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
 
 
 def read_disk_rules(admission: str, write: str, budget: str | None) -> DiskRules:
-    """How blocks get onto the disk, from the options. Raises SettingsError."""
+    """The rules for writing to disk, from the options. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
     from kvbm.sim.serving.disk import DiskRules
 

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from kvbm.demo.progress import Reporter
     from kvbm.testing.tiny_model import DType, Size
 
-SETTLE_S_MAX = 10.0
-SETTLE_STEP_S = 0.3
+IDLE_WAIT_S_MAX = 10.0
+IDLE_STEP_S = 0.3
 ROUGH_CHARACTERS_PER_TOKEN = 8
 
 ChooseRuns = Callable[[workload.Workload, Path, tuple[int, int]], tuple[RunSpec, ...]]
-"""Says which runs there are, given the sizes, an empty directory for a disk tier, and two free ports."""
+"""Gives the runs for these sizes, an empty directory for a disk tier, and two free ports."""
 
 
 def run_experiment(options: Options, reporter: Reporter, choose_runs: ChooseRuns = three_runs) -> Results:
-    """All runs of the experiment. `choose_runs` says which they are; the first is what the others are compared with.
+    """All runs of the experiment. `choose_runs` gives them; the others are compared with the first.
 
     Raises ServerError (a server did not start, died or did not answer), OSError and ValueError.
     """
@@ -76,7 +76,7 @@ def _own_model_words(options: Options) -> str:
 
 
 def _model(options: Options) -> tuple[str, bool]:
-    """The model to serve, and whether it lies on this machine."""
+    """The model to serve, and whether it is on this machine."""
     if options.model is not None:
         local = Path(options.model).is_dir()
         return (str(Path(options.model).absolute()) if local else options.model), local
@@ -126,7 +126,7 @@ class _Experiment:
         # First use of a shape costs time that no later request pays: not what is measured here.
         for question in range(2):
             self._chat(server.client, self._warm_up_prefix, question)
-        _settle(kvbm)
+        _wait_until_idle(kvbm)
         engine_before, kvbm_before = counters.read(server.client.page()), _page(kvbm)
         self._reporter.step(f"{spec.title}: asking", total=len(self._asks))
         requests: list[AnsweredRequest] = []
@@ -135,7 +135,7 @@ class _Experiment:
             last = requests[-1]
             note = f"first token after {last.ttft_s * 1e3:,.0f} ms, {last.cached_tokens:,} tokens cached"
             self._reporter.advance(done, len(self._asks), note)
-        _settle(kvbm)
+        _wait_until_idle(kvbm)
         engine = counters.difference(engine_before, counters.read(server.client.page()))
         moved = counters.difference(kvbm_before, _page(kvbm))
         return Run(
@@ -185,13 +185,13 @@ def _page(kvbm: Client | None) -> counters.Readings:
     return counters.read(kvbm.page()) if kvbm is not None else {}
 
 
-def _settle(kvbm: Client | None) -> None:
+def _wait_until_idle(kvbm: Client | None) -> None:
     """Wait until no more bytes move: stores run beside the requests and end after them. Bounded."""
-    deadline = time.monotonic() + SETTLE_S_MAX
+    deadline = time.monotonic() + IDLE_WAIT_S_MAX
     last = None
     while kvbm is not None and time.monotonic() < deadline:
         moved = counters.total(counters.read(kvbm.page()), "kvbm_transfer_bytes")
         if moved == last:
             return
         last = moved
-        time.sleep(SETTLE_STEP_S)
+        time.sleep(IDLE_STEP_S)

@@ -1,6 +1,6 @@
-"""How the experiment is set up: its sizes, its model, and how each of the three servers is started.
+"""The set-up of the experiment: its sizes, its model, and the three runs with how each server is started.
 
-Pure: plans are values; `experiment.py` carries them out.
+Pure: the runs are values; `experiment.py` carries them out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CPU_KV_SPACE_GIB = 1
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for. `model` None means one of our own random-weight models."""
+    """The options of the command. `model` None means one of our own random-weight models."""
 
     output: Path
     model: str | None = None
@@ -46,7 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One server: its environment (shown to the user), its connector (None: vLLM alone), and what it must show."""
+    """One server: its environment (shown to the user), its connector (None: vLLM alone), the tiers that must serve."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ def workload_for(options: Options) -> Workload:
 
 
 def own_model_size(options: Options) -> str:
-    """Which of our own models to serve when the user names none."""
+    """The size of our own model, which is served when the user names none."""
     if options.cuda:
         return "small"
     return "tiny" if options.short else "demo"
@@ -139,7 +139,7 @@ def server_arguments(workload: Workload, spec: RunSpec, dtype: str) -> list[str]
 def server_environment(
     spec: RunSpec, inherited: dict[str, str], *, cuda: bool, local_model: bool
 ) -> dict[str, str]:
-    """The environment of one server: the inherited one, without KVBM settings of the user's, plus the spec's."""
+    """The environment of one server: the inherited one, without the user's KVBM settings, plus the run's own."""
     environment = {name: value for name, value in inherited.items() if not name.startswith("DYN_KVBM_")}
     environment["VLLM_NO_USAGE_STATS"] = "1"
     if not cuda:

@@ -1,4 +1,4 @@
-"""A plan for people: what each sum buys, as a picture and as a table, and what it rests on."""
+"""Shows the answers of `kvbm plan`: what each cost buys, as tables and as a picture, and the assumptions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ COLOURS = {ALONE: "#d9480f", BOTH: "#2f6fde"}
 
 
 def kinds(answer: Answer, everything: bool) -> dict[str, list[Candidate]]:
-    """What was tried with and without a disk, by cost; unless `everything`, only what none of its kind beats.
-
-    Beaten is what something does better at for no more money. No cache is of the first kind.
+    """The candidates without and with a disk, by cost. Unless `everything`, those that others of their kind beat are
+    left out: others that do better for no more money. No cache is of the first kind.
     """
     found: dict[str, list[Candidate]] = {}
     for kind in (ALONE, BOTH):
@@ -41,7 +40,7 @@ def kinds(answer: Answer, everything: bool) -> dict[str, list[Candidate]]:
 
 
 def render(answers: Answers, everything: bool) -> RenderableType:
-    """A table for each trace, the cheapest sizes that meet the target, and what the numbers rest on."""
+    """A table for each trace, the cheapest sizes that meet the target, and the assumptions."""
     parts: list[RenderableType] = []
     for answer in answers.plans:
         parts += [_title(answer), _table(answer, everything), *_conclusion(answer), *_notes(answer), Text("")]
@@ -49,7 +48,7 @@ def render(answers: Answers, everything: bool) -> RenderableType:
 
 
 def target_words(answer: Answer) -> str:
-    """The target, for people."""
+    """The target in words."""
     target = answer.target
     if target.most_s is not None:
         return f"TTFT {target.statistic} of at most {target.most_s:g} s"
@@ -128,7 +127,7 @@ def money(cost: float, prices: Prices) -> str:
 
 
 def _gigabytes(size_bytes: int) -> str:
-    """Rounded up, so that what was tried fits."""
+    """Rounded up, so that as many blocks fit as were tried."""
     return f"{math.ceil(size_bytes / GB * 1000) / 1000:g}"
 
 
@@ -166,7 +165,7 @@ def _notes(answer: Answer) -> list[Text]:
 
 
 def draw(answers: Answers, path: Path) -> bool:
-    """Write a PNG: cost and what it buys, a panel a trace. False, and no file, without matplotlib (extra `demo`)."""
+    """Write a PNG: what each cost buys, a panel for each trace. False, and no file, without matplotlib."""
     pyplot = find_pyplot()
     if pyplot is None:
         return False

@@ -15,7 +15,7 @@ PROGRESS_REQUESTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay counted. Blocks are those of prompts."""
+    """The counts of a replay. Blocks are those of prompts."""
 
     accesses: int
     hits: int
@@ -37,8 +37,8 @@ def replay(
 ) -> Replay:
     """Every request in its order: look up, then insert what missed. Deterministic.
 
-    `capacity` is in blocks, `policy` an object made for as many slots. `on_progress` hears now and then how many
-    requests are done.
+    `capacity` is in blocks, `policy` an object made for as many slots. `on_progress` is called now
+    and then with the number of requests that are done.
     """
     tier = SimulatedTier(capacity, policy)
     hits_by_request: list[int] = []

@@ -1,4 +1,4 @@
-"""The rows of `cluster_study` as a table and as JSON."""
+"""The rows of a `ScaleStudy` as a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADINGS = (
 
 
 def render(study: ScaleStudy, rows: Sequence[ScaleRow]) -> RenderableType:
-    """One table, and below it what it needs to be understood."""
+    """One table, and notes below it."""
     names = ("load", "nodes", "router", "remote")
     table = plain_table((*names, *_HEADINGS), words=names[2:], title=rows[0].trace)
     last = None

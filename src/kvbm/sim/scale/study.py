@@ -1,4 +1,4 @@
-"""Many clusters out of one trace, as rows: nodes by routers, remote tiers and loads, each beside what paper says."""
+"""Simulates many clusters on one trace: a row for each number of nodes, router, remote tier and load, with hit rates on paper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAPER_NODES = 16
 
 
 class ScaleStudy(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call is asked for. `loads` are seconds of prefill for each node and second, were there no cache."""
+    """The options of one call of `kvbm scale`. `loads`: seconds of prefill for each node and second, without cache."""
 
     trace: str
     nodes: list[int]
@@ -110,7 +110,7 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(study: ScaleStudy, watch: Watch) -> list[ScaleRow]:
-    """Everything that the study asks for. `SettingsError` where a size does not fit the trace."""
+    """Simulate everything. `SettingsError` where a size does not fit the trace."""
     watch(f"reading {Path(study.trace).name}", 0)
     trace = open_trace(study.trace, ReadOptions(chunk_tokens=study.chunk_tokens))
     rows = []
@@ -218,7 +218,7 @@ def _row(
 
 
 def _mean(rows: tuple[ScaleRow, ...]) -> ScaleRow:
-    """The mean over seeds of every measured number; a seed with which nobody came measured none."""
+    """The mean over seeds of every measured number, without seeds that brought no request."""
     total = len(rows)
     rows = tuple(row for row in rows if row.requests) or rows[:1]
     fixed = {"trace", "nodes", "router", "remote", "wanted_load", "seeds", "requests"}

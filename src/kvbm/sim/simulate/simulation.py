@@ -1,4 +1,4 @@
-"""What one call of `kvbm simulate` is asked to do, checked before any trace is read, and the doing of it."""
+"""One call of `kvbm simulate`: its options, checked before any trace is read, and its run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYNTHETIC = "synthetic"
 CURVE_POINTS = 200
 
 Watch = Callable[[str, int], Progress]
-"""Told what begins and how many requests it has; answers with whom to tell how many are done."""
+"""Called as a replay begins, with its name and its number of requests; returns its `Progress`."""
 
 
 @dataclass(frozen=True, kw_only=True)

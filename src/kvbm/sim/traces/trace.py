@@ -1,4 +1,4 @@
-"""A trace in memory: when requests came, which chain of blocks each asked for, and how long they were."""
+"""A trace in memory: the times, chains of blocks and lengths of requests."""
 
 from __future__ import annotations
 
