@@ -16,13 +16,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    """Offload a prompt's blocks, wipe the device, bring them back; then do it again in a new process's place."""
+    """Offload a prompt's blocks, wipe the device, load them back; then do it again with a new manager."""
     kv_cache = {
         f"layer.{i}": torch.randn(DEVICE_BLOCKS, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE, device=DEVICE)
         for i in range(LAYERS)
     }
     bytes_per_block = LAYERS * HEADS * BLOCK_TOKENS * 2 * HEAD_SIZE * 4
-    # What gives the bytes their meaning; a real runtime puts the digest of its weights here.
+    # The namespace gives the bytes their meaning; a real runtime puts the digest of its weights here.
     namespace = kvbm.Namespace(model="example", fields=(("weights", "none: random numbers"),))
     layout = kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=bytes_per_block)
     tokens = list(range(8 * BLOCK_TOKENS))

@@ -1,10 +1,10 @@
 """A small paged-attention serving loop in plain torch that keeps its KV with KVBM: how to embed it in a runtime.
 
 Run it: `python examples/mini_engine.py` makes up a small model and serves conversations with a device cache that is too
-small for them. Token ids in, token ids out, on CPU or CUDA. `mini_model.py` has what a runtime has anyway: the forward
-pass and the device's blocks. The calls of KVBM are marked (1) to (5), as in docs/guides/embedding.md.
+small for them. Token ids in, token ids out, on CPU or CUDA. `mini_model.py` has the parts that every runtime has: the
+forward pass and the device's blocks. The calls of KVBM are marked (1) to (5), as in docs/guides/embedding.md.
 
-**The same bits, whoever computed them.** Matrix products add up in an order that depends on their shapes: a token
+**The same bits in every run.** Matrix products add up in an order that depends on their shapes: a token
 computed alone differs in its last bits from the same token computed among others, and now and then an argmax tips.
 So by default (`exact`) everything is computed one block of one sequence at a time: a token always lies in row
 `position % block_tokens` of a matrix of `block_tokens` rows, the rest padding, and attends to whole blocks with what
@@ -118,9 +118,9 @@ class Engine:
         own = self._blocks.allocate(self._blocks_for(request) - len(held))
         request.blocks = held + own
         if self.manager is not None:
-            # (2) What is found after the blocks that the device holds stays where it is while the `with` block runs.
+            # (2) Blocks that are found after those of the device are not evicted while the `with` block runs.
             with self.manager.match(request.chain, skip=len(held)) as hit:
-                # (3) What does not arrive (a disk block that fails its check) is computed below.
+                # (3) A block that does not arrive (its check on disk failed) is computed below.
                 arrived = hit.onboard(self.kv_cache, own)
         computed = (len(held) + arrived) * self.block_tokens
         counts = (1, len(prompt), len(prompt) - computed, len(held), arrived)
@@ -173,7 +173,7 @@ class Engine:
             self.running.remove(request)
 
     def _offload(self, request: Request, blocks_max: int) -> None:
-        """Give KVBM up to `blocks_max` more full blocks. It copies only what it does not hold."""
+        """Give KVBM up to `blocks_max` more full blocks. It copies only blocks that it does not hold."""
         end = min(request.chain.blocks, request.offloaded + blocks_max)
         if self.manager is not None and end > request.offloaded:
             self.manager.offload(request.chain, self.kv_cache, request.blocks[:end])
@@ -204,7 +204,7 @@ class Engine:
 
 
 class Run(NamedTuple):
-    """What serving the conversations took, and all tokens that came of it."""
+    """The cost of serving the conversations, and all tokens that were generated."""
 
     title: str
     counts: Counter[str]

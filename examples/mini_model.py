@@ -1,4 +1,4 @@
-"""What `mini_engine.py` has beside KVBM: Llama and Qwen3 in plain torch over a paged KV cache, and the cache's blocks.
+"""The parts of `mini_engine.py` beside KVBM: Llama and Qwen3 in plain torch over a paged KV cache, and its blocks.
 
 Weights come from a directory as transformers saves it (`config.json`, `*.safetensors`), or are random. transformers
 itself is not needed, nor any kernel: the sequences' blocks are gathered, and what follows are matrix products.
@@ -122,7 +122,7 @@ class Model:
     @classmethod
     def load(cls, directory: Path, device: str = "cpu", dtype: torch.dtype | None = None) -> Model:
         """Read `config.json` and `*.safetensors`; `dtype` None is the checkpoint's. Raises SettingsError."""
-        # What is random has no files, and needs neither.
+        # A random model has no files, and needs neither.
         from safetensors import SafetensorError, safe_open
 
         from kvbm.weights import changed_since, weights_digest
@@ -161,7 +161,7 @@ class Model:
             if len(shape) == 2:
                 weight.normal_(0.0, 1.0 if "embed" in name else shape[1] ** -0.5, generator=generator)
             elif name.endswith(("q_norm.weight", "k_norm.weight")):
-                weight.fill_(2.0)  # attention becomes peaky, and what is said depends on the KV that is read
+                weight.fill_(2.0)  # attention becomes peaky, and the output depends on the KV that is read
         return cls(config, weights, f"random-{seed}-{torch.__version__}-{device}-{dtype}-{config}")
 
     def forward(

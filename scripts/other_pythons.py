@@ -29,7 +29,7 @@ def prepare(interpreter: str, version: tuple[int, int]) -> Venv:
 
 
 def run_tests(venv: Venv, pytest_arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """The engine-free tests in one environment; what pytest says is kept."""
+    """Run the engine-free tests in one environment; pytest's output is kept."""
     arguments = (
         "-m",
         "not engine and not slow",

@@ -1,8 +1,8 @@
 """All tests: first those that start no engine, as many at a time as there are cores, then the engines one by one.
 
 Arguments go to pytest, both times. An engine and its manager take two cores, so nothing runs beside them: a manager
-that gets no time grants no slots, and what tests expect to be stored is not. Engine tests that are marked slow are left
-to `make support-matrix`.
+that gets no processor time grants no slots, and then blocks are not stored that tests expect. Engine tests that are
+marked slow are left to `make support-matrix`.
 """
 
 from __future__ import annotations

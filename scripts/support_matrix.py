@@ -9,7 +9,7 @@ after the other; results of releases not run this time are kept from the last re
     python scripts/support_matrix.py 0.28.0 0.31.0        some
     python scripts/support_matrix.py 0.32.0 --runner V2   one of the two model runners
     python scripts/support_matrix.py --install-only       just make the environments
-    python scripts/support_matrix.py -- -k restart -x     what follows "--" goes to pytest
+    python scripts/support_matrix.py -- -k restart -x     arguments after "--" go to pytest
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from venvs import ROOT, Venv, choose_python, find_pythons, fingerprint, install_
 RELEASES = ("0.28.0", "0.30.0", "0.31.0", "0.32.0")
 RUNNERS = ("V1", "V2")
 V2_RELEASES = ("0.32.0",)
-"""Those whose V2 runs on a CPU."""
+"""The releases whose V2 runs on a CPU."""
 JSON_REPORT = ROOT / "docs" / "reference" / "support-matrix.json"
 PAGE = JSON_REPORT.with_suffix(".md")
 VERSIONS_PROBE = """
@@ -82,7 +82,7 @@ def run_engine_tests(venv: Venv, runner: str, pytest_arguments: list[str]) -> di
 
 
 def describe(venv: Venv, runner: str) -> dict[str, Any]:
-    """What the tests run on."""
+    """The machine that the tests run on."""
     versions: dict[str, Any] = json.loads(venv.run("-c", VERSIONS_PROBE, quiet=True).stdout)
     return {
         **versions,
@@ -113,7 +113,7 @@ def read_junit(report: Path) -> dict[str, Any]:
 
 
 def render(rows: dict[str, dict[str, Any]]) -> str:
-    """The page: one row per release and model runner; rows of before there were two are V1's."""
+    """The page: one row per release and model runner; an old report's rows without a runner are V1's."""
     lines = [
         "# Support matrix",
         "",

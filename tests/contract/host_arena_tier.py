@@ -1,8 +1,8 @@
 """The host arena behind the contract of a tier, so that the public kit can be run on it.
 
 The manager writes through `slot_views`, and everything is read as a rank reads it: through a second mapping made from
-descriptors of its own. What was promised about a slot is kept when the slot is given away, as in a load plan that is
-still on its way; only the table of generations says that the promise no longer holds.
+descriptors of its own. A promise about a slot stays when the slot gets another block, as in a load plan that is not
+executed yet; only the table of generations says that the promise no longer holds.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class HostArenaTier:
         return self._complete(job_id, Outcome.HIT if whole else Outcome.MISS, *self._names[slot])
 
     def forget(self, slot: SlotIndex) -> None:
-        """The promises stay: whoever has one must find out by himself."""
+        """The promises stay: the reader has to notice that one does not hold."""
         self._arena.invalidate(slot)
 
     def poll(self) -> list[Completion]:

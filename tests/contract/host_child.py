@@ -1,4 +1,4 @@
-"""A process that maps one shard of a host arena as a rank does, and does what it is told, line by line.
+"""A process that maps one shard of a host arena as a rank does, and executes commands, line by line.
 
 Run as a program: WITH REGION_FD GENERATION_FD SLOT_COUNT SHARD_BYTES. WITH "mapping" takes the worker's own `Mapping`,
 copies and all (needs torch); "open_arena" maps without it. Each command is answered by one line:
@@ -32,7 +32,7 @@ def make_bytes(text: str, length: int) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """What stands for bytes in an answer."""
+    """Bytes as an answer shows them."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -49,7 +49,7 @@ def traces() -> int:
 
 
 class Side(Protocol):
-    """What both kinds of mapping do."""
+    """The interface of both kinds of mapping."""
 
     def intact(self, slot: int, generation: int) -> bool: ...
     def read(self, slot: int) -> bytes: ...

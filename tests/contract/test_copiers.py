@@ -116,7 +116,7 @@ class ClosesOnce(CpuCopier):
 
 
 class Unmarked(CudaCopier):
-    """Copies begin whatever the engine has still to do."""
+    """Copies begin although the engine has still work to do."""
 
     def begin_store(self, pairs: Pairs, after: DeviceEvent | None = None) -> CudaCopying:
         return super().begin_store(pairs, self._store_stream.record())
@@ -180,7 +180,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "begin": ["begin_store", "begin_load"],
     "pair": [(9, 0), (0, -1)],
 }
-"""As many as tell a broken copier from a sound one."""
+"""Enough of them to tell a broken copier from a sound one."""
 
 
 def broken_laws(contract: CopierContract) -> list[str]:

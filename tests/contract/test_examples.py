@@ -79,7 +79,7 @@ PROMPTS = [[7, *range(20)], [9, *range(30)], [7, *range(20), 5, 5], [7, *range(2
 
 
 def answers(host: str) -> tuple[list[float], int]:
-    """What the engine answers to the prompts, and how many tokens it computed."""
+    """The engine's answers to the prompts, and the number of tokens that it computed."""
     engine = tiny_engine.TinyEngine()
     with kvbm.BlockManager(engine.layout, host=host, namespace=engine.namespace) as manager:
         return [engine.answer(prompt, manager) for prompt in PROMPTS], engine.computed
@@ -94,7 +94,7 @@ def test_the_engine_answers_the_same_with_hits_and_computes_less() -> None:
         assert engine.computed == len(prompt)
     found, computed = answers("1MB")
     assert found == expected
-    # Of the third and fourth prompt all full blocks were held: what is left is computed.
+    # All full blocks of the third and fourth prompt were held: only the rest is computed.
     assert computed == len(PROMPTS[0]) + len(PROMPTS[1]) + 3 + 1
 
 

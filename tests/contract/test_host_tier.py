@@ -42,7 +42,7 @@ def nothing_stays() -> Iterator[None]:
 
 
 class TestHostArena(TierContract):
-    """Everything but what a restart brings back: memory outlives nobody."""
+    """All of the contract but recovery: memory does not outlive its process."""
 
     def make_tier(
         self, tmp_path: Path, slot_count: int, layout: BlockLayout, namespace: Namespace, pending_limit: int

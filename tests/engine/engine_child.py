@@ -175,11 +175,11 @@ class Engine:
             if between is not None:
                 between(self, len(run.outputs))
         run.seconds = time.monotonic() - started_s
-        self.settle()
+        self.wait_for_stores()
         run.preempted = self._preempted - before
         return run
 
-    def settle(self) -> None:
+    def wait_for_stores(self) -> None:
         """Steps with nothing to do until what the last requests stored is copied and committed, a few seconds at most.
 
         vLLM's own loop takes one such step when the last request has ended, and more while a connector asks for them.

@@ -14,7 +14,7 @@ from engine.workload import Request
 
 def fields(child: Child) -> dict[str, str]:
     """The namespace that the engine's rank introduced itself with; `fingerprint` in hex is among its fields."""
-    namespace = _engine(child).worker_half._worker.worker._mover._hello.namespace
+    namespace = _engine(child).worker_half._worker.mover._hello.namespace
     return {**dict(namespace.fields), "fingerprint": namespace.fingerprint.hex()}
 
 

@@ -34,7 +34,12 @@ def _leader(engine: Engine) -> Any:
 
 
 def _mover(engine: Engine) -> Any:
-    return engine.worker_half._worker.worker._mover
+    return engine.worker_half._worker.mover
+
+
+def _mapping(mover: Any) -> Any:
+    """The host memory that the rank's copies go to and come from."""
+    return mover.mark().mapping
 
 
 def model_runners(child: Child) -> tuple[str, str]:
@@ -65,12 +70,12 @@ def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
 def open_business(child: Child) -> dict[str, int]:
     """What the leader still keeps: all of it must be nothing when no request is left."""
     engine = _engine(child)
-    engine.settle()
+    engine.wait_for_stores()
     leader = _leader(engine)
     return {
-        "requests": len(leader._requests),
-        "lookups": len(leader._lookups._by_request),
-        "stores": len(leader._stores._asked) + len(leader._stores._planned),
+        "requests": len(leader.requests),
+        "lookups": len(leader.lookups),
+        "stores": len(leader.stores),
     }
 
 
@@ -94,7 +99,7 @@ def run_and_kill(
     def kill(engine: Engine, finished: int) -> None:
         if not counts or finished < counts[0] or not _leader(engine).ready:
             return
-        if finished < counts[0] + 10 and not _leader(engine)._lookups.loading:
+        if finished < counts[0] + 10 and not _leader(engine).lookups.loading:
             return
         pids = manager_probe.private_managers(os.environ["DYN_KVBM_RUNTIME_DIR"])
         if pids:
@@ -169,7 +174,8 @@ def _wrap_copier(
         return mapping
 
     mover._make_mapping = wrapped
-    mover._mapping.copier = _Copier(mover._mapping.copier, before, after, stored)
+    mapping = _mapping(mover)
+    mapping.copier = _Copier(mapping.copier, before, after, stored)
 
 
 def audit_copies(child: Child) -> None:
@@ -214,9 +220,8 @@ def fail_loads_of_rank(child: Child, rank: int, every: int) -> None:
 def _fail_in_rank(worker: Any, rank: int, every: int) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    mover = get_kv_transfer_group()._worker.worker._mover
-    if mover._hello.rank == rank:
-        _fail_every(mover, every)
+    if worker.rank == rank:
+        _fail_every(get_kv_transfer_group()._worker.mover, every)
 
 
 def _fail_every(mover: Any, every: int) -> None:
@@ -236,7 +241,7 @@ def scribble_over_slots(child: Child) -> None:
     engine = _engine(child)
 
     def scribble(pairs: Any) -> None:
-        mapping = _mover(engine)._mapping
+        mapping = _mapping(_mover(engine))
         slot_bytes = mapping.slot_bytes
         for _, slot in pairs:
             mapping.region[slot * slot_bytes : (slot + 1) * slot_bytes] = bytes(slot_bytes)
@@ -264,7 +269,7 @@ def abort_while_loading(child: Child, requests: Sequence[Request], kill_manager:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
         engine.core.add_request(request.name, {"prompt_token_ids": list(request.tokens)}, params)
     leader = _leader(engine)
-    lookups = leader._lookups
+    lookups = leader.lookups
 
     def answered() -> bool:
         leader.receive()
@@ -277,7 +282,7 @@ def abort_while_loading(child: Child, requests: Sequence[Request], kill_manager:
         engine.core.step()
     for _ in range(5):
         engine.core.step()
-    loading = sum(search.plan is not None for search in lookups._by_request.values())
+    loading = lookups.loading
     if kill_manager:
         for pid in manager_probe.private_managers(os.environ["DYN_KVBM_RUNTIME_DIR"]):
             os.kill(pid, signal.SIGKILL)
@@ -318,7 +323,7 @@ _counts = {"whole": 0, "layer": 0, "held": 0}
 def count_layers(child: Child) -> None:
     """Count loads of all layers at once, and of single ones."""
     _counts.update(whole=0, layer=0)
-    copier = _mover(_engine(child))._mapping.copier
+    copier = _mapping(_mover(_engine(child))).copier
     begin_load = copier.begin_load
 
     def counted(pairs: Any, after: Any = None, layer: Any = None) -> Any:
@@ -335,9 +340,9 @@ def layers_counted(child: Child) -> tuple[int, int]:
 
 def store_beside(child: Child, seconds: float) -> None:
     """The engine does not wait for its stores but where the plan says so, and each store takes so long at least."""
-    worker = _engine(child).worker_half._worker.worker
-    worker._copies_beside = True
-    copier = worker._mover._mapping.copier
+    side = _engine(child).worker_half._worker
+    side.worker._copies_beside = True
+    copier = _mapping(side.mover).copier
     begin_store, hold = copier.begin_store, copier.hold
     _counts["held"] = 0
 

@@ -74,7 +74,8 @@ def worker_hello(engine: str = "e", rank: int = 0, rank_count: int = 1) -> Hello
 
 def manager_pid(channel: Channel) -> int:
     """The process at the other end, by the kernel's word."""
-    credentials = channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    with socket.socket(fileno=os.dup(channel.fileno())) as connection:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[0])
 
 

@@ -15,7 +15,7 @@ from kvbm.client.finder import ERROR_SUFFIX, ManagerAddress, ManagerFinder, find
 from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUntrusted, SettingsError
 from kvbm.manager import process
-from kvbm.manager.process import _leave_word, take_lock
+from kvbm.manager.process import _report_failure, take_lock
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.runtime_dir import check_runtime_dir, is_ours, make_own_dir, make_runtime_dir, read_private
 from kvbm.settings import Settings
@@ -93,7 +93,7 @@ def test_one_that_others_can_only_read_is_used_as_it_is(tmp_path: Path, mode: in
         make_runtime_dir(str(path))
         make_own_dir(str(path), "x", 0o711)
         os.close(take_lock(str(path / "m.sock")))
-        _leave_word(str(path / "m.sock"), "no memory")
+        _report_failure(str(path / "m.sock"), "no memory")
     finally:
         os.umask(before)
     assert mode_of(path) == mode
@@ -252,7 +252,7 @@ def test_last_words_do_not_go_through_a_link(tmp_path: Path) -> None:
     words.symlink_to(target)
     with pytest.raises(OSError, match="symbolic links"):
         read_private(str(words))
-    _leave_word(str(tmp_path / "m.sock"), "no\nmemory")
+    _report_failure(str(tmp_path / "m.sock"), "no\nmemory")
     assert target.read_text() == "mine"
     assert not words.is_symlink()
     assert mode_of(words) == 0o600

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -65,8 +64,6 @@ def build(words: Sequence[str]) -> typer.Typer:
     # Shell completion passes its words in the environment, and needs the options of every command.
     completing = COMPLETION_VARIABLE in process_environment()
     for name, summary in COMMANDS.items():
-        if importlib.util.find_spec(f"kvbm.cli.{name}") is None:
-            continue
         if name == called or completing:
             _add(app, name, summary)
         else:

@@ -14,6 +14,7 @@ from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, Pr
 from kvbm.framing import FramedSocket, encode
 from kvbm.peers import accepted_users, is_trusted, peer_uid
 from kvbm.protocol import FromManager, Hello, Message, Refused, Welcome, decode_from_manager
+from kvbm.settings import variable
 
 _SEND_BUFFER_BYTES = 1 << 20
 _FDS_MAX = 4
@@ -64,7 +65,7 @@ class Channel:
             connection.close()
             raise ManagerUntrusted(
                 f"user {uid} listens at {socket_path}: accepted there are {accepted_users(peer_uids)} "
-                "(DYN_KVBM_PEER_UIDS lists others, for a socket that you name)"
+                f"({variable('peer_uids')} lists others, for a socket that you name)"
             )
         return cls(connection)
 

@@ -141,7 +141,7 @@ class CostModel:
         return min(median_low(loads), loads[-1]) if loads else None
 
     def _compute_s(self, start: int, end: int) -> float:
-        """`prefill_s` of the prompt's blocks `start` to `end`, for a caller who knows that it is known."""
+        """Expected seconds to compute the prompt's blocks `start` to `end`; only called once steps were measured."""
         seconds = self.prefill_s(end - start, start)
         assert seconds is not None
         return seconds

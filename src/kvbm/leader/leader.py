@@ -56,6 +56,7 @@ class Leader:
     is True for an engine that recomputes blocks which do not arrive. `layerwise`: loads may run beside the forward
     pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
     need `device`. `weights_version` names the weights that the engine starts with, where their files do not.
+    `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class Leader:
         self.cost = CostModel(block_tokens, load_always)
         # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8
-        self._lookups = Lookups(self._link, self.cost, clock, promise_early, first)
-        self._stores = Stores(self._link, clock, hello.rank_count, first)
+        self.lookups = Lookups(self._link, self.cost, clock, promise_early, first)
+        self.stores = Stores(self._link, clock, hello.rank_count, first)
         self._layerwise = layerwise
         self._device = device
         self._unsaved = Unsaved(device) if lazy and device is not None else None
         self._unconfirmed = Unconfirmed()
-        self._requests: dict[str, Tracked] = {}
+        self.requests: dict[str, Tracked] = {}
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
         self._salt = KeySalt(weights_version)
@@ -110,7 +111,7 @@ class Leader:
     @property
     def unloaded_blocks(self) -> dict[str, int]:
         """Blocks that were found and computed all the same, by reason, since the start."""
-        return self._lookups.unloaded
+        return self.lookups.unloaded
 
     @property
     def block_bytes(self) -> int:
@@ -123,7 +124,7 @@ class Leader:
         """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now."""
         self.receive()
         tracked = Tracked(hashes, extras)
-        self._requests[request] = tracked
+        self.requests[request] = tracked
         self._ask(request, tracked, on_device)
 
     def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
@@ -131,7 +132,7 @@ class Leader:
 
         Behind the first `before_tail` blocks lie tokens of the request that must be computed in any case.
         """
-        tracked = self._requests.get(request)
+        tracked = self.requests.get(request)
         self.receive()
         if tracked is None:
             return Answer()
@@ -142,49 +143,49 @@ class Leader:
             return Answer(later=True)  # even without a manager: the ranks confirm them
         if not self.ready:
             return Answer()
-        search = self._lookups.get(request)
+        search = self.lookups.get(request)
         if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
             # Never asked, or the device has dropped blocks since that the question left out.
             search = self._ask(request, tracked, computed)
         if search is None:
             return Answer()
-        if self._lookups.stale(search, computed):
+        if self.lookups.stale(search, computed):
             again = self._ask(request, tracked, computed, search.attempts + 1)
             if again is None:
                 return Answer()
             search = again
-        promised = self._lookups.promised(search, computed)
+        promised = self.lookups.promised(search, computed)
         if promised is None and self._wait_left_s > 0.0:
             self._wait_a_little(self._wait_left_s)
-            promised = self._lookups.promised(search, computed)
+            promised = self.lookups.promised(search, computed)
         if promised is None:
             return Answer(later=True)
         tracked.layerwise = (
             self._layerwise
             and 0 < promised <= before_tail - computed
-            and self._lookups.all_ready(search, computed, promised)
+            and self.lookups.all_ready(search, computed, promised)
         )
         return Answer(blocks=promised, layerwise=tracked.layerwise)
 
     def promised_sources(self, request: str, blocks: int) -> bytes:
         """The tiers that `blocks` promised blocks come from, one byte each."""
-        search, tracked = self._lookups.get(request), self._requests.get(request)
+        search, tracked = self.lookups.get(request), self.requests.get(request)
         if search is None or tracked is None:
             return b""
         first = tracked.computed - search.skip
-        return self._lookups.counted_sources(search.sources[first : first + blocks])
+        return self.lookups.counted_sources(search.sources[first : first + blocks])
 
     def allocated(self, request: str, count: int, table: Sequence[int]) -> None:
         """The engine made room: load `count` promised blocks; with 0, the request is computed without us.
 
         `table` is the request's whole block table; the loaded blocks follow those that were computed already.
         """
-        tracked = self._requests.get(request)
+        tracked = self.requests.get(request)
         if count <= 0:
-            self._lookups.decline(request, tracked.computed if tracked is not None else 0)
+            self.lookups.decline(request, tracked.computed if tracked is not None else 0)
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
-        self._new_loads.append(self._lookups.begin_load(request, computed, count, table, layerwise))
+        self._new_loads.append(self.lookups.begin_load(request, computed, count, table, layerwise))
         if tracked is not None:
             tracked.begun = True
         if layerwise and tracked is not None:
@@ -206,24 +207,24 @@ class Leader:
         self.receive()
         for request in preempted:
             self._gone.add(request)
-            tracked = self._requests.get(request)
+            tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
                 tracked.stored = 0
         may_wait = idle
-        if self._gone and self._stores.unanswered:
+        if self._gone and self.stores.unanswered:
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
             self._wait_left_s = STEP_WAIT_S
         scheduled = list(scheduled)
-        stores = self._stores.plan(self._gone, self._tag_behind(scheduled))
-        released = self._stores.released(self._gone)
+        stores = self.stores.plan(self._gone, self._tag_behind(scheduled))
+        released = self.stores.released(self._gone)
         self._gone.clear()
         for entry in scheduled:
             self._store(entry)
         self._store_leaving()
         loads, self._new_loads = tuple(self._new_loads), []
-        if may_wait and not loads and not stores and self._lookups.unanswered and not self._lookups.loading:
+        if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
         if not idle:
             self._steps.scheduled(prefill_tokens, prefill_position)
@@ -232,7 +233,7 @@ class Leader:
     @property
     def stores_pending(self) -> bool:
         """Whether the engine should step on for a moment, even with no request left: stores are under way."""
-        return self._stores.pending
+        return self.stores.pending
 
     def updated(self, report: StepReport | None, arrived: Iterable[str], invalid: set[int]) -> None:
         """Take in the workers' reports: `arrived` requests are loaded on all ranks, `invalid` device blocks failed."""
@@ -241,16 +242,16 @@ class Leader:
         if report is not None:
             if report.weights_changed:
                 self.weights_changed()  # first: these stores may have copied KV of other weights
-            self._stores.reported(report)
-        if invalid and self._lookups.note_failures(invalid):
+            self.stores.reported(report)
+        if invalid and self.lookups.note_failures(invalid):
             assert self._device is not None
-            self._stores.doubt()
+            self.stores.doubt()
             self._forget_stored()
             # The engine recomputes these blocks in place, and would share them with other requests before that.
             self._device.forget_all()
         loaded = report.loaded if report is not None else {}
         # The engine reports no end of these loads: every rank ends them within its step.
-        by_layer = [request for request in loaded if self._lookups.loads_by_layer(request)]
+        by_layer = [request for request in loaded if self.lookups.loads_by_layer(request)]
         for request in loaded:
             self._unconfirmed.confirmed(request)
         for request in (*arrived, *by_layer):
@@ -258,8 +259,8 @@ class Leader:
 
     def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
-        self._lookups.drop(request)
-        tracked = self._requests.pop(request, None)
+        self.lookups.drop(request)
+        tracked = self.requests.pop(request, None)
         if tracked is None:
             return
         self._gone.add(request)
@@ -278,7 +279,7 @@ class Leader:
         self._forget_keys()
         self._device_mixed = False
         self._link.send(Reset(tier="host" if keep_disk else ""))
-        return not self._lookups.loading
+        return not self.lookups.loading
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights: no block of before is found or stored any more."""
@@ -304,17 +305,17 @@ class Leader:
 
     def unkeep(self, request: str) -> None:
         """Load and store nothing more for this request."""
-        self._lookups.drop(request)
-        self._requests.pop(request, None)
+        self.lookups.drop(request)
+        self.requests.pop(request, None)
 
     def _forget_keys(self) -> None:
         """Keys have changed. Stores under the old keys are not committed: their device blocks may be overwritten before
         they are copied."""
-        self._stores.doubt()
+        self.stores.doubt()
         if self._unsaved is not None:
             self._unsaved.clear()
-        for request, tracked in self._requests.items():
-            self._lookups.drop(request)
+        for request, tracked in self.requests.items():
+            self.lookups.drop(request)
             tracked.asked_from = None
             tracked.keyed_for = b""
             # A running request is computed from older KV: it is not stored until the engine computes it anew.
@@ -329,19 +330,19 @@ class Leader:
         """Take in the manager's messages; every call of the engine does so first."""
         for message in self._link.poll():
             if isinstance(message, LookupReply):
-                self._lookups.replied(message)
+                self.lookups.replied(message)
             elif isinstance(message, Progress):
-                self._lookups.progressed(message)
+                self.lookups.progressed(message)
             elif isinstance(message, ReserveReply):
-                self._stores.replied(message)
+                self.stores.replied(message)
         if self._life != self._link.life:
             self._life = self._link.life
-            self._stores.lost()
+            self.stores.lost()
             self._forget_stored()
 
     def _forget_stored(self) -> None:
         """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
-        for tracked in self._requests.values():
+        for tracked in self.requests.values():
             tracked.stored = 0
 
     def _wait_a_little(self, seconds: float) -> None:
@@ -366,13 +367,13 @@ class Leader:
             return None
         tracked.asked_from = skip
         keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
-        search = self._lookups.ask(request, keys, skip, attempts)
+        search = self.lookups.ask(request, keys, skip, attempts)
         if search is not None:
             tracked.asked_blocks = len(keys)
         return search
 
     def _store(self, entry: Scheduled) -> None:
-        tracked = self._requests.get(entry.request)
+        tracked = self.requests.get(entry.request)
         if tracked is None:
             return
         tracked.begun = True
@@ -391,12 +392,12 @@ class Leader:
         if self._unsaved is not None:
             self._unsaved.note(parent, keys[start:end], table[start:end], hashes)
             tracked.stored = end
-        elif self._stores.ask(entry.request, parent, keys[start:end], table[start:end], hashes=hashes):
+        elif self.stores.ask(entry.request, parent, keys[start:end], table[start:end], hashes=hashes):
             tracked.stored = end
 
     def _tag_behind(self, scheduled: Sequence[Scheduled]) -> Callable[[int], Hashable | None]:
         """The tags of free device blocks before this step (`tags_before`)."""
-        free = self._unsaved is not None and self._stores.plans_free_blocks
+        free = self._unsaved is not None and self.stores.plans_free_blocks
         return tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
 
     def _store_leaving(self) -> None:
@@ -409,10 +410,10 @@ class Leader:
                 parent = chain.keys[start - 1] if start else chain.parent
                 hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
                 keys, blocks, tags = chain.keys[part], chain.device_blocks[part], chain.tags[part]
-                self._stores.ask("", parent, keys, blocks, tags, hashes)
+                self.stores.ask("", parent, keys, blocks, tags, hashes)
 
     def _end_load(self, request: str, seconds: float) -> None:
-        arrived, failed = self._lookups.end_load(request, seconds)
+        arrived, failed = self.lookups.end_load(request, seconds)
         for source in arrived:
             self.loaded_blocks[Tier(source)] += 1
         self.failed_blocks += failed

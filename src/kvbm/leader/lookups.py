@@ -88,6 +88,9 @@ class Lookups:
         self.unloaded = dict.fromkeys(UNLOADED_REASONS, 0)
         """Blocks that the device lacked, that were found, and that were computed all the same, by reason."""
 
+    def __len__(self) -> int:
+        return len(self._by_request)
+
     def ask(self, request: str, keys: Sequence[BlockKey], skip: int, attempts: int = 1) -> Search | None:
         """Send a lookup for the blocks after the first `skip`; None without such blocks, or without a manager."""
         self.drop(request)
@@ -145,8 +148,9 @@ class Lookups:
         )
 
     @property
-    def loading(self) -> bool:
-        return any(search.stage is Stage.LOADING for search in self._by_request.values())
+    def loading(self) -> int:
+        """How many loads run."""
+        return sum(search.stage is Stage.LOADING for search in self._by_request.values())
 
     def promised(self, search: Search, computed: int) -> int | None:
         """How many blocks after the first `computed` can be loaded; None means ask again later.

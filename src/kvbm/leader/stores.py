@@ -50,6 +50,9 @@ class Stores:
         self._planned: dict[int, _Store] = {}
         self._failed: dict[int, set[int]] = {}
 
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._planned)
+
     @property
     def unanswered(self) -> bool:
         """Whether the manager has yet to answer a reservation."""
@@ -77,13 +80,13 @@ class Stores:
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
-        With `tags` the blocks are free ones, of no request: `tags[i]` is what the engine says that block i holds.
+        With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         `hashes` is as in `Reserve`.
         """
         assert len(keys) == len(device_blocks) > 0
         assert len(tags) in (0, len(keys))
         ready = self._link.ready
-        if ready is None or len(self._asked) + len(self._planned) >= OPEN_STORES_MAX:
+        if ready is None or len(self) >= OPEN_STORES_MAX:
             return False
         number = next(self._numbers)
         asked = Reserve(store=number, parent=parent or b"", keys=join_keys(keys), hashes=hashes)

@@ -1,14 +1,13 @@
-"""KVBM in one's own runtime: the manager without a socket, and copies in the calling thread.
+"""The library: KV blocks of one's own runtime, kept in this process or at a manager that others share.
 
-The same `Space` that serves engines runs here, driven by whoever calls. Not thread-safe: one thread owns it.
+Not thread-safe: one thread owns a `BlockManager`, and copies are made in it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from kvbm.block import BlockKey, Tier
@@ -16,28 +15,13 @@ from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.hashing import Chain, chain_keys
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.library.staging import StagingOptions, open_staging
-from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
-from kvbm.manager.leases import Lease
-from kvbm.manager.space import Space, SpaceOptions
+from kvbm.library.backend import Backend, Run
+from kvbm.library.local import LocalOptions, LocalSpace
+from kvbm.library.remote import SharedSpace
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmissionPolicy
-from kvbm.settings import container_limit_bytes, parse_size
-from kvbm.tiers.contract import SlotTier
-from kvbm.tiers.disk.geometry import DiskFields
-from kvbm.tiers.disk.tier import open_disk_tier
-from kvbm.tiers.host import HostArena
 
 if TYPE_CHECKING:
     import torch
-
-    from kvbm.transfer import Copier, DeviceCache
-
-_OWNER = 0
-_ARRIVAL_DEADLINE_S = 30.0
-_POLL_S = 0.0002
-_KV_CACHES_MAX = 4
-_DISK_WRITES = ("through", "eviction")
 
 
 class Hit:
@@ -46,11 +30,11 @@ class Hit:
     `blocks` of them are held in a row, `tokens` tokens; `host` and `disk` say where they were found.
     """
 
-    def __init__(self, manager: BlockManager, lease: Lease | None) -> None:
+    def __init__(self, manager: BlockManager, run: Run | None) -> None:
         self._manager = manager
-        self._lease = lease
+        self._run = run
         self._ended = False
-        sources = manager._space.counted_sources(bytes(lease.sources)) if lease is not None else b""
+        sources = run.sources if run is not None else b""
         self.blocks = len(sources)
         self.tokens = self.blocks * manager.layout.block_tokens
         self.host = sources.count(Tier.HOST)
@@ -62,24 +46,24 @@ class Hit:
         `kv_cache` maps layer names to tensors `[blocks, …]`. Where `match` skipped n blocks, the first device block
         gets the prompt's block n. Device blocks beyond the hit are left alone; with fewer, so many blocks are copied.
 
-        Returns how many leading blocks of the hit arrived: blocks that come from disk and fail their check do not,
-        and the caller computes from there on. Raises KvbmError after the `match` block has ended: the slots may hold
-        anything by then.
+        Returns how many leading blocks of the hit arrived: blocks that come from disk and fail their check do not, nor
+        do those of a shared manager that goes. The caller computes from there on. Raises KvbmError after the `match`
+        block has ended: the slots may hold anything by then.
         """
         if self._ended:
             raise KvbmError(
                 "hit.onboard after its `with manager.match(…)` block: the blocks are no longer held"
             )
-        if self._lease is None:
+        if self._run is None:
             return 0
-        return self._manager._onboard(self._lease, kv_cache, device_blocks)
+        return self._manager._onboard(self._run, kv_cache, device_blocks)
 
     def _end(self) -> None:
         self._ended = True
 
 
 class BlockManager:
-    """Keeps KV blocks in host memory and on disk for one process.
+    """Keeps KV blocks in host memory and on disk, for this process alone; `connect` shares those of a manager.
 
     `layout` says how large a block is; `host` and `disk` are sizes (`"4GB"`, bytes) or None; `disk_dir` is where
     the disk tier lives, and persists: a manager with the same namespace finds its blocks again. `namespace` must
@@ -120,83 +104,54 @@ class BlockManager:
             raise SettingsError(
                 "namespace", None, "with a disk tier, which outlives this process: a kvbm.Namespace"
             )
-        assert layout.shard_count == 1, "one process holds whole blocks"
-        refuse_eviction("eviction", eviction)
-        if disk_write not in _DISK_WRITES:
-            raise SettingsError("disk_write", disk_write, f"one of: {', '.join(_DISK_WRITES)}")
-        self.layout = layout
-        self.namespace = namespace or Namespace(model="library", fields=(("layout", repr(layout)),))
-        self._fingerprint = self.namespace.fingerprint
-        self.metrics = Metrics()
-        self._clock = clock
-        self._numbers = count(1)
-        self._copiers: dict[tuple[object, ...], Copier] = {}
-        self._device_layout = ""
-        field, size = ("staging", staging) if host is None else ("host", host)
-        slots = _bytes(field, size) // layout.block_bytes
-        if slots < 1:
-            raise SettingsError(field, size, f"at least one block of {layout.block_bytes} bytes")
-        disk_bytes = 0 if disk is None else _bytes("disk", disk)
-        admission = self._admission(
-            disk_admission, _bytes("disk_write_budget", disk_write_budget), disk_bytes
-        )
-        options = SpaceOptions(
-            staging=host is None, eviction=eviction, write_on_eviction=disk_write == "eviction"
-        )
-        wanted = StagingOptions(
-            slot_count=slots,
+        options = LocalOptions(
+            host=host,
+            disk=disk,
             disk_dir=disk_dir,
-            disk_bytes=disk_bytes,
-            fields=DiskFields(root="disk_dir", size="disk", size_as_set=disk, unowned=""),
-            direct=disk_direct,
+            eviction=eviction,
+            disk_admission=disk_admission,
+            disk_write_budget=disk_write_budget,
+            disk_write=disk_write,
+            staging=staging,
+            disk_direct=disk_direct,
             device=device,
         )
-        arena, tier, self._device_slots = self._open_tiers(wanted, host, disk)
-        try:
-            self._space = Space(
-                layout, arena, tier, admission, self.metrics, clock, lambda lease: None, options
-            )
-        except BaseException:
-            if tier is not None:
-                tier.close(keep=True)
-            arena.close()
-            raise
+        self._begin(layout, namespace or Namespace(model="library", fields=(("layout", repr(layout)),)))
+        self.backend: Backend = LocalSpace(options, layout, self.namespace, self.metrics, clock)
 
-    def _open_tiers(
-        self, wanted: StagingOptions, host: str | int | None, disk: str | int | None
-    ) -> tuple[HostArena, SlotTier | None, torch.Tensor | None]:
-        """The arena, the disk tier, and the arena as a tensor where it is no host memory."""
-        if host is None:
-            if disk is None:
-                raise SettingsError("host", None, "a size, where there is no disk tier")
-            return open_staging(wanted, self.layout, self.namespace, self._clock)
-        if wanted.direct not in ("auto", "off"):
-            raise SettingsError(
-                "disk_direct", wanted.direct, "with host=None: else blocks lie in host memory anyway"
-            )
-        arena = HostArena(self.layout, wanted.slot_count, limit_bytes=container_limit_bytes(), field="host")
-        arena.touch(0)
-        if disk is None:
-            return arena, None, None
-        try:
-            tier = open_disk_tier(
-                wanted.disk_dir,
-                self.layout,
-                self.namespace,
-                capacity_bytes=wanted.disk_bytes,
-                fields=wanted.fields,
-                clock=self._clock,
-            )
-        except BaseException:
-            arena.close()
-            raise
-        return arena, tier, None
+    @classmethod
+    def connect(
+        cls,
+        socket: str,
+        layout: BlockLayout,
+        namespace: Namespace,
+        peer_uids: Iterable[int] = (),
+        join_timeout_s: float = 5.0,
+        reply_timeout_s: float = 1.0,
+        clock: Clock = monotonic,
+    ) -> BlockManager:
+        """A block manager whose blocks a running `kvbm manager` keeps, which listens at the path `socket`.
 
-    def _admission(self, name: str, budget_bytes: int, disk_bytes: int) -> AdmissionPolicy:
-        """What may enter disk."""
-        block_bytes, now_s = self.layout.block_bytes, self._clock()
-        chosen = choose_admission("disk_admission", name, max(1, disk_bytes // block_bytes), now_s)
-        return bound_writes("disk_write_budget", budget_bytes, chosen, block_bytes, now_s)
+        Its tiers and policies are those of that manager; blocks are shared with every client of the same namespace.
+        `peer_uids` are the users that may serve there, besides our own and root. Raises ManagerUnavailable when there
+        is none within `join_timeout_s`, ManagerRefused when it says no, and ManagerUntrusted for another user's.
+
+        Should the manager go, nothing is found and nothing kept, and a warning says so; each call tries to join it
+        again, without waiting for it. No answer is waited for longer than `reply_timeout_s`.
+        """
+        manager = cls.__new__(cls)
+        manager._begin(layout, namespace)
+        manager.backend = SharedSpace(
+            socket, layout, namespace, peer_uids, join_timeout_s, reply_timeout_s, clock
+        )
+        return manager
+
+    def _begin(self, layout: BlockLayout, namespace: Namespace) -> None:
+        assert layout.shard_count == 1, "one process holds whole blocks"
+        self.layout = layout
+        self.namespace = namespace
+        self._fingerprint = namespace.fingerprint
+        self.metrics = Metrics()
 
     def __enter__(self) -> BlockManager:
         return self
@@ -217,16 +172,14 @@ class BlockManager:
         """
         if skip < 0:
             raise SettingsError("skip", skip, "the number of leading blocks that the device holds")
-        keys = self._keys(tokens, extras)
-        number = next(self._numbers)
-        self._space.pump()
-        lease = self._space.lookup(_OWNER, number, keys, min(skip, len(keys)))
-        hit = Hit(self, lease)
+        run = self.backend.lookup(self._keys(tokens, extras), skip)
+        hit = Hit(self, run)
         try:
             yield hit
         finally:
             hit._end()
-            self._space.release(_OWNER, number)
+            if run is not None:
+                self.backend.release(run)
 
     def offload(
         self,
@@ -242,45 +195,33 @@ class BlockManager:
         is left out. Raises KvbmError for a chain of another namespace, block size or `extras`.
         """
         keys = self._keys(tokens, extras)[: len(device_blocks)]
-        self._space.pump()
-        number = next(self._numbers)
-        # A sequence is offered again each time it has grown: step over what is held in one go.
-        found = self._space.host_pool.find_all(keys)
-        held = found.index(None) if None in found else len(keys)
-        answer = self._space.reserve(_OWNER, number, keys[held - 1] if held else None, keys[held:])
-        pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer, held) if slot >= 0]
-        if not pairs:
-            return 0
-        failed: Sequence[int] = range(len(pairs))
-        try:
-            self._copier_for(kv_cache).store(pairs)
-            failed = ()
-        finally:
-            self._space.commit(_OWNER, number, failed)
-        self._space.pump()  # what has to go for the next call is written meanwhile
-        return len(pairs)
+        return self.backend.store(keys, kv_cache, device_blocks)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until what was offered to the disk tier has reached it; False when it takes longer than `timeout_s`."""
-        deadline_s = self._clock() + timeout_s
-        while self._space.busy:
-            if self._clock() >= deadline_s:
-                return False
-            self._space.pump()
-            time.sleep(_POLL_S)
-        return True
+        """Wait until no block is on its way to the disk tier; False when it takes longer than `timeout_s`.
+
+        At a shared manager the blocks of other clients count too, and it is False without the manager.
+        """
+        return self.backend.flush(timeout_s)
 
     def clear(self, tier: str = "") -> int:
-        """Drop what is not in use, of the tier `host` or `disk`, or of both; how many blocks were dropped."""
-        return self._space.clear(tier)[0]
+        """Drop what is not in use, of the tier `host` or `disk`, or of both; how many blocks were dropped.
+
+        At a shared manager nothing is dropped while another client has the same namespace, and ManagerUnavailable is
+        raised without the manager.
+        """
+        return self.backend.clear(tier)
+
+    def status(self) -> dict[str, object]:
+        """The namespace, and its tiers with their blocks: how many there are, and how many are in which state.
+
+        Empty while a shared manager cannot be reached.
+        """
+        return self.backend.status()
 
     def close(self) -> None:
-        """Write what waits for disk and release everything. What is on disk stays."""
-        self.flush(timeout_s=5.0)
-        for copier in self._copiers.values():
-            copier.close()
-        self._copiers.clear()
-        self._space.close(keep=True)
+        """Write what waits for disk and release everything. What is on disk stays, and what a shared manager holds."""
+        self.backend.close()
 
     def _keys(self, tokens: Sequence[int] | Chain, extras: bytes) -> list[BlockKey]:
         size = self.layout.block_tokens
@@ -293,68 +234,14 @@ class BlockManager:
             raise KvbmError("a chain has the extras that it was made with; these are others")
         return tokens.keys
 
-    def _onboard(
-        self, lease: Lease, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
-    ) -> int:
-        begun = min(len(lease.slots), len(device_blocks))
+    def _onboard(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
+        begun = min(len(run.sources), len(device_blocks))
         self.metrics.add("kvbm_matched_tokens", begun * self.layout.block_tokens)
-        deadline_s = self._clock() + _ARRIVAL_DEADLINE_S
-        while not lease.final and self._clock() < deadline_s:
-            self._space.pump()
-            if not lease.final:
-                time.sleep(_POLL_S)
-        arrived = min(lease.ready, len(device_blocks))
-        pairs = list(zip(device_blocks[:arrived], lease.slots[:arrived], strict=True))
-        if pairs:
-            self._copier_for(kv_cache).load(pairs)
-            sources = self._space.counted_sources(bytes(lease.sources[:arrived]))
+        arrived = self.backend.load(run, kv_cache, device_blocks)
+        if arrived:
+            sources = run.sources[:arrived]
             self.metrics.add("kvbm_onboard_blocks_h2d", sources.count(Tier.HOST))
             self.metrics.add("kvbm_onboard_blocks_d2d", sources.count(Tier.DISK))
             size = arrived * self.layout.shard_bytes
             self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         return arrived
-
-    def _copier_for(self, kv_cache: Mapping[str, torch.Tensor]) -> Copier:
-        """The copier between this KV cache and the arena, made once per set of tensors; the oldest of a few is dropped.
-
-        Blocks are bytes: a cache whose dimensions lie in another order would get them back shuffled, so all caches
-        of one manager must be laid out alike.
-        """
-        from kvbm.transfer import DeviceCache
-
-        identity = tuple((name, tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in kv_cache.items())
-        copier = self._copiers.get(identity)
-        if copier is None:
-            cache = DeviceCache.from_tensors(kv_cache, next(iter(kv_cache.values())).shape[0])
-            if cache.shard_bytes != self.layout.shard_bytes:
-                raise SettingsError(
-                    "layout.shard_bytes",
-                    self.layout.shard_bytes,
-                    f"{cache.shard_bytes}, the bytes of a block over the {len(kv_cache)} layers of this KV cache",
-                )
-            if cache.description != (self._device_layout or cache.description):
-                raise SettingsError("kv_cache", cache.description, self._device_layout)
-            self._device_layout = cache.description
-            # On CUDA a copier page-locks the slots, which only one at a time can.
-            kept_max = _KV_CACHES_MAX - 1 if cache.device.type != "cuda" else 0
-            while len(self._copiers) > kept_max:
-                self._copiers.pop(next(iter(self._copiers))).close()
-            copier = self._copiers[identity] = self._new_copier(cache)
-        return copier
-
-    def _new_copier(self, cache: DeviceCache) -> Copier:
-        """A copier between this cache and the slots, wherever those are."""
-        from kvbm.transfer import DeviceCopier, arena_tensor, make_copier
-
-        if self._device_slots is None:
-            arena = self._space.arena
-            tensor = arena_tensor(arena.region(0), arena.slot_count, self.layout.slot_bytes)
-            return make_copier(cache, tensor, by_engine=True)
-        if cache.device != self._device_slots.device:
-            where = f"a device that is {self._device_slots.device}, where blocks are staged"
-            raise SettingsError("kv_cache", str(cache.device), where)
-        return DeviceCopier(cache, self._device_slots)
-
-
-def _bytes(field: str, size: str | int) -> int:
-    return size if isinstance(size, int) else parse_size(field, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.choices import bound_writes, choose_admission, refuse_admission, refuse_eviction
+from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
@@ -50,7 +51,7 @@ class SpaceTable:
         """Raises SettingsError for an eviction or admission policy that is not known or cannot be made."""
         assert namespaces_max > 0
         refuse_eviction(variable("eviction"), settings.eviction)
-        refuse_admission(variable("disk_admission"), admission_name(settings))
+        choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
         self.settings = settings
         self._namespaces_max = namespaces_max
         self._metrics = metrics
@@ -124,7 +125,10 @@ class SpaceTable:
             slots = staging_slots(settings, layout.block_bytes) // share
         else:
             slots = host_slots(settings, layout.block_bytes) // share
-            _refuse_none(settings, slots, layout, share)
+            if slots < 1:
+                value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
+                accepted = f"at least one block of {layout.block_bytes} bytes{for_each(share)}"
+                raise SettingsError(host_memory_field(settings), value, accepted)
         admission = self._make_admission(layout)
         # The container's limit, not the memory free now: workers hold that of a manager that died until the next one
         # welcomes them.
@@ -132,18 +136,24 @@ class SpaceTable:
         field = host_memory_field(settings)
         # For all namespaces together: the last one to come must not end them all.
         refuse_beyond_memory(slots * layout.block_bytes * share, limit_bytes, field)
-        arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
-        try:
-            tier = self._open_disk(namespace, layout)
-        except BaseException:
-            arena.close()
-            raise
-        options = SpaceOptions(
-            staging=staging,
-            eviction=settings.eviction,
-            write_on_eviction=settings.disk_write == "eviction",
-            in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
-        )
+        with contextlib.ExitStack() as undo:
+            arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
+            undo.callback(arena.close)
+            medium = self._open_disk(namespace, layout)
+            if medium is not None:
+                undo.callback(medium.close, keep=True)
+            options = SpaceOptions(
+                staging=staging,
+                eviction=settings.eviction,
+                write_on_eviction=settings.disk_write == "eviction",
+                in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
+            )
+            # Raises for an installed policy that cannot be made of this size.
+            space = Space(
+                layout, arena, medium, admission, self._metrics, self._clock, self._on_progress, options
+            )
+            undo.pop_all()
+        on_disk = (medium.slot_count if medium is not None else 0) * layout.block_bytes
         log.info(
             "namespace %s (%s): block %d tokens, %d bytes in %d shard(s); %s %d blocks (%.2f GB); disk %s",
             namespace.short,
@@ -154,19 +164,9 @@ class SpaceTable:
             "staging" if staging else "host",
             slots,
             slots * layout.block_bytes / 1e9,
-            f"{tier.slot_count} blocks ({tier.slot_count * layout.block_bytes / 1e9:.2f} GB)"
-            if tier
-            else "off",
+            f"{on_disk // layout.block_bytes} blocks ({on_disk / 1e9:.2f} GB)" if on_disk else "off",
         )
-        try:
-            return Space(
-                layout, arena, tier, admission, self._metrics, self._clock, self._on_progress, options
-            )
-        except BaseException:  # an installed policy that cannot be made of this size
-            if tier is not None:
-                tier.close(keep=True)
-            arena.close()
-            raise
+        return space
 
     def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
         """The admission policy of one namespace's disk tier, within its share of the write budget."""
@@ -187,14 +187,10 @@ class SpaceTable:
         fields = DiskFields(
             root=variable("disk_dir"),
             size=variable("disk_bytes"),
-            size_as_set=f"{(settings.disk_bytes or 0) / 1e9:g}",
+            as_set=settings.disk_blocks or f"{(settings.disk_bytes or 0) / 1e9:g}",
             blocks=variable("disk_blocks"),
             unowned=variable("disk_unowned_bytes"),
         )
-        if disk_slots(settings, layout.block_bytes) // share < 1:
-            by_blocks, by_size = (fields.blocks, settings.disk_blocks), (fields.size, fields.size_as_set)
-            accepted = f"at least one block of {layout.block_bytes} bytes for each of {share} namespaces"
-            raise SettingsError(*(by_blocks if settings.disk_blocks else by_size), accepted)
         return open_disk_tier(
             settings.disk_dir,
             layout,
@@ -212,24 +208,10 @@ class SpaceTable:
         )
 
 
-def _refuse_none(settings: Settings, slots: int, layout: BlockLayout, share: int) -> None:
-    """Namespaces share the host tier, and the share of one may be no block at all."""
-    if slots < 1:
-        value = settings.host_blocks or (settings.host_bytes or 0) / 1e9
-        raise SettingsError(
-            host_memory_field(settings),
-            value,
-            f"at least one block of {layout.block_bytes} bytes for each of {share} namespaces",
-        )
-
-
 def _refuse_small_staging(settings: Settings, layout: BlockLayout, share: int) -> None:
     """Refuse a staging area too small to be used. A request may be larger: its run ends where there is no more room."""
     needed_bytes = STAGING_BLOCKS_MIN * layout.block_bytes * share
     if settings.staging_bytes < needed_bytes:
-        each = f" for each of {share} namespaces" if share > 1 else ""
-        raise SettingsError(
-            variable("staging_bytes"),
-            f"{settings.staging_bytes / 1e9:g}",
-            f"at least {needed_bytes / 1e9:.9f} GB: {STAGING_BLOCKS_MIN} blocks of {layout.block_bytes} bytes{each}",
-        )
+        blocks = f"{STAGING_BLOCKS_MIN} blocks of {layout.block_bytes} bytes{for_each(share)}"
+        accepted = f"at least {needed_bytes / 1e9:.9f} GB: {blocks}"
+        raise SettingsError(variable("staging_bytes"), f"{settings.staging_bytes / 1e9:g}", accepted)

@@ -17,14 +17,11 @@ def refuse_eviction(field: str, name: str) -> None:
         _choose(EVICTION, field, name, 1)
 
 
-def refuse_admission(field: str, name: str) -> None:
-    """Raises SettingsError for an admission policy that is not known or cannot be made."""
-    if name not in ADMISSION.built_in:
-        _choose(ADMISSION, field, name, 1, 0.0)
-
-
 def choose_admission(field: str, name: str, slot_count: int, now_s: float) -> AdmissionPolicy:
-    """The admission policy of that name for a disk tier of so many slots. Raises SettingsError where there is none."""
+    """The admission policy of that name for a disk tier of so many slots.
+
+    Raises SettingsError for one that is not known or cannot be made.
+    """
     return _choose(ADMISSION, field, name, slot_count, now_s)
 
 
@@ -50,9 +47,11 @@ def bound_writes(
         return admission
     smallest = BLOCKS_PER_DAY_MIN * block_bytes * share
     if bytes_per_day < smallest:
-        each = f" for each of {share} namespaces" if share > 1 else ""
-        accepted = (
-            f"0, or at least {smallest} bytes: {BLOCKS_PER_DAY_MIN} blocks of {block_bytes} bytes{each}"
-        )
-        raise SettingsError(field, bytes_per_day, accepted)
+        blocks = f"{BLOCKS_PER_DAY_MIN} blocks of {block_bytes} bytes{for_each(share)}"
+        raise SettingsError(field, bytes_per_day, f"0, or at least {smallest} bytes: {blocks}")
     return WriteBudget(admission, bytes_per_day // share, block_bytes, now_s)
+
+
+def for_each(namespaces: int) -> str:
+    """The end of what is accepted where namespaces share a setting."""
+    return f" for each of {namespaces} namespaces" if namespaces > 1 else ""

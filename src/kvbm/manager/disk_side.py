@@ -25,7 +25,7 @@ CLOSE_S_MAX = 5.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DiskSide:
-    """What a space has when it has a disk. Owned by the manager's thread.
+    """The part of a space that exists only with a disk. Owned by the manager's thread.
 
     `departures` is the policy of the host pool where blocks are written on eviction, and None elsewhere. After a fault
     the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it works.

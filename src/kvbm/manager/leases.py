@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from itertools import chain
+from typing import Generic, NamedTuple, TypeVar
 
 from kvbm.block import BlockKey
 
@@ -90,51 +91,42 @@ class Reservation:
     stale: bool = False
 
 
-class _Held(Protocol):
-    owner: Owner
-    number: int
-    deadline_s: float
-
-
-HeldT = TypeVar("HeldT", bound=_Held)
+HeldT = TypeVar("HeldT", Lease, Reservation)
 
 
 class HoldTable(Generic[HeldT]):
     """Leases or reservations by (owner, number). Bounded by `per_owner_max` for each owner."""
 
     def __init__(self, per_owner_max: int = 4096) -> None:
-        self._held: dict[tuple[Owner, int], HeldT] = {}
-        self._per_owner: dict[Owner, int] = {}
+        self._held: dict[Owner, dict[int, HeldT]] = {}
         self._per_owner_max = per_owner_max
 
     def __len__(self) -> int:
-        return len(self._held)
+        return sum(map(len, self._held.values()))
 
     def __iter__(self) -> Iterator[HeldT]:
-        return iter(self._held.values())
+        return chain.from_iterable(held.values() for held in self._held.values())
 
     def has_room(self, owner: Owner) -> bool:
-        return self._per_owner.get(owner, 0) < self._per_owner_max
+        return len(self._held.get(owner, ())) < self._per_owner_max
 
     def get(self, owner: Owner, number: int) -> HeldT | None:
-        return self._held.get((owner, number))
+        return self._held.get(owner, {}).get(number)
 
     def add(self, held: HeldT) -> None:
-        key = (held.owner, held.number)
-        assert key not in self._held, f"number {held.number} is in use"
-        self._held[key] = held
-        self._per_owner[held.owner] = self._per_owner.get(held.owner, 0) + 1
+        of_owner = self._held.setdefault(held.owner, {})
+        assert held.number not in of_owner, f"number {held.number} is in use"
+        of_owner[held.number] = held
 
     def pop(self, owner: Owner, number: int) -> HeldT | None:
-        held = self._held.pop((owner, number), None)
-        if held is not None:
-            self._per_owner[owner] -= 1
-            if not self._per_owner[owner]:
-                del self._per_owner[owner]
+        of_owner = self._held.get(owner, {})
+        held = of_owner.pop(number, None)
+        if held is not None and not of_owner:
+            del self._held[owner]
         return held
 
     def of(self, owner: Owner) -> list[HeldT]:
-        return [held for held in self._held.values() if held.owner == owner]
+        return list(self._held.get(owner, {}).values())
 
     def overdue(self, now_s: float) -> list[HeldT]:
-        return [held for held in self._held.values() if held.deadline_s <= now_s]
+        return [held for held in self if held.deadline_s <= now_s]

@@ -120,7 +120,7 @@ class Membership:
             engine.leaving[session.number] = session
             self._send_ready(engine)
         elif hello.role == "leader":
-            # Another leader may have taken its place already; what this one held ends all the same.
+            # Another leader may have replaced it already; the leases of this one end all the same.
             if engine.leader is session:
                 engine.leader = None
             leases = engine.space.leases.of(session.number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol
 
 from kvbm.block import Outcome, SlotIndex
@@ -45,39 +46,31 @@ class _Offloading(NamedTuple):
     disk_slot: SlotIndex
 
 
+@dataclass(slots=True, eq=False)
 class Offloader(Generic[KeyT]):
-    """The queue of blocks on their way down. Owned by the manager's thread."""
+    """The queue of blocks on their way down. Owned by the manager's thread.
 
-    def __init__(
-        self,
-        host_pool: SlotPool[KeyT],
-        disk_pool: SlotPool[KeyT],
-        writer: BlockWriter[KeyT],
-        admission: AdmissionPolicy,
-        metrics: Metrics,
-        clock: Clock,
-        job_ids: Iterator[int],
-        in_flight_max: int,
-        staging: bool = False,
-        on_write_ended: Callable[[int], None] | None = None,
-    ) -> None:
-        """With `on_write_ended` blocks are written on eviction. It is called with the host slot of each block that
-        leaves the queue, written or not."""
-        self._host_pool = host_pool
-        self._disk_pool = disk_pool
-        self._writer = writer
-        self._admission = admission
-        self._metrics = metrics
-        self._clock = clock
-        self._job_ids = job_ids
-        self._in_flight_max = in_flight_max
-        self._staging = staging
-        self._on_eviction = on_write_ended is not None
-        self._on_write_ended = on_write_ended or (lambda slot: None)
-        self._budget = admission if isinstance(admission, WriteBudget) else None
-        # Each block and the one before it, in the order in which they are written.
-        self.queue: OrderedDict[KeyT, KeyT | None] = OrderedDict()
-        self.in_flight: dict[int, _Offloading] = {}
+    With `on_write_ended` blocks are written on eviction. It is called with the host slot of each block that leaves the
+    queue, written or not.
+    """
+
+    host_pool: SlotPool[KeyT]
+    disk_pool: SlotPool[KeyT]
+    writer: BlockWriter[KeyT]
+    admission: AdmissionPolicy
+    metrics: Metrics
+    clock: Clock
+    job_ids: Iterator[int]
+    in_flight_max: int
+    staging: bool = False
+    on_write_ended: Callable[[int], None] | None = None
+    # Each block and the one before it, in the order in which they are written.
+    queue: OrderedDict[KeyT, KeyT | None] = field(default_factory=OrderedDict, init=False)
+    in_flight: dict[int, _Offloading] = field(default_factory=dict, init=False)
+
+    @property
+    def _budget(self) -> WriteBudget | None:
+        return self.admission if isinstance(self.admission, WriteBudget) else None
 
     @property
     def queued_count(self) -> int:
@@ -85,13 +78,13 @@ class Offloader(Generic[KeyT]):
 
     def committed(self, key: KeyT, parent: KeyT | None) -> None:
         """A block came into host memory from the device."""
-        if not self._on_eviction:
+        if self.on_write_ended is None:
             self._offer(key, parent)
 
     def used(self, key: KeyT, parent: KeyT | None) -> None:
         """A block that is held somewhere was asked for again."""
-        if self._on_eviction:
-            self._admission.hit(key, self._clock())
+        if self.on_write_ended is not None:
+            self.admission.hit(key, self.clock())
         else:
             self._offer(key, parent)
 
@@ -101,17 +94,17 @@ class Offloader(Generic[KeyT]):
         An admitted block is queued behind those before it that are not on disk yet: without them it could never be
         found there.
         """
-        key, parent = self._host_pool.key_of(slot), self._host_pool.parent_of(slot)
+        key, parent = self.host_pool.key_of(slot), self.host_pool.parent_of(slot)
         if key in self.queue:
             return True
-        if self._disk_pool.holds(key) or not self._admits(key):
+        if self.disk_pool.holds(key) or not self._admits(key):
             return False
         for missing, before in self._missing_prefix(parent):
             if len(self.queue) + 1 >= QUEUE_BLOCKS_MAX:
                 self._skip("queue_full", admitted=True)
                 return False
             self.queue[missing] = before
-            if self._budget is not None and not self._budget.spend(self._clock()):
+            if self._budget is not None and not self._budget.spend(self.clock()):
                 self._skip("budget")  # the part of the budget taken for the block itself pays for this one
                 return False
         self.queue[key] = parent
@@ -121,37 +114,35 @@ class Offloader(Generic[KeyT]):
         """The blocks up to this one that have to be written, first of the chain first: each with the one before it."""
         missing: list[tuple[KeyT, KeyT | None]] = []
         seen: set[KeyT] = set()  # a hostile client's chain may be a ring
-        while (
-            key is not None and key not in seen and key not in self.queue and not self._disk_pool.holds(key)
-        ):
-            slot = self._host_pool.find(key)
+        while key is not None and key not in seen and key not in self.queue and not self.disk_pool.holds(key):
+            slot = self.host_pool.find(key)
             if slot is None:
                 break
             seen.add(key)
-            before = self._host_pool.parent_of(slot)
+            before = self.host_pool.parent_of(slot)
             missing.append((key, before))
             key = before
         return missing[::-1]
 
     def _offer(self, key: KeyT, parent: KeyT | None) -> None:
-        if self._disk_pool.holds(key):
-            self._admission.hit(key, self._clock())
+        if self.disk_pool.holds(key):
+            self.admission.hit(key, self.clock())
             return
         if key in self.queue or not self._admits(key):
             return
-        slot = self._host_pool.find(key)
+        slot = self.host_pool.find(key)
         if slot is None:
             self._refund()
             return
-        if self._staging:
-            self._host_pool.lease(slot)
+        if self.staging:
+            self.host_pool.lease(slot)
         self.queue[key] = parent
 
     def _admits(self, key: KeyT) -> bool:
         """Whether the policy admits the block and the queue can take it; a refusal is counted."""
-        if not self._admission.offered(key, self._clock()):
+        if not self.admission.offered(key, self.clock()):
             self._skip("budget" if self._budget is not None and self._budget.refused_last else "filter")
-        elif self._writer.fault:
+        elif self.writer.fault:
             self._skip("tier_off", admitted=True)
         elif len(self.queue) >= QUEUE_BLOCKS_MAX:
             self._skip("queue_full", admitted=True)
@@ -161,7 +152,7 @@ class Offloader(Generic[KeyT]):
 
     def pump(self) -> None:
         """Submit what the disk takes."""
-        while self.queue and len(self.in_flight) < self._in_flight_max:
+        while self.queue and len(self.in_flight) < self.in_flight_max:
             key = next(iter(self.queue))
             if not self._submit(key, self.queue[key]):
                 return
@@ -172,43 +163,43 @@ class Offloader(Generic[KeyT]):
         block = self.in_flight.pop(completion.job_id, None)
         if block is None:
             return False
-        self._host_pool.unlease(block.host_slot)
+        self.host_pool.unlease(block.host_slot)
         if completion.outcome is Outcome.HIT:
-            self._disk_pool.commit(block.disk_slot)
+            self.disk_pool.commit(block.disk_slot)
             bytes_moved = completion.bytes_moved
-            self._metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
-            self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
-            self._metrics.add("kvbm_offload_blocks_d2d" if self._staging else "kvbm_offload_blocks_h2d")
-        elif completion.outcome is Outcome.RETRY and not self._writer.fault:
-            self._disk_pool.abort(block.disk_slot)
+            self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
+            self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
+            self.metrics.add("kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d")
+        elif completion.outcome is Outcome.RETRY and not self.writer.fault:
+            self.disk_pool.abort(block.disk_slot)
             self._skip("full", admitted=True)  # the medium has no room for it, and goes on with what it has
         else:
-            self._disk_pool.abort(block.disk_slot)
-            self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
-        self._on_write_ended(block.host_slot)
+            self.disk_pool.abort(block.disk_slot)
+            self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
+        self._note_end(block.host_slot)
         return True
 
     def _submit(self, key: KeyT, parent: KeyT | None) -> bool:
         """False when the disk is busy and the block must wait; True when it was submitted or skipped."""
-        host_slot = self._host_pool.find(key)
+        host_slot = self.host_pool.find(key)
         if host_slot is None:
             self._skip("evicted", admitted=True)
             return True
-        if self._disk_pool.holds(key) or self._writer.fault:
-            self._drop(host_slot, "tier_off" if self._writer.fault else None)
+        if self.disk_pool.holds(key) or self.writer.fault:
+            self._drop(host_slot, "tier_off" if self.writer.fault else None)
             return True
-        disk_slot = self._disk_pool.reserve(key, parent, self._clock())
+        disk_slot = self.disk_pool.reserve(key, parent, self.clock())
         if disk_slot is None:
             self._drop(host_slot, "full")
             return True
-        job_id = next(self._job_ids)
-        outcome = self._writer.write(job_id, key, parent, host_slot, disk_slot)
+        job_id = next(self.job_ids)
+        outcome = self.writer.write(job_id, key, parent, host_slot, disk_slot)
         if outcome is Outcome.PENDING:
-            if not self._staging:
-                self._host_pool.lease(host_slot)
+            if not self.staging:
+                self.host_pool.lease(host_slot)
             self.in_flight[job_id] = _Offloading(host_slot, disk_slot)
             return True
-        self._disk_pool.abort(disk_slot)
+        self.disk_pool.abort(disk_slot)
         if outcome is Outcome.THROTTLED:
             return False
         self._drop(host_slot, "tier_off")
@@ -216,16 +207,20 @@ class Offloader(Generic[KeyT]):
 
     def _drop(self, host_slot: SlotIndex, reason: str | None) -> None:
         """A block leaves the queue unwritten: for this reason, or because it is on disk already."""
-        if self._staging:
-            self._host_pool.unlease(host_slot)
+        if self.staging:
+            self.host_pool.unlease(host_slot)
         if reason:
             self._skip(reason, admitted=True)
         else:
             self._refund()
-        self._on_write_ended(host_slot)
+        self._note_end(host_slot)
+
+    def _note_end(self, host_slot: SlotIndex) -> None:
+        if self.on_write_ended is not None:
+            self.on_write_ended(host_slot)
 
     def _skip(self, reason: str, admitted: bool = False) -> None:
-        self._metrics.add("kvbm_skipped_offloads_total", reason=reason)
+        self.metrics.add("kvbm_skipped_offloads_total", reason=reason)
         if admitted:
             self._refund()
 

@@ -30,35 +30,24 @@ class _Onboarding:
     waiting: list[tuple[Lease, int]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class Onboarder:
     """The queue of blocks on their way up. Owned by the manager's thread."""
 
-    def __init__(
-        self,
-        host_pool: SlotPool[BlockKey],
-        disk_pool: SlotPool[BlockKey],
-        medium: SlotTier,
-        arena: HostArena,
-        names: EngineNames,
-        metrics: Metrics,
-        clock: Clock,
-        on_progress: Callable[[Lease], None],
-        job_ids: Iterator[int],
-    ) -> None:
-        self._host_pool = host_pool
-        self._disk_pool = disk_pool
-        self._medium = medium
-        self._arena = arena
-        self._names = names
-        self._metrics = metrics
-        self._clock = clock
-        self._on_progress = on_progress
-        self._job_ids = job_ids
-        self._by_host_slot: dict[int, _Onboarding] = {}
-        self._queue: deque[_Onboarding] = deque()
-        self._in_flight: dict[int, _Onboarding] = {}
-        # Host slots of failed reads that the medium may still write to.
-        self._unusable: list[SlotIndex] = []
+    host_pool: SlotPool[BlockKey]
+    disk_pool: SlotPool[BlockKey]
+    medium: SlotTier
+    arena: HostArena
+    names: EngineNames
+    metrics: Metrics
+    clock: Clock
+    on_progress: Callable[[Lease], None]
+    job_ids: Iterator[int]
+    _by_host_slot: dict[int, _Onboarding] = field(default_factory=dict, init=False)
+    _queue: deque[_Onboarding] = field(default_factory=deque, init=False)
+    _in_flight: dict[int, _Onboarding] = field(default_factory=dict, init=False)
+    # Host slots of failed reads that the medium may still write to.
+    _unusable: list[SlotIndex] = field(default_factory=list, init=False)
 
     @property
     def queued_count(self) -> int:
@@ -73,7 +62,7 @@ class Onboarder:
         i = -1
         while (i := lease.states.find(LeaseState.ONBOARDING, i + 1)) >= 0:
             key = lease.keys[i]
-            filling = self._host_pool.find_filling(key)
+            filling = self.host_pool.find_filling(key)
             if filling is not None and filling not in self._by_host_slot:
                 slot = None  # an engine is storing the same block right now
             elif filling is not None:
@@ -92,13 +81,13 @@ class Onboarder:
 
     def _enqueue(self, key: BlockKey, parent: BlockKey | None) -> int | None:
         """Queue a block that is resident on disk. Returns its host slot, or None when host memory has no room."""
-        disk_slot = self._disk_pool.find(key)
+        disk_slot = self.disk_pool.find(key)
         assert disk_slot is not None
-        self._disk_pool.lease(disk_slot)
+        self.disk_pool.lease(disk_slot)
         # Loads from disk go through host memory, whatever its policy says of the block.
-        host_slot = self._host_pool.reserve(key, parent, self._clock(), insist=True)
+        host_slot = self.host_pool.reserve(key, parent, self.clock(), insist=True)
         if host_slot is None:
-            self._disk_pool.unlease(disk_slot)
+            self.disk_pool.unlease(disk_slot)
             return None
         block = _Onboarding(key, host_slot, disk_slot)
         self._by_host_slot[host_slot] = block
@@ -114,9 +103,9 @@ class Onboarder:
                 self._queue.popleft()
                 self._finish(block, Outcome.THROTTLED)
                 continue
-            job_id = next(self._job_ids)
-            targets = self._arena.slot_views(block.host_slot)
-            outcome = self._medium.submit_load(job_id, block.key, block.disk_slot, targets)
+            job_id = next(self.job_ids)
+            targets = self.arena.slot_views(block.host_slot)
+            outcome = self.medium.submit_load(job_id, block.key, block.disk_slot, targets)
             if outcome is Outcome.THROTTLED:
                 return
             self._queue.popleft()
@@ -131,52 +120,52 @@ class Onboarder:
         if block is None:
             return False
         if completion.outcome is Outcome.HIT:
-            self._metrics.add(
+            self.metrics.add(
                 "kvbm_transfer_bytes_total", completion.bytes_moved, source="disk", target="host"
             )
-            self._metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
-            self._names.brought(block.host_slot, block.key, completion.engine_hash, completion.group)
+            self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
+            self.names.brought(block.host_slot, block.key, completion.engine_hash, completion.group)
         elif completion.corrupt:
-            self._metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
+            self.metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
         else:
-            self._metrics.add("kvbm_failures_total", tier="disk", kind="io")
+            self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
         self._finish(block, completion.outcome, completion.unsettled)
         return True
 
     def healed(self) -> None:
         """The disk works again: nothing writes any more to the host slots of reads that failed without an end."""
         while self._unusable:
-            self._host_pool.abort(self._unusable.pop())
+            self.host_pool.abort(self._unusable.pop())
 
     def _finish(self, block: _Onboarding, outcome: Outcome, in_use: bool = False) -> None:
         """The read of a block has ended, or there will be none. `in_use`: the medium may still write to its slot."""
         del self._by_host_slot[block.host_slot]
-        self._disk_pool.unlease(block.disk_slot)
+        self.disk_pool.unlease(block.disk_slot)
         if outcome is Outcome.HIT:
-            self._host_pool.commit(block.host_slot)
+            self.host_pool.commit(block.host_slot)
         elif in_use:
             self._unusable.append(block.host_slot)  # it stays filling: no block may go there yet
         else:
-            self._host_pool.abort(block.host_slot)
-        if outcome is Outcome.MISS and not self._disk_pool.is_leased(block.disk_slot):
-            self._disk_pool.evict(block.disk_slot)
+            self.host_pool.abort(block.host_slot)
+        if outcome is Outcome.MISS and not self.disk_pool.is_leased(block.disk_slot):
+            self.disk_pool.evict(block.disk_slot)
         for lease, index in block.waiting:
             if lease.states[index] != LeaseState.ONBOARDING:
                 continue  # released meanwhile
             if outcome is Outcome.HIT:
-                self._host_pool.lease(block.host_slot)
+                self.host_pool.lease(block.host_slot)
                 lease.states[index] = LeaseState.PINNED
                 if lease.advance():
-                    self._on_progress(lease)
+                    self.on_progress(lease)
             else:
                 self._cut(lease, index)
                 lease.advance()
-                self._on_progress(lease)
+                self.on_progress(lease)
 
     def _cut(self, lease: Lease, index: int) -> None:
         """The run ends before `index`: give back what the lease holds from there on."""
         for i in range(index, len(lease.slots)):
             if lease.states[i] == LeaseState.PINNED:
-                self._host_pool.unlease(lease.slots[i])
+                self.host_pool.unlease(lease.slots[i])
             lease.states[i] = LeaseState.DROPPED
         del lease.slots[index:], lease.keys[index:], lease.sources[index:]

@@ -17,7 +17,7 @@ from kvbm.block import NO_SLOT, TRANSITIONS, BlockState, SlotIndex, Tier, Transi
 from kvbm.policy import EvictionPolicy
 
 KeyT = TypeVar("KeyT", bound=Hashable)
-"""What names a block and the whole chain up to it: `BlockKey` in the manager, a number in the simulator."""
+"""The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _SHORT_CHAIN = 128

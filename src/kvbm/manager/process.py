@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -135,33 +136,23 @@ def _scraped(settings: Settings, metrics: Metrics, private: bool) -> Iterator[in
 
     A shared manager takes the port that its operator names, or fails. A private one takes another port, or none.
     """
-    host, port = settings.metrics_host, settings.metrics_port
-
-    def page() -> str:
-        return render(metrics)
-
-    exporter: MetricsServer | None = None
-    if settings.metrics:
-        exporter = (
-            bind_nearby(page, host, port, METRICS_PORTS_MAX) if private else MetricsServer(page, host, port)
-        )
-        if exporter is None:
-            log.warning(
-                "%s=%d is in use, and so are the next %d: no metrics are served",
-                PORT_FIELD,
-                port,
-                METRICS_PORTS_MAX - 1,
-            )
-        elif exporter.port != port:
-            log.warning("%s=%d is in use: metrics are at %s", PORT_FIELD, port, exporter.url)
-    if exporter is None:
+    if not settings.metrics:
         yield None
         return
+    page, host, port = partial(render, metrics), settings.metrics_host, settings.metrics_port
+    exporter = (
+        bind_nearby(page, host, port, METRICS_PORTS_MAX) if private else MetricsServer(page, host, port)
+    )
+    if exporter is None:
+        taken = f"{PORT_FIELD}={port} is in use, and so are the next {METRICS_PORTS_MAX - 1}"
+        log.warning("%s: no metrics are served", taken)
+        yield None
+        return
+    if exporter.port != port:
+        log.warning("%s=%d is in use: metrics are at %s", PORT_FIELD, port, exporter.url)
     exporter.start()
-    try:
+    with contextlib.closing(exporter):
         yield exporter.port
-    finally:
-        exporter.close()
 
 
 class _Signals:

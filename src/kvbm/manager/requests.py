@@ -20,7 +20,6 @@ from kvbm.protocol import (
     Finished,
     Lookup,
     LookupReply,
-    Message,
     Progress,
     Release,
     Reserve,
@@ -50,9 +49,8 @@ class Requests:
         self._session_by_number = session_by_number
         self._watchers: dict[tuple[int, int], set[int]] = {}
 
-    def lookup(self, session: Session, message: Message) -> None:
+    def lookup(self, session: Session, message: Lookup) -> None:
         """Find and lease the longest run; bring up its blocks that are on disk."""
-        assert isinstance(message, Lookup)
         keys = _keys(message.keys)
         if not 0 <= message.skip <= len(keys):
             raise ProtocolError(f"lookup skip={message.skip} cannot be served: 0 to {len(keys)}")
@@ -80,9 +78,8 @@ class Requests:
             )
         )
 
-    def release(self, session: Session, message: Message) -> None:
+    def release(self, session: Session, message: Release) -> None:
         """End a lease and count the blocks that it brought to the device."""
-        assert isinstance(message, Release)
         engine = self._membership.of(session)
         if engine is None or engine.leader is not session:
             return
@@ -97,9 +94,8 @@ class Requests:
         self._traffic.matched(engine.space.layout, max(0, message.loaded) + max(0, message.failed))
         self._traffic.unloaded(message.unloaded)
 
-    def reserve(self, session: Session, message: Message) -> None:
+    def reserve(self, session: Session, message: Reserve) -> None:
         """Slots for blocks that are not held yet."""
-        assert isinstance(message, Reserve)
         keys, parents = _keys(message.keys), _keys(message.parent)
         hashes, group = message.hashes, message.group
         if len(hashes) not in (0, len(message.keys)):
@@ -118,26 +114,23 @@ class Requests:
         generations = engine.space.arena.generations([slot for slot in slots if slot >= 0]) if engine else ()
         session.send(ReserveReply(store=message.store, slots=tuple(slots), generations=generations))
 
-    def commit(self, session: Session, message: Message) -> None:
+    def commit(self, session: Session, message: Commit) -> None:
         """All ranks wrote their slots: the blocks can be found from now on."""
-        assert isinstance(message, Commit)
         engine = self._membership.of(session)
         if engine is not None and engine.leader is session:
             stored = engine.space.commit(session.number, message.store, message.failed)
             self._traffic.stored(stored, message.seconds)
 
-    def finished(self, session: Session, message: Message) -> None:
+    def finished(self, session: Session, message: Finished) -> None:
         """A request ended; the policies learn how much it generated."""
-        assert isinstance(message, Finished)
         keys = _keys(message.key)
         engine = self._membership.led_by(session)
         if engine is not None and len(keys) == 1 and 0 <= message.output_tokens < OUTPUT_TOKENS_MAX:
             engine.space.finished(keys[0], message.output_tokens)
             self._followers.ended(engine.space, keys[0], message.output_tokens)
 
-    def watch(self, session: Session, message: Message) -> None:
+    def watch(self, session: Session, message: Watch) -> None:
         """A worker follows a lookup's progress."""
-        assert isinstance(message, Watch)
         engine, lease = self._membership.of(session), None
         if engine is not None and engine.leader is not None:
             lease = engine.space.leases.get(engine.leader.number, message.lookup)
@@ -148,9 +141,8 @@ class Requests:
             self._watchers.setdefault((lease.owner, lease.number), set()).add(session.number)
         session.send(Progress(lookup=message.lookup, ready=lease.ready, final=lease.final))
 
-    def fence_done(self, session: Session, message: Message) -> None:
+    def fence_done(self, session: Session, message: FenceDone) -> None:
         """A worker is past a fence."""
-        assert isinstance(message, FenceDone)
         self._membership.fences.answered(message.fence, session)
 
     def announce(self, lease: Lease) -> None:
@@ -173,7 +165,7 @@ class Requests:
 
 
 def _failed_on_disk(space: Space, lease: Lease | None, message: Release) -> int:
-    """How many of the blocks that were promised and did not reach the device were found on disk.
+    """The number of promised blocks that did not reach the device and had been found on disk.
 
     Blocks that a lease no longer names are disk's: a run is only cut where disk did not give a block. Of a lease that
     ended before its load nothing is known, and its blocks count as host memory's, where that is a tier.

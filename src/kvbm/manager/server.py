@@ -19,6 +19,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterable
 from itertools import count
+from typing import Any
 
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
@@ -45,6 +46,8 @@ from kvbm.protocol import (
     Reserve,
     Reset,
     ResetReply,
+    Status,
+    StatusQuery,
     Watch,
 )
 from kvbm.settings import variable
@@ -86,11 +89,11 @@ class Server:
         self._followers = Followers(clock, self._sessions.get, self.spaces.namespace_of)
         self._requests = requests = Requests(self._membership, traffic, self._followers, self._sessions.get)
         self._numbers = count(1)
-        self._watched_tiers: set[int] = set()
         self._accepting = True
         self._accept_failed = False
         self._tick_at_s = clock()
-        self._handlers: dict[type, Callable[[Session, Message], None]] = {
+        # Each takes the message of its type.
+        self._handlers: dict[type, Callable[[Session, Any], None]] = {
             Hello: self._hello,
             Lookup: requests.lookup,
             Release: requests.release,
@@ -101,6 +104,7 @@ class Server:
             Finished: requests.finished,
             Reset: self._reset,
             Follow: self._follow,
+            StatusQuery: self._status,
         }
 
     @property
@@ -238,14 +242,12 @@ class Server:
 
     # ---- messages about the manager itself
 
-    def _hello(self, session: Session, message: Message) -> None:
-        assert isinstance(message, Hello)
+    def _hello(self, session: Session, message: Hello) -> None:
         space = self._membership.admit(session, message)
         if space is not None:
             self._watch_tier(space)
 
-    def _reset(self, session: Session, message: Message) -> None:
-        assert isinstance(message, Reset)
+    def _reset(self, session: Session, message: Reset) -> None:
         engine = self._membership.of(session)
         if engine is None:
             spaces = [space for _, space in self.spaces]
@@ -258,19 +260,22 @@ class Server:
     def _follow(self, session: Session, message: Message) -> None:
         self._followers.add(session)
 
+    def _status(self, session: Session, message: Message) -> None:
+        described = tuple(
+            {"namespace": namespace.short, "model": namespace.model, **space.describe()}
+            for namespace, space in self.spaces
+        )
+        session.send(Status(epoch=self.epoch, spaces=described))
+
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)
 
     def _drop_unused(self, space: Space) -> None:
-        """Give an ephemeral namespace's memory, disk and place back."""
-        fd = space.disk.medium.fileno() if space.disk is not None else None
-        if fd in self._watched_tiers:
-            self._watched_tiers.remove(fd)
-            self._selector.unregister(fd)
+        """Give up the memory and the disk of an ephemeral namespace."""
+        if space.disk is not None and space.disk.medium.fileno() in self._selector.get_map():
+            self._selector.unregister(space.disk.medium.fileno())
         self.spaces.drop(space, keep=False)
 
     def _watch_tier(self, space: Space) -> None:
-        fd = space.disk.medium.fileno() if space.disk is not None else None
-        if fd is not None and fd not in self._watched_tiers:
-            self._watched_tiers.add(fd)
-            self.watch_descriptor(fd, lambda: None)
+        if space.disk is not None and space.disk.medium.fileno() not in self._selector.get_map():
+            self.watch_descriptor(space.disk.medium.fileno(), lambda: None)

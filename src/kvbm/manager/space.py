@@ -30,7 +30,7 @@ RESERVATION_S = 120.0
 
 
 class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a space treats its tiers. `staging`: host memory is only a bounded way to disk.
+    """Options of a space. `staging`: host memory is only a bounded way to disk.
 
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
     block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
@@ -324,6 +324,15 @@ class Space:
         if (disk_pool := self._disk_pool_if_on()) is not None:
             tiers["disk"] = disk_pool.slot_count
         return tiers
+
+    def describe(self) -> dict[str, object]:
+        """What `Status` says of this space."""
+        tiers = {
+            pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
+            for pool in self.pools
+        }
+        fault, queued = (self.disk.fault, self.disk.queued_count) if self.disk is not None else ("", 0)
+        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault, "queued": queued}
 
     def check(self) -> None:
         """Assert the conservation law in every tier."""

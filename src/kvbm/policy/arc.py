@@ -66,7 +66,7 @@ class Arc(LeafFirstQueues):
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        """The oldest of the queue beyond its border that may go; every newcomer is worth its place.
+        """The oldest of the queue beyond its border that may go; every newcomer is worth a slot.
 
         Decided newcomer by newcomer, as if each was inserted before the next.
         """
@@ -75,16 +75,16 @@ class Arc(LeafFirstQueues):
         arriving = 0
         free_count = len(incoming) - needed
         # Where more has to go than comes, the first victims make room for no newcomer.
-        for place in range(min(0, free_count), len(incoming)):
-            known = self._recall(incoming[place]) if place >= 0 else _UNKNOWN
-            if place >= free_count:
+        for index in range(min(0, free_count), len(incoming)):
+            known = self._recall(incoming[index]) if index >= 0 else _UNKNOWN
+            if index >= free_count:
                 slot = self._replace(self._sizes[_ONCE] + arriving, known, leased)
                 if slot < 0:
                     break
                 chosen.append(slot)
             if known != _UNKNOWN:
-                self._returning.add(incoming[place])
-            elif place >= 0:
+                self._returning.add(incoming[index])
+            elif index >= 0:
                 arriving += 1
         return chosen
 

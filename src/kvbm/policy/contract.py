@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Chooses which resident, unleased blocks a full tier gives up, and whether newcomers are worth their place.
+    """Chooses the resident, unleased blocks that a full tier evicts, and whether newcomers are worth a slot.
 
     `testing.policy_contract` is the kit that checks an implementation.
     """

@@ -22,7 +22,7 @@ _SPARE_ENTRIES = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What a hit on one block saves, in seconds: computing it again, less loading it from the tier.
+    """The seconds that a hit on one block saves: computing it again, less loading it from the tier.
 
     Computing a token takes `prefill_s_per_token` for the layers' matrices, and `attention_s_per_token_pair` more for
     each token before it. A block is `block_bytes` long and comes out of the tier with `load_bytes_per_s`.
@@ -39,7 +39,7 @@ class BlockCost:
     load_bytes_per_s: float = 2e10
 
     def saved_s(self, depth: int) -> float:
-        """What a hit saves on a block with `depth` blocks before it in its chain; 0 where computing is faster."""
+        """Seconds that a hit saves on a block with `depth` blocks before it in its chain, at least 0."""
         pairs = self.block_tokens * (self.block_tokens * depth + self.block_tokens / 2)
         prefill_s = self.prefill_s_per_token * self.block_tokens + self.attention_s_per_token_pair * pairs
         return max(0.0, prefill_s - self.block_bytes / self.load_bytes_per_s)
@@ -131,7 +131,7 @@ class Gdsf:
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        """The unleased leaves of lowest rank, each before its parent; every newcomer is worth its place."""
+        """The unleased leaves of lowest rank, each before its parent; every newcomer is worth a slot."""
         chosen: list[int] = []
         leaves, state, child = self._leaves, self._state, self.tree.child
         rank, tick, queued = self._rank, self._tick, self._queued

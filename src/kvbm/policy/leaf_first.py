@@ -26,7 +26,7 @@ _RESIDENT = int(BlockState.RESIDENT)
 
 
 class BlockTree:
-    """Which slots hold the continuations of which others. 16 bytes a slot."""
+    """The tree of blocks, by slot: each block and its continuations. 16 bytes a slot."""
 
     def __init__(self, slot_count: int) -> None:
         assert slot_count > 0

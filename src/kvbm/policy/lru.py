@@ -80,7 +80,7 @@ class LeafFirstLru:
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        """The unleased leaves used longest ago, each before its parent; every newcomer is worth its place."""
+        """The unleased leaves used longest ago, each before its parent; every newcomer is worth a slot."""
         chosen: list[int] = []
         leaves, state, used_s, queued = self._leaves, self._state, self._used_s, self._queued
         child, take_out = self.tree.child, self.tree.take_out

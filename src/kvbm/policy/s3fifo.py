@@ -75,7 +75,7 @@ class S3Fifo(LeafFirstQueues):
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        """The next in turn that may go; every newcomer is worth its place."""
+        """The next in turn that may go; every newcomer is worth a slot."""
         chosen: list[int] = []
         while len(chosen) < needed and (slot := self._next_in_turn()) >= 0:
             if self._goes_on(slot) or (leaf := self._leaf_of(slot, leased)) < 0:

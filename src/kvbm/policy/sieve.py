@@ -46,7 +46,7 @@ class Sieve(LeafFirstQueues):
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        """What the hand finds unused; every newcomer is worth its place."""
+        """The leaves of blocks that the hand finds unused; every newcomer is worth a slot."""
         chosen: list[int] = []
         newer, used, end = self._newer, self._used, self._slot_count
         while len(chosen) < needed:

@@ -66,9 +66,9 @@ class CountSketch:
         """Make the count of each at least as high as given."""
         mask = self._mask
         for row, shift in zip(self._rows, self._shifts, strict=True):
-            for place, count in zip([number >> shift & mask for number in numbers], counts, strict=True):
-                if row[place] < count:
-                    row[place] = count
+            for column, count in zip([number >> shift & mask for number in numbers], counts, strict=True):
+                if row[column] < count:
+                    row[column] = count
 
     def halve(self) -> None:
         """Halve every count, rounding down."""
@@ -145,7 +145,7 @@ class WTinyLfu(LeafFirstQueues):
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        """The losers of the window's meetings with the main part; every newcomer is worth its place, in the window."""
+        """The losers of the window's meetings with the main part; every newcomer is worth a slot, in the window."""
         chosen: list[int] = []
         counts, sizes = self._counts, self._sizes
         self._made_room = True

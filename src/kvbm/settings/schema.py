@@ -329,7 +329,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 SCHEMA: tuple[Setting, ...] = tuple(
     declared(field, hint) for field, hint in get_type_hints(Settings, include_extras=True).items()
 )
-"""What is declared above, in its order."""
+"""The settings that are declared above, in that order."""
 
 FIELDS: dict[str, Setting] = {setting.field: setting for setting in SCHEMA}
 """The same by field name."""

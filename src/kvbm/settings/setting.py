@@ -11,7 +11,7 @@ COUNT_MAX = 2**31 - 1
 
 
 class Kind(enum.Enum):
-    """How the text of a setting is read; the value is what the reference calls it."""
+    """The ways to read the text of a setting. The value is the name of the kind in the docs."""
 
     SIZE = "size"
     COUNT = "whole number"
@@ -58,7 +58,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def declared(field: str, hint: Any) -> Setting:
-    """The setting of a field `field: Annotated[type, Setting(…), "meaning"]`, completed with what stands beside it."""
+    """The setting of a field `field: Annotated[type, Setting(…), "meaning"]`, completed from the rest of that line."""
     setting: Setting
     setting, meaning = hint.__metadata__
     plain = hint.__origin__

@@ -47,9 +47,9 @@ def make_key(number: int) -> Hashable:
 
 
 class CheckedAdmission:
-    """Two equal policies that hear the same; every answer is checked. Blocks are numbers here.
+    """Two equal policies that get the same calls; every answer is checked. Blocks are numbers here.
 
-    `now_s` is the time that policies hear; move it on, never back. They are made at `start_s`.
+    `now_s` is the time that the policies get; move it on, never back. They are made at `start_s`.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class CheckedAdmission:
         raise AssertionError(f"block {number} was offered {offers_max} times in a row and not admitted")
 
     def _key(self, number: int) -> BlockKey:
-        # In the simulator keys are numbers: a policy may ask no more of one than that it can be told from others.
+        # In the simulator keys are numbers: a policy may only compare a key with others, and hash it.
         return cast(BlockKey, self._key_of(number))
 
 
 def traffic(checked: CheckedAdmission, seed: int, requests: int) -> Iterator[bool]:
-    """The answers to what a manager asks for some time: most blocks come again, some do not; some writes fail.
+    """The answers to a manager's calls over some time: most blocks come again, some do not; some writes fail.
 
-    A block that is below is hit, as is now and then one of which the policy never heard: disk outlives a manager, and
-    a block that is written on eviction brings those before it along.
+    A block on disk is hit. So is, now and then, one that the policy has never seen: disk outlives a manager, and
+    a block that is written on eviction brings the blocks before it along.
     """
     rng = random.Random(seed)
     below: set[int] = set()
@@ -146,14 +146,14 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 class AdmissionContract(abc.ABC):
-    """What every admission policy must do. Override `make_policy`, and where they do not fit the attributes.
+    """What every admission policy must do. Override `make_policy`, and the attributes that do not fit.
 
-    `offers_max`: a block that is offered so many times in a row gets in at last, whatever came before and however
-    often it got in already: the policy does not hear whether a block that it admitted was written, and such a block is
-    offered again. None for a policy that refuses some blocks for good. `recovers_s`: how long the policy must have
-    been left alone for that. `full_after_keys`: how many different blocks a policy of 64 slots hears of before it is as
-    large as it gets, and `growth_bytes_max` what it may still grow by then. `lines_max`: how many lines of Python a
-    call may run that comes after years without one. `examples`: how many stories hypothesis tells.
+    `offers_max`: a block that is offered so many times in a row is admitted at last, whatever came before and however
+    often it was admitted already: the policy does not learn whether a block that it admitted was written, and such a
+    block is offered again. None for a policy that refuses some blocks for good. `recovers_s`: how long the policy must
+    have had no calls for that. `full_after_keys`: how many different blocks a policy of 64 slots has to see before it
+    has its full size, and `growth_bytes_max` how much it may still grow after that. `lines_max`: how many lines of
+    Python a call may run that comes after years without one. `examples`: how many examples hypothesis tries.
     """
 
     offers_max: int | None = 2
@@ -213,7 +213,7 @@ class AdmissionContract(abc.ABC):
             checked.insist(0, self.offers_max)
         for number in range(2 * _ONE_OFF, 2 * _ONE_OFF + self.full_after_keys):
             checked.offered(number)
-        # What the flood counted for fades, or is pushed out; what the newcomer counts for is there at once.
+        # The counts of the flood fade, or are pushed out; those of the newcomer are there at once.
         checked.now_s += self.recovers_s
         checked.insist(_ONE_OFF - 1, self.offers_max)
         checked.now_s += YEARS_S
@@ -250,10 +250,10 @@ class AdmissionContract(abc.ABC):
         for answer in ours:
             beside_another.append(answer)
             next(others, None)
-        assert beside_another == alone, "what another policy heard changes the answers"
+        assert beside_another == alone, "the calls of another policy change the answers"
 
     def test_there_is_no_io_and_no_clock(self) -> None:
-        """The thread that asks serves every engine. What has to be read or imported can be when a policy is made."""
+        """The thread that asks serves every engine. A policy reads and imports things when it is made, not later."""
         checked = self.checked()
         found = _outside_calls(lambda: list(traffic(checked, 8, 300)))
         assert not found, (
@@ -280,7 +280,7 @@ class AdmissionContract(abc.ABC):
             sizes_bytes = []
             for first, last in ((0, self.full_after_keys), (self.full_after_keys, 3 * self.full_after_keys)):
                 for number in range(first, last):
-                    # Made here, so that memory counts what the policy keeps of them.
+                    # Made here, so that the memory of keys that the policy keeps is counted.
                     tell(cast(BlockKey, make_key(number)), 0.0)
                 gc.collect()
                 sizes_bytes.append(tracemalloc.get_traced_memory()[0])
@@ -302,7 +302,7 @@ def _salted(salt: int) -> Callable[[int], Hashable]:
 
 
 def _outside_calls(work: Callable[[], object]) -> list[str]:
-    """The built-in functions that Python code called in `work` and that tell the time or reach outside of the process.
+    """The built-in functions that Python code called in `work` and that read a clock or reach outside of the process.
 
     However they were imported: a name that a policy module took out of `time` cannot be replaced from here.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvbm.policy import EvictionPolicy, PolicyFactory
 
 Path = tuple[int, ...]
-"""A block as the tests name it: what it and those before it hold, a number a block."""
+"""The name of a block in tests: its content and that of the blocks before it, one number for each."""
 
 
 def chain_of(path: Path) -> list[Path]:
@@ -37,8 +37,9 @@ class HeldBlock:
 class CheckedTier:
     """Slots that two equal policies manage; every answer is checked against the contract.
 
-    Like the manager's pool it leases the parent of what it makes room for. `admits_all` says that the policies take
-    every newcomer as long as anything may go. `now_s` is the time that policies hear; move it on, never back.
+    Like the manager's pool it leases the parent of the blocks that it makes room for. `admits_all` says that the
+    policies take every newcomer as long as any block may be evicted. `now_s` is the time that the policies get; move it
+    on, never back.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class CheckedTier:
             policy.requested(keys, slots, self.now_s)
 
     def finish(self, path: Path, output_tokens: int) -> None:
-        """The request whose chain ended with `path` is through."""
+        """The request whose chain ended with `path` has ended."""
         for policy in self._policies:
             policy.finished(self._key_of(path), output_tokens, self.now_s)
 
     def reserve(self, path: Path) -> tuple[int, ...]:
-        """Begin to fill what the tier lacks of a chain, up to the next block that it holds; who had to go for that."""
+        """Begin to fill the missing blocks of a chain, up to the next block that is here; the victims of that."""
         chain = chain_of(path)
         while chain and chain[0] in self._slot_of:
             del chain[0]
@@ -97,7 +98,7 @@ class CheckedTier:
         return victims
 
     def serve(self, path: Path) -> int:
-        """A request for the chain comes, and what was missing is filled; how many of its first blocks were here."""
+        """A request for the chain comes, and its missing blocks are filled; how many of its first blocks were here."""
         self.request(path)
         hits = [self.find(block) >= 0 for block in chain_of(path)]
         self.reserve(path)
@@ -194,7 +195,7 @@ class CheckedTier:
 def traffic(tier: CheckedTier, seed: int, request_count: int) -> Iterator[tuple[int, ...]]:
     """Conversations that grow turn by turn and are given up, with leases, faults and tidying up; the victims of each.
 
-    The same for equal seeds. Every conversation is new, so that what a policy remembers of the past must be bounded.
+    The same for equal seeds. Every conversation is new, so a policy must bound its memory of the past.
     """
     chance = random.Random(seed)
     talks: list[Path] = []

@@ -32,7 +32,7 @@ class _Entry:
 
 
 class FakeMedium:
-    """What outlives a tier: the bytes, and what a journal would say of them. Close it at the end of the test."""
+    """The part that outlives a tier: the bytes, and a journal of them. Close it at the end of the test."""
 
     def __init__(self, layout: BlockLayout, slot_count: int) -> None:
         self.layout = layout
@@ -72,7 +72,7 @@ class FakeTier:
     """A `SlotTier` for tests. With `by_hand` nothing completes before `release`; otherwise everything does at once.
 
     `throttled` refuses new work. `lose` makes stores complete with success and keep nothing. `break_down` turns the
-    tier off: what is pending completes with RETRY, and `heal` works again once `mend` was called.
+    tier off: pending work completes with RETRY, and `heal` works again once `mend` was called.
     """
 
     name = "fake"
@@ -114,7 +114,7 @@ class FakeTier:
         self.release()
 
     def kill(self) -> None:
-        """The process dies: what is pending never happens, and its memory is gone. Only the medium is of use now."""
+        """The process dies: pending work never happens, and its memory is gone. Only the medium is of use now."""
         self._pending.clear()
         self._done.clear()
         self._closed = True
@@ -169,7 +169,7 @@ class FakeTier:
         return self._event
 
     def heal(self) -> bool:
-        """True after `mend`; what the medium holds is in `recovered` again."""
+        """True after `mend`; the blocks of the medium are in `recovered` again."""
         if not self._mended or self._closed:
             return False
         if self._fault:
@@ -178,7 +178,7 @@ class FakeTier:
         return True
 
     def drain(self, deadline_s: float) -> bool:
-        """Whoever waits sees the end: releases everything."""
+        """Complete everything, so that a caller that waits sees the end."""
         self.release()
         return True
 
@@ -255,7 +255,7 @@ class FakeTier:
         )
 
     def _recover(self) -> list[RecoveredBlock]:
-        """What the medium holds; of two blocks with one key the newer."""
+        """The blocks of the medium; of two blocks with one key the newer."""
         newest: dict[BlockKey, RecoveredBlock] = {}
         for slot, entry in sorted(self.medium.entries.items(), key=lambda item: item[1].sequence):
             newest[entry.key] = RecoveredBlock(

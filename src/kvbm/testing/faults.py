@@ -1,10 +1,10 @@
 """Seeded faults at the system-call boundary of the disk tier.
 
-What can be injected, into any call of `kvbm.tiers.disk.syscalls.Syscalls`:
+Faults that can be injected into any call of `kvbm.tiers.disk.syscalls.Syscalls`:
 
 - the errors a medium gives: EIO, ENOSPC, EROFS, ENODEV, EINVAL, EOPNOTSUPP;
 - an interrupted call (EINTR) and a short transfer, down to none at all;
-- a flipped bit, in what is written or in what is read;
+- a flipped bit, in written or in read bytes;
 - a write that is reported and never happens;
 - a power cut or a SIGKILL in the middle of the n-th write, after which nothing reaches the medium any more.
 
@@ -154,7 +154,7 @@ class FaultySyscalls(Syscalls):
         return 0 if self._strike("free_bytes", path) is Fault.SHORT else super().free_bytes(path)
 
     def _strike(self, operation: str, name: str) -> Fault | None:
-        """Raise the error that is due, or say which other fault is."""
+        """Raise the error that is due, or return the other fault that is due."""
         with self._lock:
             self.calls[operation] = self.calls.get(operation, 0) + 1
             dark = self.power_off
@@ -199,7 +199,7 @@ class FaultySyscalls(Syscalls):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def _in_part(self, call: _Call, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Move whole pages, as O_DIRECT must, and admit to fewer bytes."""
+        """Move whole pages, as O_DIRECT must, and report fewer bytes."""
         with self._lock:
             moved = self._some(sum(buffer.nbytes for buffer in buffers))
             hidden = self._random.randrange(PAGE_BYTES) if moved >= PAGE_BYTES else 0

@@ -1,6 +1,6 @@
 """What a block manager may answer, kept in a dict: the reference that tests compare it with.
 
-A manager may forget any block at any time. What it must never do is to answer with bytes that were not committed for
+A manager may forget any block at any time. It must never answer with bytes that were not committed for
 the key, whole. `block_bytes` makes content that no two keys, and no two stores of one key, have in common, so that a
 torn, stale, foreign or flipped block shows.
 """

@@ -98,10 +98,10 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 class PolicyContract(abc.ABC):
-    """What every eviction policy must do. Override `make_policy`, and where they do not fit the attributes.
+    """What every eviction policy must do. Override `make_policy`, and the attributes that do not fit.
 
-    `admits_all`: the policy takes every newcomer as long as anything may go. `growth_bytes_max`: what a policy of 64
-    slots may still grow by after its first thousand requests. `examples`: how many stories hypothesis tells.
+    `admits_all`: the policy takes every newcomer as long as any block may be evicted. `growth_bytes_max`: how much a
+    policy of 64 slots may still grow after its first thousand requests. `examples`: how many examples hypothesis tries.
     """
 
     admits_all: bool = False

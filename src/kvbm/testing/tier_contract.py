@@ -266,7 +266,7 @@ class TierContract(abc.ABC):
 
 
 class PersistentTierContract(TierContract):
-    """What a tier must do besides that finds its blocks again after a restart."""
+    """What a tier must do in addition if it finds its blocks again after a restart."""
 
     def reopen(self, tier: SlotTier, tmp_path: Path) -> SlotTier:
         """An orderly restart."""

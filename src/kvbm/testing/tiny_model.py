@@ -1,6 +1,6 @@
 """Small random-weight Qwen3 models for tests, the demo and the benchmarks. Nothing is downloaded.
 
-Three sizes of one recipe. Their attention is peaky (query and key norms of 2.0), so what a model says depends
+Three sizes of one recipe. Their attention is peaky (query and key norms of 2.0), so the output of a model depends
 on the KV it reads: wrong KV shows as other text. The weights are not trained; the text means nothing.
 
 The result is a directory that any engine loads like a model from a hub: `config.json`, `model.safetensors`,

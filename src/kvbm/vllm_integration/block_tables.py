@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BlockTables:
-    """vLLM ≥ 0.29 hands tables out with each step; before that they are rebuilt from what the step adds.
+    """vLLM ≥ 0.29 hands tables out with each step; before that they are rebuilt from the blocks that steps add.
 
     Valid between `update` and the end of `build_connector_meta`.
     """

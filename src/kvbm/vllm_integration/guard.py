@@ -34,7 +34,7 @@ class GuardedScheduler:
         self._computed_tokens: dict[str, int] = {}
 
     def bind_block_pool(self, pool: Any) -> None:
-        """vLLM's block pool, for a look at what is on the device."""
+        """Take vLLM's block pool, which tells which blocks are on the device."""
         self._call(None, self.side.bind_block_pool, pool)
 
     def added(self, request: Any) -> None:

@@ -100,7 +100,7 @@ def engine_namespace(
         if rank % rank_count == 0:  # the files are the same for all: one reads them
             part = msgspec.structs.replace(part, weights=_weights(vllm_config, memo_path))
     except Exception as error:  # another rank waits for our part, whatever happened
-        log.debug("what this rank runs could not be found out", exc_info=True)
+        log.debug("the facts of this rank could not be found out", exc_info=True)
         part = RankPart(error=f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}")
     parts = _gather(part, rank_count)
     errors = [part.error for part in parts if part.error]
@@ -109,7 +109,7 @@ def engine_namespace(
     try:
         return _compose(vllm_config, kv_cache_config, parts)
     except Exception as error:  # a configuration that we cannot read is no reason not to serve
-        log.debug("what this engine runs could not be put together", exc_info=True)
+        log.debug("the facts of this engine could not be put together", exc_info=True)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise KvbmError(f"what the engine runs could not be found out: {text}") from None
 
@@ -197,7 +197,7 @@ def _attention(layer: Any) -> str:
 
 
 def _scales(layer: Any) -> str:
-    """The factors with which a quantized cache keeps K and V; queries' change what deeper layers see."""
+    """The scales of a quantized cache; those of queries change the input of deeper layers, and so their KV."""
     return " ".join(f"{name}={_plain(getattr(layer, name, None))}" for name in _SCALES)
 
 

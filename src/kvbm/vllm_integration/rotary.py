@@ -16,8 +16,8 @@ import torch
 log = logging.getLogger("kvbm.vllm")
 
 GRID = 1024.0
-"""Outputs count in steps of 1/1024: far above what rounding changes in a table, far below what other angles change at
-some of the positions."""
+"""Outputs are rounded to steps of 1/1024: far above the rounding errors of a table, far below the differences that
+other angles make at some of the positions."""
 
 _HEADS = 2
 _POSITIONS_WHERE_UNKNOWN = 2048

@@ -79,7 +79,7 @@ class SchedulerSide:
         self._counted = stats.Counted(self.leader)
 
     def bind_block_pool(self, pool: Any) -> None:
-        """vLLM's block pool, for a look at what is on the device."""
+        """Take vLLM's block pool, which tells which blocks are on the device."""
         self._blocks.pool = pool
         self._blocks.take_reset()  # from here on a new index is a reset
 

@@ -1,4 +1,4 @@
-"""Connector statistics: what vLLM's log line and its /metrics say about us."""
+"""Connector statistics: KVBM's part of vLLM's log line and of its /metrics."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def build(data: dict[str, Any] | None) -> KvbmStats:
 
 
 def _counts(payload: Any) -> dict[str, Any]:
-    """The counts in a payload: MultiConnector hands over the object itself or, before 0.32, what it is made of."""
+    """The counts in a payload: MultiConnector hands over the object itself or, before 0.32, its fields."""
     data: dict[str, Any] = payload.data if isinstance(payload, KVConnectorStats) else payload
     inner = data.get("data")
     return inner if isinstance(inner, dict) else data

@@ -30,7 +30,10 @@ QUIESCE_TIMEOUT_S = 30.0
 
 
 class WorkerSide:
-    """Calls `worker`, once its tensors exist and it can serve, for vLLM. Owned by the rank's engine thread."""
+    """Calls `worker`, once its tensors exist and it can serve, for vLLM. Owned by the rank's engine thread.
+
+    `mover` is the worker's copying thread.
+    """
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str]
@@ -41,6 +44,7 @@ class WorkerSide:
         self._address = ManagerAddress.of(settings, vllm_config.kv_transfer_config.engine_id)
         self._finder = ManagerFinder(self._address, settings, environment, time.monotonic)
         self.worker: Worker | None = None
+        self.mover: Mover | None = None
         self._stored_plan: StepPlan | None = None
         self._failed_blocks: set[int] = set()
         # A private manager starts now, so that it is there when the KV tensors are.
@@ -86,8 +90,9 @@ class WorkerSide:
         map_arena = partial(
             MappedArena, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
         )
+        self.mover = Mover(self._finder, hello, map_arena)
         self.worker = Worker(
-            Mover(self._finder, hello, map_arena),
+            self.mover,
             cache,
             stores_here=rank % replicas == 0,
             weights_changes=weight_changes.updates_seen,

@@ -1,4 +1,4 @@
-"""The README's table of models: bytes and sizes are those of the models' public configurations."""
+"""The README stays short, and its table of models follows from their public configurations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 from kvbm.sim.serving.model import kv_bytes_per_token
 from rigs.checkout import ROOT
+
+README_LINES_MAX = 130
 
 
 def config(
@@ -58,3 +60,7 @@ def test_a_row_follows_from_the_models_configuration(model: str, tmp_path: Path)
 
 def test_every_row_has_a_configuration() -> None:
     assert set(rows()) == set(CONFIGS)
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX

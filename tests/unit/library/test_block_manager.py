@@ -1,20 +1,36 @@
-"""The library against a dict oracle: what comes back is what left, from host memory, from disk, after a restart."""
+"""The library against a dict oracle: what comes back is what left, from host memory, from disk, after a restart.
+
+What both kinds of block managers promise is asked of both: of one that keeps its blocks itself, and of a client of a
+shared manager.
+"""
 
 from __future__ import annotations
 
 import random
 import runpy
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
+
+import torch
+
 import kvbm
+from kvbm.library.copiers import Copiers
+from kvbm.manager.space import Space
+from kvbm.transfer import DeviceCache
 from rigs.checkout import ROOT
 from rigs.library import (
     BLOCK_TOKENS,
     DEVICE_BLOCKS,
     NAMESPACE,
     SHARD_BYTES,
+    LocalHouse,
+    SharedHouse,
     computed,
     content,
     layout,
@@ -22,18 +38,22 @@ from rigs.library import (
     prompt,
 )
 
-torch = pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
+
+@pytest.fixture(params=[LocalHouse, SharedHouse])
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalHouse | SharedHouse]:
+    """Opens block managers."""
+    house: LocalHouse | SharedHouse = request.param(tmp_path)
+    yield house
+    house.close()
 
 
-def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> None:
+def test_random_prompts_come_back_as_they_left_or_not_at_all(house: LocalHouse | SharedHouse) -> None:
     rng = random.Random(7)
     cache = new_cache(1)
     prompts = [prompt(rng, rng.randint(1, 6)) for _ in range(24)]
     hits = 0
     # Room for a third of the blocks on the host: evictions and disk loads are the rule.
-    with kvbm.BlockManager(
-        layout(), host=28 * 4096, disk="4MB", disk_dir=str(tmp_path), namespace=NAMESPACE
-    ) as manager:
+    with house.open(host=28 * 4096, disk="4MB") as manager:
         for _ in range(120):
             tokens = rng.choice(prompts)
             blocks = len(tokens) // BLOCK_TOKENS
@@ -48,24 +68,20 @@ def test_random_prompts_come_back_as_they_left_or_not_at_all(tmp_path: Path) -> 
                 for name, layer in zip(cache, computed(tokens, i), strict=True):
                     cache[name][target[i]] = layer[0]
             manager.offload(given, cache, target)
-            manager._space.check()
+            house.with_space(Space.check)
         assert manager.flush()
-        assert manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
+        assert house.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
     assert hits > 100
 
 
-def test_another_manager_finds_what_an_earlier_one_left_on_disk(tmp_path: Path) -> None:
+def test_another_manager_finds_what_an_earlier_one_left_on_disk(house: LocalHouse | SharedHouse) -> None:
     cache, tokens, blocks = new_cache(2), list(range(5 * BLOCK_TOKENS)), [4, 9, 0, 31, 7]
     before = content(cache, blocks)
-    with kvbm.BlockManager(
-        layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE
-    ) as manager:
+    with house.open(host="1MB", disk="1MB") as manager:
         assert manager.offload(tokens, cache, blocks) == 5
     for layer in cache.values():
         layer.zero_()
-    with kvbm.BlockManager(
-        layout(), host="1MB", disk="1MB", disk_dir=str(tmp_path), namespace=NAMESPACE
-    ) as manager:
+    with house.open(host="1MB", disk="1MB") as manager:
         with manager.match(tokens) as hit:
             assert (hit.blocks, hit.host, hit.disk) == (5, 0, 5)
             assert manager.metrics.value("kvbm_matched_tokens") == 0, "it is found, and nobody loads it yet"
@@ -79,9 +95,9 @@ def test_another_manager_finds_what_an_earlier_one_left_on_disk(tmp_path: Path) 
     assert torch.equal(content(cache, blocks), before)
 
 
-def test_extras_keep_tenants_apart() -> None:
+def test_extras_keep_tenants_apart(house: LocalHouse | SharedHouse) -> None:
     cache, tokens = new_cache(3), list(range(2 * BLOCK_TOKENS))
-    with kvbm.BlockManager(layout(), host="1MB") as manager:
+    with house.open(host="1MB") as manager:
         manager.offload(tokens, cache, [0, 1], extras=b"tenant-a")
         with manager.match(tokens, extras=b"tenant-b") as hit:
             assert hit.blocks == 0
@@ -89,20 +105,19 @@ def test_extras_keep_tenants_apart() -> None:
             assert hit.blocks == 2
 
 
-def test_what_the_device_holds_is_not_loaded_again(tmp_path: Path) -> None:
+def test_what_the_device_holds_is_not_loaded_again(house: LocalHouse | SharedHouse) -> None:
     cache, tokens = new_cache(5), list(range(6 * BLOCK_TOKENS))
     before = content(cache, [0, 1, 2, 3, 4, 5])
-    tiers = {"host": "1MB", "disk": "1MB", "disk_dir": str(tmp_path), "namespace": NAMESPACE}
-    with kvbm.BlockManager(layout(), **tiers) as manager:
+    with house.open(host="1MB", disk="1MB") as manager:
         manager.offload(tokens, cache, list(range(6)))
-    with kvbm.BlockManager(layout(), **tiers) as manager:
+    with house.open(host="1MB", disk="1MB") as manager:
         rest = content(cache, list(range(12, DEVICE_BLOCKS)))
         with manager.match(tokens, skip=4) as hit:
             assert (hit.blocks, hit.tokens, hit.disk) == (2, 2 * BLOCK_TOKENS, 2)
             assert hit.onboard(cache, [10, 11, 12, 13]) == 2, "blocks beyond the hit are left alone"
         assert torch.equal(content(cache, [10, 11]), before[:, 4:])
         assert torch.equal(content(cache, list(range(12, DEVICE_BLOCKS))), rest)
-        moved = manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host")
+        moved = house.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host")
         assert moved == 2 * layout().block_bytes, "and nothing was read for the blocks before it"
         for skip in (6, 7, 100):
             with manager.match(tokens, skip=skip) as hit:
@@ -114,9 +129,9 @@ def test_what_the_device_holds_is_not_loaded_again(tmp_path: Path) -> None:
             pass
 
 
-def test_a_chain_is_taken_for_its_tokens_and_grows_block_by_block() -> None:
+def test_a_chain_is_taken_for_its_tokens_and_grows_block_by_block(house: LocalHouse | SharedHouse) -> None:
     cache, tokens = new_cache(6), list(range(500, 500 + 5 * BLOCK_TOKENS + 3))
-    with kvbm.BlockManager(layout(), host="1MB", namespace=NAMESPACE) as manager:
+    with house.open(host="1MB") as manager:
         chain, copied = kvbm.Chain(layout(), NAMESPACE), []
         for token in tokens:
             chain.append(token)
@@ -129,11 +144,11 @@ def test_a_chain_is_taken_for_its_tokens_and_grows_block_by_block() -> None:
             assert torch.equal(content(cache, list(range(5))), content(cache, list(range(20, 25))))
 
 
-def test_a_chain_of_something_else_is_refused() -> None:
+def test_a_chain_of_something_else_is_refused(house: LocalHouse | SharedHouse) -> None:
     cache, tokens = new_cache(6), list(range(2 * BLOCK_TOKENS))
     wide = kvbm.BlockLayout(block_tokens=2 * BLOCK_TOKENS, shard_bytes=2 * SHARD_BYTES)
     other = kvbm.Namespace(model="test", fields=(("weights", "2"),))
-    with kvbm.BlockManager(layout(), host="1MB", namespace=NAMESPACE) as manager:
+    with house.open(host="1MB") as manager:
         for chain in (kvbm.Chain(wide, NAMESPACE, tokens), kvbm.Chain(layout(), other, tokens)):
             with pytest.raises(kvbm.KvbmError, match="another namespace or block size"):
                 manager.offload(chain, cache, [0, 1])
@@ -150,30 +165,37 @@ def test_a_chain_of_something_else_is_refused() -> None:
             pass
 
 
-def test_what_host_memory_gave_up_is_kept_again() -> None:
+def test_what_host_memory_gave_up_is_kept_again(house: LocalHouse | SharedHouse) -> None:
     """A sequence that is offered again may have lost its start meanwhile, and what follows without it is of no use."""
     cache, tokens = new_cache(7), list(range(6 * BLOCK_TOKENS))
-    with kvbm.BlockManager(layout(), host="1MB") as manager:
+    keys = kvbm.Chain(layout(), NAMESPACE, tokens).keys
+    with house.open(host="1MB") as manager:
         manager.offload(tokens, cache, range(6))
         for missing in ([0], [2, 3], [5], [0, 2, 4]):
-            for key in [manager._keys(tokens, b"")[i] for i in missing]:
-                manager._space.host_pool.evict(manager._space.host_pool.find(key))
+            house.with_space(partial(evict, keys=[keys[i] for i in missing]))
             assert manager.offload(tokens, cache, range(6)) == len(missing)
             with manager.match(tokens) as hit:
                 assert hit.onboard(cache, range(10, 16)) == 6
             assert torch.equal(content(cache, range(10, 16)), content(cache, range(6)))
-        manager._space.check()
+        house.with_space(Space.check)
 
 
-def test_a_cache_of_another_shape_is_refused_in_one_line() -> None:
+def evict(space: Space, keys: list[kvbm.BlockKey]) -> None:
+    for key in keys:
+        slot = space.host_pool.find(key)
+        assert slot is not None
+        space.host_pool.evict(slot)
+
+
+def test_a_cache_of_another_shape_is_refused_in_one_line(house: LocalHouse | SharedHouse) -> None:
     cache = {name: layer[:, :1] for name, layer in new_cache(4).items()}
-    with kvbm.BlockManager(layout(), host="1MB") as manager:
+    with house.open(host="1MB") as manager:
         with pytest.raises(kvbm.SettingsError, match=r"layout\.shard_bytes=\d+ cannot be used: \d+") as error:
             manager.offload(list(range(BLOCK_TOKENS)), cache, [0])
         assert "\n" not in str(error.value)
         # What failed holds nothing.
-        manager._space.check()
-        assert manager._space.host_pool.counts().filling == 0
+        house.with_space(Space.check)
+        assert house.with_space(lambda space: space.host_pool.counts().filling) == 0
 
 
 def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: Path) -> None:
@@ -217,66 +239,57 @@ def test_policies_that_cannot_be_used_are_refused_by_their_names(tmp_path: Path)
     assert not list(tmp_path.iterdir()), "before any tier was made"
 
 
-def written_blocks(manager: kvbm.BlockManager) -> float:
+def written_blocks(house: LocalHouse | SharedHouse, manager: kvbm.BlockManager) -> float:
     assert manager.flush()
-    return manager.metrics.value("kvbm_offload_blocks_h2d")
+    return house.metrics.value("kvbm_offload_blocks_h2d")
 
 
 @pytest.mark.parametrize(
     ("disk_admission", "first", "second"), [("all", 5, 5), ("filter", 0, 5), ("ghost", 0, 5)]
 )
 def test_what_may_enter_disk_is_a_policys_choice(
-    tmp_path: Path, disk_admission: str, first: int, second: int
+    house: LocalHouse | SharedHouse, disk_admission: str, first: int, second: int
 ) -> None:
     cache, tokens = new_cache(2), list(range(5 * BLOCK_TOKENS))
-    with kvbm.BlockManager(
-        layout(), "1MB", "1MB", str(tmp_path), NAMESPACE, disk_admission=disk_admission
-    ) as manager:
+    with house.open(host="1MB", disk="1MB", disk_admission=disk_admission) as manager:
         manager.offload(tokens, cache, list(range(5)))
-        assert written_blocks(manager) == first
+        assert written_blocks(house, manager) == first
         with manager.match(tokens) as hit:
             assert hit.host == 5
-        manager._space.pump()
-        assert written_blocks(manager) == second
+        house.with_space(Space.pump)
+        assert written_blocks(house, manager) == second
 
 
-def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
+def test_no_more_is_written_than_the_budget_allows(house: LocalHouse | SharedHouse) -> None:
     cache, now_s = new_cache(2), 0.0
-    with kvbm.BlockManager(
-        layout(),
-        "1MB",
-        "1MB",
-        str(tmp_path),
-        NAMESPACE,
-        disk_write_budget=3 * 24 * layout().block_bytes,
-        clock=lambda: now_s,
-    ) as manager:
+    budget = 3 * 24 * layout().block_bytes
+    with house.open(host="1MB", disk="1MB", disk_write_budget=budget, clock=lambda: now_s) as manager:
         manager.offload(list(range(5 * BLOCK_TOKENS)), cache, list(range(5)))
-        assert written_blocks(manager) == 3, "a 24th of the day's at once"
+        assert written_blocks(house, manager) == 3, "a 24th of the day's at once"
         now_s = 3600.0
         manager.offload(list(range(900, 900 + 5 * BLOCK_TOKENS)), cache, list(range(5)))
-        assert written_blocks(manager) == 5, "and the rest over the day"
+        assert written_blocks(house, manager) == 5, "and the rest over the day"
 
 
-def test_disk_may_be_written_when_host_memory_gives_a_block_up_and_at_the_end(tmp_path: Path) -> None:
+def test_disk_may_be_written_when_host_memory_gives_a_block_up_and_at_the_end(
+    house: LocalHouse | SharedHouse,
+) -> None:
     cache, rng = new_cache(2), random.Random(3)
     prompts = [prompt(rng, 4) for _ in range(32)]
     options = {
         "host": 64 * layout().block_bytes,
         "disk": "1MB",
-        "disk_dir": str(tmp_path),
-        "namespace": NAMESPACE,
         "disk_write": "eviction",
     }
-    with kvbm.BlockManager(layout(), **options) as manager:
+    with house.open(**options) as manager:
         for tokens in prompts[:15]:
             manager.offload(tokens, cache, list(range(4)))
-            assert written_blocks(manager) == 0, "there is room"
+            assert written_blocks(house, manager) == 0, "there is room"
         for tokens in prompts[15:]:
             manager.offload(tokens, cache, list(range(4)))
             manager.flush()
-        assert written_blocks(manager) == 4 * 17, "as many as had to go, and those that would be next"
-    with kvbm.BlockManager(layout(), **options) as manager:
+        assert written_blocks(house, manager) == 4 * 17, "as many as had to go, and those that would be next"
+    with house.open(**options) as manager:
         for tokens in prompts:
             with manager.match(tokens) as hit:
                 assert hit.disk == hit.onboard(cache, range(4)) == 4, (
@@ -290,9 +303,9 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("equal: True") == 2
 
 
-def test_a_hit_that_ended_copies_nothing() -> None:
+def test_a_hit_that_ended_copies_nothing(house: LocalHouse | SharedHouse) -> None:
     cache, tokens = new_cache(1), list(range(2 * BLOCK_TOKENS))
-    with kvbm.BlockManager(layout(), host=2 * 4096 * 2) as manager:
+    with house.open(host=2 * 4096 * 2) as manager:
         manager.offload(tokens, cache, [0, 1])
         with manager.match(tokens) as hit:
             assert hit.onboard(cache, [4, 5]) == 2
@@ -302,23 +315,39 @@ def test_a_hit_that_ended_copies_nothing() -> None:
         assert torch.equal(content(cache, [6, 7]), before)
 
 
-def test_caches_laid_out_differently_do_not_exchange_blocks() -> None:
+def test_caches_laid_out_differently_do_not_exchange_blocks(house: LocalHouse | SharedHouse) -> None:
     """As many bytes in another order would come back shuffled."""
     cache, tokens = new_cache(1), list(range(BLOCK_TOKENS))
     turned = {name: tensor.transpose(2, 3).contiguous() for name, tensor in cache.items()}
-    with kvbm.BlockManager(layout(), host="1MB") as manager:
+    with house.open(host="1MB") as manager:
         manager.offload(tokens, cache, [0])
         with manager.match(tokens) as hit, pytest.raises(kvbm.KvbmError, match="kv_cache"):
             hit.onboard(turned, [0])
 
 
-def test_only_a_few_caches_are_kept_alive() -> None:
+def test_many_caches_are_served(house: LocalHouse | SharedHouse) -> None:
     tokens = list(range(BLOCK_TOKENS))
-    with kvbm.BlockManager(layout(), host="1MB") as manager:
+    with house.open(host="1MB") as manager:
         caches = [new_cache(seed) for seed in range(7)]
         manager.offload(tokens, caches[0], [0])
         for cache in (*caches, *caches):
             with manager.match(tokens) as hit:
                 assert hit.onboard(cache, [3]) == 1
             assert torch.equal(content(cache, [3]), content(caches[0], [0]))
-        assert len(manager._copiers) <= 4
+
+
+def test_only_a_few_copiers_are_kept() -> None:
+    made: list[MagicMock] = []
+
+    def make(cache: DeviceCache) -> MagicMock:
+        made.append(MagicMock(cache=cache))
+        return made[-1]
+
+    copiers, caches = Copiers(layout(), make), [new_cache(seed) for seed in range(7)]
+    for cache in (*caches, *caches[-2:]):
+        copiers.of(cache)
+    assert len(copiers) == 4
+    assert len(made) == 7, "the last ones were kept"
+    assert [copier.close.called for copier in made] == [True] * 3 + [False] * 4
+    copiers.close()
+    assert all(copier.close.called for copier in made)

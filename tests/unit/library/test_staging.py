@@ -124,10 +124,10 @@ def serve_random_prompts(manager: kvbm.BlockManager, cache: dict[str, torch.Tens
                 for name, layer in zip(cache, computed(tokens, i), strict=True):
                     cache[name][target[i]] = layer[0]
             manager.offload(tokens, cache, target)
-            manager._space.check()
+            manager.backend.space.check()
         assert manager.flush()
         assert manager.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
-        assert manager._space.disk is not None and manager._space.disk.medium.fault == ""
+        assert manager.backend.space.disk is not None and manager.backend.space.disk.medium.fault == ""
     assert hits > 100
 
 
@@ -265,9 +265,9 @@ def test_what_cannot_be_is_refused_in_one_line(
 def test_a_cache_on_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(ModelAgent(), monkeypatch)
     with new_manager(tmp_path) as manager:
-        manager._device_slots = torch.empty(14, 4096, dtype=torch.uint8, device="meta")
-        with pytest.raises(kvbm.KvbmError, match=r"kv_cache='cpu' cannot be used: a device that is meta"):
-            manager.offload(list(range(BLOCK_TOKENS)), new_cache(5), [0])
+        elsewhere = {"layer": torch.empty(4, 2 * 3, BLOCK_TOKENS, 16, device="meta")}
+        with pytest.raises(kvbm.KvbmError, match=r"kv_cache='meta' cannot be used: a device that is cpu"):
+            manager.offload(list(range(BLOCK_TOKENS)), elsewhere, [0])
 
 
 @pytest.mark.parametrize("device", PLACES)

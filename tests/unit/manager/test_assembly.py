@@ -108,10 +108,10 @@ def test_a_host_tier_of_which_a_namespace_would_get_nothing_is_refused(make_mana
 @pytest.mark.parametrize(
     ("options", "start"),
     [
-        ({"disk_blocks": 2}, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used: at least one block"),
+        ({"disk_blocks": 2}, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=2 cannot be used: 1 to "),
         (
             {"disk_bytes": 2 * SIZE},
-            f"DYN_KVBM_DISK_CACHE_GB='{2 * SIZE / 1e9:g}' cannot be used: at least one block",
+            f"DYN_KVBM_DISK_CACHE_GB='{2 * SIZE / 1e9:g}' cannot be used: at least 0.",
         ),
     ],
 )

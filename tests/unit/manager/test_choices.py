@@ -12,7 +12,7 @@ import pytest
 
 import kvbm
 from kvbm.errors import SettingsError
-from kvbm.manager.choices import bound_writes, choose_admission, refuse_admission, refuse_eviction
+from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
 from kvbm.policy import AdmitAll, GhostAdmission, LeafFirstLru, WriteBudget
 from rigs.manager import ManagerBench
 
@@ -49,7 +49,7 @@ def test_built_in_names_are_taken() -> None:
     for name in ("gittins", "lru", "gdsf"):
         refuse_eviction("eviction", name)
     for name in ("filter", "all", "ghost"):
-        refuse_admission("admission", name)
+        choose_admission("admission", name, 1, 0.0)
     ghosts = choose_admission("admission", "ghost", 7, 0.0)
     assert isinstance(ghosts, GhostAdmission)
     assert ghosts._ghosts_max == 14
@@ -59,7 +59,7 @@ def test_unknown_names_are_refused_with_what_is_accepted() -> None:
     with pytest.raises(SettingsError, match=r"eviction='clock' cannot be used: one of: gittins, lru, "):
         refuse_eviction("eviction", "clock")
     with pytest.raises(SettingsError, match=r"admission='clock' cannot be used: one of: filter, all, ghost"):
-        refuse_admission("admission", "clock")
+        choose_admission("admission", "clock", 1, 0.0)
 
 
 @pytest.mark.usefixtures("plugin")
@@ -69,9 +69,9 @@ def test_policies_of_packages_that_cannot_be_made_are_refused() -> None:
     with pytest.raises(SettingsError, match=f"eviction='absent' {reason}"):
         refuse_eviction("eviction", "absent")
     with pytest.raises(SettingsError, match=f"admission='absent' {reason}"):
-        refuse_admission("admission", "absent")
+        choose_admission("admission", "absent", 1, 0.0)
     with pytest.raises(SettingsError, match=r"admission='no_policy' .*not callable"):
-        refuse_admission("admission", "no_policy")
+        choose_admission("admission", "no_policy", 1, 0.0)
 
 
 def test_a_budget_is_shared_out_and_a_share_must_be_of_use() -> None:

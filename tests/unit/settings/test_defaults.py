@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 from kvbm.library.block_manager import BlockManager
 from kvbm.settings import Settings, parse_size
 from kvbm.tiers.disk.tier import open_disk_tier
@@ -43,6 +45,7 @@ def different(library: dict[str, object], settings: Settings) -> set[str]:
     return found
 
 
+@pytest.mark.skipif(not PAGE.exists(), reason="a source distribution has no docs")
 def test_defaults_of_library_and_manager_agree_but_for_what_the_page_explains():
     library = defaults(BlockManager.__init__)
     assert different(library, Settings()) == set(DIFFERENT)

@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
 import kvbm
-from kvbm.settings import SCHEMA, variable
+from kvbm.settings import SCHEMA, Kind, Setting, Settings, variable
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.reference import page
+from kvbm.settings.setting import declared
 from rigs.checkout import ROOT
 
 
@@ -66,6 +68,33 @@ def test_names_are_unique():
     assert not {setting.variable for setting in SCHEMA} & {row.variable for row in INEFFECTIVE}
 
 
+@pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
+def test_a_default_is_a_value_that_its_row_accepts(setting):
+    default = getattr(Settings(), setting.field)
+    if default is None:
+        return
+    if isinstance(default, bool):
+        assert setting.kind is Kind.SWITCH
+    elif isinstance(default, int):
+        assert setting.minimum <= default <= setting.maximum
+    elif setting.choices:
+        assert default in setting.choices
+    else:
+        assert setting.kind not in (Kind.SWITCH, Kind.CHOICE, Kind.SIZE, Kind.COUNT)
+
+
+def test_a_row_takes_from_the_type_what_it_does_not_name():
+    def row(plain, *names):
+        return declared("x", Annotated[plain, Setting("DYN_KVBM_X", "", *names), "what it is for"])
+
+    assert row(bool).kind is Kind.SWITCH
+    assert row(int | None).kind is Kind.COUNT
+    assert row(int | None, Kind.SIZE).kind is Kind.SIZE
+    assert row(str | None).kind is Kind.TEXT
+    assert (row(Literal["a", "b"]).kind, row(Literal["a", "b"]).choices) == (Kind.CHOICE, ("a", "b"))
+    assert (row(int).field, row(int).meaning) == ("x", "what it is for")
+
+
 def test_the_variable_of_a_field():
     assert [variable(setting.field) for setting in SCHEMA] == [setting.variable for setting in SCHEMA]
     with pytest.raises(AssertionError, match="no setting is called host_byte"):
@@ -92,6 +121,7 @@ def test_settings_import_no_engine():
     assert output.strip() == "[]"
 
 
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
 def test_reference_page_is_current():
     written = ROOT / "docs/reference/settings.md"
     assert written.read_text() == page(), (

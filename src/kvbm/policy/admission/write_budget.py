@@ -1,4 +1,4 @@
-"""How much may be written to disk per day: a bound for an SSD's wear, around whatever policy chooses the blocks."""
+"""A bound on the bytes written to disk per day, for an SSD's wear, around any policy that chooses the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which leaf is worth least: a heap of those that may go next, filled by rating all leaves now and then.
+"""The leaves that may go next: a heap by worth, filled by rating all leaves now and then.
 
 Between two ratings the worth of a leaf changes with its age, mostly downwards. A candidate is rated anew when its
 turn comes; others may have fallen below it meanwhile, which is accepted for `_RATING_S` seconds.

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable
 
 LOSS_MAX = 0.0004
-"""What one try may lose to LRU: this share of all blocks asked for, or of those of an hour if that is more."""
+"""One try may lose this share of all blocks asked for to LRU, or of those of an hour if that is more."""
 HORIZON_S, _ELAPSED_S_MIN = 3600.0, 60.0
 PAUSE_S, PAUSE_S_MAX = 300.0, 86_400.0
 """LRU decides for so long after the first try that lost as much; twice as long after each further one, up to a day."""
@@ -39,7 +39,7 @@ class Duel:
         self._kept = 0
 
     def lru_hits(self, runs: Iterable[tuple[int, int]]) -> int:
-        """How many blocks of a chain are in LRU's tier now: (the request that used it last, blocks) of each run."""
+        """The chain's blocks that LRU would hold. `runs` has (the request that used it last, blocks) of each run."""
         hits, spare = 0, self._slot_count - self._kept
         for last_request, blocks in runs:
             there = blocks if last_request > self._cutoff else min(blocks, spare)

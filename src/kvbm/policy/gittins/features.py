@@ -10,7 +10,7 @@ from math import log2
 
 
 class Position(IntEnum):
-    """Where a run lies in the chain of the request that used it last."""
+    """The position of a run in the chain of the request that used it last."""
 
     LAST = 0
     """The last block of a prompt, seldom asked for again: most requests part from it."""

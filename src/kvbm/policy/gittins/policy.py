@@ -192,7 +192,7 @@ class Gittins:
         return run
 
     def _supersede(self, path: list[int], now_s: float) -> None:
-        """Where this request leaves the chain of the one before it, the rest of that chain has been left behind."""
+        """Mark the rest of an earlier request's chain as left behind, where this request leaves that chain."""
         tree = self._tree
         for i, run in enumerate(path):
             turn = tree.turn[run]

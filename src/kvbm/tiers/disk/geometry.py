@@ -24,14 +24,14 @@ _EXTENTS_PER_PAGE = 128
 
 
 class DiskFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How the caller names what it sets, for errors and log lines; `size_as_set` is the size as it was written.
+    """How the caller names what it sets, for errors and log lines; `as_set` is the capacity as it was written.
 
     `unowned` is empty where the caller cannot set that.
     """
 
     root: str = "root"
     size: str = "capacity_bytes"
-    size_as_set: str | int | None = None
+    as_set: str | int | None = None
     blocks: str = "capacity_blocks"
     unowned: str = "unowned_bytes"
 
@@ -89,9 +89,11 @@ def plan_geometry(
     Raises SettingsError when not even one block fits; `tier_count` tiers share the size that the caller set.
     """
     block_bytes = layout.block_bytes
+    each = f" for each of {tier_count} namespaces" if tier_count > 1 else ""
     if capacity_blocks is not None:
         if not 0 < capacity_blocks <= SLOT_COUNT_MAX:
-            raise SettingsError(fields.blocks, capacity_blocks, f"1 to {SLOT_COUNT_MAX} blocks")
+            accepted = f"1 to {SLOT_COUNT_MAX} blocks{each}"
+            raise SettingsError(fields.blocks, fields.as_set or capacity_blocks, accepted)
         return _arrange(block_bytes, capacity_blocks, _slab_slots(block_bytes, capacity_blocks))
     assert capacity_bytes is not None, "a capacity is needed, in bytes or in blocks"
     bound = min(capacity_bytes // block_bytes, SLOT_COUNT_MAX)
@@ -105,11 +107,8 @@ def plan_geometry(
             high = middle - 1
     if low == 0:
         needed = _arrange(block_bytes, 1, 1).total_bytes(meta_bytes) * tier_count
-        each = f" for each of {tier_count} namespaces" if tier_count > 1 else ""
-        size = capacity_bytes if fields.size_as_set is None else fields.size_as_set
-        raise SettingsError(
-            fields.size, size, f"at least {needed / 1e9:.9f} GB (one block of this model){each}"
-        )
+        accepted = f"at least {needed / 1e9:.9f} GB (one block of this model){each}"
+        raise SettingsError(fields.size, fields.as_set or capacity_bytes, accepted)
     return _arrange(block_bytes, low, slab_slots)
 
 

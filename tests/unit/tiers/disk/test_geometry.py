@@ -80,7 +80,7 @@ def test_a_capacity_that_cannot_be_used_is_refused(
 
 
 def test_an_error_names_what_the_caller_set_and_what_it_accepts_is_enough() -> None:
-    layout, fields = make_layout(4096), DiskFields(size="disk", size_as_set="8KB")
+    layout, fields = make_layout(4096), DiskFields(size="disk", as_set="8KB")
     with pytest.raises(SettingsError, match=r"^disk='8KB' cannot be used: at least ([0-9.]+) GB ") as caught:
         plan_geometry(layout, 8000, None, META_BYTES, fields)
     needed = round(float(caught.value.accepted.split()[2]) * 1e9)

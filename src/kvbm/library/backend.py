@@ -1,0 +1,49 @@
+"""Where the blocks of a `BlockManager` are kept: in this process (`local`), or at a shared manager (`remote`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvbm.block import BlockKey
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Run(Protocol):
+    """Blocks in a row that a lookup found. They are leased until they are released."""
+
+    @property
+    def sources(self) -> bytes:
+        """The tier that each block was found in (see `block.Tier`), a byte each; fewer once a block has failed."""
+
+
+class Backend(Protocol):
+    """Finds, copies and keeps blocks. Every call copies in the calling thread, which owns the backend."""
+
+    def lookup(self, keys: list[BlockKey], skip: int) -> Run | None:
+        """Lease the longest run from `keys[skip]` on; None where nothing is found."""
+
+    def load(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
+        """Copy the run's first blocks into these device blocks; how many leading ones hold their bytes now."""
+
+    def release(self, run: Run) -> None:
+        """The lease ends."""
+
+    def store(
+        self, keys: list[BlockKey], kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
+    ) -> int:
+        """Keep these blocks, a chain from its first one on, as far as they are not held yet; how many were copied."""
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until no block is on its way to disk; False after `timeout_s`."""
+
+    def clear(self, tier: str) -> int:
+        """Drop the blocks that are not in use, of one tier or of all; how many."""
+
+    def status(self) -> dict[str, object]:
+        """The size and the use of each tier."""
+
+    def close(self) -> None:
+        """Release everything."""

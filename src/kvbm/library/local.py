@@ -1,0 +1,238 @@
+"""Blocks that are kept in this process: the `Space` that serves engines, without a socket, driven by its caller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvbm.block import BlockKey
+from kvbm.clock import Clock
+from kvbm.errors import SettingsError
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.library.backend import Run
+from kvbm.library.copiers import Copiers
+from kvbm.library.staging import StagingOptions, open_staging
+from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
+from kvbm.manager.leases import Lease
+from kvbm.manager.space import Space, SpaceOptions
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmissionPolicy
+from kvbm.settings import container_limit_bytes, parse_size
+from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.disk.geometry import DiskFields
+from kvbm.tiers.disk.tier import open_disk_tier
+from kvbm.tiers.host import HostArena
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbm.transfer import Copier, DeviceCache
+
+_OWNER = 0
+_ARRIVAL_DEADLINE_S = 30.0
+_POLL_S = 0.0002
+_CLOSE_FLUSH_S = 5.0
+_DISK_WRITES = ("through", "eviction")
+
+
+class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of `BlockManager` of the same names, as its caller wrote them."""
+
+    host: str | int | None
+    disk: str | int | None
+    disk_dir: str
+    eviction: str
+    disk_admission: str
+    disk_write_budget: str | int
+    disk_write: str
+    staging: str | int
+    disk_direct: str
+    device: str
+
+
+@dataclass(frozen=True)
+class _LocalRun:
+    number: int
+    lease: Lease
+    space: Space
+
+    @property
+    def sources(self) -> bytes:
+        return self.space.counted_sources(bytes(self.lease.sources))
+
+
+class LocalSpace:
+    """A `Backend` over a space of its own. Raises SettingsError for options that cannot be used."""
+
+    def __init__(
+        self, options: LocalOptions, layout: BlockLayout, namespace: Namespace, metrics: Metrics, clock: Clock
+    ) -> None:
+        refuse_eviction("eviction", options.eviction)
+        if options.disk_write not in _DISK_WRITES:
+            raise SettingsError("disk_write", options.disk_write, f"one of: {', '.join(_DISK_WRITES)}")
+        self._layout = layout
+        self._namespace = namespace
+        self._clock = clock
+        self._numbers = count(1)
+        self._copiers = Copiers(layout, self._new_copier)
+        field, size = ("staging", options.staging) if options.host is None else ("host", options.host)
+        slots = _bytes(field, size) // layout.block_bytes
+        if slots < 1:
+            raise SettingsError(field, size, f"at least one block of {layout.block_bytes} bytes")
+        disk_bytes = 0 if options.disk is None else _bytes("disk", options.disk)
+        admission = self._admission(options, disk_bytes)
+        wanted = StagingOptions(
+            slot_count=slots,
+            disk_dir=options.disk_dir,
+            disk_bytes=disk_bytes,
+            fields=DiskFields(root="disk_dir", size="disk", as_set=options.disk, unowned=""),
+            direct=options.disk_direct,
+            device=options.device,
+        )
+        arena, tier, self._device_slots = self._open_tiers(wanted, options.host, options.disk)
+        try:
+            self.space = Space(
+                layout,
+                arena,
+                tier,
+                admission,
+                metrics,
+                clock,
+                lambda lease: None,
+                SpaceOptions(
+                    staging=options.host is None,
+                    eviction=options.eviction,
+                    write_on_eviction=options.disk_write == "eviction",
+                ),
+            )
+        except BaseException:
+            if tier is not None:
+                tier.close(keep=True)
+            arena.close()
+            raise
+
+    def lookup(self, keys: list[BlockKey], skip: int) -> _LocalRun | None:
+        number = next(self._numbers)
+        self.space.pump()
+        lease = self.space.lookup(_OWNER, number, keys, min(skip, len(keys)))
+        return _LocalRun(number, lease, self.space) if lease is not None else None
+
+    def load(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
+        assert isinstance(run, _LocalRun)
+        lease = run.lease
+        deadline_s = self._clock() + _ARRIVAL_DEADLINE_S
+        while not lease.final and self._clock() < deadline_s:
+            self.space.pump()
+            if not lease.final:
+                time.sleep(_POLL_S)
+        arrived = min(lease.ready, len(device_blocks))
+        if arrived:
+            pairs = list(zip(device_blocks[:arrived], lease.slots[:arrived], strict=True))
+            self._copiers.of(kv_cache).load(pairs)
+        return arrived
+
+    def release(self, run: Run) -> None:
+        assert isinstance(run, _LocalRun)
+        self.space.release(_OWNER, run.number)
+
+    def store(
+        self, keys: list[BlockKey], kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
+    ) -> int:
+        self.space.pump()
+        number = next(self._numbers)
+        # A sequence is offered again each time it has grown: step over what is held in one go.
+        found = self.space.host_pool.find_all(keys)
+        held = found.index(None) if None in found else len(keys)
+        answer = self.space.reserve(_OWNER, number, keys[held - 1] if held else None, keys[held:])
+        pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer, held) if slot >= 0]
+        if not pairs:
+            return 0
+        failed: Sequence[int] = range(len(pairs))
+        try:
+            self._copiers.of(kv_cache).store(pairs)
+            failed = ()
+        finally:
+            self.space.commit(_OWNER, number, failed)
+        self.space.pump()  # what has to go for the next call is written meanwhile
+        return len(pairs)
+
+    def flush(self, timeout_s: float) -> bool:
+        deadline_s = self._clock() + timeout_s
+        while self.space.busy:
+            if self._clock() >= deadline_s:
+                return False
+            self.space.pump()
+            time.sleep(_POLL_S)
+        return True
+
+    def clear(self, tier: str) -> int:
+        return self.space.clear(tier)[0]
+
+    def status(self) -> dict[str, object]:
+        namespace = self._namespace
+        return {"namespace": namespace.short, "model": namespace.model, **self.space.describe()}
+
+    def close(self) -> None:
+        self.flush(_CLOSE_FLUSH_S)
+        self._copiers.close()
+        self.space.close(keep=True)
+
+    def _open_tiers(
+        self, wanted: StagingOptions, host: str | int | None, disk: str | int | None
+    ) -> tuple[HostArena, SlotTier | None, torch.Tensor | None]:
+        """The arena, the disk tier, and the arena as a tensor where it is no host memory."""
+        if host is None:
+            if disk is None:
+                raise SettingsError("host", None, "a size, where there is no disk tier")
+            return open_staging(wanted, self._layout, self._namespace, self._clock)
+        if wanted.direct not in ("auto", "off"):
+            raise SettingsError(
+                "disk_direct", wanted.direct, "with host=None: else blocks lie in host memory anyway"
+            )
+        arena = HostArena(self._layout, wanted.slot_count, limit_bytes=container_limit_bytes(), field="host")
+        arena.touch(0)
+        if disk is None:
+            return arena, None, None
+        try:
+            tier = open_disk_tier(
+                wanted.disk_dir,
+                self._layout,
+                self._namespace,
+                capacity_bytes=wanted.disk_bytes,
+                fields=wanted.fields,
+                clock=self._clock,
+            )
+        except BaseException:
+            arena.close()
+            raise
+        return arena, tier, None
+
+    def _admission(self, options: LocalOptions, disk_bytes: int) -> AdmissionPolicy:
+        """What may enter disk."""
+        budget_bytes = _bytes("disk_write_budget", options.disk_write_budget)
+        block_bytes, now_s = self._layout.block_bytes, self._clock()
+        slots = max(1, disk_bytes // block_bytes)
+        chosen = choose_admission("disk_admission", options.disk_admission, slots, now_s)
+        return bound_writes("disk_write_budget", budget_bytes, chosen, block_bytes, now_s)
+
+    def _new_copier(self, cache: DeviceCache) -> Copier:
+        """A copier between this cache and the slots, wherever those are."""
+        from kvbm.transfer import DeviceCopier, arena_tensor, make_copier
+
+        if self._device_slots is None:
+            arena = self.space.arena
+            tensor = arena_tensor(arena.region(0), arena.slot_count, self._layout.slot_bytes)
+            return make_copier(cache, tensor, by_engine=True)
+        if cache.device != self._device_slots.device:
+            where = f"a device that is {self._device_slots.device}, where blocks are staged"
+            raise SettingsError("kv_cache", str(cache.device), where)
+        return DeviceCopier(cache, self._device_slots)
+
+
+def _bytes(field: str, size: str | int) -> int:
+    return size if isinstance(size, int) else parse_size(field, size)
