@@ -55,8 +55,8 @@ class FrameBuffer:
 class FramedSocket:
     """A connected socket that never blocks: what it does not take at once is kept, up to `OUTGOING_BYTES_MAX`.
 
-    `ended` becomes True when the other end has closed. Of the file descriptors that come with a read, at most
-    `fds_max` are taken, into `fds`; the kernel closes the rest.
+    `outgoing` has the bytes that wait; `ended` becomes True when the other end has closed. Of the file descriptors that
+    come with a read, at most `fds_max` are taken, into `fds`; the kernel closes the rest.
     """
 
     def __init__(self, connection: socket.socket, fds_max: int = 0) -> None:
@@ -66,35 +66,26 @@ class FramedSocket:
         self.fds: list[int] = []
         self._fds_max = fds_max
         self._frames = FrameBuffer()
-        self._outgoing = bytearray()
-
-    @property
-    def outgoing_bytes(self) -> int:
-        """Bytes that wait until the socket takes them."""
-        return len(self._outgoing)
+        self.outgoing = bytearray()
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Queue a frame and send what the socket takes; descriptors go with its first byte. Raises OSError."""
         if fds:
-            assert not self._outgoing, "descriptors travel with the first message"
+            assert not self.outgoing, "descriptors travel with the first message"
             data = data[socket.send_fds(self.connection, [data], list(fds)) :]
-        self._outgoing += data
-        if len(self._outgoing) > OUTGOING_BYTES_MAX:
-            raise OSError(errno.ENOBUFS, f"it takes no messages, and {len(self._outgoing)} bytes wait")
+        self.outgoing += data
+        if len(self.outgoing) > OUTGOING_BYTES_MAX:
+            raise OSError(errno.ENOBUFS, f"it takes no messages, and {len(self.outgoing)} bytes wait")
         self.flush()
 
     def flush(self) -> None:
         """Send as many of the bytes that wait as the socket takes. Raises OSError."""
-        while self._outgoing:
+        while self.outgoing:
             try:
-                sent = self.connection.send(self._outgoing)
+                sent = self.connection.send(self.outgoing)
             except (BlockingIOError, InterruptedError):
                 return
-            del self._outgoing[:sent]
-
-    def drop_outgoing(self) -> None:
-        """Send nothing of what still waits."""
-        self._outgoing.clear()
+            del self.outgoing[:sent]
 
     def receive(self) -> list[bytes]:
         """The messages, encoded, that arrived with one read. Raises OSError and ProtocolError."""

@@ -1,4 +1,4 @@
-"""Which CPUs and devices lie next to which memory, as the kernel tells it. No node is -1, no answer is empty."""
+"""Which CPUs and devices lie next to which memory, as the kernel describes it; -1 stands for no node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cpus_near(cpus: set[int]) -> set[int]:
 
 
 def node_of_pci_device(bus_id: str) -> int:
-    """The NUMA node that a device such as `0000:3b:00.0` is attached to; -1 where none is told."""
+    """The NUMA node that a device such as `0000:3b:00.0` is attached to; -1 where the kernel names none."""
     try:
         return int((PCI_DEVICES / bus_id / "numa_node").read_text())
     except (OSError, ValueError):

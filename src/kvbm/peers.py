@@ -1,7 +1,7 @@
-"""Who is at the other end of a Unix socket, by the kernel's word, and who may be.
+"""Which user is at the other end of a Unix socket, as the kernel reports it, and which users are accepted there.
 
-A path says nothing about who listens there, and a connection nothing about who made it: both ends ask the kernel
-before the first message is believed.
+A path does not show which user listens there, nor a connection which user made it: both ends ask the kernel before
+they believe the first message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL_USERS = ["0", "0", "4294967295"]
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user id of the process at the other end (SO_PEERCRED): who connected, or who began to listen."""
+    """The user id of the process at the other end (SO_PEERCRED), the one that connected or began to listen."""
     _, uid, _ = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -27,10 +27,10 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def nameless_as() -> str:
-    """The id that we have in common with every user outside our user namespace, in words; empty when there is none.
+    """The user id that we share with every user outside our user namespace, in words; empty when there is none.
 
     Users without a number in a namespace (rootless containers) are all called by one, the overflow uid. Where that is
-    ours as well, it says nothing about who somebody is.
+    ours as well, it does not tell one user from another.
     """
     ours = str(os.geteuid())
     if ours != (_read("/proc/sys/kernel/overflowuid") or OVERFLOW_UID):

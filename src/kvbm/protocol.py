@@ -173,7 +173,7 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     """To a leader: all ranks of its engine are attached (or, with `ready` false, no longer).
 
-    `missing` has the ranks that were waited for in vain; the leader hears again should they come after all.
+    `missing` has the ranks that were waited for in vain; another `Ready` follows should they come after all.
     """
 
     ready: bool
@@ -226,7 +226,7 @@ class Fence(Message, frozen=True, kw_only=True, tag="fence"):
 
 
 class Asked(Message, frozen=True, kw_only=True, tag="asked"):
-    """To who follows: at `at_s` on the manager's clock, a request was looked up whose chain is `keys`."""
+    """To a session that follows: at `at_s` on the manager's clock, a request was looked up whose chain is `keys`."""
 
     fingerprint: bytes
     model: str
@@ -236,7 +236,7 @@ class Asked(Message, frozen=True, kw_only=True, tag="asked"):
 
 
 class Ended(Message, frozen=True, kw_only=True, tag="ended"):
-    """To who follows: the request whose chain ended with `key` is through."""
+    """To a session that follows: the request whose chain ended with `key` has ended."""
 
     fingerprint: bytes
     key: bytes

@@ -1,8 +1,8 @@
-"""The directory of sockets, locks and memos, and what may be believed in it.
+"""The directory of sockets, locks and memos, and which of its files may be believed.
 
-It often lies at a path that anybody can guess (`/tmp/kvbm-<uid>`) and that somebody else may have made first. So it
-is looked at before anything in it is read or written: it must be a directory, no link, its owner must be us, and
-nobody else may write to it. What is read or written in it is never reached through a link.
+It often lies at a path that anybody can guess (`/tmp/kvbm-<uid>`) and that another user may have made first. So the
+directory is checked before a file in it is read or written: it must be no link, it must be ours, and no other user may
+write to it. Its files are never reached through a link either.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 class WeightsMemo:
     """Digests already known, in one small file. A file that cannot be read or written only costs hashing again.
 
-    Who can write to it can give other weights the name of ours. So it is used only where nobody else can: a memo or a
-    directory of another user's, one that others can write to, or a link, is left alone, with one line that says so.
+    A user who can write to it can give other weights the name of ours. So it is used only where no other user can: a
+    memo or a directory of another user's, one that others can write to, or a link, is not used, and one line says so.
     """
 
     def __init__(self, path: Path) -> None:

@@ -134,3 +134,12 @@ def test_a_manager_that_is_killed_costs_misses_and_the_next_one_is_joined(
             assert load(ours, 1) == BLOCKS
         finally:
             later.kill()
+
+
+def test_the_example_runs() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "shared_library.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert "onboarded 8, equal: True" in run.stdout

@@ -56,13 +56,13 @@ class OtherProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert self._hears() == "mine"
+        assert self.answer() == "mine"
 
     def give_up(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
-        assert self._hears() == "yours"
+        assert self.answer() == "yours"
 
     def die(self) -> None:
         self._process.kill()
@@ -74,7 +74,7 @@ class OtherProcess:
             assert pipe is not None
             pipe.close()
 
-    def _hears(self) -> str:
+    def answer(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().decode().strip()
 
@@ -91,15 +91,15 @@ def other_process(memory: int) -> Iterator[OtherProcess]:
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when somebody in this process, being next, has asked for the turn and was refused."""
-    event, take = threading.Event(), LockTurns._take
+    event, take = threading.Event(), LockTurns.take
 
     def watched(turns: LockTurns, place: int) -> bool:
         taken = take(turns, place)
-        if place == lock_turns._TURN and not taken:
+        if place == lock_turns.TURN and not taken:
             event.set()
         return taken
 
-    monkeypatch.setattr(LockTurns, "_take", watched)
+    monkeypatch.setattr(LockTurns, "take", watched)
     return event
 
 
@@ -169,10 +169,10 @@ def test_closing_does_not_wait_for_the_other_process(memory: int, refused: threa
     with other_process(memory):
         locks, thread = locking(memory, model)
         assert refused.wait(DEADLINE_S)
-        assert not probe._take(lock_turns._NEXT)
+        assert not probe.take(lock_turns.NEXT)
         locks.close()
         thread.join(DEADLINE_S)
-        assert probe._take(lock_turns._NEXT), "nor does it keep the place of who is next"
+        assert probe.take(lock_turns.NEXT), "nor does it keep the place of who is next"
     assert model.lock_calls == 0
     probe.close()
 
@@ -209,9 +209,9 @@ def test_a_lock_on_what_was_handed_over_would_exclude_nobody(memory: int) -> Non
     """Why the memory is opened again: a lock is the open file's, and both processes have the same one."""
     with other_process(memory):
         own = LockTurns(memory)
-        assert not own._take(lock_turns._TURN)
+        assert not own.take(lock_turns.TURN)
         own.close()
-    lock = lock_turns._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, lock_turns._TURN, 1, 0)
+    lock = lock_turns._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, lock_turns.TURN, 1, 0)
     script = f"import fcntl; fcntl.fcntl({memory}, fcntl.F_OFD_SETLK, {lock!r}); print('mine')"
     fcntl.fcntl(memory, fcntl.F_OFD_SETLK, lock)
     child = subprocess.run(

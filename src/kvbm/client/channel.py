@@ -100,7 +100,7 @@ class Channel:
         if self._incoming:
             return True
         deadline_s = time.monotonic() + timeout_s
-        while self._wire.outgoing_bytes:
+        while self._wire.outgoing:
             poll = select.poll()
             poll.register(self.fileno(), select.POLLIN | select.POLLOUT)
             events = poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000.0)
@@ -117,7 +117,7 @@ class Channel:
         try:
             self.send(hello)
         except ManagerUnavailable:
-            self._wire.drop_outgoing()  # it may have said why before it closed
+            self._wire.outgoing.clear()  # it may have said why before it closed
         while self.wait(timeout_s):
             self._read()
             while self._incoming:

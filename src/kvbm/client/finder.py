@@ -1,8 +1,8 @@
 """Find the manager of an engine, or start a private one.
 
-With nothing configured, the first leader or worker of an engine starts a private manager as its child. Who is
-first is settled by a file lock: it is taken before the start and inherited by the child, so it is held exactly as
-long as that manager lives, and a dead manager's lock is free again.
+With nothing configured, the first leader or worker of an engine starts a private manager as its child. A file lock
+decides which one is first: it is taken before the start and inherited by the child, so it is held exactly as long as
+that manager lives, and a dead manager's lock is free again.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _RUN_MODULE = (
 """
 
 SOCKET_NAME = "manager.sock"
-"""A shared manager listens here, in the runtime directory, unless it is told otherwise."""
+"""A shared manager listens here, in the runtime directory, unless its `--socket` names another path."""
 
 ERROR_SUFFIX = ".error"
 """A private manager that cannot start leaves its one line in a file of this name, beside its socket."""
 
-_told: dict[str, str] = {}
-"""What was last said of each address: a leader and a rank in one process have the same to say."""
+_last_logged: dict[str, str] = {}
+"""The last warning of each address: a leader and a rank in one process would give the same one."""
 
 
 class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine's manager listens, and whether it is ours to start."""
+    """Where an engine's manager listens, and whether we may start it."""
 
     socket_path: str
     private: bool
@@ -124,21 +124,21 @@ class ManagerFinder:
                 self._start_quietly()
         except (ManagerUntrusted, SettingsError) as error:
             self._untrusted = str(error)
-        self.tell(self._untrusted)
+        self.log_trouble(self._untrusted)
         return None
 
     def welcomed(self) -> None:
-        """The manager took us: when it goes, the first attempt may be at once again."""
+        """The manager accepted the session: when it goes, the first attempt may be at once again."""
         self._backoff_s, self._next_try_s = RETRY_S_MIN, -1.0
-        _told.pop(self.address.socket_path, None)
+        _last_logged.pop(self.address.socket_path, None)
 
     def establish(
         self, hello: Hello, timeout_s: float, pause: Callable[[float], object]
     ) -> tuple[Channel, Welcome]:
         """Connect and introduce ourselves, waiting up to `timeout_s`.
 
-        Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it says no or cannot start,
-        ManagerUntrusted when what is found there may be somebody else's.
+        Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it refuses us or cannot start,
+        ManagerUntrusted when the socket may be another user's.
         """
         assert hello.version == PROTOCOL_VERSION
         deadline_s = self._clock() + timeout_s
@@ -165,10 +165,10 @@ class ManagerFinder:
                 )
             pause(_CONNECT_POLL_S)
 
-    def tell(self, trouble: str) -> None:
-        """Say in one line why there is no cache; once in a process, while it is the same."""
-        if trouble and trouble != _told.get(self.address.socket_path):
-            _told[self.address.socket_path] = trouble
+    def log_trouble(self, trouble: str) -> None:
+        """Warn in one line why there is no cache; the same line is not repeated in a process."""
+        if trouble and trouble != _last_logged.get(self.address.socket_path):
+            _last_logged[self.address.socket_path] = trouble
             log.warning("no KV cache for now: %s", trouble)
 
     def _connect(self) -> Channel:
@@ -181,23 +181,23 @@ class ManagerFinder:
         return Channel.connect(path)
 
     def _start_quietly(self) -> None:
-        """`_start`, with what goes wrong kept in `_trouble`: an engine that runs goes on without a cache."""
+        """`_start`, with an error kept in `_trouble`: an engine that runs goes on without a cache."""
         try:
             self._trouble = self._last_words()
             if self._trouble:
-                self._child = None  # whoever asks again starts another one
+                self._child = None  # the next attempt starts another one
             else:
                 self._start()
         except SettingsError as error:  # the directory: an engine can serve without it
             self._untrusted = str(error)
         except (KvbmError, OSError) as error:
             self._trouble = f"private manager could not be started: {error}"
-        self.tell(self._trouble)
+        self.log_trouble(self._trouble)
 
     def _last_words(self) -> str:
-        """Why the manager that we started could not serve, in its own words; empty when it did not say so.
+        """Why the manager that we started could not serve, in its own words; empty when it left no word.
 
-        What another engine's attempt left behind, perhaps days ago with other settings, means nothing to us.
+        A file that another engine's attempt left behind, perhaps days ago with other settings, is ignored.
         """
         if self._child is None:
             return ""
@@ -207,9 +207,9 @@ class ManagerFinder:
             return ""
 
     def _start(self) -> None:
-        """Start a private manager unless somebody else holds its lock.
+        """Start a private manager unless another process holds its lock.
 
-        What we start detaches itself from us, so that it outlives an engine that is killed with all its children.
+        The manager detaches itself from us, so that it outlives an engine that is killed with all its children.
         """
         if self._child is not None and self._child.poll() is None:
             return

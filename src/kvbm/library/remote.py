@@ -95,7 +95,7 @@ class _Session:
         except ManagerUnavailable as error:
             self.lose(str(error))
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send what needs no answer."""
         if self.lost:
             return
@@ -109,7 +109,7 @@ class _Session:
         if self._unanswered:
             return None
         self._unanswered, self._reply = True, None
-        self.tell(message)
+        self.send(message)
         deadline_s = time.monotonic() + timeout_s
         while self._unanswered and self.wait(deadline_s - time.monotonic()):
             pass
@@ -229,7 +229,7 @@ class SharedSpace:
         if found is None or not found.slots:
             del session.runs[number]
             if found is None:
-                session.tell(Release(lookup=number))  # the lease may be taken yet
+                session.send(Release(lookup=number))  # the lease may be taken yet
             return None
         run.slots, run.generations = found.slots, found.generations
         run.sources = counted_as_disk(found.sources) if session.staging else found.sources
@@ -260,7 +260,7 @@ class SharedSpace:
         assert isinstance(run, _SharedRun)
         run.session.runs.pop(run.number, None)
         unused = 0 if run.loaded or run.failed else len(run.slots)
-        run.session.tell(
+        run.session.send(
             Release(
                 lookup=run.number,
                 loaded=run.loaded,
@@ -323,7 +323,7 @@ class SharedSpace:
         reply = session.ask(question, ReserveReply, self.reply_timeout_s)
         if reply is None:
             # Slots that it reserves for us yet go back.
-            session.tell(Commit(store=number, failed=tuple(range(len(keys)))))
+            session.send(Commit(store=number, failed=tuple(range(len(keys)))))
             return 0
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(reply.slots) if slot >= 0]
         if not pairs:
@@ -337,7 +337,7 @@ class SharedSpace:
                     copier.store(pairs)
                     failed = ()
         finally:
-            session.tell(Commit(store=number, failed=tuple(failed), seconds=self._clock() - started_s))
+            session.send(Commit(store=number, failed=tuple(failed), seconds=self._clock() - started_s))
         return len(pairs) - len(failed)
 
     def _present(self) -> _Session | None:
@@ -350,7 +350,7 @@ class SharedSpace:
                 session = self._join(channel, channel.introduce(self._worker_hello, self.reply_timeout_s))
             except (KvbmError, OSError) as error:
                 channel.close()
-                self._finder.tell(str(error))
+                self._finder.log_trouble(str(error))
             else:
                 self._copiers.close()
                 self._session.close()

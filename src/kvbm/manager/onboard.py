@@ -129,7 +129,7 @@ class Onboarder:
             self.metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
         else:
             self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
-        self._finish(block, completion.outcome, completion.unsettled)
+        self._finish(block, completion.outcome, completion.still_in_use)
         return True
 
     def healed(self) -> None:

@@ -36,7 +36,7 @@ class Session:
 
     @property
     def wants_to_write(self) -> bool:
-        return self._wire.outgoing_bytes > 0
+        return bool(self._wire.outgoing)
 
     @property
     def writes(self) -> bool:
@@ -74,7 +74,7 @@ class Session:
     def linger(self) -> None:
         """Say that we are done with it, and keep the descriptor: reading tells when the other end closes."""
         self.closed = self.lingering = True
-        self._wire.drop_outgoing()
+        self._wire.outgoing.clear()
         with contextlib.suppress(OSError):  # it went just now: the next read finds that
             self.connection.shutdown(socket.SHUT_WR)
 

@@ -2,8 +2,8 @@
 
 A tier stores blocks in slots that the *manager* chooses; it moves bytes, keeps what it needs to find them
 again after a restart, and decides nothing else. Every method is called by the manager's one owner thread and
-none of them may block on the medium: work is submitted, and its completion is collected by `poll`. What a tier is told
-of a block beside its key, the engine's own hash and the group, it hands back with the block: here it means nothing.
+none of them may block on the medium: work is submitted, and its completion is collected by `poll`. With each block a
+tier keeps the engine's own hash and the group, which mean nothing to it, and hands them back.
 
 Guarantees that every tier gives, checked by `kvbm.testing.tier_contract`:
 
@@ -28,9 +28,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one submitted load or store.
 
     `outcome` is HIT (bytes moved and, for a load, verified), MISS (not there, or it failed verification: then
-    `corrupt` is True) or RETRY (the medium failed; `error` says how, in one line). `unsettled`: the medium may go on
-    writing to the targets of a load, which must not be used again before `heal` returned True. A load with HIT brings
-    the `engine_hash` and `group` that the block was stored with.
+    `corrupt` is True) or RETRY (the medium failed; `error` says how, in one line). `still_in_use`: the medium may
+    still write to the targets of a load, which must not be used again before `heal` returned True. A load with HIT
+    brings the `engine_hash` and `group` that the block was stored with.
     """
 
     job_id: int
@@ -39,7 +39,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     corrupt: bool = False
     error: str = ""
-    unsettled: bool = False
+    still_in_use: bool = False
     engine_hash: bytes = b""
     group: int = 0
 

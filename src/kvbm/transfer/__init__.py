@@ -59,7 +59,7 @@ def make_copier(
 
 
 def numa_node(device: torch.device) -> int:
-    """The NUMA node that a CUDA device is attached to; -1 for any other device, and where nobody tells."""
+    """The NUMA node that a CUDA device is attached to; -1 for any other device, and where it is not known."""
     if device.type != "cuda":
         return -1
     from kvbm.transfer.cuda.driver import CudaDriver

@@ -64,7 +64,7 @@ class CpuCopier:
             arrival.result()
 
     def adopt_thread(self) -> None:
-        """Our pool's threads copy, whoever calls."""
+        """Our pool's threads copy, in whichever thread the call comes."""
 
     def mark(self) -> DeviceEvent | None:
         """Nothing to wait for: on a CPU work is done when its call returns."""
@@ -122,7 +122,7 @@ class CpuCopier:
                 targets, sources = views if to_device else views[::-1]
                 copies.append(self._pool.submit(torch._foreach_copy_, targets, sources))
         finally:
-            # Every chunk must have ended before the caller hears of an error: it may free what they write to.
+            # Every chunk must have ended before the caller gets an error: it may free the memory that they write to.
             errors = [copy.exception() for copy in copies]
         for error in errors:
             if error is not None:

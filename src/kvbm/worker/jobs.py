@@ -105,6 +105,15 @@ class LoadJob:
     broken: bool = False
     layers: LayerGate | None = None
 
+    def finished(self, copied: int, now_s: float) -> FinishedLoad:
+        """The report of a load of which so many leading blocks arrived."""
+        return FinishedLoad(
+            request=self.plan.request,
+            failed=self.plan.device_blocks[copied:],
+            seconds=now_s - self.started_s,
+            layerwise=self.plan.layerwise,
+        )
+
     @property
     def may_begin(self) -> bool:
         """There is a piece to copy and room to begin it."""

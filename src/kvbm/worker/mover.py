@@ -18,7 +18,7 @@ from collections.abc import Callable
 from kvbm.client.channel import Channel, readable_among
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
-from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable, ManagerUntrusted
+from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
@@ -76,11 +76,7 @@ class Mover:
     def attach(self, timeout_s: float) -> Welcome:
         """Join the manager now, before the thread runs. Raises ManagerUnavailable or ManagerRefused."""
         channel, welcome = self._finder.establish(self._hello, timeout_s, time.sleep)
-        try:
-            self._adopt(channel, welcome)
-        except BaseException:
-            channel.close()
-            raise
+        self._adopt(channel, welcome)
         return welcome
 
     def start(self) -> None:
@@ -327,16 +323,10 @@ class Mover:
                 self._copy_failed("load", len(job.plan.slots), error)
         for piece in job.under_way:
             wait_for_end(piece.copying)
-        failed, seconds = job.plan.device_blocks[job.copied :], self._clock() - job.started_s
-        gate = job.layers
-        if gate is None or not gate.reported:
-            self.loads.put(
-                FinishedLoad(
-                    request=job.plan.request, failed=failed, seconds=seconds, layerwise=gate is not None
-                )
-            )
-        if gate is not None:
-            gate.open_all()
+        if job.layers is None or not job.layers.reported:
+            self.loads.put(job.finished(job.copied, self._clock()))
+        if job.layers is not None:
+            job.layers.open_all()
 
     def _copy_failed(self, kind: str, blocks: int, error: Exception) -> None:
         """A copy failed. Without a device none will succeed: that is logged once, and no session is kept."""
@@ -356,28 +346,18 @@ class Mover:
             return
         try:
             welcome = channel.introduce(self._hello, _WELCOME_TIMEOUT_S)
-        except (ManagerRefused, ManagerUnavailable) as error:
-            channel.close()
-            self._log_refusal(error)
-            return
-        self._finder.welcomed()
-        try:
-            self._adopt(channel, welcome)
-        except BaseException as error:
+            self._finder.welcomed()
             # Mapping or page-locking may be refused every time: do not spin on it.
             self._retry_at_s = self._clock() + ADOPT_RETRY_S
+            self._adopt(channel, welcome)
+        except (ManagerRefused, ManagerUnavailable) as error:
             channel.close()
-            if isinstance(error, ManagerUntrusted):
-                self._log_refusal(error)
-                return
-            raise
-        self._refused = ""
+            if str(error) != self._refused:
+                self._refused = str(error)
+                log.warning("no KV cache for now: %s", error)
+            return
+        self._refused, self._retry_at_s = "", 0.0
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
-
-    def _log_refusal(self, error: Exception) -> None:
-        if str(error) != self._refused:
-            self._refused = str(error)
-            log.warning("no KV cache for now: %s", error)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
@@ -386,7 +366,11 @@ class Mover:
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None
-        self._mapping = self._make_mapping(welcome, fds)
+        try:
+            self._mapping = self._make_mapping(welcome, fds)
+        except BaseException:
+            channel.close()
+            raise
         # Last: a thread that sees a session may count on the memory behind it, which can take long to map.
         self._channel = channel
 

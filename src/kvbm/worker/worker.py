@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +22,8 @@ from kvbm.worker.mover import Mover
 STORE_TIMEOUT_S = 60.0
 LAYER_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.02
+
+ResultT = TypeVar("ResultT")
 
 
 class Worker:
@@ -91,23 +95,14 @@ class Worker:
         for load in plan.loads:
             # The copying thread may be busy joining a manager, and the forward pass would wait for it.
             unattended = load.layerwise and not self._mover.connected
-            if unattended or self._weights_unknown:
-                self._open_loads += not load.layerwise
-                self._not_begun.append(
-                    FinishedLoad(
-                        request=load.request,
-                        failed=load.device_blocks,
-                        seconds=0.0,
-                        layerwise=load.layerwise,
-                    )
-                )
-                continue
             job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, last_progress_s=now_s)
+            self._open_loads += not load.layerwise
+            if unattended or self._weights_unknown:
+                self._not_begun.append(job.finished(0, now_s))
+                continue
             if load.layerwise:
                 job.layers = LayerGate(self._layers)
                 self._by_layer.append((job.layers, job))
-            else:
-                self._open_loads += 1
             self._begun[load.request] = self._weights_known, load.device_blocks
             self._mover.put(job)
 
@@ -127,15 +122,9 @@ class Worker:
         for gate, job in self._by_layer:
             if not gate.over.wait(LAYER_TIMEOUT_S):
                 gate.abandoned = gate.reported = True
-                failed, seconds = job.plan.device_blocks, self._clock() - job.started_s
-                request = job.plan.request
-                done.append(FinishedLoad(request=request, failed=failed, seconds=seconds, layerwise=True))
+                done.append(job.finished(0, self._clock()))
         self._by_layer.clear()
-        while True:
-            try:
-                done.append(self._mover.loads.get_nowait())
-            except queue.Empty:
-                break
+        done += _taken(self._mover.loads)
         pending = self._open_loads - sum(not load.layerwise for load in done)
         if not done and pending and plan.idle:
             try:
@@ -155,12 +144,8 @@ class Worker:
         return msgspec.structs.replace(load, failed=blocks)
 
     def report(self) -> StepReport | None:
-        """What there is to tell the leader, or None."""
-        while True:
-            try:
-                store = self._mover.stores.get_nowait()
-            except queue.Empty:
-                break
+        """The report for the leader, or None when there is nothing to report."""
+        for store in _taken(self._mover.stores):
             self._storing.pop(store.store, None)
             self._stored.setdefault(store.store, (1, store.failed, store.seconds))
         if not self._stored and not self._loaded and not self._weights_unknown:
@@ -184,7 +169,7 @@ class Worker:
             self._changes_seen, self._weights_unknown = changes, True
         if plan.weights > self._weights_known:
             # It knows of a change, and of the latest: nothing was computed since the plan before, and every load of
-            # this plan was found after the leader heard of it.
+            # this plan was found after the leader knew of it.
             self._weights_known, self._weights_unknown = plan.weights, False
 
     def _set_mark(self, plan: StepPlan) -> None:
@@ -230,3 +215,10 @@ class Worker:
         if not job.begun.wait(STORE_TIMEOUT_S):
             job.abandoned = True
         return not job.abandoned
+
+
+def _taken(results: queue.SimpleQueue[ResultT]) -> Iterator[ResultT]:
+    """The results that are there by now."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield results.get_nowait()

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,15 +169,17 @@ def resident_pages(arena: HostArena, shard: int) -> int:
     return os.fstat(arena.region_fds[shard]).st_blocks * 512 // 4096
 
 
-def test_a_region_is_touched_once_it_is_asked_for_and_no_other_one() -> None:
+def test_a_region_is_touched_once_it_is_asked_for_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = HostArena(BlockLayout(block_tokens=1, shard_bytes=1 << 20, shard_count=2), 8, touch_threads=2)
     assert resident_pages(arena, 0) == 0
+    started, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
     arena.touch(1)
     arena.touch(1)
-    for thread in arena._touchers:
+    for thread in started:
         thread.join()
     assert (resident_pages(arena, 0), resident_pages(arena, 1)) == (0, 8 * 256)
-    assert len(arena._touchers) == 2, "once"
+    assert len(started) == 2, "once"
     arena.close()
 
 
@@ -193,8 +196,9 @@ def test_pages_are_touched_from_the_cpus_of_their_node(
     arena = HostArena(LAYOUT, 4, touch_threads=1)
     arena.touch(0, numa_node=3)
     arena.touch(1, numa_node=7)
-    for thread in arena._touchers:
-        thread.join()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvbm-touch"):
+            thread.join()
     arena.close()
     assert sorted(seen, key=len) == sorted([{own[0]}, set(own)], key=len)
     assert os.sched_getaffinity(0) == set(own)

@@ -104,7 +104,7 @@ def test_a_load_comes_after_the_stores_that_its_step_releases(
     assert (loading.what, loading.after) == ("load", 1), "the mark lies behind the wait for the store"
 
 
-def test_a_store_that_does_not_begin_in_time_is_given_up(
+def test_a_store_that_does_not_begin_in_time_is_abandoned(
     worker: Worker, mover: Mover, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbm.worker.worker.STORE_TIMEOUT_S", 0.01)
@@ -114,7 +114,7 @@ def test_a_store_that_does_not_begin_in_time_is_given_up(
     assert reported(mover) == [(3, (0,))]
 
 
-def test_a_layer_that_never_comes_is_given_up_and_told_as_failed(
+def test_a_layer_that_never_comes_is_reported_as_failed(
     worker: Worker, mover: Mover, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mover is stuck: the engine goes on, with blocks that it must compute."""

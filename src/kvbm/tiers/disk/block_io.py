@@ -41,8 +41,8 @@ class DirectRefused(TierError):
     """The direct path between this memory and this disk cannot be used; another one may be."""
 
 
-class UnsettledTransfer(OSError):
-    """A transfer failed, and the device may go on touching its buffer: it must not be used before `BlockIo.settled`."""
+class BufferStillInUse(OSError):
+    """A transfer failed, and the device may still touch its buffer: do not use that before `BlockIo.idle` is True."""
 
 
 class BlockIo(Protocol):
@@ -68,11 +68,11 @@ class BlockIo(Protocol):
     def checksum(self, fingerprint: bytes, key: BlockKey, buffers: Sequence[Buffer]) -> bytes:
         """16 bytes over fingerprint, key and the bytes in order. Raises OSError when the device cannot read them."""
 
-    def settled(self) -> bool:
-        """False while something that failed may still touch its buffer. Never blocks."""
+    def idle(self) -> bool:
+        """False while a transfer that failed may still touch its buffer. Never blocks."""
 
     def close(self) -> None:
-        """Give everything up. What is not settled is left as it is until the process ends: nothing waits for it."""
+        """Release everything but buffers that are still in use: those stay until the process ends."""
 
 
 class HostBlockIo:
@@ -98,7 +98,7 @@ class HostBlockIo:
     def checksum(self, fingerprint: bytes, key: BlockKey, buffers: Sequence[Buffer]) -> bytes:
         return block_checksum(fingerprint, key, _views(buffers))
 
-    def settled(self) -> bool:
+    def idle(self) -> bool:
         return True
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ def host_checksum(namespace: Namespace) -> Checksum | None:
 
 
 def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Host memory it is: whoever hands device memory to this way of moving bytes has opened the wrong tier."""
+    """The buffer as host memory. A caller that passes device memory has opened the wrong tier."""
     views = [buffer for buffer in buffers if isinstance(buffer, memoryview)]
     assert len(views) == len(buffers), "system calls cannot reach device memory"
     return views

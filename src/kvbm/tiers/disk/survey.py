@@ -1,4 +1,4 @@
-"""Looking at cache directories from outside: nothing is written, and whoever owns them is not disturbed."""
+"""Looks at cache directories from outside: it writes nothing, and does not disturb the processes that own them."""
 
 from __future__ import annotations
 

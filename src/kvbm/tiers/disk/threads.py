@@ -48,7 +48,7 @@ class IoThreads:
     """Runs jobs in `thread_count` daemon threads. At most `limit` jobs are accepted and not collected yet.
 
     `submit`, `collect`, `wait_idle` and `stop` belong to one owner thread. `execute` runs in the I/O threads and must
-    not raise; `abandon` makes the completion of a job that `stop` gave up.
+    not raise; `abandon` makes the completion of a job that `stop` has abandoned.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class IoThreads:
             completion = self._execute(job)
             with self._lock:
                 if self._running.pop(id(job), None) is None:
-                    return  # given up by `stop`
+                    return  # abandoned by `stop`
                 self._completions.append(completion)
                 os.eventfd_write(self._eventfd, 1)
                 if self._is_idle():

@@ -18,8 +18,8 @@ from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
 from kvbm.tiers.contract import Completion, RecoveredBlock
-from kvbm.tiers.disk.block_io import BlockIo, Buffer, HostBlockIo, UnsettledTransfer, disk_namespace
-from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskFields
+from kvbm.tiers.disk.block_io import BlockIo, Buffer, BufferStillInUse, HostBlockIo, disk_namespace
+from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskSetting
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, open_medium, plan
 from kvbm.tiers.disk.room import NoRoom
 from kvbm.tiers.disk.syscalls import Syscalls
@@ -50,8 +50,7 @@ def open_disk_tier(
     zerofill_fallback: bool = False,
     persist: bool = True,
     unowned_bytes: int | None = None,
-    tier_count: int = 1,
-    fields: DiskFields = AS_PARAMETERS,
+    setting: DiskSetting = AS_PARAMETERS,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
@@ -65,9 +64,9 @@ def open_disk_tier(
     - `persist`: keep the blocks for the next run; otherwise start empty, in a directory of its own, and leave nothing
       behind.
     - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
-      go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting, and
+      go first. None is eight times the size of the largest tier there, times the tiers that share one `setting`, and
       spares what was used within seven days.
-    - `fields`: how the caller names these, for what is raised and logged.
+    - `setting`: how the caller names these, for what is raised and logged.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
 
@@ -86,8 +85,7 @@ def open_disk_tier(
         zerofill_fallback=zerofill_fallback,
         persist=persist,
         unowned_bytes=unowned_bytes,
-        tier_count=tier_count,
-        fields=fields,
+        setting=setting,
     )
     try:
         return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
@@ -222,7 +220,7 @@ class DiskTier:
             return False
         if not self._fault:
             return True
-        if not (self._threads.wait_idle(0.0) and self._io.settled()):
+        if not (self._threads.wait_idle(0.0) and self._io.idle()):
             return (
                 False  # the kernel or the device still holds a transfer of ours; its files cannot be closed
             )
@@ -254,7 +252,7 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
-        finished = self._threads.stop(CLOSE_LIMIT_S) and self._io.settled()
+        finished = self._threads.stop(CLOSE_LIMIT_S) and self._io.idle()
         if self._medium is not None and finished:
             self._medium.close(remove=not (keep and self._options.persist))
         self._medium = None
@@ -294,7 +292,7 @@ class DiskTier:
         except Exception as error:
             verb = "writing" if isinstance(job, StoreJob) else "reading"
             self._turn_off(f"{verb} slot {job.slot} in {medium.path}", error)
-            return self._abandon(job, unsettled=isinstance(error, UnsettledTransfer))
+            return self._abandon(job, still_in_use=isinstance(error, BufferStillInUse))
         if verdict.outcome is Outcome.HIT:
             return self._moved(job, start_s, verdict.engine_hash, verdict.group)
         if verdict.corrupt:
@@ -324,9 +322,9 @@ class DiskTier:
             group=group,
         )
 
-    def _abandon(self, job: Job, unsettled: bool = False) -> Completion:
+    def _abandon(self, job: Job, still_in_use: bool = False) -> Completion:
         error = self._fault or "disk tier: closed before the transfer ended"
-        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=error, unsettled=unsettled)
+        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=error, still_in_use=still_in_use)
 
     def _turn_off(self, operation: str, error: Exception) -> None:
         """Any thread: the first failure names the fault, later ones are its consequences."""

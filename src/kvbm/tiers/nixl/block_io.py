@@ -2,7 +2,7 @@
 
 Memory and files are registered once, and believed only after a page went both ways and arrived as it left. Every
 transfer has a deadline and is polled with short sleeps. A transfer that fails or does not end is an OSError like any
-other, so that the tier turns off; what the device may still touch is known as not settled and is never used meanwhile.
+other, so that the tier turns off; buffers that the device may still touch are not used meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from kvbm.block import BlockKey
 from kvbm.layout import PAGE_BYTES
-from kvbm.tiers.disk.block_io import PAGE_SUMS, Buffer, DirectRefused, UnsettledTransfer
+from kvbm.tiers.disk.block_io import PAGE_SUMS, Buffer, BufferStillInUse, DirectRefused
 from kvbm.tiers.disk.page_sums import block_page_checksum, host_page_sums
 from kvbm.tiers.nixl.agent import DONE, UNDER_WAY, Agent, NixlAgent, Operation, Segment
 
@@ -118,7 +118,7 @@ class NixlBlockIo:
         # Guarded by the lock:
         self._lock = threading.Lock()
         # Each with its buffer, whose memory must not go while the device may touch it.
-        self._unsettled: list[tuple[object, Buffer]] = []
+        self._running: list[tuple[object, Buffer]] = []
         self._lost: list[tuple[object, Buffer]] = []
         self._moving = 0
         self._lent: Counter[tuple[int, int]] = Counter()
@@ -159,19 +159,19 @@ class NixlBlockIo:
         length = sum(buffer.nbytes for buffer in buffers)
         return block_page_checksum(fingerprint, key, length, map(self._memory.page_sums, buffers))
 
-    def settled(self) -> bool:
+    def idle(self) -> bool:
         with self._lock:
-            self._unsettled = [failed for failed in self._unsettled if not self._has_ended(failed[0])]
-            return not self._unsettled and not self._lost
+            self._running = [failed for failed in self._running if not self._has_ended(failed[0])]
+            return not self._running and not self._lost
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self.settled() and not self._moving:
+        if self.idle() and not self._moving:
             self._deregister(self._memory_registration)
         else:
-            self._agent.leak(self._memory, *self._unsettled, *self._lost)
+            self._agent.leak(self._memory, *self._running, *self._lost)
 
     def _described(self, regions: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
         return [(address, size, self._memory.device_index) for address, size in regions]
@@ -192,7 +192,7 @@ class NixlBlockIo:
         try:
             yield
         finally:
-            if self.settled():
+            if self.idle():
                 self._deregister(registration)
             for fd, _ in files:
                 self._file_bytes.pop(fd, None)
@@ -233,7 +233,7 @@ class NixlBlockIo:
             raise TimeoutError(errno.ETIMEDOUT, f"NIXL {self._backend}: no turn in {self._limit_s:g} s")
         try:
             with self._lock:
-                if self._unsettled or self._lost or self._closed:
+                if self._running or self._lost or self._closed:
                     # Not EIO: nothing is wrong with this block.
                     raise OSError(errno.ECANCELED, f"NIXL {self._backend}: another transfer failed")
                 self._moving += 1
@@ -257,13 +257,13 @@ class NixlBlockIo:
                 # It may sit in a queue of the backend's, and nobody could ever say that it has left it.
                 with self._lock:
                     self._lost.append((transfer, buffer))
-                raise UnsettledTransfer(error.errno or errno.EIO, error.strerror) from error
+                raise BufferStillInUse(error.errno or errno.EIO, error.strerror) from error
             try:
                 self._await(transfer, state, end_s)
             except OSError as error:
                 with self._lock:
-                    self._unsettled.append((transfer, buffer))
-                raise UnsettledTransfer(error.errno or errno.EIO, error.strerror) from error
+                    self._running.append((transfer, buffer))
+                raise BufferStillInUse(error.errno or errno.EIO, error.strerror) from error
             self._agent.release(transfer)
 
     def _await(self, transfer: object, state: str, end_s: float) -> None:

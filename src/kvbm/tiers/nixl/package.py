@@ -52,8 +52,8 @@ def cuda_of_torch() -> int:
         torch = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
         return 0
-    told = [f"+{torch.version.partition('+')[2]}", *(torch.requires or ())]
-    for line in told:
+    requirements = [f"+{torch.version.partition('+')[2]}", *(torch.requires or ())]
+    for line in requirements:
         # "+cu130" of PyTorch's own index, or a requirement such as "nvidia-cudnn-cu13==9.19; …"
         found = re.match(r"\+cu(\d\d)\d|nvidia-[a-z-]+-cu(\d\d)\b", line)
         if found is not None:

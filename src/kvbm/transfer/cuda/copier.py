@@ -199,7 +199,7 @@ class CudaCopier:
                     )
                 return CudaCopying(stream.record())
             except BaseException as error:
-                # Some copies may be under way: the caller frees what they touch as soon as it hears of the error.
+                # Some copies may be under way: the caller frees what they touch as soon as it gets the error.
                 _drain(stream)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error
@@ -239,7 +239,7 @@ class CudaCopier:
                     "copies by %s down and %s up; %s",
                     self._choice.store.name,
                     self._choice.load.name,
-                    cuda_choice.told(table, self._pieces),
+                    cuda_choice.describe(table, self._pieces),
                 )
         except (KvbmError, RuntimeError) as error:
             _log.warning(

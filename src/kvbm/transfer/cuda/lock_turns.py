@@ -3,9 +3,9 @@
 Ranks whose KV is alike, and engines that share a manager, map the same memory and lock all of it. The kernel takes
 each page for each of them in turn: at once they only stand in one another's way, each inside its driver's own locks.
 
-Who gives a turn up asks again microseconds later, and those who wait look every few milliseconds: a single lock would
-be its holder's for good. So there are two, on two bytes of the memory. Who is next has the second one while it waits
-for the first, and all others wait for the second.
+A process that ends its turn asks for the next one microseconds later, and the waiting ones look every few milliseconds:
+with a single lock its holder would always win. So there are two locks, on two bytes of the memory. The process that is
+next holds the second lock while it waits for the first, and all others wait for the second.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TURN_S_MAX = 30.0
 """Others lock a piece each meanwhile. Where that takes longer one of them was stopped, and turns are set aside."""
 POLL_S = 0.01
 
-_TURN, _NEXT = 0, 1
-"""The bytes whose locks are the turn, and the place of who has it next."""
+TURN, NEXT = 0, 1
+"""The bytes whose locks are the turn, and the place of the process that is next."""
 _FLOCK = struct.Struct("hhqqi4x")
 """The kernel's `struct flock`: type, whence, first byte, bytes, and a process, which locks of open files leave 0."""
 
@@ -52,14 +52,14 @@ class LockTurns:
     def turn(self, closing: threading.Event) -> Iterator[None]:
         """Waits for the turn, until `closing` is set or for `TURN_S_MAX`, and has it, or goes on without.
 
-        Who has waited that long once waits for no later turn either.
+        A process that has waited that long once does not wait for later turns.
         """
         mine = self._wait(closing)
         try:
             yield
         finally:
             if mine:
-                self._give_up(_TURN)
+                self._unlock(TURN)
 
     def close(self) -> None:
         """Idempotent."""
@@ -70,10 +70,10 @@ class LockTurns:
     def _wait(self, closing: threading.Event) -> bool:
         """Whether this process has the turn now."""
         deadline_s = self._clock() + TURN_S_MAX
-        for place in (_NEXT, _TURN):
-            while self._fd >= 0 and not self._take(place):
+        for place in (NEXT, TURN):
+            while self._fd >= 0 and not self.take(place):
                 if closing.wait(POLL_S):
-                    self._give_up(_NEXT)
+                    self._unlock(NEXT)
                     return False
                 if self._clock() >= deadline_s:
                     _log.warning(
@@ -83,10 +83,11 @@ class LockTurns:
                     self.close()
         if self._fd < 0:
             return False
-        self._give_up(_NEXT)
+        self._unlock(NEXT)
         return True
 
-    def _take(self, place: int) -> bool:
+    def take(self, place: int) -> bool:
+        """Take the lock of TURN or of NEXT, if no other process has it."""
         try:
             self._set(fcntl.F_WRLCK, place)
         except BlockingIOError:
@@ -97,7 +98,7 @@ class LockTurns:
             return False
         return True
 
-    def _give_up(self, place: int) -> None:
+    def _unlock(self, place: int) -> None:
         self._set(fcntl.F_UNLCK, place)
 
     def _set(self, kind: int, place: int) -> None:

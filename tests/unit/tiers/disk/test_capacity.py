@@ -187,10 +187,12 @@ def test_without_persistence_a_tier_that_heals_starts_empty_and_leaves_nothing(t
     left = open_tier(tmp_path, 4)
     fill(left)
     left.close(keep=True)
-    tier = open_tier(tmp_path, 4, persist=False)
+    syscalls = FaultySyscalls(0)
+    tier = open_tier(tmp_path, 4, persist=False, syscalls=syscalls)
     fill(tier)
     path = tier.path
-    tier._declare("broken by the test")
+    syscalls.arm(FaultRule(operation="pwritev", fault=Fault.EIO, times=1))
+    assert store(tier, LAYOUT, make_key(0), 0).outcome is Outcome.RETRY
     assert tier.heal()
     assert tier.path == path, "the old one has made room first"
     assert found_slots(tier) == []

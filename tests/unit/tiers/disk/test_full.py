@@ -198,7 +198,8 @@ def test_a_sparse_tier_comes_back_in_a_full_filesystem(tmp_path: Path, written: 
         store(tier, LAYOUT, make_key(slot), slot)
     syscalls.arm(FaultRule(operation="free_bytes", fault=Fault.SHORT))
     if how == "heals":
-        tier._declare("broken by the test")
+        syscalls.arm(FaultRule(operation="pwritev", fault=Fault.EIO, times=1))
+        assert store(tier, LAYOUT, make_key(0), 0).outcome is Outcome.RETRY
         assert tier.heal()
     else:
         tier.close(keep=True)

@@ -121,7 +121,7 @@ def test_a_load_that_never_ends_turns_the_tier_off(tier: DiskTier, agent: ModelA
     start_s = time.monotonic()
     completion = load(tier, LAYOUT, make_key(1), 1)
     assert time.monotonic() - start_s < PATIENCE_S
-    assert (completion.outcome, completion.unsettled) == (Outcome.RETRY, True)
+    assert (completion.outcome, completion.still_in_use) == (Outcome.RETRY, True)
     assert "did not end in 0.1 s" in tier.fault
     assert load(tier, LAYOUT, make_key(2), 2).outcome is Outcome.RETRY
     agent.fate = "done"

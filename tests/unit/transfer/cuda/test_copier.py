@@ -168,7 +168,7 @@ def test_a_piece_that_cannot_be_unlocked_does_not_keep_the_others(caplog: pytest
 def test_the_thread_that_locks_pages_ends_with_the_copier() -> None:
     bench = new_bench(Model()).prepared()
     bench.close()
-    assert not bench.copier._preparation.is_alive()
+    assert not any(thread.name == "kvbm-cuda-prepare" for thread in threading.enumerate())
 
 
 # What goes wrong

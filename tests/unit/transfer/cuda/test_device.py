@@ -17,12 +17,14 @@ DEVICE = torch.device("cuda", 1)
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Classes of `torch.cuda` and its current stream, without a device."""
+    streams: list[mock.Mock] = []
     events: list[mock.Mock] = []
     stream_class, event_class = torch.cuda.Stream, torch.cuda.Event
 
     def new_stream(device: torch.device, priority: int) -> mock.Mock:
         stream: mock.Mock = mock.create_autospec(stream_class, instance=True)
         stream.device_asked, stream.priority_asked, stream.cuda_stream = device, priority, 0x77
+        streams.append(stream)
         return stream
 
     def new_event(enable_timing: bool = False, blocking: bool = False) -> mock.Mock:
@@ -46,33 +48,34 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     }.items():
         assert hasattr(torch.cuda, name)
         monkeypatch.setattr(torch.cuda, name, value)
-    return SimpleNamespace(current=current, events=events, active=active)
+    return SimpleNamespace(current=current, events=events, active=active, streams=streams)
 
 
 def test_streams_of_our_own(cuda: SimpleNamespace) -> None:
     device = TorchDevice(DEVICE)
     assert (device.index, device.torch_device) == (1, DEVICE)
     store, load = device.new_stream(STORE_PRIORITY), device.new_stream(LOAD_PRIORITY)
-    assert store.handle == 0x77
-    assert store._stream.device_asked == DEVICE
-    assert load._stream.priority_asked < store._stream.priority_asked
+    of_stores, of_loads = cuda.streams
+    assert store.handle == load.handle == 0x77
+    assert of_stores.device_asked == DEVICE
+    assert of_loads.priority_asked < of_stores.priority_asked
     other = object()
     store.wait(other)
-    store._stream.wait_event.assert_called_once_with(other)
+    of_stores.wait_event.assert_called_once_with(other)
 
 
 def test_who_waits_for_an_event_of_ours_sleeps(cuda: SimpleNamespace) -> None:
     stream = TorchDevice(DEVICE).new_stream(STORE_PRIORITY)
     event = stream.record()
     assert event.blocking_asked
-    event.record.assert_called_once_with(stream._stream)
+    event.record.assert_called_once_with(cuda.streams[0])
 
 
 def test_work_is_begun_with_the_stream_as_the_current_one(cuda: SimpleNamespace) -> None:
     stream = TorchDevice(DEVICE).new_stream(STORE_PRIORITY)
     stream.run(lambda: cuda.active.append("begin"))
     assert cuda.active == ["in", "begin", "out"]
-    torch.cuda.stream.assert_called_once_with(stream._stream)
+    torch.cuda.stream.assert_called_once_with(cuda.streams[0])
 
 
 def test_marks_and_holds_are_on_the_callers_stream_of_that_device(cuda: SimpleNamespace) -> None:
@@ -105,7 +108,7 @@ def test_work_is_timed_by_the_device(cuda: SimpleNamespace) -> None:
     assert begin_recorded == [True]
     begin, end = cuda.events
     assert begin.timing_asked and end.timing_asked
-    end.record.assert_called_once_with(stream._stream)
+    end.record.assert_called_once_with(cuda.streams[0])
     end.synchronize.assert_called_once_with()
 
 
