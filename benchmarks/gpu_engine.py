@@ -85,7 +85,7 @@ def time_hits(rig: Rig, result: Result, sizes: Sizes) -> None:
                 if turn:
                     taken_s.append(engine.prefill_s - before_s)
             if engine.manager is not None and turn == 0:
-                all_locked(engine.manager)
+                all_locked(engine)
         return statistics.median(taken_s), said
 
     computed_s, _ = first_tokens(mini.Engine(model, width, exact=False))
@@ -108,8 +108,8 @@ def time_hits(rig: Rig, result: Result, sizes: Sizes) -> None:
     result.add(f"{what}, faster than computed", computed_s / from_host_s, "×")
 
 
-def all_locked(manager: Any) -> None:
-    """Wait until host memory is page-locked: what is timed is not the start."""
-    for copier in manager._copiers.values():
-        if hasattr(copier, "prepared"):
-            copier.prepared(PREPARED_S)
+def all_locked(engine: Any) -> None:
+    """Wait until host memory is page-locked: the start is not timed."""
+    copier = engine.manager.backend._copiers.of(engine.kv_cache)
+    if hasattr(copier, "prepared"):
+        copier.prepared(PREPARED_S)

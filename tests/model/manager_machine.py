@@ -239,7 +239,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _condemn(self, key: tuple[int, int]) -> None:
         writer = self.writers.pop(key)
-        self.space.condemn(writer.reservation)
+        writer.reservation.condemned = True
         self.fenced.append(writer)
 
     @precondition(lambda self: self.fenced)

@@ -47,13 +47,13 @@ class Bench:
             AdmitAll() if admission is None else admission,
             self.metrics,
             self.clock,
-            self._progressed,
+            self.progressed,
             SpaceOptions(staging=staging, eviction=eviction, write_on_eviction=on_eviction, in_flight_max=4),
         )
         self.numbers = iter(range(1, 1000))
         self.open = True
 
-    def _progressed(self, lease: Lease) -> None:
+    def progressed(self, lease: Lease) -> None:
         self.progress.append((lease.number, lease.ready, lease.final))
 
     def fill(self, slot: int, key: BlockKey) -> None:

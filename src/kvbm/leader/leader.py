@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.client.finder import ManagerFinder
@@ -107,11 +107,6 @@ class Leader:
     def tiers(self) -> dict[str, int]:
         """The number of blocks of each tier that is on; empty without a manager."""
         return dict(self._link.ready.tiers) if self._link.ready is not None else {}
-
-    @property
-    def unloaded_blocks(self) -> dict[str, int]:
-        """Blocks that were found and computed all the same, by reason, since the start."""
-        return self.lookups.unloaded
 
     @property
     def block_bytes(self) -> int:
@@ -217,7 +212,10 @@ class Leader:
             self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
             self._wait_left_s = STEP_WAIT_S
         scheduled = list(scheduled)
-        stores = self.stores.plan(self._gone, self._tag_behind(scheduled))
+        # The tags of free device blocks are asked for only where a plan needs them: a step has thousands of blocks.
+        free = self.stores.plans_free_blocks
+        tag = tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
+        stores = self.stores.plan(self._gone, tag)
         released = self.stores.released(self._gone)
         self._gone.clear()
         for entry in scheduled:
@@ -229,11 +227,6 @@ class Leader:
         if not idle:
             self._steps.scheduled(prefill_tokens, prefill_position)
         return StepPlan(stores=stores, loads=loads, idle=idle, released=released, weights=self._weights)
-
-    @property
-    def stores_pending(self) -> bool:
-        """Whether the engine should step on for a moment, even with no request left: stores are under way."""
-        return self.stores.pending
 
     def updated(self, report: StepReport | None, arrived: Iterable[str], invalid: set[int]) -> None:
         """Take in the workers' reports: `arrived` requests are loaded on all ranks, `invalid` device blocks failed."""
@@ -394,11 +387,6 @@ class Leader:
             tracked.stored = end
         elif self.stores.ask(entry.request, parent, keys[start:end], table[start:end], hashes=hashes):
             tracked.stored = end
-
-    def _tag_behind(self, scheduled: Sequence[Scheduled]) -> Callable[[int], Hashable | None]:
-        """The tags of free device blocks before this step (`tags_before`)."""
-        free = self._unsaved is not None and self.stores.plans_free_blocks
-        return tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
 
     def _store_leaving(self) -> None:
         """Lazy offload: ask for slots for the blocks that the engine is about to hand out."""

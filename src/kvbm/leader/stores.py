@@ -60,7 +60,8 @@ class Stores:
 
     @property
     def pending(self) -> bool:
-        """Whether answers or reports of recent stores are still to come; the engine does not step on for older ones."""
+        """Whether answers or reports of recent stores are still to come. The engine should step on for them, even with
+        no request left, but not for older ones."""
         since_s = self._clock() - PENDING_S_MAX
         return any(store.asked_s > since_s for store in (*self._asked.values(), *self._planned.values()))
 

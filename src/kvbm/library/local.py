@@ -24,7 +24,7 @@ from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.settings import container_limit_bytes, parse_size
 from kvbm.tiers.contract import SlotTier
-from kvbm.tiers.disk.geometry import DiskFields
+from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena
 
@@ -90,7 +90,7 @@ class LocalSpace:
             slot_count=slots,
             disk_dir=options.disk_dir,
             disk_bytes=disk_bytes,
-            fields=DiskFields(root="disk_dir", size="disk", as_set=options.disk, unowned=""),
+            setting=DiskSetting(root="disk_dir", size="disk", as_set=options.disk, unowned=""),
             direct=options.disk_direct,
             device=options.device,
         )
@@ -204,7 +204,7 @@ class LocalSpace:
                 self._layout,
                 self._namespace,
                 capacity_bytes=wanted.disk_bytes,
-                fields=wanted.fields,
+                setting=wanted.setting,
                 clock=self._clock,
             )
         except BaseException:

@@ -17,7 +17,7 @@ from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.settings import container_limit_bytes
 from kvbm.tiers.disk.block_io import DirectRefused
-from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskFields
+from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskSetting
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena
 
@@ -39,7 +39,7 @@ class StagingOptions(msgspec.Struct, frozen=True, kw_only=True):
     slot_count: int
     disk_dir: str
     disk_bytes: int
-    fields: DiskFields = AS_PARAMETERS
+    setting: DiskSetting = AS_PARAMETERS
     direct: str
     device: str
 
@@ -109,7 +109,7 @@ def _open_direct(
         layout,
         namespace,
         capacity_bytes=options.disk_bytes,
-        fields=options.fields,
+        setting=options.setting,
         io_threads=_IO_THREADS,
         clock=clock,
         io=io,
@@ -136,7 +136,7 @@ def _open_through_host(
             layout,
             namespace,
             capacity_bytes=options.disk_bytes,
-            fields=options.fields,
+            setting=options.setting,
             clock=clock,
         )
     except BaseException:

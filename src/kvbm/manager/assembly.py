@@ -27,7 +27,7 @@ from kvbm.settings import (
     variable,
 )
 from kvbm.tiers.contract import SlotTier
-from kvbm.tiers.disk.geometry import DiskFields
+from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
 
@@ -96,10 +96,9 @@ class SpaceTable:
 
     def drop(self, space: Space, keep: bool) -> None:
         """Close a space and forget it."""
-        for fingerprint, (_, candidate) in list(self._spaces.items()):
-            if candidate is space:
-                del self._spaces[fingerprint]
-                self._advised.pop(fingerprint, None)
+        fingerprint = self.namespace_of(space).fingerprint
+        del self._spaces[fingerprint]
+        self._advised.pop(fingerprint, None)
         space.close(keep)
 
     def _advise(self, namespace: Namespace, space: Space, request_blocks: int) -> None:
@@ -184,12 +183,13 @@ class SpaceTable:
             return None
         blocks = settings.disk_blocks // share if settings.disk_blocks else None
         size = settings.disk_bytes // share if settings.disk_bytes and not blocks else None
-        fields = DiskFields(
+        setting = DiskSetting(
             root=variable("disk_dir"),
             size=variable("disk_bytes"),
             as_set=settings.disk_blocks or f"{(settings.disk_bytes or 0) / 1e9:g}",
             blocks=variable("disk_blocks"),
             unowned=variable("disk_unowned_bytes"),
+            tier_count=share,
         )
         return open_disk_tier(
             settings.disk_dir,
@@ -202,8 +202,7 @@ class SpaceTable:
             zerofill_fallback=settings.disk_zerofill_fallback,
             persist=settings.disk_persist and not namespace.ephemeral,
             unowned_bytes=settings.disk_unowned_bytes,
-            tier_count=share,
-            fields=fields,
+            setting=setting,
             clock=self._clock,
         )
 

@@ -73,7 +73,7 @@ class Fences:
         if not reservations:
             return
         for reservation in reservations:
-            engine.space.condemn(reservation)
+            reservation.condemned = True
         number = next(self._numbers)
         pending = _PendingFence(engine, reservations, set(engine.leaving))
         self._pending[number] = pending

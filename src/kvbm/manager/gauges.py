@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvbm.block import BlockState
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 
@@ -22,8 +21,8 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
             tier, counts = pool.tier.name.lower(), pool.counts()
             capacity[tier] += pool.slot_count
             leased[tier] += counts.leased
-            for state in BlockState:
-                blocks[tier, state.name.lower()] += getattr(counts, state.name.lower())
+            for state in ("free", "filling", "resident"):
+                blocks[tier, state] += getattr(counts, state)
             metrics.add("kvbm_evicted_blocks_total", pool.evicted_count, tier=tier)
             pool.evicted_count = 0
         if space.disk is not None:
@@ -35,10 +34,8 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
         metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)
         if tier != "host" or not all(space.options.staging for space in spaces):
             metrics.set("kvbm_tier_up", 0 if faults[tier] else 1, tier=tier)
-        for state in BlockState:
-            metrics.set(
-                "kvbm_pool_blocks", blocks[tier, state.name.lower()], tier=tier, state=state.name.lower()
-            )
+    for (tier, state), number in blocks.items():
+        metrics.set("kvbm_pool_blocks", number, tier=tier, state=state)
     for queue, waiting in queues.items():
         metrics.set("kvbm_queue_blocks", waiting, queue=queue)
     if hit_bytes := metrics.value("kvbm_hit_bytes_total", tier="disk"):

@@ -99,7 +99,7 @@ class HoldTable(Generic[HeldT]):
 
     def __init__(self, per_owner_max: int = 4096) -> None:
         self._held: dict[Owner, dict[int, HeldT]] = {}
-        self._per_owner_max = per_owner_max
+        self.per_owner_max = per_owner_max
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
@@ -108,7 +108,7 @@ class HoldTable(Generic[HeldT]):
         return chain.from_iterable(held.values() for held in self._held.values())
 
     def has_room(self, owner: Owner) -> bool:
-        return len(self._held.get(owner, ())) < self._per_owner_max
+        return len(self._held.get(owner, ())) < self.per_owner_max
 
     def get(self, owner: Owner, number: int) -> HeldT | None:
         return self._held.get(owner, {}).get(number)

@@ -23,7 +23,6 @@ from kvbm.client.finder import ERROR_SUFFIX
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.assembly import SpaceTable
-from kvbm.manager.leases import Lease
 from kvbm.manager.server import Server
 from kvbm.manager.traffic import Traffic
 from kvbm.observe.exporter import MetricsServer, bind_nearby
@@ -62,10 +61,7 @@ def serve(
     """
     metrics = Metrics()
     traffic = Traffic(metrics, settings, clock)
-
-    def make_spaces(on_progress: Callable[[Lease], None]) -> SpaceTable:
-        return SpaceTable(settings, namespaces, metrics, clock, on_progress)
-
+    make_spaces = partial(SpaceTable, settings, namespaces, metrics, clock)
     if not settings.manager:
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
     peer_uids = settings.trusted_peer_uids

@@ -75,7 +75,7 @@ class Server:
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.spaces = spaces(self._announce)
-        self._membership = Membership(self.spaces, self.epoch, self._drop_unused, clock)
+        self.membership = Membership(self.spaces, self.epoch, self._drop_unused, clock)
         self.traffic = traffic
         self.last_busy_s = clock()
         self.refused_count = 0
@@ -85,9 +85,9 @@ class Server:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._sessions: dict[int, Session] = {}
-        self._followers = Followers(clock, self._sessions.get, self.spaces.namespace_of)
-        self._requests = requests = Requests(self._membership, traffic, self._followers, self._sessions.get)
+        self.sessions: dict[int, Session] = {}
+        self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
+        self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
         self._numbers = count(1)
         self._accepting = True
         self._accept_failed = False
@@ -109,7 +109,7 @@ class Server:
 
     @property
     def engine_count(self) -> int:
-        return len(self._membership)
+        return len(self.membership)
 
     def watch_descriptor(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back, in the loop, when `fd` is readable (a signal's wake-up pipe)."""
@@ -137,7 +137,7 @@ class Server:
 
     def close(self, keep: bool) -> None:
         """Write what waits, release every tier and every session."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             session.close()
         for _, space in list(self.spaces):
             self.spaces.drop(space, keep)
@@ -160,13 +160,13 @@ class Server:
                 f"user {session.peer_uid()} cannot be served: this manager is user {os.geteuid()}'s "
                 f"({variable('peer_uids')} lists others, for a socket that it is told to listen on)"
             )
-        elif len(self._sessions) >= SESSIONS_MAX:
-            refusal = f"{len(self._sessions)} sessions are open: accepted are {SESSIONS_MAX}"
+        elif len(self.sessions) >= SESSIONS_MAX:
+            refusal = f"{len(self.sessions)} sessions are open: accepted are {SESSIONS_MAX}"
         if refusal:
             session.send(Refused(reason=refusal))
             session.close()
             return
-        self._sessions[session.number] = session
+        self.sessions[session.number] = session
         self._selector.register(connection, selectors.EVENT_READ, session)
 
     def _pause_accepting(self, error: OSError) -> None:
@@ -177,7 +177,7 @@ class Server:
             log.warning(
                 "sessions cannot be accepted: %s; %d are open, tried again every %g s",
                 error.strerror,
-                len(self._sessions),
+                len(self.sessions),
                 TICK_S,
             )
         self._accept_failed = True
@@ -204,11 +204,11 @@ class Server:
     def _update_sessions(self) -> None:
         """End the sessions that closed, also those that closed by that; select for writing where bytes are queued."""
         while ended := [
-            s for s in self._sessions.values() if s.ended_by_peer or (s.closed and not s.lingering)
+            s for s in self.sessions.values() if s.ended_by_peer or (s.closed and not s.lingering)
         ]:
             for session in ended:
                 self._end(session)
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             if not session.lingering:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.wants_to_write else 0)
                 if self._selector.get_key(session.connection).events != events:
@@ -217,43 +217,43 @@ class Server:
     def _end(self, session: Session) -> None:
         """Serve a session no more. Forget it, unless it may write to memory until its other end closes."""
         if not session.lingering:
-            self._requests.dropped(self._membership.gone(session))
+            self._requests.dropped(self.membership.gone(session))
         if session.writes and not session.ended_by_peer:
             session.linger()
             self._selector.modify(session.connection, selectors.EVENT_READ, session)
             return
-        self._membership.ended(session)
+        self.membership.ended(session)
         self._selector.unregister(session.connection)
-        del self._sessions[session.number]
+        del self.sessions[session.number]
         session.close()
 
     def _tick(self) -> None:
         if not self._accepting:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._accepting = True
-        self._membership.expire()
-        self._membership.announce_tiers()
-        self._membership.name_missing()
+        self.membership.expire()
+        self.membership.announce_tiers()
+        self.membership.name_missing()
         publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
-        if self._membership.awaited:
+        if self.membership.awaited:
             self.last_busy_s = self._clock()
-        roles = [s.hello.role for s in self._sessions.values() if s.hello and not s.closed]
-        self.traffic.tick(roles, [engine.name for engine in self._membership])
+        roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
+        self.traffic.tick(roles, [engine.name for engine in self.membership])
 
     # ---- messages about the manager itself
 
     def _hello(self, session: Session, message: Hello) -> None:
-        space = self._membership.admit(session, message)
+        space = self.membership.admit(session, message)
         if space is not None:
             self._watch_tier(space)
 
     def _reset(self, session: Session, message: Reset) -> None:
-        engine = self._membership.of(session)
+        engine = self.membership.of(session)
         if engine is None:
             spaces = [space for _, space in self.spaces]
         else:
             # Its keys are other ones from now on; what another engine hits under the old ones is that engine's.
-            spaces = [] if self._membership.shared(engine) else [engine.space]
+            spaces = [] if self.membership.shared(engine) else [engine.space]
         results = [space.clear(message.tier) for space in spaces]
         session.send(ResetReply(dropped=sum(r[0] for r in results), in_use=sum(r[1] for r in results)))
 

@@ -245,10 +245,6 @@ class Space:
             self.disk.offloader.pump()
         return len(good)
 
-    def condemn(self, reservation: Reservation) -> None:
-        """Refuse a later commit. The slots stay filling until `abort`, when no worker can write to them any more."""
-        reservation.condemned = True
-
     def abort(self, reservation: Reservation) -> None:
         """Free a reservation's slots. The caller knows that no worker writes to them any more."""
         self.reservations.pop(reservation.owner, reservation.number)
@@ -283,8 +279,7 @@ class Space:
         """Take completions and submit what is queued. Called often; costs microseconds when there is nothing."""
         if self.disk is not None:
             self.disk.collect()
-        if self._usage:
-            self._usage.pass_on(self.pools, self.disk.offloader if self.disk else None, self._clock())
+        self._usage.pass_on(self.pools, self.disk.offloader if self.disk else None, self._clock())
         if self.disk is not None:
             self.disk.advance()
 

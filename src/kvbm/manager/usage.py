@@ -19,9 +19,6 @@ class Usage:
         # A chain and how much of it was found, or the last key of a request that ended and its output tokens.
         self._pending: deque[tuple[list[BlockKey] | BlockKey, int]] = deque(maxlen=_PENDING_MAX)
 
-    def __bool__(self) -> bool:
-        return bool(self._pending)
-
     def note(self, keys: list[BlockKey], found: int) -> None:
         """A request came for this chain; its first `found` blocks were in a tier or on the device."""
         self._pending.append((keys, found))

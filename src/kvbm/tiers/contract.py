@@ -2,8 +2,8 @@
 
 A tier stores blocks in slots that the *manager* chooses; it moves bytes, keeps what it needs to find them
 again after a restart, and decides nothing else. Every method is called by the manager's one owner thread and
-none of them may block on the medium: work is submitted, and its completion is collected by `poll`. What a tier is told
-of a block beside its key, the engine's own hash and the group, it hands back with the block: here it means nothing.
+none of them may block on the medium: work is submitted, and its completion is collected by `poll`. With each block a
+tier keeps the engine's own hash and the group, which mean nothing to it, and hands them back.
 
 Guarantees that every tier gives, checked by `kvbm.testing.tier_contract`:
 

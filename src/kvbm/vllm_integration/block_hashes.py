@@ -38,37 +38,30 @@ class EngineHashes(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        found: bytes | list[bytes] = self._request.block_hashes[index]
+        return self._hashes()[index]
+
+    def _hashes(self) -> list[bytes]:
+        found: list[bytes] = self._request.block_hashes
         return found
 
 
-class OwnHashes(Sequence[bytes]):
+class OwnHashes(EngineHashes):
     """Our own chain over the request's tokens and vLLM's extra keys (adapter, multimodal items, cache salt)."""
 
     def __init__(self, request: Any, block_tokens: int) -> None:
-        self._request = request
+        super().__init__(request)
         self._block_tokens = block_tokens
-        self._hashes: list[bytes] = []
+        self._own: list[bytes] = []
         self._mm_index = 0
 
-    def __len__(self) -> int:
-        return len(self._request.block_hashes)
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        self._extend(len(self))
-        return self._hashes[index]
-
-    def _extend(self, count: int) -> None:
+    def _hashes(self) -> list[bytes]:
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
         tokens = self._request.all_token_ids
-        while len(self._hashes) < count:
-            start = len(self._hashes) * self._block_tokens
+        while len(self._own) < len(self):
+            start = len(self._own) * self._block_tokens
             end = start + self._block_tokens
             extras, self._mm_index = generate_block_hash_extra_keys(self._request, start, end, self._mm_index)
-            parent = self._hashes[-1] if self._hashes else ROOT
-            self._hashes.append(chain_key(_OWN_CHAIN, parent, tokens[start:end], repr(extras).encode()))
+            parent = self._own[-1] if self._own else ROOT
+            self._own.append(chain_key(_OWN_CHAIN, parent, tokens[start:end], repr(extras).encode()))
+        return self._own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import takewhile
 from typing import Any
 
 
@@ -49,9 +50,4 @@ class PoolBlocks:
         """How many leading blocks of a request are in the prefix cache at this moment; a hint, not a promise."""
         if self.pool is None:
             return 0
-        count = 0
-        for block_hash in block_hashes:
-            if not self.pool.get_cached_block(block_hash, [0]):
-                break
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(lambda key: self.pool.get_cached_block(key, [0]), block_hashes))

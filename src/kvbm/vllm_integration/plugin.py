@@ -1,4 +1,4 @@
-"""vLLM's plug-in: makes the connectors known by name, in every process of vLLM.
+"""vLLM's plug-in: makes the connector known by name, in every process of vLLM.
 
 Called by `openkvbm.entry`, the `vllm.general_plugins` entry point, once it knows whose files these are.
 """
@@ -11,21 +11,20 @@ from kvbm.vllm_integration.versions import unsupported
 
 log = logging.getLogger("kvbm.vllm")
 
-CONNECTORS = ("DynamoConnector",)
-
 
 def register() -> None:
-    """Register the names with vLLM. General plugins are loaded several times in a process: a known name is fine.
+    """Register the name with vLLM. General plugins are loaded several times in a process: a known name is no error.
 
-    A vLLM too old to know of connectors may serve without us all the same: that is one line, and no error.
+    A vLLM that is too old for connectors may still serve without KVBM: one warning, and no error.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     except ImportError as error:
         log.warning("%s", unsupported(error))
         return
-    for name in CONNECTORS:
-        try:
-            KVConnectorFactory.register_connector(name, "kvbm.vllm_integration.connector", name)
-        except ValueError:
-            continue  # registered by an earlier load
+    try:
+        KVConnectorFactory.register_connector(
+            "DynamoConnector", "kvbm.vllm_integration.connector", "DynamoConnector"
+        )
+    except ValueError:
+        pass  # registered by an earlier load

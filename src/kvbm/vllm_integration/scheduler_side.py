@@ -171,7 +171,7 @@ class SchedulerSide:
     @property
     def stores_pending(self) -> bool:
         """Whether stores are under way that the engine should step on for."""
-        return self.leader.stores_pending
+        return self.leader.stores.pending
 
     def reset(self) -> bool:
         """Forget all blocks. vLLM empties its device's cache in the same call: that is no second reset."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,21 +86,17 @@ class Counted:
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
-        self._last = dict.fromkeys((*COUNTERS, *UNLOADED), 0)
+        self._last: Counter[str] = Counter()
 
     def since_last(self) -> KvbmStats | None:
         """What was counted since the last call; None when nothing was."""
-        now = {
-            "loaded_host_blocks": self._leader.loaded_blocks[Tier.HOST],
-            "loaded_disk_blocks": self._leader.loaded_blocks[Tier.DISK],
-            "failed_blocks": self._leader.failed_blocks,
-        }
-        now |= {name: self._leader.unloaded_blocks[reason] for name, reason in UNLOADED.items()}
-        rise = {name: value - self._last[name] for name, value in now.items()}
-        self._last = now
+        now = Counter({name: self._leader.lookups.unloaded[reason] for name, reason in UNLOADED.items()})
+        now["loaded_host_blocks"] = self._leader.loaded_blocks[Tier.HOST]
+        now["loaded_disk_blocks"] = self._leader.loaded_blocks[Tier.DISK]
+        now["failed_blocks"] = self._leader.failed_blocks
+        rise, self._last = now - self._last, now
         # Reasons without blocks are left out: vLLM's log line repeats everything that is in.
-        data = {name: value for name, value in rise.items() if value or name in COUNTERS}
-        return KvbmStats(data=data) if any(data.values()) else None
+        return KvbmStats(data={**dict.fromkeys(COUNTERS, 0), **rise}) if rise else None
 
 
 def build(data: dict[str, Any] | None) -> KvbmStats:

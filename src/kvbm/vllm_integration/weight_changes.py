@@ -58,30 +58,19 @@ _samples: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _updates = 0
 
 
-def listen(listener: WeightsListener, core: Any = None) -> None:
-    """Notify this listener, as long as it lives, of changes that an engine core of this process makes.
-
-    `core` is the class of engine cores, vLLM's unless given.
-    """
-    if core is None:
-        from vllm.v1.engine.core import EngineCore
-
-        core = EngineCore
+def listen(listener: WeightsListener, core: type) -> None:
+    """Notify this listener, as long as it lives, of changes that engine cores of this class make."""
     _listeners.add(listener)
     _wrap(core, "collective_rpc", _watched_call)
     _wrap(core, "reset_prefix_cache", _watched_reset)
     _wrap(core, "set_weight_version", _noted_version)
 
 
-def count_updates(worker_side: Any, worker: Any = None) -> None:
-    """Count, from now on, the calls that change the weights of this rank, and call `worker_side.quiesce()` before its
-    memory is taken away. `worker` is the class of ranks, vLLM's unless given."""
-    if worker is None:
-        from vllm.v1.worker.gpu_worker import Worker
-
-        worker = Worker
+def count_updates(worker_side: Any, rank: type) -> None:
+    """Count, from now on, the calls that change the weights of ranks of this class, and call `worker_side.quiesce()`
+    before their memory is taken away."""
     _before_sleep.add(worker_side)
-    for kind in (worker, *worker.__subclasses__()):
+    for kind in (rank, *rank.__subclasses__()):
         for name in UPDATES:
             _wrap(kind, name, _counted_update)
         for name in MEMORY_CALLS:

@@ -97,9 +97,12 @@ class WorkerSide:
             stores_here=rank % replicas == 0,
             weights_changes=weight_changes.updates_seen,
         )
-        weight_changes.count_updates(self)
+        from vllm.v1.worker.gpu_worker import Worker as Rank
+
+        weight_changes.count_updates(self, Rank)
+        timeout_s = float(settings.init_timeout_s) if self._address.private else SHARED_TIMEOUT_S
         try:
-            self.worker.attach(self._timeout_s())
+            self.worker.attach(timeout_s)
         except ManagerUntrusted as error:
             self._finder.log_trouble(str(error))
         except (ManagerUnavailable, ManagerRefused) as error:
@@ -163,6 +166,3 @@ class WorkerSide:
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()
-
-    def _timeout_s(self) -> float:
-        return float(self._settings.init_timeout_s) if self._address.private else SHARED_TIMEOUT_S

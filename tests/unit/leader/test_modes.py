@@ -44,7 +44,7 @@ def test_a_store_is_released_when_its_request_ends(make_bench: Callable[..., Ben
     assert bench.step(preempted=["s"]).released == (second.store,)
 
 
-def test_what_every_rank_has_told_of_is_not_released(make_bench: Callable[..., Bench]) -> None:
+def test_a_store_that_every_rank_has_reported_is_not_released(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(rank_count=2)
     bench.add()
     plan = bench.store()
@@ -93,7 +93,7 @@ def promised(bench: Bench, before_tail: int, **reply: Any) -> Answer:
     ],
     ids=["a tail", "a long tail", "nothing left to compute", "not all there", "came from disk"],
 )
-def test_who_is_loaded_beside_the_forward_pass(
+def test_which_loads_run_beside_the_forward_pass(
     make_bench: Callable[..., Bench], before_tail: int, reply: dict[str, int], layerwise: bool
 ) -> None:
     bench = make_bench(layerwise=True, device=ScriptedDevice())
@@ -104,7 +104,7 @@ def test_who_is_loaded_beside_the_forward_pass(
     assert not layerwise or plan.ready == len(plan.slots)
 
 
-def test_nobody_is_by_default(make_bench: Callable[..., Bench]) -> None:
+def test_no_load_runs_beside_it_by_default(make_bench: Callable[..., Bench]) -> None:
     assert promised(make_bench(), 9) == Answer(blocks=5)
 
 
@@ -115,7 +115,7 @@ def loading(bench: Bench) -> LoadPlan:
     return plan
 
 
-def test_its_end_is_heard_from_the_ranks(make_bench: Callable[..., Bench]) -> None:
+def test_the_ranks_report_its_end(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(layerwise=True, device=ScriptedDevice())
     plan = loading(bench)
     bench.manager.said()
@@ -146,7 +146,7 @@ def test_nothing_computed_on_a_failed_layer_is_kept(make_bench: Callable[..., Be
     assert [split_keys(message.keys) for message in again] == [keys(6), keys(4)]
 
 
-def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..., Bench]) -> None:
+def test_no_other_request_reads_blocks_that_are_not_confirmed(make_bench: Callable[..., Bench]) -> None:
     """The engine shares blocks as soon as it has made room for them. If they fail, only their own request is told."""
     bench = make_bench(layerwise=True, device=ScriptedDevice())
     loading(bench)
@@ -171,7 +171,9 @@ def test_nobody_else_reads_blocks_that_are_not_confirmed(make_bench: Callable[..
     assert not bench.leader.matched("twin", 5, 9).later
 
 
-def test_a_failed_load_that_nobody_has_read_costs_only_itself(make_bench: Callable[..., Bench]) -> None:
+def test_a_failed_load_that_no_forward_pass_has_read_costs_only_itself(
+    make_bench: Callable[..., Bench],
+) -> None:
     bench = make_bench()
     bench.add("other")
     planned = bench.store("other")

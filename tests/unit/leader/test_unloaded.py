@@ -31,8 +31,8 @@ def bench() -> Iterator[Bench]:
 
 def counted(bench: Bench) -> dict[str, int]:
     """What the leader has counted, without the zeros."""
-    assert tuple(bench.leader.unloaded_blocks) == UNLOADED_REASONS
-    return {reason: count for reason, count in bench.leader.unloaded_blocks.items() if count}
+    assert tuple(bench.leader.lookups.unloaded) == UNLOADED_REASONS
+    return {reason: count for reason, count in bench.leader.lookups.unloaded.items() if count}
 
 
 def told(bench: Bench) -> dict[str, int]:

@@ -14,7 +14,7 @@ import kvbm
 from kvbm.errors import SettingsError
 from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
 from kvbm.policy import AdmitAll, GhostAdmission, LeafFirstLru, WriteBudget
-from rigs.manager import ManagerBench
+from rigs.manager import KEYS, ManagerBench
 
 LAYOUT = kvbm.BlockLayout(block_tokens=8, shard_bytes=4096)
 
@@ -52,7 +52,9 @@ def test_built_in_names_are_taken() -> None:
         choose_admission("admission", name, 1, 0.0)
     ghosts = choose_admission("admission", "ghost", 7, 0.0)
     assert isinstance(ghosts, GhostAdmission)
-    assert ghosts._ghosts_max == 14
+    for key in KEYS[:20]:
+        ghosts.offered(key, 0.0)
+    assert len(ghosts) == 14
 
 
 def test_unknown_names_are_refused_with_what_is_accepted() -> None:

@@ -30,7 +30,7 @@ def filling(manager: ManagerBench) -> int:
 
 
 @pytest.mark.parametrize("leader_first", [True, False])
-def test_a_worker_that_is_dead_before_its_end_is_read_settles_its_fences(
+def test_the_fences_of_a_worker_that_died_before_its_end_is_read_are_released(
     manager: ManagerBench, monkeypatch: pytest.MonkeyPatch, leader_first: bool
 ) -> None:
     """The leader's end is dealt with first, so the fence is sent into a socket that nobody reads any more."""
@@ -40,17 +40,17 @@ def test_a_worker_that_is_dead_before_its_end_is_read_settles_its_fences(
         worker, leader = manager.worker(), manager.leader()
         assert leader.expect(Ready).ready
     leader.reserve(1, KEYS[:3])
-    gone = manager.server._membership.gone
+    gone = manager.server.membership.gone
 
     def killed_meanwhile(session: Session) -> list[Lease]:
         worker.close()
         return gone(session)
 
-    monkeypatch.setattr(manager.server._membership, "gone", killed_meanwhile)
+    monkeypatch.setattr(manager.server.membership, "gone", killed_meanwhile)
     leader.close()
     manager.server.step(0.0)
-    assert filling(manager) == 0, "settled in the same step"
-    assert len(manager.server._membership.fences) == manager.server.engine_count == 0
+    assert filling(manager) == 0, "released in the same step"
+    assert len(manager.server.membership.fences) == manager.server.engine_count == 0
     again, _ = manager.engine("another")
     assert len(set(again.reserve(1, KEYS[:3]))) == 3, "the keys can be stored again"
 
@@ -139,7 +139,7 @@ def test_a_session_that_we_ended_is_not_served(manager: ManagerBench) -> None:
     assert manager.space().host_pool.counts().resident == 2
     worker.close()
     manager.step()
-    assert len(manager.server._sessions) == 1
+    assert len(manager.server.sessions) == 1
     assert not leader.expect(Ready).ready
 
 
@@ -147,7 +147,7 @@ def test_sessions_that_may_not_write_are_closed_at_once(manager: ManagerBench) -
     leader = manager.leader()
     leader.send(Lookup(lookup=1, keys=b"x" * 33))
     assert "33 bytes" in refusal(leader)
-    assert len(manager.server._sessions) == 0
+    assert len(manager.server.sessions) == 0
 
 
 # ---- a tier that goes off

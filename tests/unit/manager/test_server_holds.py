@@ -195,7 +195,7 @@ def test_an_engine_that_is_gone_leaves_nothing_but_its_blocks(manager: ManagerBe
     manager.until(lambda: manager.server.engine_count == 0)
     counts = manager.space().host_pool.counts()
     assert (counts.leased, counts.filling, counts.resident) == (0, 0, 2)
-    assert len(manager.server._membership.fences) == 0
+    assert len(manager.server.membership.fences) == 0
     manager.tick()
     assert manager.metrics.value("kvbm_engines") == 0
 
@@ -241,9 +241,7 @@ def test_who_watches_a_lease_of_a_dead_leader_hears_the_end(make_manager: MakeBe
     worker.send(Watch(lookup=2))
     worker.take()
     leader.close()
-    manager.until(
-        lambda: manager.server._membership.of(manager.server._sessions[_number(manager)]) is not None
-    )
+    manager.until(lambda: manager.server.membership.of(manager.server.sessions[_number(manager)]) is not None)
     assert worker.take() == [Progress(lookup=2, ready=0, final=True)]
     below.release()
     manager.step()
@@ -251,7 +249,7 @@ def test_who_watches_a_lease_of_a_dead_leader_hears_the_end(make_manager: MakeBe
 
 
 def _number(manager: ManagerBench) -> int:
-    return next(iter(manager.server._sessions))
+    return next(iter(manager.server.sessions))
 
 
 def test_a_broken_tier_ends_the_run_and_says_so_in_the_metrics(

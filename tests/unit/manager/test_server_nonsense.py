@@ -259,7 +259,7 @@ def test_a_client_that_reads_nothing_is_dropped_and_the_rest_served(
     store(leader, worker, 1, KEYS[:4])
     slow, _ = manager.engine("slow")
     question = encode(Lookup(lookup=1, keys=join_keys(KEYS[:4] * 250)))
-    number, server_sessions = 0, manager.server._sessions
+    number, server_sessions = 0, manager.server.sessions
     before = len(server_sessions)
     while len(server_sessions) == before:
         number += 1

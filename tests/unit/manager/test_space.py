@@ -188,7 +188,7 @@ def test_one_key_twice_in_a_question_is_no_harm(bench: Bench) -> None:
 
 def test_leases_of_one_owner_are_bounded(bench: Bench) -> None:
     bench.store(KEYS[:1])
-    bound = bench.space.leases._per_owner_max
+    bound = bench.space.leases.per_owner_max
     for number in range(bound):
         assert bench.space.lookup(ME, number + 1, KEYS[:1], 0) is not None
     assert bench.space.lookup(ME, bound + 1, KEYS[:1], 0) is None
@@ -349,7 +349,7 @@ def test_what_runs_out_ends(bench: Bench) -> None:
     (overdue,) = bench.space.overdue()
     assert overdue.keys == KEYS[2:3]
     assert bench.space.host_pool.counts().leased == 0
-    bench.space.condemn(overdue)
+    overdue.condemned = True
     assert bench.space.overdue() == [], "condemned once"
     assert bench.space.commit(ME, 2) == 0
     assert bench.space.host_pool.state_of(overdue.slots[0]) is BlockState.FILLING, (

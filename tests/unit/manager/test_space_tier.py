@@ -150,7 +150,7 @@ def test_recovered_blocks_are_found_and_the_oldest_goes_first(make: Callable[...
     bench.tier = FakeTier(bench.medium)
     bench.arena = HostArena(LAYOUT, 4, touch_threads=0)
     bench.space = Space(
-        LAYOUT, bench.arena, bench.tier, AdmitAll(), bench.metrics, bench.clock, bench._progressed
+        LAYOUT, bench.arena, bench.tier, AdmitAll(), bench.metrics, bench.clock, bench.progressed
     )
     assert bench.space.disk is not None
     assert bench.space.disk.pool.counts().resident == 3

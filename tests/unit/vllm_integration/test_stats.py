@@ -35,11 +35,11 @@ def test_what_was_not_loaded_is_reported_once_by_reason_and_zeros_are_left_out()
     leader: Any = SimpleNamespace(
         loaded_blocks={Tier.HOST: 0, Tier.DISK: 0},
         failed_blocks=0,
-        unloaded_blocks=dict.fromkeys(UNLOADED_REASONS, 0),
+        lookups=SimpleNamespace(unloaded=dict.fromkeys(UNLOADED_REASONS, 0)),
     )
     counted = Counted(leader)
     assert counted.since_last() is None
-    leader.unloaded_blocks["cost"] = 3
+    leader.lookups.unloaded["cost"] = 3
     leader.loaded_blocks[Tier.DISK] = 2
     first = counted.since_last()
     assert first is not None
@@ -50,7 +50,7 @@ def test_what_was_not_loaded_is_reported_once_by_reason_and_zeros_are_left_out()
         "unloaded_cost_blocks": 3,
     }
     assert counted.since_last() is None
-    leader.unloaded_blocks["cost"] = 4
+    leader.lookups.unloaded["cost"] = 4
     more = counted.since_last()
     assert more is not None
     assert more.data["unloaded_cost_blocks"] == 1

@@ -41,16 +41,16 @@ class Gittins:
         turns_max: int = TURNS_MAX,
         kinds_max: int = KINDS_MAX,
     ) -> None:
-        self._tree = RunTree(slot_count)
-        self._learner = Learner(kinds_max)
-        self._turns = Turns(turns_max)
-        self._running: dict[int, int] = {}
+        self.tree = RunTree(slot_count)
+        self.learner = Learner(kinds_max)
+        self.turns = Turns(turns_max)
+        self.running: dict[int, int] = {}
         self._filling: set[int] = set()
         self._runs_max = max(history_runs_min, slot_count // 16)
         self._blocks_max = max(history_blocks_min, slot_count // 4)
-        self._duel = Duel(slot_count, turns_max)
-        self._candidates = Candidates(self._tree, self._learner.model)
-        self._fitting = Fitting(self._tree, self._turns, self._learner)
+        self.duel = Duel(slot_count, turns_max)
+        self._candidates = Candidates(self.tree, self.learner.model)
+        self.fitting = Fitting(self.tree, self.turns, self.learner)
 
     # ---- requests
 
@@ -60,58 +60,58 @@ class Gittins:
             return
         self._candidates.now_s = now_s
         names = names_of(keys)
-        path, known = self._tree.match(names)
+        path, known = self.tree.match(names)
         self._cut_at_residency(path)
         number = self._begin_turn(names, path, known, now_s)
         self._supersede(path, now_s)
-        self._duel.begin(number)
-        tree = self._tree
-        lru_hits = self._duel.lru_hits((tree.turn[run], tree.length[run]) for run in path)
+        self.duel.begin(number)
+        tree = self.tree
+        lru_hits = self.duel.lru_hits((tree.turn[run], tree.length[run]) for run in path)
         last = self._use(path, number, len(names), now_s)
         self._add_new(last, known, names, number, now_s)
         hits = slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
-        if self._duel.end(lru_hits, hits, len(names), now_s):
-            self._candidates.by_last_use(self._duel.lru_decides)
-        if self._fitting.step(now_s):
+        if self.duel.end(lru_hits, hits, len(names), now_s):
+            self._candidates.by_last_use(self.duel.lru_decides)
+        if self.fitting.step(now_s):
             self._candidates.expire()
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
         """Note the length of the output, which says how likely a next turn is."""
         name = names_of((key,))[0]
-        number = self._running.pop(name, 0)
-        turns, tree = self._turns, self._tree
+        number = self.running.pop(name, 0)
+        turns, tree = self.turns, self.tree
         at = turns.find(number)
         if at < 0:
             return
         self._candidates.now_s = now_s
         turns.finish(at, output_tokens)
-        code, codes, run = turns.code[at] * RUN_CODES, self._learner.codes, turns.last_run[at]
+        code, codes, run = turns.code[at] * RUN_CODES, self.learner.codes, turns.last_run[at]
         while run >= 0 and tree.turn[run] == number:
             # The length was true from the start, but not known then. The model has to know runs also by what is known
             # at first, and over their whole life: so they count for both kinds.
             early = tree.early_kind[run] = tree.kind[run]
-            tree.kind[run] = self._learner.kind(code + codes[early] % RUN_CODES)
+            tree.kind[run] = self.learner.kind(code + codes[early] % RUN_CODES)
             tree.used_s[run] = now_s
             self._candidates.offer(run)
             run = tree.parent[run]
 
     def _begin_turn(self, names: array[int], path: list[int], known: int, now_s: float) -> int:
         """Note the request, as the next turn of the one that used the last known run, unless many continue that run."""
-        turns, tree = self._turns, self._tree
+        turns, tree = self.turns, self.tree
         before = 0
         if path and tree.branches[path[-1]] < _BRANCHES_MAX:
             before = tree.turn[path[-1]]
         if path and known < len(names):
             tree.branches[path[-1]] += 1
         number = self._candidates.request_number = turns.begin(before, now_s, len(names), known)
-        self._running[names[-1]] = number
-        if len(self._running) > turns.capacity:
-            del self._running[next(iter(self._running))]
+        self.running[names[-1]] = number
+        if len(self.running) > turns.capacity:
+            del self.running[next(iter(self.running))]
         return number
 
     def _cut_at_residency(self, path: list[int]) -> None:
         """Cut runs that are resident in part, so that a run comes into the tier as a whole or not at all."""
-        tree = self._tree
+        tree = self.tree
         for i in range(len(path) - 1, -1, -1):
             run = path[i]
             if 0 < tree.resident[run] < tree.length[run]:
@@ -122,9 +122,9 @@ class Gittins:
 
     def _use(self, path: list[int], number: int, blocks: int, now_s: float) -> int:
         """Note the use of every run of the path, an event for the model. Returns the last of them."""
-        tree, at, used = self._tree, number % self._turns.capacity, self._learner.used
-        code, drops = self._turns.code[at] * RUN_CODES, self._turns.drops[at]
-        position, before, moved = 0, NO_RUN, self._duel.moved
+        tree, at, used = self.tree, number % self.turns.capacity, self.learner.used
+        code, drops = self.turns.code[at] * RUN_CODES, self.turns.drops[at]
+        position, before, moved = 0, NO_RUN, self.duel.moved
         for run in path:
             if weight := tree.weight[run]:
                 age_s = now_s - tree.used_s[run]
@@ -144,7 +144,7 @@ class Gittins:
             tree.turn[run] = number
             tree.used_s[run] = now_s
             tree.weight[run] = _WEIGHT[min(length, 4095)]
-            kind = tree.kind[run] = self._learner.kind(code + features.run_code(uses, where, drops))
+            kind = tree.kind[run] = self.learner.kind(code + features.run_code(uses, where, drops))
             if before >= 0 and tree.kind[before] == kind and self._can_merge(before, run):
                 tree.merge(before, run)
                 tree.uses[before] = uses
@@ -155,7 +155,7 @@ class Gittins:
 
     def _can_merge(self, run: int, rest: int) -> bool:
         """Whether they may be one run again: no other continues the first, and both are resident alike."""
-        tree = self._tree
+        tree = self.tree
         return (
             tree.child[run] == rest
             and tree.next[rest] < 0
@@ -175,25 +175,25 @@ class Gittins:
             if at < end:
                 parent = self._new_run(parent, names[at:end], where, number, now_s)
                 at = end
-        self._turns.last_run[number % self._turns.capacity] = parent
+        self.turns.last_run[number % self.turns.capacity] = parent
         if self._surplus(1.0):
             self._forget(now_s)
 
     def _new_run(self, parent: int, names: array[int], where: int, number: int, now_s: float) -> int:
-        tree, at = self._tree, number % self._turns.capacity
+        tree, at = self.tree, number % self.turns.capacity
         run = tree.add(parent, names)
-        self._duel.moved(0, number, len(names))
+        self.duel.moved(0, number, len(names))
         tree.turn[run], tree.used_s[run], tree.uses[run] = number, now_s, 1
         tree.weight[run] = _WEIGHT[min(len(names), 4095)]
-        code = self._turns.code[at] * RUN_CODES if number else 0
-        tree.kind[run] = self._learner.kind(
-            code + features.run_code(1, where, self._turns.drops[at] if number else 0)
+        code = self.turns.code[at] * RUN_CODES if number else 0
+        tree.kind[run] = self.learner.kind(
+            code + features.run_code(1, where, self.turns.drops[at] if number else 0)
         )
         return run
 
     def _supersede(self, path: list[int], now_s: float) -> None:
         """Mark the rest of an earlier request's chain as left behind, where this request leaves that chain."""
-        tree = self._tree
+        tree = self.tree
         for i, run in enumerate(path):
             turn = tree.turn[run]
             if i + 1 < len(path) and tree.turn[path[i + 1]] == turn:
@@ -209,9 +209,9 @@ class Gittins:
                 child = tree.next[child]
 
     def _leave_behind(self, run: int, turn: int, now_s: float) -> None:
-        tree = self._tree
+        tree = self.tree
         while run >= 0:
-            self._become(run, features.superseded(self._learner.codes[tree.kind[run]]), now_s)
+            self._become(run, features.superseded(self.learner.codes[tree.kind[run]]), now_s)
             run = tree.child[run]
             while run >= 0 and tree.turn[run] != turn:
                 run = tree.next[run]
@@ -220,29 +220,29 @@ class Gittins:
 
     def _become(self, run: int, code: int, now_s: float) -> None:
         """The run has other features now: from this age on it counts for another kind."""
-        tree = self._tree
-        before, kind = tree.kind[run], self._learner.kind(code)
+        tree = self.tree
+        before, kind = tree.kind[run], self.learner.kind(code)
         if before == kind:
             return
         tree.kind[run] = kind
         if weight := tree.weight[run]:
             age_s = now_s - tree.used_s[run]
-            self._learner.left.add(before, age_s, weight)
-            self._learner.joined.add(kind, age_s, weight)
+            self.learner.left.add(before, age_s, weight)
+            self.learner.joined.add(kind, age_s, weight)
             if tree.early_kind[run] >= 0:
-                self._learner.left.add(tree.early_kind[run], self._age_s(run, now_s), weight)
+                self.learner.left.add(tree.early_kind[run], self._age_s(run, now_s), weight)
                 tree.early_kind[run] = NO_RUN
         self._candidates.offer(run)
 
     def _age_s(self, run: int, now_s: float) -> float:
         """Seconds since the run's request arrived. `used_s` is when it finished, once it has."""
-        return now_s - self._turns.arrived_s[self._tree.turn[run] % self._turns.capacity]
+        return now_s - self.turns.arrived_s[self.tree.turn[run] % self.turns.capacity]
 
     # ---- residency
 
     def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
         """Put the blocks into the runs that their request added, or into new ones."""
-        tree, names = self._tree, names_of(keys)
+        tree, names = self.tree, names_of(keys)
         self._filling.update(slots)
         behind = tree.run_of[parent] if parent >= 0 else NO_RUN
         if behind >= 0 and tree.tail_slot(behind) != parent:
@@ -257,7 +257,7 @@ class Gittins:
 
     def _run_to_fill(self, behind: int, names: array[int], done: int, now_s: float) -> int:
         """The run to which the blocks from `names[done]` on belong: none of them is resident, all before them are."""
-        tree = self._tree
+        tree = self.tree
         if behind >= 0 and tree.resident[behind] < tree.length[behind]:
             # The block is the next of the run behind, or the chain goes another way in the middle of it.
             rest = tree.cut(behind, tree.resident[behind])
@@ -269,20 +269,20 @@ class Gittins:
                 tree.move(run, behind)  # it was left without its parent once
             return run
         if behind >= 0 and tree.child[behind] < 0:
-            code = self._learner.codes[tree.kind[behind]]
+            code = self.learner.codes[tree.kind[behind]]
             if features.position_of(code) == Position.OUTPUT and tree.can_extend(behind):
-                self._duel.moved(0, tree.turn[behind], len(names) - done)
+                self.duel.moved(0, tree.turn[behind], len(names) - done)
                 tree.extend(behind, names[done:])  # an output grows block by block
                 return behind
         number = tree.turn[behind] if behind >= 0 else 0
-        number = number if self._turns.find(number) >= 0 else 0
+        number = number if self.turns.find(number) >= 0 else 0
         return self._new_run(behind, names[done:], Position.OUTPUT, number, now_s)
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Offer the leaves among these."""
         if not self._filling and not self._candidates.passed_over:
             return
-        tree = self._tree
+        tree = self.tree
         slots = list(slots)
         self._filling.difference_update(slots)
         for run in {tree.run_of[slot] for slot in slots}:
@@ -290,13 +290,13 @@ class Gittins:
 
     def removed(self, slots: Iterable[int]) -> None:
         """Take the blocks out of their runs."""
-        tree = self._tree
+        tree = self.tree
         for slot in slots:
             run = tree.run_of[slot]
             turn, known = tree.turn[run], tree.live_blocks
             self._filling.discard(slot)
             tree.remove(slot)
-            self._duel.forgotten(turn, known - tree.live_blocks)
+            self.duel.forgotten(turn, known - tree.live_blocks)
             self._candidates.offer(run if tree.resident[run] else tree.parent[run])
 
     # ---- eviction
@@ -305,7 +305,7 @@ class Gittins:
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
         """Blocks of the leaves with the lowest index; fewer where the end of `incoming` has a lower one."""
-        tree, candidates = self._tree, self._candidates
+        tree, candidates = self.tree, self._candidates
         candidates.now_s = now_s
         candidates.expire_if_due()
         chosen: list[int] = []
@@ -326,7 +326,7 @@ class Gittins:
 
     def _newcomers(self, incoming: Sequence[Hashable]) -> list[tuple[float, int]]:
         """(worth, blocks) of the incoming runs, in the order of the chain."""
-        tree, names = self._tree, names_of(incoming)
+        tree, names = self.tree, names_of(incoming)
         found: list[tuple[float, int]] = []
         position, end = 0, len(names)
         while position < end:
@@ -344,7 +344,7 @@ class Gittins:
     def _free_tail(self, run: int, most: int, leased: Container[int]) -> int:
         """How many of the run's last blocks may go; the last one may."""
         filling, count = self._filling, 1
-        for slot in self._tree.slots(run)[-2 : -most - 1 : -1]:
+        for slot in self.tree.slots(run)[-2 : -most - 1 : -1]:
             if slot in leased or slot in filling:
                 break
             count += 1
@@ -354,13 +354,13 @@ class Gittins:
 
     def _surplus(self, share: float) -> bool:
         """Whether the history beyond the resident blocks is more than this share of its bound."""
-        tree = self._tree
+        tree = self.tree
         gone_runs, gone_blocks = len(tree) - tree.resident_runs, tree.live_blocks - tree.resident_blocks
         return gone_runs > share * self._runs_max or gone_blocks > share * self._blocks_max
 
     def _forget(self, now_s: float) -> None:
         """Drop the oldest of the history beyond the resident blocks, a tenth of its bound."""
-        tree = self._tree
+        tree = self.tree
         while self._surplus(0.9):
             gone = np.frombuffer(tree.resident, np.int32) == 0
             gone &= np.frombuffer(tree.child, np.int32) < 0
@@ -375,6 +375,6 @@ class Gittins:
                 if weight := tree.weight[run]:
                     for kind in (tree.kind[run], tree.early_kind[run]):
                         if kind >= 0:
-                            self._learner.left.add(kind, now_s - tree.used_s[run], weight)
-                self._duel.forgotten(tree.turn[run], tree.length[run])
+                            self.learner.left.add(kind, now_s - tree.used_s[run], weight)
+                self.duel.forgotten(tree.turn[run], tree.length[run])
                 tree.forget(run)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy
 
-from kvbm.sim.replay.replay import PROGRESS_REQUESTS, Replay
-from kvbm.sim.traces.trace import Trace
+from kvbm.sim.replay.replay import Replay
+from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace
 
 NAME = "belady"
 """What the command line calls it."""

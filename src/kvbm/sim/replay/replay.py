@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from kvbm.policy import EvictionPolicy
 from kvbm.sim.serving.tier import SimulatedTier
-from kvbm.sim.traces.trace import Trace
-
-PROGRESS_REQUESTS = 256
+from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace
 
 
 @dataclass(frozen=True, slots=True)

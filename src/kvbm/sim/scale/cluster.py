@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvbm.policy import make_policy
-from kvbm.sim.replay.replay import PROGRESS_REQUESTS
 from kvbm.sim.scale.routing import Loads, Router
 from kvbm.sim.scale.traffic import Arrival, Traffic
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.prefill import PrefillServer
 from kvbm.sim.serving.tier import BlocksChanged, SimulatedTier
+from kvbm.sim.traces.trace import PROGRESS_REQUESTS
 
 
 class Remote(str, Enum):

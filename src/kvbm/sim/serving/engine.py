@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 import numpy
 
 from kvbm.policy import AdmissionPolicy
-from kvbm.sim.replay.replay import PROGRESS_REQUESTS
 from kvbm.sim.serving.disk import WRITES_IN_FLIGHT_MAX, SimulatedDisk
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.prefill import PrefillServer
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
-from kvbm.sim.traces.trace import Request, Trace
+from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Request, Trace
 
 LEASE_S = 90.0
 """For so long what was found for a waiting request is kept for it; after that it is looked up again when it begins."""

@@ -14,6 +14,8 @@ import numpy
 
 OUTPUT_SECONDS_PER_TOKEN = 0.03
 """Where a trace does not say how long a request took, its output is assumed to have come at this pace."""
+PROGRESS_REQUESTS = 256
+"""Progress is reported once in so many requests."""
 
 
 @dataclass(frozen=True, slots=True)

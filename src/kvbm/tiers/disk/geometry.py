@@ -23,10 +23,11 @@ _EXTENTS_PER_PAGE = 128
 """Entries that a page of a file's extent tree holds at the very least (ext4: 340, half full after a split)."""
 
 
-class DiskFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How the caller names what it sets, for errors and log lines; `as_set` is the capacity as it was written.
+class DiskSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """The setting that a disk tier comes from, for errors and log lines: what the caller calls each part of it.
 
-    `unowned` is empty where the caller cannot set that.
+    `as_set` is the capacity as it was written, which `tier_count` tiers share. `unowned` is empty where that cannot be
+    set.
     """
 
     root: str = "root"
@@ -34,9 +35,10 @@ class DiskFields(msgspec.Struct, frozen=True, kw_only=True):
     as_set: str | int | None = None
     blocks: str = "capacity_blocks"
     unowned: str = "unowned_bytes"
+    tier_count: int = 1
 
 
-AS_PARAMETERS = DiskFields()
+AS_PARAMETERS = DiskSetting()
 """The names of `open_disk_tier`'s own parameters."""
 
 
@@ -81,19 +83,18 @@ def plan_geometry(
     capacity_bytes: int | None,
     capacity_blocks: int | None,
     meta_bytes: int,
-    fields: DiskFields = AS_PARAMETERS,
-    tier_count: int = 1,
+    setting: DiskSetting = AS_PARAMETERS,
 ) -> DiskGeometry:
     """The geometry for a capacity: exactly `capacity_blocks` slots when given, else as many as `capacity_bytes` holds.
 
-    Raises SettingsError when not even one block fits; `tier_count` tiers share the size that the caller set.
+    Raises SettingsError when not even one block fits.
     """
     block_bytes = layout.block_bytes
-    each = f" for each of {tier_count} namespaces" if tier_count > 1 else ""
+    each = f" for each of {setting.tier_count} namespaces" if setting.tier_count > 1 else ""
     if capacity_blocks is not None:
         if not 0 < capacity_blocks <= SLOT_COUNT_MAX:
             accepted = f"1 to {SLOT_COUNT_MAX} blocks{each}"
-            raise SettingsError(fields.blocks, fields.as_set or capacity_blocks, accepted)
+            raise SettingsError(setting.blocks, setting.as_set or capacity_blocks, accepted)
         return _arrange(block_bytes, capacity_blocks, _slab_slots(block_bytes, capacity_blocks))
     assert capacity_bytes is not None, "a capacity is needed, in bytes or in blocks"
     bound = min(capacity_bytes // block_bytes, SLOT_COUNT_MAX)
@@ -106,9 +107,9 @@ def plan_geometry(
         else:
             high = middle - 1
     if low == 0:
-        needed = _arrange(block_bytes, 1, 1).total_bytes(meta_bytes) * tier_count
+        needed = _arrange(block_bytes, 1, 1).total_bytes(meta_bytes) * setting.tier_count
         accepted = f"at least {needed / 1e9:.9f} GB (one block of this model){each}"
-        raise SettingsError(fields.size, fields.as_set or capacity_bytes, accepted)
+        raise SettingsError(setting.size, setting.as_set or capacity_bytes, accepted)
     return _arrange(block_bytes, low, slab_slots)
 
 

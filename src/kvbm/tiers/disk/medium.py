@@ -29,7 +29,7 @@ from kvbm.tiers.disk.directory import (
     describe,
     meta_bytes_bound,
 )
-from kvbm.tiers.disk.geometry import AS_PARAMETERS, RECORD_BYTES, DiskFields, DiskGeometry, plan_geometry
+from kvbm.tiers.disk.geometry import AS_PARAMETERS, RECORD_BYTES, DiskGeometry, DiskSetting, plan_geometry
 from kvbm.tiers.disk.journal import BlockRecord, DamagedRecord, Journal
 from kvbm.tiers.disk.room import Room, bound_unowned, require_space
 from kvbm.tiers.disk.slabs import SlabFiles, slab_name
@@ -51,8 +51,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     zerofill_fallback: bool = False
     persist: bool = True
     unowned_bytes: int | None = None
-    tier_count: int = 1
-    fields: DiskFields = AS_PARAMETERS
+    setting: DiskSetting = AS_PARAMETERS
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
@@ -73,12 +72,7 @@ def plan(options: DiskOptions) -> DiskGeometry:
     """The geometry that the options ask for. Raises SettingsError."""
     meta_bytes = meta_bytes_bound(options.namespace, options.layout)
     return plan_geometry(
-        options.layout,
-        options.capacity_bytes,
-        options.capacity_blocks,
-        meta_bytes,
-        options.fields,
-        options.tier_count,
+        options.layout, options.capacity_bytes, options.capacity_blocks, meta_bytes, options.setting
     )
 
 
@@ -255,20 +249,13 @@ def open_medium(
             raise TierError(f"disk tier: {options.root} was not ready within {within_s:g} s")
 
     meta = describe(options.namespace, options.layout, geometry, options.persist)
-    directory = claim_directory(options.root, meta, syscalls, before, options.fields.root)
+    directory = claim_directory(options.root, meta, syscalls, before, options.setting.root)
     found = directory.found
     kept = found is not None and found.same_blocks(meta)
     if found is not None and not kept:
         log.warning("disk tier: %s starts empty: %s", directory.path, found.difference(meta))
     tier_bytes = geometry.total_bytes(meta_bytes_bound(options.namespace, options.layout))
-    bound_unowned(
-        options.root,
-        directory.path,
-        tier_bytes,
-        options.unowned_bytes,
-        options.tier_count,
-        options.fields.unowned,
-    )
+    bound_unowned(options.root, directory.path, tier_bytes, options.unowned_bytes, options.setting)
     try:
         return _open_files(directory, options, meta, kept, syscalls, io, within_time)
     except BaseException as error:
@@ -342,7 +329,8 @@ def _find_space(
 ) -> None:
     """Room for all slots, before anything is changed. Raises TierError and OSError as `require_space` does."""
     try:
-        field = options.fields.size if options.capacity_blocks is None else options.fields.blocks
+        setting = options.setting
+        field = setting.size if options.capacity_blocks is None else setting.blocks
         require_space(directory, options.root, geometry, syscalls, field)
     except TierError:
         # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then. What is

@@ -24,7 +24,7 @@ from kvbm.tiers.disk.directory import (
     list_directories,
     remove_directory,
 )
-from kvbm.tiers.disk.geometry import DiskGeometry
+from kvbm.tiers.disk.geometry import DiskGeometry, DiskSetting
 from kvbm.tiers.disk.slabs import slab_name
 from kvbm.tiers.disk.syscalls import Syscalls
 
@@ -65,18 +65,12 @@ def list_unowned(root: Path, ours: Path) -> list[UnownedDirectory]:
 
 
 def bound_unowned(
-    root: Path,
-    ours: Path,
-    tier_bytes: int,
-    limit_bytes: int | None,
-    tier_count: int = 1,
-    field: str = "",
+    root: Path, ours: Path, tier_bytes: int, limit_bytes: int | None, setting: DiskSetting
 ) -> None:
     """Remove unowned directories of any namespace, the least recently used first, until they take `limit_bytes`.
 
     None is UNOWNED_TIERS times the size of the largest of them and of ours, which may take `tier_bytes`; `tier_count`
-    such tiers make one setting. What was used within UNOWNED_S stays then, also beyond that. `field` is what the caller
-    calls the limit, where it can be set.
+    such tiers share one setting. What was used within UNOWNED_S stays then, also beyond that.
     """
     left = list_unowned(root, ours)
     removable = left
@@ -84,7 +78,7 @@ def bound_unowned(
         recent_s = _claimed_s(ours) - UNOWNED_S
         removable = [directory for directory in left if directory.used_s < recent_s]
         largest_bytes = max([tier_bytes, *(directory.medium_bytes for directory in left)])
-        limit_bytes = UNOWNED_TIERS * tier_count * largest_bytes
+        limit_bytes = UNOWNED_TIERS * setting.tier_count * largest_bytes
     total_bytes = sum(directory.medium_bytes for directory in left)
     for directory in removable:
         if total_bytes <= limit_bytes:
@@ -96,18 +90,14 @@ def bound_unowned(
                 "together%s",
                 directory.path,
                 limit_bytes / 1e9,
-                f" ({field})" if field else "",
+                f" ({setting.unowned})" if setting.unowned else "",
             )
         if removed or is_locked(directory.path) or not directory.path.exists():
             total_bytes -= directory.medium_bytes  # else it could not be removed, and others have to go
 
 
 def require_space(
-    directory: ClaimedDirectory,
-    root: Path,
-    geometry: DiskGeometry,
-    syscalls: Syscalls,
-    field: str = "capacity_bytes",
+    directory: ClaimedDirectory, root: Path, geometry: DiskGeometry, syscalls: Syscalls, field: str
 ) -> None:
     """Raise TierError unless the filesystem has room for all that is not allocated yet, and something is left.
 

@@ -19,7 +19,7 @@ from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
 from kvbm.tiers.contract import Completion, RecoveredBlock
 from kvbm.tiers.disk.block_io import BlockIo, Buffer, BufferStillInUse, HostBlockIo, disk_namespace
-from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskFields
+from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskSetting
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, open_medium, plan
 from kvbm.tiers.disk.room import NoRoom
 from kvbm.tiers.disk.syscalls import Syscalls
@@ -50,8 +50,7 @@ def open_disk_tier(
     zerofill_fallback: bool = False,
     persist: bool = True,
     unowned_bytes: int | None = None,
-    tier_count: int = 1,
-    fields: DiskFields = AS_PARAMETERS,
+    setting: DiskSetting = AS_PARAMETERS,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
@@ -65,9 +64,9 @@ def open_disk_tier(
     - `persist`: keep the blocks for the next run; otherwise start empty, in a directory of its own, and leave nothing
       behind.
     - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
-      go first. None is eight times the size of the largest tier there, times the `tier_count` tiers of one setting, and
+      go first. None is eight times the size of the largest tier there, times the tiers that share one `setting`, and
       spares what was used within seven days.
-    - `fields`: how the caller names these, for what is raised and logged.
+    - `setting`: how the caller names these, for what is raised and logged.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
 
@@ -86,8 +85,7 @@ def open_disk_tier(
         zerofill_fallback=zerofill_fallback,
         persist=persist,
         unowned_bytes=unowned_bytes,
-        tier_count=tier_count,
-        fields=fields,
+        setting=setting,
     )
     try:
         return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvbm.errors import SettingsError
-from kvbm.settings import variable
 from kvbm.transfer.copier import Pairs
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, Device, first_line
 from kvbm.transfer.cuda.driver import Addresses, CudaError, Driver
@@ -83,6 +82,8 @@ def named(name: str, offered: Mapping[str, Method]) -> Choice:
     """The way that the user forces, for both directions. Raises SettingsError where this machine lacks it."""
     method = offered.get(name)
     if method is None:
+        from kvbm.settings import variable  # here, because copies are measured where only torch is installed
+
         accepted = f"{AUTO}, {', '.join(offered)} (what this driver and installation offer)"
         raise SettingsError(variable("cuda_copy"), name, accepted)
     return Choice(method, method)

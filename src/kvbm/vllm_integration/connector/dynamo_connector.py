@@ -7,7 +7,7 @@ A configuration that cannot be served gets one line, and the engine runs as if t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("vLLM runs Model Runner %s", model_runner(vllm_config))
             side = SchedulerSide(vllm_config, kv_cache_config, loaded.settings, environment)
             self._scheduler = GuardedScheduler(side)
-            weight_changes.listen(self._scheduler)
+            from vllm.v1.engine.core import EngineCore
+
+            weight_changes.listen(self._scheduler, EngineCore)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, loaded.settings, environment)
 
@@ -227,9 +229,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> stats.KvbmPromMetrics:
         return stats.KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def take_events(self) -> Iterable[Any]:
-        return ()
 
 
 def _load(extra_config: Mapping[str, Any]) -> LoadedSettings:

@@ -131,22 +131,22 @@ def taught(
     trace = chats(ChatShape(conversations=60), seed=9)
     policy = Gittins(50)
     replay(trace, 50, policy)
-    fitting = Fitting(policy._tree, policy._turns, policy._learner, runs_per_step)
+    fitting = Fitting(policy.tree, policy.turns, policy.learner, runs_per_step)
     now_s, step = trace.requests[-1].arrived_s + 30.0, 0
     while not fitting.step(now_s):
         step += 1
         between(policy, step)
-    assert step == (len(policy._tree.start) - 1) // runs_per_step
-    policy._fitting = fitting
+    assert step == (len(policy.tree.start) - 1) // runs_per_step
+    policy.fitting = fitting
     return policy
 
 
 def test_a_fit_in_many_steps_is_that_in_one() -> None:
     at_once, in_steps = taught(1 << 20), taught(7)
-    model = at_once._learner.model
+    model = at_once.learner.model
     kinds = np.repeat(np.arange(model.kind_count), BIN_COUNT)
     bins = np.tile(np.arange(BIN_COUNT), model.kind_count)
-    assert in_steps._learner.model.index(kinds, bins) == pytest.approx(model.index(kinds, bins), rel=1e-4)
+    assert in_steps.learner.model.index(kinds, bins) == pytest.approx(model.index(kinds, bins), rel=1e-4)
 
 
 def test_what_becomes_known_during_a_fit_is_learnt_in_the_next() -> None:
@@ -154,18 +154,18 @@ def test_what_becomes_known_during_a_fit_is_learnt_in_the_next() -> None:
     codes: list[int] = []
 
     def learn_more(policy: Gittins, step: int) -> None:
-        learner = policy._learner
+        learner = policy.learner
         kind = learner.kind(1_000_000 + step)
         learner.used.add(kind, 5.0, 1.0)
-        tree = policy._tree
+        tree = policy.tree
         tree.kind[next(run for run in reversed(range(len(tree.start))) if tree.weight[run])] = kind
         codes.append(kind)
 
     policy = taught(40, learn_more)
-    model = policy._learner.model
+    model = policy.learner.model
     assert len(set(codes)) > 3
     assert not model._events[codes].any()
-    policy._learner.begin_fit()
+    policy.learner.begin_fit()
     model.fit()
     assert model._events[codes].any(axis=1).all()
     assert np.isfinite(model.index(np.array(codes), np.zeros(len(codes), np.int64))).all()
@@ -173,14 +173,14 @@ def test_what_becomes_known_during_a_fit_is_learnt_in_the_next() -> None:
 
 def test_the_next_fit_waits_for_requests_as_there_are_runs_to_count() -> None:
     policy = taught(1 << 20)
-    fitting, turns = policy._fitting, policy._turns
+    fitting, turns = policy.fitting, policy.turns
     assert fitting._due_request == turns.latest + max(25, int(0.15 * turns.latest))
     for runs, requests in ((1000, 400), (128_000, 1000)):
-        tree = policy._tree = RunTree(1)
+        tree = policy.tree = RunTree(1)
         for _ in range(runs):
             tree._new_run()
         turns.latest = 1_000_000
-        fitting = Fitting(tree, turns, policy._learner, 1 << 20)
+        fitting = Fitting(tree, turns, policy.learner, 1 << 20)
         assert fitting.step(0.0)
         assert fitting._due_request == 1_000_000 + requests
         assert not fitting.step(0.0)

@@ -188,9 +188,9 @@ def test_the_shadow_of_lru_hits_what_lru_hits(share: float) -> None:
     capacity = int(trace.unique_blocks * share)
     policy = Gittins(capacity)
     hits = replay(trace, capacity, policy).hits
-    shadow = hits + policy._duel.deficit
+    shadow = hits + policy.duel.deficit
     assert shadow == pytest.approx(replay(trace, capacity, LeafFirstLru(capacity)).hits, rel=0.01)
-    assert policy._duel.accesses == trace.accesses
+    assert policy.duel.accesses == trace.accesses
 
 
 def test_replays_are_deterministic() -> None:
@@ -204,11 +204,11 @@ def test_its_memory_is_bounded_by_what_it_is_told() -> None:
     trace = chats(ChatShape(conversations=200), seed=5)
     policy = Gittins(40, history_runs_min=60, history_blocks_min=500, turns_max=64, kinds_max=50)
     replay(trace, 40, policy)
-    tree = policy._tree
+    tree = policy.tree
     assert len(tree) - tree.resident_runs <= 60
     assert tree.live_blocks - tree.resident_blocks <= 500
-    assert len(policy._running) <= 64
-    assert policy._learner.model.kind_count <= 50 + 12 * 6 * 14 * 2, "and the rough ones"
+    assert len(policy.running) <= 64
+    assert policy.learner.model.kind_count <= 50 + 12 * 6 * 14 * 2, "and the rough ones"
     check(tree)
     assert len(tree.log_names) <= max(4096, 2 * tree.live_blocks) + 500
 
@@ -221,7 +221,7 @@ def test_generated_blocks_are_one_run_however_they_come() -> None:
     for block in range(4, 14):
         policy.inserted([block], [block - 1], block - 2, 1.0)
         policy.evictable([block - 1])
-    tree = policy._tree
+    tree = policy.tree
     check(tree)
     assert len({tree.run_of[slot] for slot in range(3, 13)}) == 1
     assert policy.victims(3, (), (), 2.0) == [12, 11, 10], "from the end"
@@ -261,20 +261,20 @@ def test_a_long_chain_is_cleared_from_its_front_without_cutting_it_every_time(
     policy.inserted(blocks, list(range(count)), -1, 0.0)
     policy.evictable(range(count))
     cuts = 0
-    cut = policy._tree.cut
+    cut = policy.tree.cut
 
     def counted(run: int, size: int) -> int:
         nonlocal cuts
         cuts += 1
         return cut(run, size)
 
-    monkeypatch.setattr(policy._tree, "cut", counted)
+    monkeypatch.setattr(policy.tree, "cut", counted)
     for slot in range(count):
         policy.removed((slot,))
         if slot % 100 == 0:
-            check(policy._tree)
+            check(policy.tree)
     assert cuts < 10
-    assert policy._tree.resident_blocks == 0
+    assert policy.tree.resident_blocks == 0
 
 
 def test_many_chains_that_grow_by_turns_are_not_copied_each_time() -> None:
@@ -285,7 +285,7 @@ def test_many_chains_that_grow_by_turns_are_not_copied_each_time() -> None:
         for chain in range(chains):
             slot = depth * chains + chain
             policy.inserted([slot + 1], [slot], slot - chains if depth else -1, 0.0)
-    tree = policy._tree
+    tree = policy.tree
     check(tree)
     assert max(tree.length) <= 256
     policy.evictable(range(chains * length))
@@ -298,7 +298,7 @@ def test_blocks_that_came_without_a_request_do_not_disturb_the_duel() -> None:
     policy.inserted(list(range(1000, 1030)), list(range(30)), -1, 0.0)
     policy.evictable(range(30))
     slots: dict[int, int] = {1000 + i: i for i in range(30)}
-    choice, duel = random.Random(3), policy._duel
+    choice, duel = random.Random(3), policy.duel
     for number in range(400):
         now_s = float(number)
         chat = choice.randrange(1, 6) * 100

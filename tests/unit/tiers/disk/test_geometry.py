@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvbm.block import SlotIndex
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout
-from kvbm.tiers.disk.geometry import SLAB_BYTES, SLAB_COUNT_MAX, DiskFields, plan_geometry
+from kvbm.tiers.disk.geometry import SLAB_BYTES, SLAB_COUNT_MAX, DiskSetting, plan_geometry
 
 META_BYTES = 700
 
@@ -80,10 +80,10 @@ def test_a_capacity_that_cannot_be_used_is_refused(
 
 
 def test_an_error_names_what_the_caller_set_and_what_it_accepts_is_enough() -> None:
-    layout, fields = make_layout(4096), DiskFields(size="disk", as_set="8KB")
+    layout, setting = make_layout(4096), DiskSetting(size="disk", as_set="8KB")
     with pytest.raises(SettingsError, match=r"^disk='8KB' cannot be used: at least ([0-9.]+) GB ") as caught:
-        plan_geometry(layout, 8000, None, META_BYTES, fields)
+        plan_geometry(layout, 8000, None, META_BYTES, setting)
     needed = round(float(caught.value.accepted.split()[2]) * 1e9)
-    assert plan_geometry(layout, needed, None, META_BYTES, fields).slot_count == 1
+    assert plan_geometry(layout, needed, None, META_BYTES, setting).slot_count == 1
     with pytest.raises(SettingsError):
-        plan_geometry(layout, needed - 1, None, META_BYTES, fields)
+        plan_geometry(layout, needed - 1, None, META_BYTES, setting)

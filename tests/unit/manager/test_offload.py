@@ -1,0 +1,142 @@
+"""The queue to disk over small protocols: numbers for keys, and a writer that is neither an arena nor a medium."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvbm.block import Outcome, SlotIndex, Tier
+from kvbm.clock import ManualClock
+from kvbm.manager.offload import Offloader
+from kvbm.manager.pool import SlotPool
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmitAll, LeafFirstLru, WriteBudget
+from kvbm.policy.departures import Departures
+from kvbm.tiers.contract import Completion
+
+SKIPPED = "kvbm_skipped_offloads_total"
+
+
+class Writer:
+    """Takes up to `limit` writes and ends them when it is told to."""
+
+    def __init__(self, limit: int = 8) -> None:
+        self.fault = ""
+        self.limit = limit
+        self.writing: dict[int, tuple[int, int | None]] = {}
+        self.written: list[tuple[int, int | None]] = []
+
+    def write(
+        self, job_id: int, key: int, parent: int | None, source: SlotIndex, target: SlotIndex
+    ) -> Outcome:
+        if len(self.writing) >= self.limit:
+            return Outcome.THROTTLED
+        self.writing[job_id] = key, parent
+        return Outcome.PENDING
+
+    def finish(self, offloader: Offloader[int], outcome: Outcome = Outcome.HIT) -> None:
+        """The oldest write ends."""
+        job_id = next(iter(self.writing))
+        self.written.append(self.writing.pop(job_id))
+        assert offloader.completed(Completion(job_id=job_id, outcome=outcome, bytes_moved=1))
+
+
+class Rig:
+    """Host memory and disk of a few slots, and the queue between them."""
+
+    def __init__(self, on_eviction: bool = False, limit: int = 8, budget: bool = False) -> None:
+        policy = Departures(LeafFirstLru(4), 4) if on_eviction else LeafFirstLru(4)
+        self.host: SlotPool[int] = SlotPool(Tier.HOST, 4, policy, keeps_parents=True)
+        self.disk: SlotPool[int] = SlotPool(Tier.DISK, 16, LeafFirstLru(16))
+        self.writer = Writer(limit)
+        self.metrics = Metrics()
+        self.clock = ManualClock(0.0)
+        self.offloader: Offloader[int] = Offloader(
+            self.host,
+            self.disk,
+            self.writer,
+            WriteBudget(AdmitAll(), 48, 1) if budget else AdmitAll(),
+            self.metrics,
+            self.clock,
+            count(1),
+            in_flight_max=8,
+            on_write_ended=policy.write_ended if isinstance(policy, Departures) else None,
+        )
+        if isinstance(policy, Departures):
+            policy.attach(self.host, self.offloader)
+
+    def store(self, *keys: int, parent: int | None = None) -> None:
+        """A chain comes into host memory."""
+        self.clock.advance(1.0)
+        slots = self.host.reserve_chain(keys, parent, self.clock(), insist=True)
+        self.host.commit_all(slots)
+        for key, before in zip(keys, (parent, *keys), strict=False):
+            self.offloader.committed(key, before)
+        self.offloader.pump()
+
+    def evict(self, key: int) -> None:
+        """Host memory gives a block up."""
+        slot = self.host.find(key)
+        assert slot is not None
+        self.host.evict(slot)
+
+
+def test_blocks_are_written_as_they_come_and_found_once_they_are_written() -> None:
+    rig = Rig()
+    rig.store(0, 1)
+    assert list(rig.writer.writing.values()) == [(0, None), (1, 0)]
+    assert rig.host.counts().leased == 2, "their bytes are being read"
+    assert rig.disk.find(0) is None
+    rig.writer.finish(rig.offloader)
+    assert rig.disk.find(0) is not None
+    rig.offloader.used(0, None)
+    rig.offloader.used(1, 0)
+    assert rig.offloader.queued_count == 1, "what is on disk, or on its way, is not queued again"
+    rig.writer.finish(rig.offloader)
+    assert rig.offloader.queued_count == rig.host.counts().leased == 0
+    assert not rig.offloader.completed(Completion(job_id=99, outcome=Outcome.HIT))
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_a_block_that_host_memory_evicts_before_its_turn_is_skipped(budget: bool) -> None:
+    rig = Rig(limit=1, budget=budget)
+    rig.store(0)
+    rig.store(1)
+    assert (len(rig.writer.writing), rig.offloader.queued_count) == (1, 2)
+    rig.evict(1)
+    rig.writer.finish(rig.offloader)
+    rig.offloader.pump()
+    assert rig.metrics.value(SKIPPED, reason="evicted") == 1
+    assert rig.offloader.queued_count == 0
+    if budget:  # a 24th of 48 bytes at once: what was not written was given back
+        rig.store(2)
+        assert list(rig.writer.writing.values()) == [(2, None)]
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("", "full"), ("the medium is gone", "")])
+def test_a_write_that_fails_leaves_no_block_on_disk(fault: str, reason: str) -> None:
+    rig = Rig()
+    rig.store(0)
+    rig.writer.fault = fault
+    rig.writer.finish(rig.offloader, Outcome.RETRY)
+    assert rig.disk.counts().free == 16
+    failures = rig.metrics.value("kvbm_failures_total", tier="disk", kind="io")
+    assert failures == (0 if reason else 1)
+    assert not reason or rig.metrics.value(SKIPPED, reason=reason) == 1
+
+
+def test_on_eviction_victims_are_written_with_the_blocks_before_them() -> None:
+    rig = Rig(on_eviction=True)
+    rig.store(0, 1, 2)
+    assert rig.writer.writing == {}
+    rig.store(10, 11)
+    rig.offloader.pump()
+    assert list(rig.writer.writing.values()) == [(0, None), (1, 0)], (
+        "the last of the chain made room unwritten"
+    )
+    while rig.writer.writing:
+        rig.writer.finish(rig.offloader)
+    assert rig.disk.find(1) is not None
+    assert rig.host.find(2) is None
+    assert rig.metrics.value(SKIPPED, reason="evicted") == 1
