@@ -208,7 +208,7 @@ def test_a_manager_that_does_not_answer_costs_one_wait(
         with manager.match(TOKENS) as hit:
             assert hit.blocks == 0
         assert manager.offload(list(range(900, 950)), cache, range(6)) == 0
-    assert sum("has not answered" in record.getMessage() for record in caplog.records) == 1
+    assert sum("it is not asked until" in record.getMessage() for record in caplog.records) == 1
     go_on.set()
     assert held_up.result(DEADLINE_S)
     patience.reply_timeout_s = DEADLINE_S  # type: ignore[attr-defined]
