@@ -1,4 +1,4 @@
-"""What the simulator costs: blocks asked for in a second, by policy and size, against LRU in the same run.
+"""The speed of the simulator: blocks asked for in a second, by policy and size, against LRU in the same run.
 
 python -m benchmarks.simulator [--trace FILE] [--policies lru,s3fifo] [--sizes 1%,5%,20%]
 """

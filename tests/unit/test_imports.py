@@ -120,6 +120,15 @@ def test_policy_imports_only_block() -> None:
     assert_none(wrong)
 
 
+def test_the_simulator_knows_only_the_managers_pool_and_its_queue_to_disk() -> None:
+    known = {"kvbm.manager.pool", "kvbm.manager.offload"}
+    for path, source in SOURCES.items():
+        if path.startswith("kvbm/sim/"):
+            found = {name for name in imports(source, with_types=True) if name.startswith("kvbm.manager")}
+            modules = {".".join(name.split(".")[:3]) for name in found}
+            assert modules <= known, f"{path} imports {modules - known}"
+
+
 def test_an_engine_is_imported_only_in_its_integration() -> None:
     wrong = [
         f"{path}: {engine}"

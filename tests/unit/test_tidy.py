@@ -213,8 +213,8 @@ def sleeps(path: str, source: str) -> Violations:
 
 
 LIBRARY_CHECKS: list[Checker] = [
-    drawer_modules, missing_docstrings, unfinished_marks, prints, environment_reads, unpickling, maybe_booleans,
-    other_words,
+    drawer_modules, missing_docstrings, unfinished_marks, prints, environment_reads, variable_names, unpickling,
+    maybe_booleans, other_words,
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`kvbm plan`: which sizes of host memory and disk meet a target on a trace, cheapest."""
+"""`kvbm plan`: the cheapest sizes of host memory and disk that meet a target on a trace."""
 
 from __future__ import annotations
 

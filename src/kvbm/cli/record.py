@@ -1,4 +1,4 @@
-"""`kvbm record`: write down what a running manager is asked for, as a trace for `kvbm simulate` and `kvbm plan`."""
+"""`kvbm record`: write the requests to a running manager down, as a trace for `kvbm simulate` and `kvbm plan`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ app = typer.Typer()
 def follow(
     channel: Channel, recorder: Recorder, go_on: Callable[[], bool], on_progress: Callable[[], None]
 ) -> str:
-    """Record until `go_on` says no (asked twice a second); why it ended, empty when that was the reason."""
+    """Record until `go_on` is False (called twice a second). Returns why it ended before that, or an empty text."""
     channel.introduce(Hello(version=PROTOCOL_VERSION, role="admin"), _ANSWER_TIMEOUT_S)
     try:
         channel.send(Follow())
         going = True
         while going:
-            # Asked before: what came until then is heard.
+            # Called first: messages that arrived before the end are still recorded.
             going = go_on()
             channel.wait(_LOOK_S if going else 0.0)
             for message in channel.receive():
-                recorder.hear(message)
+                recorder.receive(message)
             on_progress()
     except ManagerUnavailable as error:
         return str(error)
@@ -78,7 +78,7 @@ def record(
     console = Console(stderr=True)
     socket_path = find_manager(settings)
     channel = Channel.connect(socket_path, settings.trusted_peer_uids)
-    with _create(file) as opened, _told_to_stop() as stopped:
+    with _create(file) as opened, _stop_requested() as stopped:
         recorder = Recorder(opened, namespace)
         end_s = time.monotonic() + seconds if seconds else float("inf")
         try:
@@ -104,13 +104,13 @@ def record(
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, or a service manager asked to end: neither may cut a compressed file short."""
-    told: list[int] = []
+def _stop_requested() -> Iterator[Callable[[], bool]]:
+    """Gives a function: has a signal asked the process to end? No signal may cut a compressed file short."""
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, frame: told.append(number)) for number in numbers]
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
-        yield lambda: bool(told)
+        yield lambda: bool(received)
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

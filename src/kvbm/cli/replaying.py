@@ -1,4 +1,4 @@
-"""What the commands that replay traces have in common: a bar while they do, and a table, JSON and picture after."""
+"""Shared by the commands that replay traces: a progress bar, and the table, JSON and picture of the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def require_writable(json_file: Path | None, plot: Path | None) -> None:
-    """Before minutes of work, not after. Raises SettingsError."""
+    """Check both files before minutes of work. Raises SettingsError."""
     for option, file in (("--json", json_file), ("--plot", plot)):
         if file is None:
             continue
@@ -29,7 +29,7 @@ def require_writable(json_file: Path | None, plot: Path | None) -> None:
 
 
 def with_bar(work: Callable[[Callable[[str, int], Callable[[int], None]]], Result]) -> Result:
-    """Do the work, which says what it begins and how much of that there is, and then how much is done."""
+    """Do the work under a progress bar. `work` is given the `Watch` that it reports to."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -57,7 +57,7 @@ def conclude(
     from kvbm.present.axes import NO_PICTURE
 
     console = tables.console()
-    # What is to be copied may be longer than the tables are wide.
+    # Lines for copying may be longer than the tables are wide.
     console.print(table, crop=False)
     try:
         if json_file is not None:

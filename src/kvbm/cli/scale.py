@@ -106,9 +106,9 @@ def scale(
     from kvbm.settings import Settings
     from kvbm.settings.parse import parse_count, parse_size
     from kvbm.sim.scale import picture, report
-    from kvbm.sim.scale.study import ScalePlan, run
+    from kvbm.sim.scale.study import ScaleStudy, run
 
-    plan = ScalePlan(
+    study = ScaleStudy(
         trace=trace,
         nodes=[parse_count("--nodes", word, 1, 4096) for word in nodes.split(",")],
         routers=_words(router),
@@ -130,16 +130,16 @@ def scale(
         network_bytes_per_s=_positive("--network", str(parse_size("--network", network))),
         store_bytes_per_s=None if store is None else _positive("--store", str(parse_size("--store", store))),
     )
-    plan.check()
+    study.check()
     require_writable(json_file, plot)
     # Millions of live objects and no cycles among them: looking for some takes half of the time.
     gc.disable()
     try:
-        rows = with_bar(lambda watch: run(plan, watch))
+        rows = with_bar(lambda watch: run(study, watch))
     finally:
         gc.enable()
-    table = report.render(plan, rows)
-    document = {"settings": plan, "rows": rows}
+    table = report.render(study, rows)
+    document = {"settings": study, "rows": rows}
     conclude(table, document, partial(picture.draw, rows), json_file, plot)
 
 

@@ -1,4 +1,4 @@
-"""`kvbm simulate`: what policies and sizes are worth on a trace, before any memory is bought."""
+"""`kvbm simulate`: hit rates and times of policies and sizes on a trace, before any memory is bought."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def simulate(
     Reads recordings of kvbm, Mooncake and Qwen-Bailian JSON Lines, and sessions of coding agents; plain or gzip.
     """
     from kvbm.sim.simulate import picture, report
-    from kvbm.sim.simulate.simulation import Plan, parse_policies, run
+    from kvbm.sim.simulate.simulation import Simulation, parse_policies, run
     from kvbm.sim.simulate.sizes import parse_sizes
     from kvbm.sim.traces.formats import ReadOptions
 
@@ -178,7 +178,7 @@ def simulate(
     if timed and policy == DEFAULT_POLICIES:
         policy = DEFAULT_TIMED_POLICIES
     links = (host_bandwidth, disk_read, disk_write)
-    plan = Plan(
+    simulation = Simulation(
         traces=traces,
         policies=parse_policies(policy, timed),
         host=parse_sizes("--host", host),
@@ -193,9 +193,9 @@ def simulate(
         rules=[read_disk_rules(admission, word.strip(), write_budget) for word in write.split(",")],
         closed_loop=not open_loop,
     )
-    plan.check()
+    simulation.check()
     require_writable(json_file, plot)
-    document = with_bar(lambda watch: run(plan, watch))
+    document = with_bar(lambda watch: run(simulation, watch))
     table = report.render(document, curve)
     conclude(table, document, partial(picture.draw, document), json_file, plot)
 
@@ -225,7 +225,7 @@ def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
 
 
 def read_disk_rules(admission: str, write: str, budget: str | None) -> DiskRules:
-    """How blocks get onto the disk, from the options. Raises SettingsError."""
+    """The rules for writing to disk, from the options. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
     from kvbm.sim.serving.disk import DiskRules
 

@@ -1,4 +1,4 @@
-"""What the experiment asks a vLLM server over HTTP: readiness, tokens, streamed chat, metrics pages.
+"""A client of a vLLM server over HTTP: readiness, tokens, streamed chat, metrics pages.
 
 Only the standard library, one connection per request, a timeout on every read. Called from one thread; every call
 blocks until the answer is complete.

@@ -18,14 +18,14 @@ from kvbm.demo.machine import describe
 from kvbm.demo.options import (
     SERVED_NAME,
     Options,
-    RunPlan,
+    RunSpec,
     own_model_size,
     server_arguments,
     server_environment,
     three_runs,
     workload_for,
 )
-from kvbm.demo.report import Request, Results, Run
+from kvbm.demo.report import AnsweredRequest, Results, Run
 from kvbm.demo.server import HOST, VllmServer, free_port
 from kvbm.settings import process_environment
 from kvbm.testing.tiny_model import SHAPES, make_model
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from kvbm.demo.progress import Reporter
     from kvbm.testing.tiny_model import DType, Size
 
-SETTLE_S_MAX = 10.0
-SETTLE_STEP_S = 0.3
+IDLE_WAIT_S_MAX = 10.0
+IDLE_STEP_S = 0.3
 ROUGH_CHARACTERS_PER_TOKEN = 8
 
-Plans = Callable[[workload.Workload, Path, tuple[int, int]], tuple[RunPlan, ...]]
-"""Says which runs there are, given the sizes, an empty directory for a disk tier, and two free ports."""
+ChooseRuns = Callable[[workload.Workload, Path, tuple[int, int]], tuple[RunSpec, ...]]
+"""Gives the runs for these sizes, an empty directory for a disk tier, and two free ports."""
 
 
-def run_experiment(options: Options, reporter: Reporter, plans: Plans = three_runs) -> Results:
-    """All runs of the experiment. `plans` says which they are; the first is what the others are compared with.
+def run_experiment(options: Options, reporter: Reporter, choose_runs: ChooseRuns = three_runs) -> Results:
+    """All runs of the experiment. `choose_runs` gives them; the others are compared with the first.
 
     Raises ServerError (a server did not start, died or did not answer), OSError and ValueError.
     """
@@ -53,9 +53,9 @@ def run_experiment(options: Options, reporter: Reporter, plans: Plans = three_ru
     model, local = _model(options)
     disk_dir = Path(tempfile.mkdtemp(prefix="kv-disk-", dir=options.output.absolute()))
     try:
-        chosen = plans(load, disk_dir, (free_port(), free_port()))
+        chosen = choose_runs(load, disk_dir, (free_port(), free_port()))
         experiment = _Experiment(options, load, model, local, reporter)
-        runs = tuple(experiment.run(plan) for plan in chosen)
+        runs = tuple(experiment.run(spec) for spec in chosen)
     finally:
         shutil.rmtree(disk_dir, ignore_errors=True)
     settings: dict[str, str | int] = {
@@ -76,7 +76,7 @@ def _own_model_words(options: Options) -> str:
 
 
 def _model(options: Options) -> tuple[str, bool]:
-    """The model to serve, and whether it lies on this machine."""
+    """The model to serve, and whether it is on this machine."""
     if options.model is not None:
         local = Path(options.model).is_dir()
         return (str(Path(options.model).absolute()) if local else options.model), local
@@ -100,49 +100,49 @@ class _Experiment:
         self._prefixes: list[str] = []
         self._warm_up_prefix = ""
 
-    def run(self, plan: RunPlan) -> Run:
+    def run(self, spec: RunSpec) -> Run:
         """One server from start to end."""
         options = self._options
-        self._reporter.step(f"{plan.title}: starting vllm serve")
+        self._reporter.step(f"{spec.title}: starting vllm serve")
         server = VllmServer(
             self._model,
-            server_arguments(self._load, plan, options.dtype),
-            server_environment(plan, dict(process_environment()), cuda=options.cuda, local_model=self._local),
-            options.output / f"{plan.name}.log",
+            server_arguments(self._load, spec, options.dtype),
+            server_environment(spec, dict(process_environment()), cuda=options.cuda, local_model=self._local),
+            options.output / f"{spec.name}.log",
             start_timeout_s=options.start_timeout_s,
             request_timeout_s=options.request_timeout_s,
             while_starting=self._reporter.waiting,
         )
         with server:
             try:
-                return self._measure(plan, server)
+                return self._measure(spec, server)
             except RequestError as error:
-                raise server.failure(f"{plan.title}: {error}") from error
+                raise server.failure(f"{spec.title}: {error}") from error
 
-    def _measure(self, plan: RunPlan, server: VllmServer) -> Run:
-        kvbm = Client(HOST, plan.metrics_port, timeout_s=10.0) if plan.metrics_port is not None else None
+    def _measure(self, spec: RunSpec, server: VllmServer) -> Run:
+        kvbm = Client(HOST, spec.metrics_port, timeout_s=10.0) if spec.metrics_port is not None else None
         if not self._prefixes:
             self._cut_documents(server.client)
         # First use of a shape costs time that no later request pays: not what is measured here.
         for question in range(2):
             self._chat(server.client, self._warm_up_prefix, question)
-        _settle(kvbm)
+        _wait_until_idle(kvbm)
         engine_before, kvbm_before = counters.read(server.client.page()), _page(kvbm)
-        self._reporter.step(f"{plan.title}: asking", total=len(self._asks))
-        requests: list[Request] = []
+        self._reporter.step(f"{spec.title}: asking", total=len(self._asks))
+        requests: list[AnsweredRequest] = []
         for done, ask in enumerate(self._asks, start=1):
             requests.append(self._ask(server.client, ask))
             last = requests[-1]
             note = f"first token after {last.ttft_s * 1e3:,.0f} ms, {last.cached_tokens:,} tokens cached"
             self._reporter.advance(done, len(self._asks), note)
-        _settle(kvbm)
+        _wait_until_idle(kvbm)
         engine = counters.difference(engine_before, counters.read(server.client.page()))
         moved = counters.difference(kvbm_before, _page(kvbm))
         return Run(
-            name=plan.name,
-            title=plan.title,
-            environment=plan.environment,
-            required_tiers=plan.required_tiers,
+            name=spec.name,
+            title=spec.title,
+            environment=spec.environment,
+            required_tiers=spec.required_tiers,
             start_s=round(server.start_s, 2),
             requests=tuple(requests),
             hit_tokens=counters.hit_tokens(engine, moved, self._load.block_tokens),
@@ -153,9 +153,9 @@ class _Experiment:
     def _chat(self, client: Client, prefix: str, question: int) -> Answer:
         return client.chat(SERVED_NAME, workload.messages(prefix, question), self._load.max_tokens)
 
-    def _ask(self, client: Client, ask: workload.Ask) -> Request:
+    def _ask(self, client: Client, ask: workload.Ask) -> AnsweredRequest:
         answer = self._chat(client, self._prefixes[ask.document], ask.question)
-        return Request(
+        return AnsweredRequest(
             document=ask.document,
             question=ask.question,
             seen=ask.seen,
@@ -185,13 +185,13 @@ def _page(kvbm: Client | None) -> counters.Readings:
     return counters.read(kvbm.page()) if kvbm is not None else {}
 
 
-def _settle(kvbm: Client | None) -> None:
+def _wait_until_idle(kvbm: Client | None) -> None:
     """Wait until no more bytes move: stores run beside the requests and end after them. Bounded."""
-    deadline = time.monotonic() + SETTLE_S_MAX
+    deadline = time.monotonic() + IDLE_WAIT_S_MAX
     last = None
     while kvbm is not None and time.monotonic() < deadline:
         moved = counters.total(counters.read(kvbm.page()), "kvbm_transfer_bytes")
         if moved == last:
             return
         last = moved
-        time.sleep(SETTLE_STEP_S)
+        time.sleep(IDLE_STEP_S)

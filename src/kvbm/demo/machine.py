@@ -1,4 +1,4 @@
-"""What the experiment ran on: enough to compare two reports, nothing that names the machine."""
+"""Describes the machine of the experiment: enough to compare two reports, nothing that identifies it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How the experiment is set up: its sizes, its model, and how each of the three servers is started.
+"""The set-up of the experiment: its sizes, its model, and the three runs with how each server is started.
 
-Pure: plans are values; `experiment.py` carries them out.
+Pure: the runs are values; `experiment.py` carries them out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CPU_KV_SPACE_GIB = 1
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for. `model` None means one of our own random-weight models."""
+    """The options of the command. `model` None means one of our own random-weight models."""
 
     output: Path
     model: str | None = None
@@ -45,8 +45,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return self.cuda_device is not None
 
 
-class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One server: its environment (shown to the user), its connector (None: vLLM alone), and what it must show."""
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One server: its environment (shown to the user), its connector (None: vLLM alone), the tiers that must serve."""
 
     name: str
     title: str
@@ -74,13 +74,13 @@ def workload_for(options: Options) -> Workload:
 
 
 def own_model_size(options: Options) -> str:
-    """Which of our own models to serve when the user names none."""
+    """The size of our own model, which is served when the user names none."""
     if options.cuda:
         return "small"
     return "tiny" if options.short else "demo"
 
 
-def three_runs(workload: Workload, disk_dir: Path, ports: tuple[int, int]) -> tuple[RunPlan, ...]:
+def three_runs(workload: Workload, disk_dir: Path, ports: tuple[int, int]) -> tuple[RunSpec, ...]:
     """vLLM alone; KVBM with room for everything in host memory; KVBM with too little of it, and a disk.
 
     Tiers are sized in blocks, exactly, so that the experiment is the same for every model. The third run turns the
@@ -92,8 +92,8 @@ def three_runs(workload: Workload, disk_dir: Path, ports: tuple[int, int]) -> tu
         return {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(port)}
 
     return (
-        RunPlan(name="plain", title="vLLM alone", environment={}, connector=None, required_tiers=()),
-        RunPlan(
+        RunSpec(name="plain", title="vLLM alone", environment={}, connector=None, required_tiers=()),
+        RunSpec(
             name="host",
             title="KVBM: host memory",
             environment={"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(everything), **metrics(ports[0])},
@@ -101,7 +101,7 @@ def three_runs(workload: Workload, disk_dir: Path, ports: tuple[int, int]) -> tu
             required_tiers=("host",),
             metrics_port=ports[0],
         ),
-        RunPlan(
+        RunSpec(
             name="disk",
             title="KVBM: host + disk",
             environment={
@@ -118,7 +118,7 @@ def three_runs(workload: Workload, disk_dir: Path, ports: tuple[int, int]) -> tu
     )
 
 
-def server_arguments(workload: Workload, plan: RunPlan, dtype: str) -> list[str]:
+def server_arguments(workload: Workload, spec: RunSpec, dtype: str) -> list[str]:
     """The arguments of one `vllm serve`, the same for all runs but for the connector."""
     arguments = [
         "--served-model-name", SERVED_NAME,
@@ -131,15 +131,15 @@ def server_arguments(workload: Workload, plan: RunPlan, dtype: str) -> list[str]
         "--num-gpu-blocks-override", str(workload.device_blocks),
         "--enable-prompt-tokens-details",
     ]  # fmt: skip
-    if plan.connector is not None:
-        arguments += ["--kv-transfer-config", plan.connector]
+    if spec.connector is not None:
+        arguments += ["--kv-transfer-config", spec.connector]
     return arguments
 
 
 def server_environment(
-    plan: RunPlan, inherited: dict[str, str], *, cuda: bool, local_model: bool
+    spec: RunSpec, inherited: dict[str, str], *, cuda: bool, local_model: bool
 ) -> dict[str, str]:
-    """The environment of one server: the inherited one, without KVBM settings of the user's, plus the plan's."""
+    """The environment of one server: the inherited one, without the user's KVBM settings, plus the run's own."""
     environment = {name: value for name, value in inherited.items() if not name.startswith("DYN_KVBM_")}
     environment["VLLM_NO_USAGE_STATS"] = "1"
     if not cuda:
@@ -149,4 +149,4 @@ def server_environment(
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if local_model:
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return environment | plan.environment
+    return environment | spec.environment

@@ -1,4 +1,4 @@
-"""Says what the experiment is doing: a live bar on a terminal, one line per step into a pipe or a file."""
+"""Shows the progress of the experiment: a live bar on a terminal, one line per step into a pipe or a file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Reporter:
             self.say(text)
 
     def waiting(self, seconds: float) -> None:
-        """The step has waited so long for something that it cannot count."""
+        """The step, which has nothing to count, has waited for so many seconds."""
         if self.console.is_terminal:
             return
         if seconds - self._waited_s >= PIPED_WAIT_S:

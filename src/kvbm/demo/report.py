@@ -21,7 +21,7 @@ from kvbm.present.tables import save_json
 SHOWN_CHARACTERS = 60
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One answered request. `seen`: an earlier request of the run had the same document."""
 
     document: int
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's life: how it was started, what it answered, what was counted meanwhile.
+    """One server's run: its settings, its answers, and the counts of its metrics.
 
     `required_tiers` are those that must have served tokens for the run to show what it is meant to show.
     """
@@ -46,14 +46,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str]
     required_tiers: tuple[str, ...]
     start_s: float
-    requests: tuple[Request, ...]
+    requests: tuple[AnsweredRequest, ...]
     hit_tokens: Mapping[str, int]
     bytes_moved: Mapping[str, int]
     counters: Mapping[str, float]
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the experiment found, on which machine and with which settings."""
+    """All results of the experiment, with its machine and its settings."""
 
     machine: Mapping[str, str]
     settings: Mapping[str, str | int]
@@ -98,7 +98,7 @@ def first_difference(results: Results) -> str | None:
 
 
 def problems(results: Results, *, same_text_required: bool = True) -> list[str]:
-    """Why the experiment does not show what it should; empty when it does."""
+    """The reasons why the experiment failed; empty when it did not."""
     found = []
     difference = first_difference(results) if same_text_required else None
     if difference is not None:
@@ -111,7 +111,7 @@ def problems(results: Results, *, same_text_required: bool = True) -> list[str]:
 
 
 def render(results: Results) -> RenderableType:
-    """The tables, and below them what they were measured on and with. They fit 80 columns."""
+    """The tables, and below them the machine and the settings. They fit 80 columns."""
     lines = [f"{name}: {value}" for name, value in {**results.machine, **results.settings}.items()]
     for run in results.runs:
         if run.environment:

@@ -1,4 +1,4 @@
-"""What is asked: long documents, each with several short questions, in an order with short and long gaps.
+"""The requests: long documents, each with several short questions, in an order with short and long gaps.
 
 Pure: nothing here starts anything or reads a clock. The documents are modules of the Python standard library, so
 nothing is downloaded, and they are cut to a length in tokens of whatever model is served.

@@ -42,7 +42,7 @@ def recorded(
     file = io.BytesIO()
     recorder = Recorder(file, namespace)
     for message in messages:
-        recorder.hear(message)
+        recorder.receive(message)
     recorder.close()
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress(file.getvalue()))
@@ -79,14 +79,14 @@ def test_what_never_ends_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = io.BytesIO()
     recorder = Recorder(file)
     for count in (1, 2, 3):
-        recorder.hear(asked(count, float(count)))
+        recorder.receive(asked(count, float(count)))
     assert recorder.written == 1
 
 
 def test_nothing_of_the_keys_is_in_the_file(tmp_path: Path) -> None:
     file = io.BytesIO()
     recorder = Recorder(file)
-    recorder.hear(asked(3, 1.0))
+    recorder.receive(asked(3, 1.0))
     recorder.close()
     assert all(
         key[:6] not in file.getvalue() and key.hex()[:8].encode() not in file.getvalue() for key in KEYS

@@ -25,7 +25,7 @@ from kvbm.demo.options import (
     three_runs,
     workload_for,
 )
-from kvbm.demo.report import Request, Results, Run
+from kvbm.demo.report import AnsweredRequest, Results, Run
 from kvbm.demo.server import ServerError, VllmServer, log_tail
 from kvbm.observe.exposition import render as render_page
 from kvbm.observe.metrics import Metrics
@@ -34,7 +34,7 @@ from rigs.manager_probe import wait_for
 
 def make_run(name: str, seen_s: list[float], hits: dict[str, int], required: tuple[str, ...] = ()) -> Run:
     requests = tuple(
-        Request(
+        AnsweredRequest(
             document=0,
             question=number % 3,
             seen=number > 0,

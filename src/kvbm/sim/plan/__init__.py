@@ -1,1 +1,1 @@
-"""What `kvbm plan` asks and answers."""
+"""`kvbm plan`: the cheapest sizes that meet a target on a trace."""

@@ -1,4 +1,4 @@
-"""What is good enough, what sizes cost, which are worth trying, and the search for the cheapest that will do."""
+"""Targets, prices and bounds of sizes, and the search for the cheapest sizes that meet a target."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _RATE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(%?)")
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes that were tried, what they cost and how they did. Sizes in bytes, times in seconds.
+    """Sizes that were tried, their cost and their results. Sizes in bytes, times in seconds.
 
     `staged`: there is no host tier, and the host memory is the staging area that a disk tier alone has. With a target
-    of hit rates times are not known, nor which tier hit: what is about them is 0.
+    of hit rates neither times nor the tier of a hit are known: those fields are 0.
     """
 
     host_bytes: int
@@ -79,7 +79,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return seconds
 
     def met_by(self, candidate: Candidate) -> bool:
-        """Whether these sizes will do."""
+        """Whether these sizes meet the target."""
         if self.most_s is not None:
             return self.measure(candidate) <= self.most_s
         assert self.least_hit_rate is not None
@@ -107,7 +107,7 @@ def parse_seconds(field: str, text: str) -> Target:
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
-    """What 10^9 bytes cost, in `unit`. `assumed`: nobody gave them, so they are the assumptions above."""
+    """The price of 10^9 bytes of each tier, in `unit`. `assumed`: the user gave none, so these are the ones above."""
 
     host_per_gb: float = ASSUMED_HOST_PRICE
     disk_per_gb: float = ASSUMED_DISK_PRICE
@@ -115,7 +115,7 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     assumed: bool = False
 
     def cost(self, point: Point) -> float:
-        """What the sizes cost together, in `unit`."""
+        """The cost of both sizes together, in `unit`."""
         return (point[0] * self.host_per_gb + point[1] * self.disk_per_gb) / GB
 
 
@@ -181,11 +181,11 @@ def coarse(sizes: Sequence[int]) -> list[int]:
 
 
 class Search:
-    """Looks for the cheapest sizes that are good enough, with few looks.
+    """Looks for the cheapest point that meets the target, with few looks.
 
-    `meets` tells of a point whether it is; it is asked once for each, and at most `looks` times. Assumed is that more
-    is never worse: what did not meet with larger sizes is not asked for again with smaller ones. Where that is not
-    so (policies are not that regular) something cheaper may be missed; `best` always was seen to meet.
+    `meets` is called once for each point, and at most `looks` times. The search assumes that more is never worse: where
+    larger sizes did not meet the target, smaller ones are not tried. Policies are not quite that regular, so something
+    cheaper may be missed; `best` was always seen to meet the target.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Search:
         assert self.best is not None
         least = self._rank(self.best)
         below = [host for host in hosts if self._worth((host, disk)) and self._rank((host, disk)) < least]
-        # The most expensive one first: if that is not enough, none is.
+        # The most expensive size first: if it is not enough, none is.
         low, high = -1, len(below)
         middle = high - 1
         while low < middle < high:
@@ -271,7 +271,7 @@ def smallest_enough(meets: Callable[[int], bool], low: int, high: int, precision
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which of the points (cost, badness) nobody beats in both: their indices, by cost."""
+    """The indices, by cost, of the points (cost, badness) that no other point beats in both."""
     order = sorted(range(len(points)), key=lambda i: points[i])
     kept: list[int] = []
     for i in order:

@@ -1,4 +1,4 @@
-"""A plan for people: what each sum buys, as a picture and as a table, and what it rests on."""
+"""Shows the answers of `kvbm plan`: what each cost buys, as tables and as a picture, and the assumptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from kvbm.present.axes import FAINT, INK, STYLE, find_pyplot, plain_axes, save_figure
 from kvbm.present.numbers import format_bytes, format_seconds
 from kvbm.present.tables import plain_table, title_line
-from kvbm.settings import Settings
+from kvbm.settings import Settings, variable
 from kvbm.settings.parse import GB
 from kvbm.sim.plan.cheapest import DOLLARS, Candidate, Prices, frontier
 from kvbm.sim.plan.planning import Answer, Answers, words_of
@@ -27,9 +27,8 @@ COLOURS = {ALONE: "#d9480f", BOTH: "#2f6fde"}
 
 
 def kinds(answer: Answer, everything: bool) -> dict[str, list[Candidate]]:
-    """What was tried with and without a disk, by cost; unless `everything`, only what none of its kind beats.
-
-    Beaten is what something does better at for no more money. No cache is of the first kind.
+    """The candidates without and with a disk, by cost. Unless `everything`, those that others of their kind beat are
+    left out: others that do better for no more money. No cache is of the first kind.
     """
     found: dict[str, list[Candidate]] = {}
     for kind in (ALONE, BOTH):
@@ -41,7 +40,7 @@ def kinds(answer: Answer, everything: bool) -> dict[str, list[Candidate]]:
 
 
 def render(answers: Answers, everything: bool) -> RenderableType:
-    """A table for each trace, the cheapest sizes that meet the target, and what the numbers rest on."""
+    """A table for each trace, the cheapest sizes that meet the target, and the assumptions."""
     parts: list[RenderableType] = []
     for answer in answers.plans:
         parts += [_title(answer), _table(answer, everything), *_conclusion(answer), *_notes(answer), Text("")]
@@ -49,7 +48,7 @@ def render(answers: Answers, everything: bool) -> RenderableType:
 
 
 def target_words(answer: Answer) -> str:
-    """The target, for people."""
+    """The target in words."""
     target = answer.target
     if target.most_s is not None:
         return f"TTFT {target.statistic} of at most {target.most_s:g} s"
@@ -107,18 +106,18 @@ def _settings(answer: Answer, chosen: Candidate) -> list[str]:
     """The settings of a manager like the one that was replayed, as far as they are not the default."""
     settings, rules, usual = [], answer.rules, DiskRules()
     if not chosen.staged:
-        settings.append(f"DYN_KVBM_CPU_CACHE_GB={_gigabytes(chosen.host_bytes)}")
+        settings.append(f"{variable('host_bytes')}={_gigabytes(chosen.host_bytes)}")
     if chosen.disk_bytes:
-        settings.append(f"DYN_KVBM_DISK_CACHE_GB={_gigabytes(chosen.disk_bytes)}")
+        settings.append(f"{variable('disk_bytes')}={_gigabytes(chosen.disk_bytes)}")
     if answer.policy != Settings().eviction:
-        settings.append(f"DYN_KVBM_EVICTION={answer.policy}")
+        settings.append(f"{variable('eviction')}={answer.policy}")
     if chosen.disk_bytes and not chosen.staged:
         if rules.admission != usual.admission:
-            settings.append(f"DYN_KVBM_DISK_ADMISSION={rules.admission}")
+            settings.append(f"{variable('disk_admission')}={rules.admission}")
         if rules.write != usual.write:
-            settings.append(f"DYN_KVBM_DISK_WRITE={rules.write}")
+            settings.append(f"{variable('disk_write')}={rules.write}")
         if rules.budget_bytes_per_day is not None:
-            settings.append(f"DYN_KVBM_DISK_WRITE_BUDGET={rules.budget_bytes_per_day}")
+            settings.append(f"{variable('disk_write_budget_bytes')}={rules.budget_bytes_per_day}")
     return settings
 
 
@@ -128,7 +127,7 @@ def money(cost: float, prices: Prices) -> str:
 
 
 def _gigabytes(size_bytes: int) -> str:
-    """Rounded up, so that what was tried fits."""
+    """Rounded up, so that as many blocks fit as were tried."""
     return f"{math.ceil(size_bytes / GB * 1000) / 1000:g}"
 
 
@@ -166,7 +165,7 @@ def _notes(answer: Answer) -> list[Text]:
 
 
 def draw(answers: Answers, path: Path) -> bool:
-    """Write a PNG: cost and what it buys, a panel a trace. False, and no file, without matplotlib (extra `demo`)."""
+    """Write a PNG: what each cost buys, a panel for each trace. False, and no file, without matplotlib."""
     pyplot = find_pyplot()
     if pyplot is None:
         return False

@@ -1,4 +1,4 @@
-"""Which sizes of the tiers meet a target on a trace, cheapest: what `kvbm plan` is asked, and the doing of it.
+"""Finds the cheapest sizes of the tiers that meet a target on a trace, for `kvbm plan`.
 
 A target of hit rates is met by one tier, as host memory or as disk: a hit rate does not say where a block came from.
 A target of times to first token is met by host memory with or without a disk below, replayed with their speeds.
@@ -32,7 +32,7 @@ from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.report import TraceFacts, facts
-from kvbm.sim.simulate.simulation import Plan, Watch, open_trace
+from kvbm.sim.simulate.simulation import Simulation, Watch, open_trace
 from kvbm.sim.simulate.study import BASELINE, Progress, Setup, hit_row, time_row
 from kvbm.sim.traces.formats import ReadOptions
 from kvbm.sim.traces.trace import Trace
@@ -48,7 +48,7 @@ STAGING_BYTES = Settings().staging_bytes
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What was found for one trace. `chosen` is the cheapest that meets; without one `why_none` says why.
+    """The answer for one trace. `chosen` is the cheapest that meets; without one `why_none` says why.
 
     `lru_curve`: (blocks, hit rate) of LRU at all sizes, for a target of hit rates. `notes`: what was cut or estimated.
     """
@@ -67,7 +67,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Answers(msgspec.Struct, kw_only=True):
-    """What `--json` writes: one answer for each trace."""
+    """One answer for each trace, as `--json` writes them."""
 
     settings: dict[str, object]
     plans: list[Answer] = msgspec.field(default_factory=list)
@@ -75,9 +75,9 @@ class Answers(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What one call of `kvbm plan` is asked. `machine` is there for a target of times; its `block_bytes` follow.
+    """The options of one call of `kvbm plan`. `machine` is set for a target of times; its `block_bytes` follow later.
 
-    `reading.limit` is None: `limit` cuts here, where it can be said how much was cut. `replays` bounds how many.
+    `reading.limit` is None: `limit` is applied here, where a note can say how much was cut. At most `replays` replays.
     """
 
     traces: list[str]
@@ -102,7 +102,7 @@ class Question:
             )
         if self.sample is not None and self.target.most_s is not None:
             raise SettingsError("--sample", self.sample, "nothing with --target-ttft: a sample has no queue")
-        Plan(
+        Simulation(
             traces=self.traces,
             policies=[self.policy],
             host=[],
@@ -184,7 +184,7 @@ class _Planning:
         )
 
     def answer(self) -> Answer:
-        """Everything that the question asks for."""
+        """Search, and say what was found."""
         answer, timed = self._answer, self._target.most_s is not None
         if timed:
             self._by_times()
@@ -209,7 +209,7 @@ class _Planning:
         return answer
 
     def _sizes(self, span: int, bound: int | None) -> list[int]:
-        """Those to try of one tier, in bytes."""
+        """The sizes of one tier to try, in bytes."""
         if bound == 0:
             return []
         return sizes_between(self._everything // span, self._everything, bound, self._block_bytes)
@@ -226,7 +226,7 @@ class _Planning:
     # ---- hit rates: one tier
 
     def _by_hit_rate(self) -> None:
-        """The smallest size that meets, and some to compare: each as host memory, and as disk."""
+        """The smallest size that meets the target, and some to compare: each as host memory and as disk."""
         curve = lru_curve(self._trace)
         rate_of = self._rates(curve)
         least = self._target.least_hit_rate
@@ -365,7 +365,7 @@ class _Planning:
 
 
 def unavoidable_s(trace: Trace, machine: Machine) -> list[float]:
-    """For each request the seconds to compute what nobody had asked for before: an idle engine, an endless cache."""
+    """For each request the seconds that an idle engine with an endless cache computes: its new blocks."""
     seconds, known = [], 0
     for request in trace.requests:
         # Blocks are numbered by first use.
@@ -381,7 +381,7 @@ def statistic_of(seconds: Sequence[float], statistic: str) -> float:
 
 
 def words_of(candidate: Candidate) -> str:
-    """The sizes for people."""
+    """The sizes in words."""
     return f"disk {format_bytes(candidate.disk_bytes)}" if candidate.staged else _words(candidate.point)
 
 

@@ -6,7 +6,7 @@ that order: its stack distance (Mattson, Gecsei, Slutz, Traiger, IBM Systems Jou
 whole chain, and what is left of an earlier request's chain lies together in the order. So distances are found for
 runs of blocks, not for blocks: the cost is O(log requests) for each earlier request that a chain is left of.
 
-Requests that arrive at the very same time are told apart by their order here, and by slot numbers in `LeafFirstLru`.
+Of requests that arrive at the very same time the order counts here, and the slot number in `LeafFirstLru`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def lru_curve(trace: Trace) -> LruCurve:
     for number in range(len(trace.requests)):
         blocks = flat[starts[number] : starts[number + 1]]
         uses = last_use[blocks]
-        # Whoever asked for a block asked for all before it: known blocks come first, later uses before earlier ones.
+        # A request for a block is one for all before it: known blocks come first, later uses before earlier ones.
         known = int(numpy.count_nonzero(uses >= 0))
         edges = [0, *(numpy.flatnonzero(uses[1:known] != uses[: max(known - 1, 0)]) + 1).tolist(), known]
         runs = [(int(uses[start]), stop - start) for start, stop in pairwise(edges) if stop > start]

@@ -62,7 +62,7 @@ def next_requests(trace: Trace) -> Any:
 
 
 class _Foresight:
-    """A cache of `capacity` blocks that is told when each is needed again."""
+    """A cache of `capacity` blocks that knows when each block is needed again."""
 
     def __init__(self, capacity: int, unique_blocks: int) -> None:
         self.inserted_blocks = 0

@@ -13,7 +13,7 @@ from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay counted. Blocks are those of prompts."""
+    """The counts of a replay. Blocks are those of prompts."""
 
     accesses: int
     hits: int
@@ -35,8 +35,8 @@ def replay(
 ) -> Replay:
     """Every request in its order: look up, then insert what missed. Deterministic.
 
-    `capacity` is in blocks, `policy` an object made for as many slots. `on_progress` hears now and then how many
-    requests are done.
+    `capacity` is in blocks, `policy` an object made for as many slots. `on_progress` is called now
+    and then with the number of requests that are done.
     """
     tier = SimulatedTier(capacity, policy)
     hits_by_request: list[int] = []
@@ -46,7 +46,7 @@ def replay(
         while running and running[0][0] <= now_s:
             finished_s, _, last, output_tokens = heapq.heappop(running)
             tier.finished(last, output_tokens, finished_s)
-        hits = tier.requested(request.blocks, now_s)
+        hits = tier.requested(list(request.blocks), now_s)
         tier.insert(request.blocks, hits, now_s)
         hits_by_request.append(hits)
         ending = (now_s + request.seconds, number, request.blocks[-1], request.output_tokens)

@@ -1,1 +1,1 @@
-"""What `kvbm scale` asks and answers: many nodes behind a router."""
+"""`kvbm scale`: many nodes behind a router."""

@@ -1,12 +1,12 @@
-"""N nodes behind a router, each with host memory, perhaps a remote tier, and an engine whose prefill is one server.
+"""Simulates N nodes behind a router: each has host memory, perhaps a remote tier, and one prefill server.
 
 A request:
 
 1. arrives and is sent to a node by the router, where it waits in line.
 2. is begun, first come first served: looked up in host memory and the remote tier. Loading goes as deep as makes its
-   first token come soonest; the engine goes on with others meanwhile.
-3. is loaded: the engine takes it next. It computes the rest of the prompt, and there is the first token. What host
-   memory misses of the chain enters it; what the remote tier misses is written through.
+   first token come soonest; the engine serves others meanwhile.
+3. is loaded: the engine takes it next and computes the rest of the prompt, which gives the first token. Missing blocks
+   enter host memory, and are written through to the remote tier.
 4. ends `seconds` later.
 
 Left out: the device's own prefix cache, decoding's share of the engine, copies device → host, a disk, and blocks of
@@ -23,7 +23,7 @@ from enum import Enum
 
 from kvbm.policy import make_policy
 from kvbm.sim.scale.routing import Loads, Router
-from kvbm.sim.scale.traffic import Arrival, Traffic
+from kvbm.sim.scale.traffic import Arrival, ClusterTraffic
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.prefill import PrefillServer
@@ -32,7 +32,7 @@ from kvbm.sim.traces.trace import PROGRESS_REQUESTS
 
 
 class Remote(str, Enum):
-    """Whose remote tier it is: nobody's, each node its own, or one of all nodes."""
+    """There is no remote tier, or one for each node, or one that all nodes share."""
 
     NONE = "none"
     PRIVATE = "private"
@@ -41,10 +41,10 @@ class Remote(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterShape:
-    """What is bought. Sizes are blocks for each node; a shared remote tier is as large as all private ones together.
+    """The hardware. Sizes are blocks for each node; a shared remote tier is as large as all private ones together.
 
-    `network_bytes_per_s`: between a node and the remote tier. `store_bytes_per_s`: what the shared tier can give to
-    all nodes at once; None when that is enough for everyone.
+    `network_bytes_per_s`: between a node and the remote tier. `store_bytes_per_s`: what the shared tier gives to
+    all nodes at once; None is no limit.
     """
 
     nodes: int
@@ -74,9 +74,9 @@ class Node:
 
 @dataclass(slots=True)
 class ClusterRun:
-    """What happened to the requests that arrived after the warm-up. Blocks are those of prompts.
+    """The counts of one run, for requests that arrived after the warm-up. Blocks are those of prompts.
 
-    `declined_blocks` were there, but computing them was going to be faster. `remote_reads` and `remote_writes` are
+    `declined_blocks` were cached, but computing them was going to be faster. `remote_reads` and `remote_writes` are
     blocks over the nodes' networks. `computing_s` and `requests` have an entry for each node.
     """
 
@@ -104,7 +104,7 @@ class ClusterRun:
 
     @property
     def offered_load(self) -> float:
-        """Seconds of prefill, for each node and second, that the traffic would take without any cache."""
+        """Seconds of prefill for each node and second, if there was no cache."""
         return self.no_cache_s / self.seconds / len(self.computing_s)
 
     @property
@@ -120,18 +120,18 @@ class ClusterRun:
 
     @property
     def read_bytes_per_s(self) -> float:
-        """What the mean node reads from the remote tier."""
+        """Bytes that the mean node reads from the remote tier, a second."""
         return self.remote_hits * self.block_bytes / self.seconds / len(self.computing_s)
 
     @property
     def written_bytes_per_s(self) -> float:
-        """What the mean node writes to the remote tier."""
+        """Bytes that the mean node writes to the remote tier, a second."""
         return self.remote_writes * self.block_bytes / self.seconds / len(self.computing_s)
 
 
 @dataclass(slots=True)
 class _Job:
-    """A request on its way. `expected`: blocks that the router thought it would have to compute."""
+    """A request in progress. `expected`: blocks that the router expected its node to compute."""
 
     arrival: Arrival
     node: Node
@@ -140,7 +140,7 @@ class _Job:
 
 
 class Cluster:
-    """The nodes of `shape` behind a router, for one run. `loads` is what the router was made with."""
+    """The nodes of `shape` behind a router, for one run. `loads` are those that the router reads."""
 
     def __init__(self, shape: ClusterShape, router: Router, loads: Loads) -> None:
         self._shape = shape
@@ -154,7 +154,7 @@ class Cluster:
         self._store = Link(shape.store_bytes_per_s) if shape.store_bytes_per_s else None
         shared = None
         if shape.remote is Remote.SHARED:
-            # Every node reaches it at the same price, so the router does not hear of it.
+            # Every node reaches it at the same price, so the router need not know what it holds.
             shared = self._tier(shape.remote_blocks * shape.nodes)
         self.nodes = [self._node(number, shared) for number in range(shape.nodes)]
         self._warm_up_s = 0.0
@@ -165,13 +165,13 @@ class Cluster:
 
     def run(
         self,
-        traffic: Traffic,
+        traffic: ClusterTraffic,
         warm_up_s: float = 0.0,
         on_progress: Callable[[int], None] = lambda requests: None,
     ) -> ClusterRun:
-        """Serve it all, once. Who arrives before `warm_up_s` is served but not counted.
+        """Serve all traffic, once. Requests that arrive before `warm_up_s` are served but not counted.
 
-        `on_progress` hears now and then how many requests have arrived.
+        `on_progress` is called now and then with the number of requests that have arrived.
         """
         assert 0.0 <= warm_up_s < traffic.seconds
         self._warm_up_s, self._following = warm_up_s, traffic.following
@@ -259,13 +259,13 @@ class Cluster:
         for following in self._following(arrival, now_s):
             self._events.at(following.arrived_s, self._arrive, following)
 
-    # ---- what is worth loading, and what it takes
+    # ---- which blocks are worth loading, and how long that takes
 
     def _worth_loading(self, now_s: float, job: _Job, in_host: int, found: int) -> int:
         """How many of the blocks found to load for the first token to come soonest.
 
-        Each tier's blocks take equally long, and the deeper a block the more computing it spares. So what a tier is
-        worth loading is all of it or nothing; of equal times the deepest, which leaves the engine to others.
+        Each tier's blocks take equally long, and the deeper a block the more computing it saves. So of each tier all
+        blocks are worth loading or none; of equal times the deepest counts, which leaves more of the engine to others.
         """
         if not found:
             return 0
@@ -288,7 +288,7 @@ class Cluster:
     def _prompt_s(self, arrival: Arrival, loaded: int) -> float:
         return self._machine.prompt_s(loaded * self._shape.block_tokens, arrival.prompt_tokens)
 
-    # ---- what the nodes are made of
+    # ---- building the nodes
 
     def _tier(self, slot_count: int, *on_changes: BlocksChanged) -> SimulatedTier:
         return SimulatedTier(slot_count, make_policy(self._shape.policy, slot_count), False, *on_changes)
@@ -297,7 +297,7 @@ class Cluster:
         shape, router = self._shape, self._router
         own: list[SimulatedTier] = []
 
-        # The router is told of a block once: when the first of the node's own tiers has it, or the last loses it.
+        # The router hears of a block once: when the first of the node's own tiers gets it, and when the last loses it.
         def stored(blocks: Sequence[int]) -> None:
             router.stored(number, [b for b in blocks if sum(tier.holds(b) for tier in own) == 1])
 

@@ -1,4 +1,4 @@
-"""Draws the rows of `cluster_study`: hits, times and network by nodes, a line for each router and remote tier.
+"""Draws the rows of a `ScaleStudy`: hits, times and network by nodes, a line for each router and remote tier.
 
 Where there is one number of nodes and several loads, by load; where there are several of both, each load has its lines.
 """
@@ -104,7 +104,7 @@ def _by_load(rows: Sequence[ScaleRow]) -> bool:
 
 
 def _across(rows: Sequence[ScaleRow]) -> Callable[[ScaleRow], float]:
-    """What a row's place from left to right is."""
+    """The place of a row from left to right."""
     return (lambda row: row.wanted_load) if _by_load(rows) else (lambda row: row.nodes)
 
 

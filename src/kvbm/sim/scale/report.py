@@ -1,4 +1,4 @@
-"""The rows of `cluster_study` as a table and as JSON."""
+"""The rows of a `ScaleStudy` as a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvbm.present.tables import plain_table
-from kvbm.sim.scale.study import SEEDED_NODES_MAX, ScalePlan, ScaleRow
+from kvbm.sim.scale.study import SEEDED_NODES_MAX, ScaleRow, ScaleStudy
 
 OVERLOAD = 0.95
 
@@ -28,8 +28,8 @@ _HEADINGS = (
 )
 
 
-def render(plan: ScalePlan, rows: Sequence[ScaleRow]) -> RenderableType:
-    """One table, and below it what it needs to be understood."""
+def render(study: ScaleStudy, rows: Sequence[ScaleRow]) -> RenderableType:
+    """One table, and notes below it."""
     names = ("load", "nodes", "router", "remote")
     table = plain_table((*names, *_HEADINGS), words=names[2:], title=rows[0].trace)
     last = None
@@ -38,17 +38,17 @@ def render(plan: ScalePlan, rows: Sequence[ScaleRow]) -> RenderableType:
             table.add_section()
         last = (row.wanted_load, row.nodes)
         table.add_row(f"{row.wanted_load:g}", f"{row.nodes:,}", row.router, row.remote, *_cells(row))
-    kind = "of all nodes together" if plan.total_load is not None else "of each node"
-    seeds = f"seed {plan.seeds[0]}" if len(plan.seeds) == 1 else f"seeds {', '.join(map(str, plan.seeds))}"
-    if len(plan.seeds) > 1 and max(plan.nodes) > SEEDED_NODES_MAX:
-        seeds += f" ({SEEDED_NODES_MAX + 1} nodes and more: {plan.seeds[0]})"
+    kind = "of all nodes together" if study.total_load is not None else "of each node"
+    seeds = f"seed {study.seeds[0]}" if len(study.seeds) == 1 else f"seeds {', '.join(map(str, study.seeds))}"
+    if len(study.seeds) > 1 and max(study.nodes) > SEEDED_NODES_MAX:
+        seeds += f" ({SEEDED_NODES_MAX + 1} nodes and more: {study.seeds[0]})"
     note = (
         f"{rows[0].measured_s / 60:.3g} minutes after {rows[0].warm_up_s / 60:.3g} of warm-up; load: prefill {kind} if "
-        f"nothing was cached; policy {plan.policy}; host memory {plan.host} and remote {plan.remote_size} a node; "
-        f"network {plan.network_bytes_per_s / 1e9:g} GB/s a node; {seeds}"
+        f"nothing was cached; policy {study.policy}; host memory {study.host} and remote {study.remote_size} a node; "
+        f"network {study.network_bytes_per_s / 1e9:g} GB/s a node; {seeds}"
     )
     lines: list[RenderableType] = [table, Text(note + "\n", style="dim")]
-    asked_s = 60.0 * (plan.minutes + plan.warm_up_minutes)
+    asked_s = 60.0 * (study.minutes + study.warm_up_minutes)
     if rows[0].measured_s + rows[0].warm_up_s < asked_s - 1.0:
         lines.append(
             Text(f"the trace is shorter than the {asked_s / 60:g} minutes asked for", style="yellow")

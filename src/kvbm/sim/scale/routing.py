@@ -1,6 +1,6 @@
-"""Which node gets a request: by chance, in turn, by conversation, by load, or by what each node holds.
+"""Routers choose a node for each request: by chance, in turn, by conversation, by load, or by what each node holds.
 
-The routers decide; `cluster` tells them what the nodes did. Every one of them gives the same answers for the same seed.
+`cluster` reports to them what the nodes store and evict. Every one of them gives the same answers for the same seed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _WORD = (1 << 64) - 1
 
 
 class Loads:
-    """What routers may know of the nodes' work, in blocks; numpy arrays by node.
+    """The nodes' work as routers know it, in blocks; numpy arrays by node.
 
-    `active`: prompts of all requests that are there and not through. `waiting`: what of them is still to be computed,
-    as far as the router could tell when it sent them.
+    `active`: prompts of all requests that have not ended. `waiting`: the blocks of them that are still to be computed,
+    as the router estimated when it sent them.
     """
 
     def __init__(self, node_count: int) -> None:
@@ -32,9 +32,9 @@ class Loads:
 
 
 class Router(Protocol):
-    """Chooses nodes. `stored` and `removed` are its news of what nodes hold, as from the nodes' own events.
+    """Chooses nodes. `stored` and `removed` report what nodes hold, as the nodes' own events do.
 
-    With `listens` False it need not be told.
+    With `listens` False they need not be called.
     """
 
     listens: bool
@@ -201,7 +201,7 @@ class KvAware:
         costs = weight * loads.waiting + loads.active
         stretches = self.index.stretches(blocks)
         for nodes, length in stretches:
-            # What everyone holds, or nobody, makes no difference.
+            # Blocks that all nodes hold make no difference.
             if nodes == self._everyone:
                 continue
             if not nodes & (nodes - 1):

@@ -1,4 +1,4 @@
-"""Many clusters out of one trace, as rows: nodes by routers, remote tiers and loads, each beside what paper says."""
+"""Simulates many clusters on one trace: a row for each number of nodes, router, remote tier and load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbm.policy import eviction_policies
 from kvbm.present.numbers import quantile
 from kvbm.sim.scale.cluster import Cluster, ClusterRun, ClusterShape, Remote
 from kvbm.sim.scale.routing import ROUTERS, Loads
-from kvbm.sim.scale.traffic import Paper, Traffic, trace_load
+from kvbm.sim.scale.traffic import ClusterTraffic, Paper, trace_load
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.simulation import SYNTHETIC, Watch, open_trace
 from kvbm.sim.simulate.sizes import parse_sizes
@@ -26,8 +26,8 @@ PAPER_NODES = 16
 """On paper the traffic of so many nodes stands for that of more."""
 
 
-class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call is asked for. `loads` are seconds of prefill for each node and second, were there no cache."""
+class ScaleStudy(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of one call of `kvbm scale`. `loads`: seconds of prefill for each node and second, without cache."""
 
     trace: str
     nodes: list[int]
@@ -109,40 +109,42 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     paper_all: float
 
 
-def run(plan: ScalePlan, watch: Watch) -> list[ScaleRow]:
-    """Everything that the plan asks for. `SettingsError` where a size does not fit the trace."""
-    watch(f"reading {Path(plan.trace).name}", 0)
-    trace = open_trace(plan.trace, ReadOptions(chunk_tokens=plan.chunk_tokens))
+def run(study: ScaleStudy, watch: Watch) -> list[ScaleRow]:
+    """Simulate everything. `SettingsError` where a size does not fit the trace."""
+    watch(f"reading {Path(study.trace).name}", 0)
+    trace = open_trace(study.trace, ReadOptions(chunk_tokens=study.chunk_tokens))
     rows = []
-    for load in [plan.total_load] if plan.total_load is not None else plan.loads:
-        for nodes in plan.nodes:
-            seeds = plan.seeds if nodes <= SEEDED_NODES_MAX else plan.seeds[:1]
-            found = [_at(plan, trace, nodes, load, seed, watch) for seed in seeds]
+    for load in [study.total_load] if study.total_load is not None else study.loads:
+        for nodes in study.nodes:
+            seeds = study.seeds if nodes <= SEEDED_NODES_MAX else study.seeds[:1]
+            found = [_at(study, trace, nodes, load, seed, watch) for seed in seeds]
             rows += [_mean(same) for same in zip(*found, strict=True)]
     return rows
 
 
-def _at(plan: ScalePlan, trace: Trace, nodes: int, wanted: float, seed: int, watch: Watch) -> list[ScaleRow]:
+def _at(
+    study: ScaleStudy, trace: Trace, nodes: int, wanted: float, seed: int, watch: Watch
+) -> list[ScaleRow]:
     """All routers and remote tiers on the same traffic."""
-    machine = Machine(plan.bytes_per_token * trace.block_tokens, plan.prefill_tokens_per_s)
-    per_node = wanted / nodes if plan.total_load is not None else wanted
+    machine = Machine(study.bytes_per_token * trace.block_tokens, study.prefill_tokens_per_s)
+    per_node = wanted / nodes if study.total_load is not None else wanted
     copies = per_node / trace_load(trace, machine)
-    seconds = 60.0 * (plan.warm_up_minutes + plan.minutes)
-    traffic = Traffic(trace, copies * nodes, seconds, seed, plan.closed_loop)
+    seconds = 60.0 * (study.warm_up_minutes + study.minutes)
+    traffic = ClusterTraffic(trace, copies * nodes, seconds, seed, study.closed_loop)
     # A trace that is shorter than asked for is divided in the same proportion.
-    warm_up_s = 60.0 * plan.warm_up_minutes * min(1.0, traffic.seconds / seconds)
+    warm_up_s = 60.0 * study.warm_up_minutes * min(1.0, traffic.seconds / seconds)
     worth = min(nodes, PAPER_NODES)
     sample = traffic
     if worth < nodes:
-        sample = Traffic(trace, copies * worth, seconds, seed, plan.closed_loop)
+        sample = ClusterTraffic(trace, copies * worth, seconds, seed, study.closed_loop)
     paper = Paper(sample, worth, warm_up_s)
-    host = parse_sizes("--host", plan.host)[0].blocks_of(trace, plan.bytes_per_token)
-    below = parse_sizes("--remote-size", plan.remote_size)[0].blocks_of(trace, plan.bytes_per_token)
+    host = parse_sizes("--host", study.host)[0].blocks_of(trace, study.bytes_per_token)
+    below = parse_sizes("--remote-size", study.remote_size)[0].blocks_of(trace, study.bytes_per_token)
     on_paper = {
         (spread, size): paper.random_routing(spread, size) for spread in (1, nodes) for size in (host, below)
     }
     rows = []
-    for remote in map(Remote, plan.remotes):
+    for remote in map(Remote, study.remotes):
         shape = ClusterShape(
             nodes=nodes,
             machine=machine,
@@ -150,13 +152,13 @@ def _at(plan: ScalePlan, trace: Trace, nodes: int, wanted: float, seed: int, wat
             host_blocks=host,
             remote=remote,
             remote_blocks=below,
-            network_bytes_per_s=plan.network_bytes_per_s,
-            store_bytes_per_s=plan.store_bytes_per_s if remote is Remote.SHARED else None,
-            policy=plan.policy,
+            network_bytes_per_s=study.network_bytes_per_s,
+            store_bytes_per_s=study.store_bytes_per_s if remote is Remote.SHARED else None,
+            policy=study.policy,
         )
-        for router in plan.routers:
+        for router in study.routers:
             on_progress = watch(f"{nodes} nodes, {router}, remote {remote.value}", len(traffic))
-            result = _serve(plan, shape, router, traffic, warm_up_s, seed, on_progress)
+            result = _serve(study, shape, router, traffic, warm_up_s, seed, on_progress)
             spread = nodes if router in ("random", "round-robin", "least-loaded") else 1
             paper_host = on_paper[spread, host]
             paper_all = on_paper[1 if remote is Remote.SHARED else spread, below]
@@ -166,16 +168,16 @@ def _at(plan: ScalePlan, trace: Trace, nodes: int, wanted: float, seed: int, wat
 
 
 def _serve(
-    plan: ScalePlan,
+    study: ScaleStudy,
     shape: ClusterShape,
     router: str,
-    traffic: Traffic,
+    traffic: ClusterTraffic,
     warm_up_s: float,
     seed: int,
     on_progress: Callable[[int], None],
 ) -> ClusterRun:
     loads = Loads(shape.nodes)
-    chosen = ROUTERS[router](shape.nodes, loads, seed, plan.weight, plan.temperature)
+    chosen = ROUTERS[router](shape.nodes, loads, seed, study.weight, study.temperature)
     return Cluster(shape, chosen, loads).run(traffic, warm_up_s, on_progress)
 
 
@@ -216,7 +218,7 @@ def _row(
 
 
 def _mean(rows: tuple[ScaleRow, ...]) -> ScaleRow:
-    """The mean over seeds of every measured number; a seed with which nobody came measured none."""
+    """The mean over seeds of every measured number, without seeds that brought no request."""
     total = len(rows)
     rows = tuple(row for row in rows if row.requests) or rows[:1]
     fixed = {"trace", "nodes", "router", "remote", "wanted_load", "seeds", "requests"}

@@ -1,4 +1,4 @@
-"""Traffic for many nodes out of one trace, and what a cluster should hit on paper.
+"""Traffic for many nodes made of one trace, and the hit rates of a cluster on paper.
 
 A trace has the traffic of a few nodes. For more it is played several times at once. Every copy
 
@@ -8,11 +8,11 @@ A trace has the traffic of a few nodes. For more it is played several times at o
 - leaves out conversations by chance where less than whole copies are wanted. A conversation is all requests that ask
   for the same first block below the trunk; it stays or goes as one, so its own pauses stay what they are.
 
-Who goes on with a conversation waits for the answer before, and then as long as in the trace (`conversations`): a
-cluster that is too slow slows its users down, as in life. What would come after the end is left out.
+A user who continues a conversation waits for the previous answer, and then as long as in the trace (`conversations`): a
+cluster that is too slow slows its users down, as in reality. Requests after the end are left out.
 
-What was found before a copy's beginning is not there when it begins: hit rates are counted after a warm-up only, and
-reuse after longer than warm-up and measurement together is cut off.
+Caches are empty when a copy begins: hit rates are counted after a warm-up only, and reuse after longer than warm-up and
+measurement together is cut off.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Arrival(NamedTuple):
     seconds: float
 
 
-class Traffic:
+class ClusterTraffic:
     """Requests of `copies` copies of a trace (a fraction is a thinned copy each), in order, for `seconds` at most.
 
     Iterating, which can be done any number of times, gives those that follow no other; `following` the rest. Without
@@ -93,7 +93,7 @@ class Traffic:
         return map(self._arrival, *rows)
 
     def following(self, arrival: Arrival, finished_s: float) -> Iterator[Arrival]:
-        """Who goes on with the conversation of a request that is through, as far as that is before the end."""
+        """The requests that continue the conversation of one that has ended, as far as they arrive before the end."""
         numbers = self._following.get(arrival.number)
         if not numbers:
             return
@@ -176,7 +176,7 @@ class Paper:
     `traffic` stands for that of `worth` nodes; the trunk is taken to be everywhere. Counted from `warm_up_s` on.
     """
 
-    def __init__(self, traffic: Traffic, worth: float, warm_up_s: float) -> None:
+    def __init__(self, traffic: ClusterTraffic, worth: float, warm_up_s: float) -> None:
         blocks, times, depths = traffic.below_trunk()
         self._worth = worth
         self._from_s, self._until_s = warm_up_s, traffic.seconds

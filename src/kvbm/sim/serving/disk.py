@@ -32,25 +32,25 @@ _ADVANCES = 16
 
 @dataclass(frozen=True, slots=True)
 class DiskRules:
-    """How blocks get onto the disk, as in the manager's settings: which of them, when, and how many bytes a day."""
+    """Which blocks are written to disk, when, and how many bytes a day: the settings of the manager."""
 
     admission: str = "filter"
     write: str = WRITES[0]
     budget_bytes_per_day: int | None = None
 
     def check(self) -> None:
-        """`SettingsError` for names that there are not."""
+        """`SettingsError` for unknown names."""
         if self.admission not in (known := admission_policies()):
             raise SettingsError("--admission", self.admission, f"one of {', '.join(known)}")
         if self.write not in WRITES:
             raise SettingsError("--write", self.write, f"one of {', '.join(WRITES)}")
 
     def host_policy(self, policy: EvictionPolicy, slot_count: int) -> EvictionPolicy:
-        """What host memory of so many slots above a disk evicts by."""
+        """The eviction policy of host memory of so many slots above a disk."""
         return policy if self.write == WRITES[0] else Departures(policy, slot_count)
 
     def admission_policy(self, slot_count: int, block_bytes: int) -> AdmissionPolicy:
-        """What decides about a disk of so many slots. `SettingsError` where it cannot be made."""
+        """The admission policy of a disk of so many slots. `SettingsError` where it cannot be made."""
         try:
             admission = make_admission(self.admission, slot_count, 0.0)
         except ValueError as error:
@@ -123,7 +123,7 @@ class SimulatedDisk:
         self._advance(_ADVANCES)
 
     def used(self, blocks: Sequence[int], stop: int) -> None:
-        """The first blocks of a chain, which are there, were asked for again."""
+        """The first `stop` blocks of a chain, which are cached, were asked for again."""
         for i in range(stop):
             self._offloader.used(blocks[i], blocks[i - 1] if i else None)
         self._advance(_ADVANCES)

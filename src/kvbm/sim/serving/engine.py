@@ -1,16 +1,16 @@
-"""A trace served by one engine with host memory and a disk below it: hits by tier, and times to the first token.
+"""Serves a trace with one engine, its host memory and a disk: counts hits by tier and times to the first token.
 
 An event-driven replay. The engine's prefill is one server; the links host → device, disk → host and host → disk each
 carry one transfer after the other. A request:
 
-1. arrives and queues. Its chain is looked up and leased, as far as the cost model finds it worth loading; what only
-   the disk has gets a place in host memory and is read.
-2. is begun, first come first served. What has been found by now is sent to the device; the engine goes on with others
+1. arrives and queues. Its chain is looked up, and leased as far as the cost model finds it worth loading. Blocks that
+   only the disk has get slots in host memory and are read.
+2. is begun, first come first served. The blocks found by now are sent to the device; the engine serves others
    meanwhile.
-3. is loaded: the engine takes it next. It computes the rest of the prompt, and there is the first token. The
-   computed blocks enter host memory.
-4. ends `Request.seconds` later. Who goes on with the conversation comes no sooner than that, and waits as long
-   between as in the trace (`conversations`); so an engine that is too slow slows its users down, as in life.
+3. is loaded: the engine takes it next and computes the rest of the prompt, which gives the first token. The computed
+   blocks enter host memory.
+4. ends `TraceRequest.seconds` later. The next request of the conversation arrives after that, with the same pause as in
+   the trace (`conversations`); so an engine that is too slow slows its users down, as in reality.
 
 Left out: the device's own prefix cache, the copies device → host, decoding's share of the engine, and the blocks of
 generated tokens, which host memory gets only when a later prompt contains them.
@@ -30,17 +30,17 @@ from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.prefill import PrefillServer
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
-from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Request, Trace
+from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace, TraceRequest
 
 LEASE_S = 90.0
-"""For so long what was found for a waiting request is kept for it; after that it is looked up again when it begins."""
+"""The blocks found for a waiting request are leased for so long; after that it is looked up again when it begins."""
 
 
 @dataclass(slots=True)
 class Served:
-    """What happened. Blocks are those of prompts; `ttft_s` has an entry for each request, in order of the trace.
+    """What one run counted. Blocks are those of prompts; `ttft_s` has an entry for each request, in order of the trace.
 
-    `declined_blocks` were there, but computing them was going to be faster. `skipped_writes` are blocks that were
+    `declined_blocks` were cached, but computing them was going to be faster. `skipped_writes` are blocks that were
     admitted to disk and never got there. `trace_s` is how long the trace took when it was recorded.
     """
 
@@ -80,10 +80,10 @@ class Served:
 
 @dataclass(slots=True)
 class _Job:
-    """A request on its way: how many of its first blocks are leased, and are loaded; and what was read for it."""
+    """A request in progress: how many of its first blocks are leased and loaded, and which were read from disk."""
 
     number: int
-    request: Request
+    request: TraceRequest
     arrived_s: float
     begun: bool = False
     leased: int = 0
@@ -127,14 +127,14 @@ class SimulatedEngine:
         self._server: PrefillServer[_Job] = PrefillServer(self._events, self)
         self._through = 0
         self._on_progress: Callable[[int], None] = lambda requests: None
-        # Blocks that have a place in host memory and are still being read from disk, and until when.
+        # Blocks that have a slot in host memory and are still being read from disk, and the end of each read.
         self._arriving: dict[int, float] = {}
         self._following: dict[int, list[int]] = {}
         self._before = predecessors(trace) if closed_loop else [NO_REQUEST] * len(trace.requests)
         self._served = Served(machine.block_bytes, trace.accesses, trace.seconds, [0.0] * len(trace.requests))
 
     def run(self, on_progress: Callable[[int], None] = lambda requests: None) -> Served:
-        """Serve the whole trace, once. `on_progress` hears now and then how many requests have a first token."""
+        """Serve the whole trace, once. `on_progress` is called now and then with the number of first tokens."""
         self._on_progress = on_progress
         for number, request in enumerate(self._trace.requests):
             if self._before[number] != NO_REQUEST:
@@ -157,7 +157,7 @@ class SimulatedEngine:
         blocks = job.request.blocks
         for tier in (self._host, self._disk):
             if tier is not None:
-                tier.requested(blocks, now_s)
+                tier.requested(list(blocks), now_s)
         start_s = max(self._server.expected_free_s, now_s)
         depth = 0
         if self._host is not None:
@@ -225,13 +225,13 @@ class SimulatedEngine:
             pause_s = following.arrived_s - request.arrived_s - request.seconds
             self._events.at(max(following.arrived_s, now_s + pause_s), self._arrive, number)
 
-    # ---- what is there, and what is worth loading
+    # ---- which blocks are cached, and which are worth loading
 
     def _look_up(self, host: SimulatedTier, job: _Job, now_s: float, start_s: float) -> int:
         """How many of the first blocks to load when the engine gets to them at `start_s` or after.
 
-        Those of them that only the disk has get places in host memory, and are queued for reading. The answer ends
-        before the first that gets none.
+        Those of them that only the disk has get slots in host memory, and are queued for reading. The answer ends
+        before the first block without a slot.
         """
         blocks = job.request.blocks
         blocks = blocks[: _leading(blocks, self._holds)]
@@ -250,7 +250,7 @@ class SimulatedEngine:
         return depth
 
     def _raise(self, host: SimulatedTier, job: _Job, blocks: Sequence[int], now_s: float) -> int:
-        """Give those that only the disk has a place in host memory and queue them for reading; how many are there."""
+        """Give blocks that only the disk has a slot in host memory and queue their reads; how many are loadable."""
         held = [block for block in blocks if host.holds(block)]
         host.lease_blocks(held)
         host.insert(blocks, _leading(blocks, host.holds), now_s)
@@ -265,7 +265,7 @@ class SimulatedEngine:
         return _leading(blocks, host.holds)
 
     def _lease(self, job: _Job, depth: int) -> None:
-        """Lease the first blocks, instead of what the request had leased before."""
+        """Lease the first blocks, and end the leases that the request had before."""
         if self._host is not None:
             blocks = job.request.blocks
             self._host.lease_blocks(blocks[:depth])
@@ -278,11 +278,13 @@ class SimulatedEngine:
         for block in blocks:
             del self._arriving[block]
 
-    def _worth_loading(self, request: Request, there_s: Sequence[float], now_s: float, start_s: float) -> int:
+    def _worth_loading(
+        self, request: TraceRequest, there_s: Sequence[float], now_s: float, start_s: float
+    ) -> int:
         """How many of the blocks to load for the first token to come soonest.
 
-        `there_s`: for each block, when it is in host memory. Loading deeper takes longer and spares computing; deep in
-        a prompt it spares more. What is loaded while the engine is busy with others until `start_s` costs no time.
+        `there_s`: for each block, when it is in host memory. Loading deeper takes longer and saves computing; deep in
+        a prompt it saves more. Loading costs no time while the engine is busy with others until `start_s`.
         """
         if not there_s:
             return 0
@@ -293,10 +295,10 @@ class SimulatedEngine:
         ready_s[0] = now_s
         cached = numpy.clip(depths * self._trace.block_tokens, 0, max(request.prompt_tokens - 1, 0))
         first_s = numpy.maximum(ready_s, start_s) + self._machine.prefill_s(cached, request.prompt_tokens)
-        # Of equal times the deepest: it leaves the engine to others.
+        # Of equal times the deepest: it leaves more of the engine to others.
         return len(there_s) - int(numpy.argmin(first_s[::-1]))
 
-    def _prompt_s(self, request: Request, loaded: int) -> float:
+    def _prompt_s(self, request: TraceRequest, loaded: int) -> float:
         return self._machine.prompt_s(loaded * self._trace.block_tokens, request.prompt_tokens)
 
     def _holds(self, block: int) -> bool:

@@ -1,4 +1,4 @@
-"""What happens when, in simulated time."""
+"""Simulated time: a queue of calls, each made when its time has come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Subject = TypeVar("_Subject")
 
 
 class Events:
-    """A queue of calls by time; those of the same time are made in the order in which they were asked for."""
+    """A queue of calls by time; calls of the same time are made in the order of their `at`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -25,7 +25,7 @@ class Events:
         heapq.heappush(self._waiting, entry)
 
     def pass_until(self, now_s: float) -> None:
-        """Make all calls that are due by then, those that they ask for included."""
+        """Make all calls that are due by then, and the calls that these add."""
         while self._waiting and self._waiting[0][0] <= now_s:
             self.now_s, _, call = heapq.heappop(self._waiting)
             call(self.now_s)

@@ -1,4 +1,4 @@
-"""What a simulated machine takes for computing and for moving: seconds from tokens and bytes.
+"""A simulated machine: how many seconds it takes to compute tokens and to move bytes.
 
 The defaults are one H100 serving an 8-billion-parameter model: 30,000 prompt tokens a second (half of its dense bf16
 peak), PCIe 5.0 x16, one good NVMe drive. All of them are options of `kvbm simulate`.
@@ -14,8 +14,8 @@ from typing import Any
 class Machine:
     """Speeds. `block_bytes` is the KV of one block, on all ranks together.
 
-    A token at position p takes (1 + p / attention_tokens) / prefill_tokens_per_s: attention grows with what lies
-    before it, and costs as much as all the rest at `attention_tokens`. Out of a model's shape that is about its
+    A token at position p takes (1 + p / attention_tokens) / prefill_tokens_per_s: attention grows with the tokens
+    before it, and at `attention_tokens` of them costs as much as everything else. From a model's shape that is about
     parameters / (2 × layers × query heads × head size): 30,500 for Llama 3.1 8B, 53,000 for 70B.
     """
 
@@ -27,7 +27,7 @@ class Machine:
     disk_write_bytes_per_s: float = 3e9
 
     def prefill_s(self, start: Any, end: int) -> Any:
-        """Seconds to compute the tokens from `start` (or an array of them) up to `end`, those before being there."""
+        """Seconds to compute the tokens from `start` (or an array of starts) up to `end`; those before are loaded."""
         return (
             (end - start) * (1.0 + (start + end) / (2.0 * self.attention_tokens)) / self.prefill_tokens_per_s
         )
@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Link:
-    """A link that carries one transfer after the other, in the order in which they were sent."""
+    """A link that carries one transfer after the other, in the order of `send`."""
 
     bytes_per_s: float
     free_s: float = 0.0

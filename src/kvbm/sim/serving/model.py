@@ -1,4 +1,4 @@
-"""Bytes of KV for each token, from a model's `config.json`."""
+"""Reads the bytes of KV for each token from a model's `config.json`."""
 
 from __future__ import annotations
 

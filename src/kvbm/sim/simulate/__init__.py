@@ -1,1 +1,1 @@
-"""What `kvbm simulate` asks and answers."""
+"""`kvbm simulate`: hit rates and times of policies and sizes on traces."""

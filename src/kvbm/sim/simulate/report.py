@@ -1,4 +1,4 @@
-"""The rows of a study as tables and as JSON."""
+"""The rows of a study as tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was replayed. `repeated_rate`: the share of blocks that were asked for before, which no cache can exceed."""
+    """The trace that was replayed. `repeated_rate`: the share of blocks asked for before, which no cache can exceed."""
 
     name: str
     path: str
@@ -42,7 +42,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """Everything that one call found; what `--json` writes."""
+    """All results of one call, as `--json` writes them."""
 
     settings: dict[str, object]
     traces: list[TraceFacts] = msgspec.field(default_factory=list)
@@ -68,7 +68,7 @@ def facts(trace: Trace, path: str, seed: int, bytes_per_token: int | None) -> Tr
 
 
 def render(document: Document, with_curves: bool) -> RenderableType:
-    """A table for each trace, the mean over all seeds; below it what it needs to be understood."""
+    """A table for each trace, with means over all seeds, and notes below it."""
     tables: list[RenderableType] = []
     for name in dict.fromkeys(trace.name for trace in document.traces):
         found = [trace for trace in document.traces if trace.name == name]

@@ -1,4 +1,4 @@
-"""What one call of `kvbm simulate` is asked to do, checked before any trace is read, and the doing of it."""
+"""One call of `kvbm simulate`: its options, checked before any trace is read, and its run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SYNTHETIC = "synthetic"
 CURVE_POINTS = 200
 
 Watch = Callable[[str, int], Progress]
-"""Told what begins and how many requests it has; answers with whom to tell how many are done."""
+"""Called as a replay begins, with its name and its number of requests; returns its `Progress`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Simulation:
     """Traces × seeds × policies × sizes. With a machine (its `block_bytes` set per trace) times, else hit rates.
 
     With `halves` each trace is two: see `sim.traces.halves`. `rules` are ways to get blocks onto the disks, to compare.
@@ -86,34 +86,36 @@ def parse_policies(text: str, timed: bool) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def run(plan: Plan, watch: Watch) -> Document:
-    """Everything that the plan asks for. `SettingsError` where a size does not fit a trace, `TraceError` for files."""
-    document = Document(settings=_settings(plan))
-    for word in dict.fromkeys(plan.traces):
-        for seed in dict.fromkeys(plan.seeds):
+def run(simulation: Simulation, watch: Watch) -> Document:
+    """Replay everything. `SettingsError` where a size does not fit a trace, `TraceError` for files."""
+    document = Document(settings=_settings(simulation))
+    for word in dict.fromkeys(simulation.traces):
+        for seed in dict.fromkeys(simulation.seeds):
             watch(f"reading {Path(word).name}", 0)
-            whole = open_trace(word, replace(plan.reading, seed=seed))
-            for trace in halves(whole) if plan.halves else (whole,):
-                _replay(plan, document, trace, word, seed, watch)
+            whole = open_trace(word, replace(simulation.reading, seed=seed))
+            for trace in halves(whole) if simulation.halves else (whole,):
+                _replay(simulation, document, trace, word, seed, watch)
     document.hit_rates = with_gaps(document.hit_rates)
     return document
 
 
-def _replay(plan: Plan, document: Document, trace: Trace, word: str, seed: int, watch: Watch) -> None:
+def _replay(
+    simulation: Simulation, document: Document, trace: Trace, word: str, seed: int, watch: Watch
+) -> None:
     """One trace with one seed, at all sizes."""
     if any(known.name == trace.name and known.path != word for known in document.traces):
         trace = replace(trace, name=f"{trace.name} ({word})")
-    sizes = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.host]
-    below = [(size.text, size.blocks_of(trace, plan.bytes_per_token)) for size in plan.disk]
-    document.traces.append(facts(trace, word, seed, plan.bytes_per_token))
-    exact = lru_curve(trace) if plan.curve or plan.sample is not None else None
-    if plan.curve and exact is not None:
+    sizes = [(size.text, size.blocks_of(trace, simulation.bytes_per_token)) for size in simulation.host]
+    below = [(size.text, size.blocks_of(trace, simulation.bytes_per_token)) for size in simulation.disk]
+    document.traces.append(facts(trace, word, seed, simulation.bytes_per_token))
+    exact = lru_curve(trace) if simulation.curve or simulation.sample is not None else None
+    if simulation.curve and exact is not None:
         points = exact.points(CURVE_POINTS)
         document.lru_curves.append(Curve(trace=trace.name, seed=seed, points=points))
-    if plan.machine is None:
-        _hit_rates(plan, document, trace, seed, sizes, exact, watch)
+    if simulation.machine is None:
+        _hit_rates(simulation, document, trace, seed, sizes, exact, watch)
     else:
-        _times(plan, plan.machine, document, trace, seed, sizes, below, watch)
+        _times(simulation, simulation.machine, document, trace, seed, sizes, below, watch)
 
 
 def open_trace(word: str, options: ReadOptions) -> Trace:
@@ -126,7 +128,7 @@ def open_trace(word: str, options: ReadOptions) -> Trace:
 
 
 def _hit_rates(
-    plan: Plan,
+    simulation: Simulation,
     document: Document,
     trace: Trace,
     seed: int,
@@ -134,16 +136,16 @@ def _hit_rates(
     exact: LruCurve | None,
     watch: Watch,
 ) -> None:
-    sample = Sample(trace, plan.sample, seed, exact) if plan.sample is not None else None
+    sample = Sample(trace, simulation.sample, seed, exact) if simulation.sample is not None else None
     replayed = sample.trace if sample is not None else trace
     for text, blocks in sizes:
-        for policy in plan.policies:
+        for policy in simulation.policies:
             on_progress = watch(f"{trace.name}: {policy}, {text}", len(replayed.requests))
             document.hit_rates.append(hit_row(trace, seed, policy, text, blocks, sample, on_progress))
 
 
 def _times(
-    plan: Plan,
+    simulation: Simulation,
     machine: Machine,
     document: Document,
     trace: Trace,
@@ -152,36 +154,38 @@ def _times(
     below: list[tuple[str, int]],
     watch: Watch,
 ) -> None:
-    assert plan.bytes_per_token is not None
-    machine = replace(machine, block_bytes=plan.bytes_per_token * trace.block_tokens)
-    for setup in _setups(plan, sizes, below):
+    assert simulation.bytes_per_token is not None
+    machine = replace(machine, block_bytes=simulation.bytes_per_token * trace.block_tokens)
+    for setup in _setups(simulation, sizes, below):
         what = " + ".join(part for part in (setup.policy, setup.host[0], setup.disk[0]) if part) or "no cache"
         on_progress = watch(f"{trace.name}: {what}", len(trace.requests))
-        document.times.append(time_row(trace, seed, machine, setup, plan.closed_loop, on_progress))
+        document.times.append(time_row(trace, seed, machine, setup, simulation.closed_loop, on_progress))
 
 
-def _setups(plan: Plan, sizes: list[tuple[str, int]], below: list[tuple[str, int]]) -> Iterator[Setup]:
+def _setups(
+    simulation: Simulation, sizes: list[tuple[str, int]], below: list[tuple[str, int]]
+) -> Iterator[Setup]:
     """No cache, then every host size without and with every disk, each by every policy; a disk by all rules."""
     yield Setup()
     for host in sizes:
-        for policy in plan.policies:
+        for policy in simulation.policies:
             yield Setup(policy, host)
         for disk in below:
-            for policy in plan.policies:
-                for rules in plan.rules:
+            for policy in simulation.policies:
+                for rules in simulation.rules:
                     yield Setup(policy, host, disk, rules)
 
 
-def _settings(plan: Plan) -> dict[str, object]:
+def _settings(simulation: Simulation) -> dict[str, object]:
     """What the results depend on, for the JSON."""
     return {
-        "policies": plan.policies,
-        "seeds": plan.seeds,
-        "bytes_per_token": plan.bytes_per_token,
-        "sample": plan.sample,
-        "halves": plan.halves,
-        "reading": plan.reading,
-        "machine": plan.machine,
-        "disk_rules": plan.rules,
-        "closed_loop": plan.closed_loop,
+        "policies": simulation.policies,
+        "seeds": simulation.seeds,
+        "bytes_per_token": simulation.bytes_per_token,
+        "sample": simulation.sample,
+        "halves": simulation.halves,
+        "reading": simulation.reading,
+        "machine": simulation.machine,
+        "disk_rules": simulation.rules,
+        "closed_loop": simulation.closed_loop,
     }

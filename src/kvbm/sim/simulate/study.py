@@ -23,11 +23,11 @@ from kvbm.sim.traces.trace import Trace
 BASELINE = "lru"
 
 Progress = Callable[[int], None]
-"""Hears how many requests of the run are done."""
+"""Called with the number of requests of the run that are done."""
 
 
 class Setup(NamedTuple):
-    """What serves a trace. `host` and `disk` are a size as written and its blocks; without blocks the tier is off."""
+    """The tiers that serve a trace: each a size as written and its blocks; a tier of 0 blocks is off."""
 
     policy: str = ""
     host: tuple[str, int] = ("", 0)

@@ -1,4 +1,4 @@
-"""Which request answers which: traces rarely say it, but the chains of blocks do."""
+"""Finds which request continues which conversation: traces rarely say it, but the chains of blocks show it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _END_BLOCKS = 2
 
 
 def predecessors(trace: Trace) -> list[int]:
-    """For each request, the earlier one whose conversation it goes on with, or NO_REQUEST.
+    """For each request, the earlier one whose conversation it continues, or NO_REQUEST.
 
-    A turn's prompt is the one before it, the answer, and something new. So what it shares with the past ends where
-    an earlier prompt ended (or a block before, where the last was not full), in blocks that this prompt brought. The
-    earlier request must have been through when this one came, as far as the trace says.
+    A turn's prompt is the prompt before it, the answer, and new text. So the blocks that it shares with the past end
+    where an earlier prompt ended (or a block before, where the last was not full), in blocks that were new then. The
+    earlier request must have ended when this one arrived, as far as the trace says.
     """
     asked: set[int] = set()
-    # Last blocks of prompts, with who asked for them last; `owned` are those that came with the end of a prompt.
+    # Last blocks of prompts, each with the latest request for it; `owned` were new in the prompt that they ended.
     ends: dict[int, int] = {}
     owned: set[int] = set()
     found = []
@@ -26,8 +26,8 @@ def predecessors(trace: Trace) -> list[int]:
         predecessor = NO_REQUEST
         for block in reversed(blocks[max(known - _END_BLOCKS, 1) : known]):
             if block in ends:
-                # The conversation has moved on: whoever shares these blocks from now on is a branch of it, or a
-                # stranger with the same system prompt.
+                # The conversation has moved on: a later request that shares these blocks is a branch of it, or has
+                # only the same system prompt.
                 predecessor = ends.pop(block)
                 break
         if predecessor >= 0:

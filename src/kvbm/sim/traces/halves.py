@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvbm.sim.traces.trace import Request, Trace, TraceBuilder
+from kvbm.sim.traces.trace import Trace, TraceBuilder, TraceRequest
 
 TREES_MIN = 20
 TREE_SHARE_MAX = 0.25
@@ -30,7 +30,7 @@ def halves(trace: Trace) -> tuple[Trace, Trace]:
     return first, _part(trace, names[1], [r for r, later in zip(trace.requests, parts, strict=True) if later])
 
 
-def _part(trace: Trace, name: str, requests: list[Request]) -> Trace:
+def _part(trace: Trace, name: str, requests: list[TraceRequest]) -> Trace:
     builder = TraceBuilder(f"{trace.name}, {name}", trace.block_tokens)
     for request in requests:
         builder.add(

@@ -1,4 +1,4 @@
-"""What a manager tells its followers, turned into a recording."""
+"""Writes a recording from the messages that a manager sends its followers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RUNNING_MAX = 100_000
 
 
 class Recorder:
-    """Turns what a manager tells its followers into lines of a recording, one namespace's.
+    """Turns the messages to a manager's followers into lines of a recording, for one namespace.
 
     A request is written when it ends, or by `close`. One that is asked for again before it ends (it was preempted, or
     looked up once more) is one request; of those that never end the oldest is written when there are `RUNNING_MAX`.
@@ -31,8 +31,8 @@ class Recorder:
         self._start_s = 0.0
         self._running: dict[BlockKey, tuple[float, list[BlockKey]]] = {}
 
-    def hear(self, message: Message) -> None:
-        """Take one message; those that say nothing of requests are ignored."""
+    def receive(self, message: Message) -> None:
+        """Take one message; messages that are not about requests are ignored."""
         if isinstance(message, Asked):
             if self._writer is None and message.fingerprint.hex().startswith(self._namespace):
                 self._begin(message)

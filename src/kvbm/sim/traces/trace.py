@@ -1,4 +1,4 @@
-"""A trace in memory: when requests came, which chain of blocks each asked for, and how long they were."""
+"""A trace in memory: the times, chains of blocks and lengths of requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PROGRESS_REQUESTS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request. `blocks` are numbers dense from 0; equal numbers mean an equal whole prefix up to there.
 
     `arrived_s` counts from the trace's first request; `seconds` is how long the request took in the recording.
     """
 
     arrived_s: float
-    blocks: list[int]
+    blocks: Sequence[int]
     prompt_tokens: int
     output_tokens: int
     seconds: float
@@ -38,7 +38,7 @@ class Trace:
 
     name: str
     block_tokens: int
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     unique_blocks: int
 
     @cached_property
@@ -95,9 +95,9 @@ class TraceBuilder:
         # A name that is asked for the first time gets the next number.
         numbers: defaultdict[Hashable, int] = defaultdict(count().__next__)
         requests = [
-            Request(
+            TraceRequest(
                 (arrived_s - start_s) * time_scale,
-                list(map(numbers.__getitem__, blocks)),
+                tuple(map(numbers.__getitem__, blocks)),
                 prompt_tokens,
                 output_tokens,
                 seconds,

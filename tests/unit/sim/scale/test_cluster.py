@@ -19,8 +19,8 @@ from kvbm.sim.scale.cluster import Cluster, ClusterRun, ClusterShape, Remote
 from kvbm.sim.scale.picture import draw
 from kvbm.sim.scale.report import render
 from kvbm.sim.scale.routing import ROUTERS, KvAware, Loads, PrefixIndex, SessionAffine
-from kvbm.sim.scale.study import ScalePlan, run
-from kvbm.sim.scale.traffic import Paper, Traffic, trace_load
+from kvbm.sim.scale.study import ScaleStudy, run
+from kvbm.sim.scale.traffic import ClusterTraffic, Paper, trace_load
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.synthetic import ChatShape, chats
@@ -71,9 +71,9 @@ def trace_of(*rows: tuple[float, str, float]) -> Trace:
     return builder.build()
 
 
-def whole(trace: Trace, closed_loop: bool = False) -> Traffic:
+def whole(trace: Trace, closed_loop: bool = False) -> ClusterTraffic:
     """The trace as it is."""
-    return Traffic(trace, 1.0, 1e9, 0, closed_loop, trunk_share=1.0)
+    return ClusterTraffic(trace, 1.0, 1e9, 0, closed_loop, trunk_share=1.0)
 
 
 # ---- the index
@@ -221,7 +221,7 @@ def test_one_node_equals_the_replay_of_a_single_tier(router: str, capacity: int)
 def test_the_same_seed_gives_the_same_run_and_nothing_is_lost(router: str, remote: Remote) -> None:
     trace = small_trace()
     machine = Machine(1, 3000.0, 1e4, host_bytes_per_s=1e4)
-    traffic = Traffic(trace, 3.5, 900.0, 5)
+    traffic = ClusterTraffic(trace, 3.5, 900.0, 5)
 
     def once() -> tuple[ClusterRun, Cluster]:
         nodes = cluster(5, router, machine, host=60, remote=remote, below=120, network=2e3)
@@ -253,7 +253,7 @@ def test_the_router_knows_exactly_what_the_nodes_hold(remote: Remote) -> None:
         nodes=3, machine=FAST, block_tokens=64, host_blocks=50, remote=remote, remote_blocks=90
     )
     nodes = Cluster(shape, router, loads)
-    nodes.run(Traffic(small_trace(), 2.0, 1200.0, 1))
+    nodes.run(ClusterTraffic(small_trace(), 2.0, 1200.0, 1))
     held = [blocks_of(node.host) for node in nodes.nodes]
     if remote is Remote.PRIVATE:
         held = [
@@ -267,7 +267,7 @@ def test_the_router_knows_exactly_what_the_nodes_hold(remote: Remote) -> None:
 
 def test_a_learning_policy_runs_in_every_tier() -> None:
     nodes = cluster(2, "kv", host=60, remote=Remote.SHARED, below=100, policy="gittins")
-    assert nodes.run(Traffic(small_trace(20), 2.0, 600.0, 0)).hit_rate > 0.0
+    assert nodes.run(ClusterTraffic(small_trace(20), 2.0, 600.0, 0)).hit_rate > 0.0
 
 
 # ---- traffic
@@ -275,7 +275,7 @@ def test_a_learning_policy_runs_in_every_tier() -> None:
 
 def test_copies_share_the_trunk_alone() -> None:
     trace = small_trace()
-    traffic = Traffic(trace, 2.0, 1e9, 0, closed_loop=False, trunk_share=0.2)
+    traffic = ClusterTraffic(trace, 2.0, 1e9, 0, closed_loop=False, trunk_share=0.2)
     assert traffic.copies == 2 and traffic.trunk_blocks > 0
     asked = numpy.bincount(trace.flat)
     trunk = set(numpy.flatnonzero(asked > 0.2 * len(trace.requests)).tolist())
@@ -288,11 +288,11 @@ def test_copies_share_the_trunk_alone() -> None:
 
 def test_a_share_of_a_copy_keeps_whole_conversations() -> None:
     trace = small_trace()
-    everything = {a.conversation: [] for a in Traffic(trace, 1.0, 1e9, 0, closed_loop=False)}
-    for arrival in Traffic(trace, 1.0, 1e9, 0, closed_loop=False):
+    everything = {a.conversation: [] for a in ClusterTraffic(trace, 1.0, 1e9, 0, closed_loop=False)}
+    for arrival in ClusterTraffic(trace, 1.0, 1e9, 0, closed_loop=False):
         everything[arrival.conversation].append(arrival.number)
     kept: dict[int, list[int]] = {}
-    for arrival in Traffic(trace, 0.5, 1e9, 0, closed_loop=False):
+    for arrival in ClusterTraffic(trace, 0.5, 1e9, 0, closed_loop=False):
         kept.setdefault(arrival.conversation, []).append(arrival.number)
     assert 0 < len(kept) < len(everything)
     assert all(numbers == everything[conversation] for conversation, numbers in kept.items())
@@ -325,7 +325,7 @@ def test_paper_by_hand() -> None:
 
 
 def test_paper_for_one_node_is_near_the_simulation() -> None:
-    traffic = Traffic(small_trace(300), 6.0, 1500.0, 2)
+    traffic = ClusterTraffic(small_trace(300), 6.0, 1500.0, 2)
     for capacity in (1500, 8000):
         simulated = cluster(1, host=capacity).run(traffic, 500.0).hit_rate
         assert Paper(traffic, 1, 500.0).random_routing(1, capacity) == pytest.approx(simulated, abs=0.04)
@@ -333,7 +333,7 @@ def test_paper_for_one_node_is_near_the_simulation() -> None:
 
 def test_paper_is_near_the_simulation_of_random_routing() -> None:
     trace = small_trace(300)
-    traffic = Traffic(trace, 6.0, 1500.0, 2)
+    traffic = ClusterTraffic(trace, 6.0, 1500.0, 2)
     for capacity in (300, 2000):
         simulated = cluster(6, "random", host=capacity).run(traffic, 500.0).hit_rate
         assert Paper(traffic, 6, 500.0).random_routing(6, capacity) == pytest.approx(simulated, abs=0.04)
@@ -342,7 +342,7 @@ def test_paper_is_near_the_simulation_of_random_routing() -> None:
 # ---- the study and the command
 
 
-def plan(**changes: object) -> ScalePlan:
+def study(**changes: object) -> ScaleStudy:
     fields: dict[str, object] = {
         "trace": "synthetic", "nodes": [1, 3], "routers": ["random", "kv"], "remotes": ["private", "shared"],
         "loads": [0.3], "total_load": None, "host": "4GB", "remote_size": "20GB", "bytes_per_token": 131072,
@@ -350,11 +350,11 @@ def plan(**changes: object) -> ScalePlan:
         "weight": 1.0, "temperature": 0.0, "closed_loop": True, "prefill_tokens_per_s": 5000.0,
         "network_bytes_per_s": 1e10, "store_bytes_per_s": 2e10,
     }  # fmt: skip
-    return ScalePlan(**{**fields, **changes})  # type: ignore[arg-type]
+    return ScaleStudy(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_a_study_has_a_row_for_everything_and_can_be_shown(tmp_path: Path) -> None:
-    wanted = plan()
+    wanted = study()
     rows = run(wanted, lambda what, total: lambda done: None)
     assert [(row.nodes, row.router, row.remote) for row in rows] == [
         (nodes, router, remote)
@@ -375,7 +375,7 @@ def test_a_study_has_a_row_for_everything_and_can_be_shown(tmp_path: Path) -> No
 
 def test_a_picture_goes_by_nodes_or_by_load(tmp_path: Path) -> None:
     for nodes, loads, lines in (([1, 3], [0.3], 2), ([1], [0.1, 0.3], 2), ([1, 3], [0.1, 0.3], 4)):
-        rows = run(plan(nodes=nodes, loads=loads, seeds=[0], remotes=["none"]), lambda *_: lambda done: None)
+        rows = run(study(nodes=nodes, loads=loads, seeds=[0], remotes=["none"]), lambda *_: lambda done: None)
         series = picture._series(rows)
         assert len(series) == lines
         across = picture._across(rows)
@@ -389,7 +389,7 @@ def test_a_picture_goes_by_nodes_or_by_load(tmp_path: Path) -> None:
 
 def test_a_total_load_is_shared_by_all() -> None:
     rows = run(
-        plan(total_load=0.6, seeds=[0], routers=["random"], remotes=["none"]), lambda *_: lambda done: None
+        study(total_load=0.6, seeds=[0], routers=["random"], remotes=["none"]), lambda *_: lambda done: None
     )
     assert rows[0].offered_load == pytest.approx(3 * rows[1].offered_load, rel=0.01)
 
@@ -409,4 +409,4 @@ def test_a_total_load_is_shared_by_all() -> None:
 )
 def test_a_wrong_option_is_named(changes: dict[str, object], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
-        plan(**changes).check()
+        study(**changes).check()

@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate import picture
-from kvbm.sim.simulate.simulation import Plan, run
+from kvbm.sim.simulate.simulation import Simulation, run
 from kvbm.sim.simulate.sizes import parse_sizes
 
 PANEL_PIXELS = (int(picture.HEIGHT_IN * picture.DPI), int(picture.PANEL_IN * picture.DPI))
@@ -17,7 +17,7 @@ PANEL_PIXELS = (int(picture.HEIGHT_IN * picture.DPI), int(picture.PANEL_IN * pic
 
 @pytest.mark.parametrize("machine", [None, Machine(0)], ids=["hit rates", "times"])
 def test_a_picture(tmp_path: Path, machine: Machine | None) -> None:
-    plan = Plan(
+    plan = Simulation(
         traces=["synthetic"],
         policies=["lru", "sieve"] if machine else ["lru", "sieve", "belady"],
         host=parse_sizes("--host", "2%,100MB,2000blocks"),

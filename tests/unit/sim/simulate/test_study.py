@@ -13,7 +13,7 @@ from kvbm.errors import SettingsError
 from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.model import kv_bytes_per_token
-from kvbm.sim.simulate.simulation import Plan, parse_policies, run
+from kvbm.sim.simulate.simulation import Simulation, parse_policies, run
 from kvbm.sim.simulate.sizes import parse_sizes
 from kvbm.sim.simulate.study import Setup, averaged, hit_row, spread, time_row, with_gaps
 from kvbm.sim.traces.synthetic import ChatShape, chats
@@ -156,7 +156,7 @@ def test_policies_by_name() -> None:
 
 
 def test_a_plan_runs_every_policy_at_every_size_for_every_seed() -> None:
-    plan = Plan(
+    plan = Simulation(
         traces=["synthetic"],
         policies=["lru", "belady"],
         host=parse_sizes("--host", "1%,10%"),

@@ -1,4 +1,4 @@
-"""From a path to a `Trace`: which format it is, which blocks it has, when its requests arrive."""
+"""Reads a file or directory into a `Trace`: finds its format, numbers its blocks, places its requests in time."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ReadOptions:
     """How a file becomes a trace.
 
     `chunk_tokens`: size of the trace's blocks, a multiple of the file's; None keeps those. `seed`, `session_hours`:
-    sessions start in a shuffled order as a Poisson process, all within so many hours on average. `time_scale`:
-    what times between arrivals are multiplied by. `limit`: only so many requests, the first to arrive.
+    sessions start in a shuffled order as a Poisson process, all within so many hours on average. `time_scale`
+    multiplies the times between arrivals. `limit`: only so many requests, the first to arrive.
     """
 
     chunk_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""The shapes of other projects' records, and how each becomes a `RecordedRequest`. Unknown fields are ignored."""
+"""The records of other projects, and how each becomes a `RecordedRequest`. Unknown fields are ignored."""
 
 from __future__ import annotations
 
