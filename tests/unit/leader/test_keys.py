@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -20,20 +19,6 @@ from kvbm.protocol import (
 from rigs.leader import FINGERPRINT, HASHES, TABLE, Bench, ScriptedDevice, keys
 
 ADAPTER = b"digest of an adapter"
-
-
-@pytest.fixture
-def make_bench() -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def make(**modes: Any) -> Bench:
-        benches.append(Bench(**modes))
-        return benches[-1]
-
-    yield make
-    for bench in benches:
-        bench.leader.close()
-        bench.manager.close()
 
 
 def asked(bench: Bench, hashes: list[bytes], extras: bytes = b"") -> tuple[Lookup, Reserve]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,14 +26,6 @@ from kvbm.protocol import (
     StepReport,
 )
 from rigs.leader import HASHES, LEASE_S, TABLE, Bench, ScriptedManager, keys
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.leader.close()
-    bench.manager.close()
 
 
 def known(bench: Bench, tier: Tier, seconds: float) -> None:

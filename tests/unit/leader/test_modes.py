@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,21 +13,6 @@ from kvbm.leader.lazy import Unsaved
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import Commit, LoadPlan, Reserve, StepReport
 from rigs.leader import TABLE, Bench, ScriptedDevice, keys
-
-
-@pytest.fixture
-def make_bench() -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def make(**modes: Any) -> Bench:
-        benches.append(Bench(**modes))
-        return benches[-1]
-
-    yield make
-    for bench in benches:
-        bench.leader.close()
-        bench.manager.close()
-
 
 # ---- released stores
 

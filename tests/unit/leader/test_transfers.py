@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from kvbm.block import Tier
 from kvbm.hashing import split_keys
 from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
@@ -20,15 +16,6 @@ from kvbm.protocol import (
     StorePlan,
 )
 from rigs.leader import HASHES, TABLE, Bench, keys
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.leader.close()
-    bench.manager.close()
-
 
 # ---- a load
 

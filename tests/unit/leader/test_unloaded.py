@@ -5,8 +5,6 @@ And the two reasons that a leader can do something about: an answer that is late
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvbm.block import Tier
@@ -19,14 +17,6 @@ from kvbm.leader.lookups import (
 from kvbm.leader.tracked import Answer
 from kvbm.protocol import UNLOADED_REASONS, Lookup, LookupReply, Progress, Ready, Release
 from rigs.leader import FINGERPRINT, LEASE_S, TABLE, Bench
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.leader.close()
-    bench.manager.close()
 
 
 def counted(bench: Bench) -> dict[str, int]:

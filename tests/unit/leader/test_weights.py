@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvbm.hashing import split_keys
 from kvbm.leader.tracked import Answer
 from kvbm.protocol import Commit, Release, Reserve, Reset, StepReport
 from rigs.leader import Bench
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.leader.close()
-    bench.manager.close()
 
 
 def test_after_a_reset_no_key_is_what_it_was(bench: Bench) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -13,20 +13,6 @@ from kvbm.manager.names import NO_HASH, EngineName, EngineNames
 from rigs.space import KEYS, ME, OTHER, Bench
 
 HASHES = b"".join(OTHER)
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def make(**options: int) -> Bench:
-        benches.append(Bench(**options))
-        return benches[-1]
-
-    yield make
-    for bench in benches:
-        bench.space.check()
-        bench.close()
 
 
 def store(bench: Bench, keys: list[BlockKey], hashes: bytes, group: int = 0) -> None:

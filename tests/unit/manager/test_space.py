@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -13,25 +12,6 @@ from kvbm.manager.space import LEASE_S, RESERVATION_S
 from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.oracle import block_bytes
 from rigs.space import KEYS, LAYOUT, ME, OTHER, PEER, Bench
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def build(**options: Any) -> Bench:
-        benches.append(Bench(**options))
-        return benches[-1]
-
-    yield build
-    for bench in benches:
-        bench.close()
-
-
-@pytest.fixture
-def bench(make: Callable[..., Bench]) -> Bench:
-    return make()
-
 
 # ---- lookups
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -18,16 +18,8 @@ SIZE = LAYOUT.block_bytes
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def build(**options: Any) -> Bench:
-        benches.append(Bench(**{"on_eviction": True, **options}))
-        return benches[-1]
-
-    yield build
-    for bench in benches:
-        bench.close()
+def make(make: Callable[..., Bench]) -> Callable[..., Bench]:
+    return partial(make, on_eviction=True)
 
 
 def on_disk(bench: Bench) -> list[BlockKey]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -16,25 +16,6 @@ from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.host import HostArena
 from rigs.space import KEYS, LAYOUT, ME, OTHER, Bench
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def build(**options: int) -> Bench:
-        benches.append(Bench(**options))
-        return benches[-1]
-
-    yield build
-    for bench in benches:
-        bench.close()
-
-
-@pytest.fixture
-def bench(make: Callable[..., Bench]) -> Bench:
-    return make()
-
 
 # ---- the tier below
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +18,8 @@ from rigs.copies_beside import (
     DEADLINE_S,
     LAYERS,
     Device,
-    Finder,
     Line,
     load,
-    make_mover,
     reported,
     step,
     store_job,
@@ -30,23 +27,6 @@ from rigs.copies_beside import (
 )
 
 CACHE: Any = SimpleNamespace(layers=dict.fromkeys(LAYERS), device=SimpleNamespace(type="cuda"))
-
-
-@pytest.fixture
-def device() -> Device:
-    return Device()
-
-
-@pytest.fixture
-def line() -> Iterator[Line]:
-    line = Line()
-    yield line
-    line.close()
-
-
-@pytest.fixture
-def mover(device: Device, line: Line) -> Mover:
-    return make_mover(Finder(line), device)
 
 
 @pytest.fixture

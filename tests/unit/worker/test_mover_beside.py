@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,23 +30,6 @@ from rigs.copies_beside import (
     step,
     store_job,
 )
-
-
-@pytest.fixture
-def device() -> Device:
-    return Device()
-
-
-@pytest.fixture
-def line() -> Iterator[Line]:
-    line = Line()
-    yield line
-    line.close()
-
-
-@pytest.fixture
-def mover(device: Device, line: Line) -> Mover:
-    return make_mover(Finder(line), device)
 
 
 def turn_beside(mover: Mover) -> threading.Thread:
