@@ -8,7 +8,6 @@ Both sides use memfd pages and as many threads. The tier also checks every byte 
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import select
@@ -20,11 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import console, plain_table, save_json
 from kvbm.settings import Settings
 from kvbm.tiers.contract import Completion
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
@@ -142,7 +139,7 @@ def main() -> int:
         plain.close()
         tier.close(keep=False)
     rows = _rows(samples)
-    (options.output / "disk.json").write_text(json.dumps({"rows": rows, "samples": samples}, indent=2) + "\n")
+    save_json({"rows": rows, "samples": samples}, options.output / "disk.json")
     title = f"Host ⇄ disk, {options.threads} threads, {BLOCK_BYTES >> 20} MiB blocks"
     table = plain_table(("what", "budget", "GB/s", "ceiling", "ratio"), words={"what"}, title=title)
     for row in rows:
@@ -153,7 +150,7 @@ def main() -> int:
             f"{row['ceiling'] / 1e9:.2f}",
             f"{row['ratio']:.2f}",
         )
-    Console().print(table)
+    console().print(table)
     return 0
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import tempfile
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from kvbm.block import Tier
@@ -28,7 +26,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.leader import Leader
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import LeafFirstLru
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import console, plain_table, save_json
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Commit,
@@ -239,8 +237,8 @@ def main() -> int:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     found = rows(options.blocks)
-    (options.output / "manager.json").write_text(json.dumps(found, indent=2) + "\n")
-    Console().print(render(found))
+    save_json(found, options.output / "manager.json")
+    console().print(render(found))
     return 0
 
 

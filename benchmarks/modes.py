@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from rich.console import Console
 
 from benchmarks.engine import (
     BLOCK_TOKENS,
@@ -29,7 +28,7 @@ from benchmarks.engine import (
     prompt,
 )
 from benchmarks.ttft import scenario
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import console, plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 MODES = {
@@ -95,13 +94,13 @@ def main() -> int:
             )
             print(f"round {number + 1}, {mode}: {measured[mode][-1]}", file=sys.stderr)
     rows = [summarise(mode, runs, measured["plain"]) for mode, runs in measured.items()]
-    (options.output / "modes.json").write_text(json.dumps({"rows": rows, "runs": measured}, indent=2) + "\n")
+    save_json({"rows": rows, "runs": measured}, options.output / "modes.json")
     columns = [column.replace("_", " ") for column in rows[0]]
     title = "Conversations that return: all turns but the first"
     table = plain_table(columns, words={"mode"}, title=title)
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    console().print(table)
     return 0
 
 

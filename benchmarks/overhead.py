@@ -29,7 +29,7 @@ from benchmarks.engine import (
     prompt,
 )
 from benchmarks.ttft import scenario
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 BUDGET = 1.02
@@ -82,9 +82,7 @@ def main() -> int:
             measured[side] += times
             console.print(f"round {number + 1}, {side}: {', '.join(f'{seconds:.3f}' for seconds in times)} s")
     rows = summarise(measured)
-    (options.output / "overhead.json").write_text(
-        json.dumps({"rows": rows, "times_s": measured}, indent=2) + "\n"
-    )
+    save_json({"rows": rows, "times_s": measured}, options.output / "overhead.json")
     Console().print(render(rows))
     return 0
 

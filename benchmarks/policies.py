@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import sys
 import time
@@ -19,10 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from kvbm.policy import EvictionPolicy, make_policy
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import console, plain_table, save_json
 from kvbm.sim.serving.tier import SimulatedTier
 
 TURN_BLOCKS = 10
@@ -131,7 +128,7 @@ def main() -> int:
         row["bytes_per_block"] = memory(name, options.leaves)
         rows.append(row)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "policies.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    save_json({"rows": rows}, options.output / "policies.json")
     columns = ("policy", "µs per access", "to the first", "bytes per resident block")
     title = f"Eviction policies with {options.leaves:,} leaves"
     table = plain_table(columns, words={"policy"}, title=title)
@@ -140,8 +137,8 @@ def main() -> int:
         took = float(row["microseconds_per_access"])
         bytes_each = float(row["bytes_per_block"])
         table.add_row(str(row["policy"]), f"{took:.2f}", f"{took / first:.2f} ×", f"{bytes_each:.0f}")
-    Console().print(table)
-    Console().print(
+    console().print(table)
+    console().print(
         f"Budget of gittins: {BUDGET_US:g} µs per access, {BUDGET_BYTES} bytes per resident block"
     )
     return 0

@@ -6,15 +6,13 @@ python -m benchmarks.simulator [--trace FILE] [--policies lru,s3fifo] [--sizes 1
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import console, plain_table, save_json
 from kvbm.sim.replay.curves import lru_curve
 from kvbm.sim.simulate.simulation import parse_policies
 from kvbm.sim.simulate.sizes import parse_sizes
@@ -107,8 +105,8 @@ def main() -> int:
     policies = list(dict.fromkeys([BASELINE, *parse_policies(options.policies, timed=False)]))
     sizes = [(size.text, size.blocks_of(trace, None)) for size in parse_sizes("--sizes", options.sizes)]
     found = rows(trace, policies, sizes, options.rounds)
-    (options.output / "simulator.json").write_text(json.dumps(found, indent=2) + "\n")
-    Console().print(render(trace, found))
+    save_json(found, options.output / "simulator.json")
+    console().print(render(trace, found))
     return 0
 
 

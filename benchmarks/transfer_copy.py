@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import mmap
 import os
 import random
@@ -19,13 +18,13 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import plain_table, save_json
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor
 from kvbm.transfer.cpu import prepare_thread
 
@@ -196,7 +195,7 @@ def main() -> None:
         previous = row.case
     Console(width=max(110, Console().width)).print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        save_json(rows, arguments.json)
 
 
 if __name__ == "__main__":

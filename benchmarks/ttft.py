@@ -33,7 +33,7 @@ from benchmarks.engine import (
     passed_on,
     prompt,
 )
-from kvbm.present.tables import plain_table
+from kvbm.present.tables import plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 SCENARIOS = ("plain", "kvbm-host", "kvbm-disk", "native-host", "native-fs")
@@ -211,9 +211,7 @@ def main() -> int:
         console.print(f"  medians in s: {medians}")
     rows = summarise(measured, moved, copy_rate, disk_rate)
     rates = {"copy_bytes_per_s": copy_rate, "disk_read_bytes_per_s": disk_rate, "moved_bytes": moved}
-    (options.output / "ttft.json").write_text(
-        json.dumps({"rows": rows, "times_s": measured, **rates}, indent=2) + "\n"
-    )
+    save_json({"rows": rows, "times_s": measured, **rates}, options.output / "ttft.json")
     Console(width=max(WIDTH, Console().width)).print(render(rows))
     return 0
 
