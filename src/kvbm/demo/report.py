@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvbm.demo.counters import TIERS, TRANSFERS
 from kvbm.present.numbers import quantile
-from kvbm.present.tables import save_json
+from kvbm.present.tables import plain_table, save_json
 
 SHOWN_CHARACTERS = 60
 
@@ -120,9 +119,8 @@ def render(results: Results) -> RenderableType:
 
 
 def _times(results: Results) -> Table:
-    table = _table("Time to first token, ms")
-    for label in ("seen\np50", "before\np95", "all\np50", "\np95", "speed-up\nof seen p50"):
-        table.add_column(label, justify="right")
+    headings = ("seen\np50", "before\np95", "all\np50", "\np95", "speed-up\nof seen p50")
+    table = _table("Time to first token, ms", *headings)
     for run in results.runs:
         values = [
             f"{quantile(ttfts_s(run, seen_only=seen_only), fraction) * 1e3:,.0f}"
@@ -134,9 +132,7 @@ def _times(results: Results) -> Table:
 
 
 def _sources(results: Results) -> Table:
-    table = _table("Prompt tokens by the tier they came from")
-    for source in (*TIERS, "computed"):
-        table.add_column(source, justify="right")
+    table = _table("Prompt tokens by the tier they came from", *TIERS, "computed")
     for run in results.runs:
         tokens = [run.hit_tokens.get(tier, 0) for tier in TIERS]
         computed = prompt_tokens(run) - sum(tokens)
@@ -145,18 +141,16 @@ def _sources(results: Results) -> Table:
 
 
 def _traffic(results: Results) -> Table:
-    table = _table("Bytes moved, MB")
-    for source, target in TRANSFERS:
-        table.add_column(f"{source} →\n{target}", justify="right")
+    table = _table("Bytes moved, MB", *(f"{source} →\n{target}" for source, target in TRANSFERS))
     for run in results.runs:
         moved = [run.bytes_moved.get(f"{source} to {target}", 0) / 1e6 for source, target in TRANSFERS]
         table.add_row(run.title, *(f"{megabytes:,.0f}" for megabytes in moved))
     return table
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, min_width=72)
-    table.add_column("run", no_wrap=True, min_width=24)
+def _table(title: str, *headings: str) -> Table:
+    table = plain_table(("run", *headings), words={"run"}, title=title)
+    table.min_width, table.columns[0].min_width = 72, 24
     return table
 
 
