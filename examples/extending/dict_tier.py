@@ -74,6 +74,8 @@ class DictTier:
         done, self._done = self._done, []
         if done:
             os.eventfd_read(self._event)
+        if self._closed:
+            self._close_event()
         return done
 
     def fileno(self) -> int:
@@ -86,8 +88,11 @@ class DictTier:
         return True
 
     def close(self, keep: bool) -> None:
+        """Completions that nobody took keep the descriptor of `fileno` until they are polled."""
         self._closed = True
         self.blocks.clear()
+        if not self._done:
+            self._close_event()
 
     def _refusal(self) -> Outcome | None:
         if self._closed:
@@ -116,6 +121,11 @@ class DictTier:
     def _checksum(self, key: BlockKey, content: bytes) -> bytes:
         """Over the namespace and the key too: the bytes of another block, or of other weights, never fit."""
         return hashlib.blake2b(self._fingerprint + key + content, digest_size=16).digest()
+
+    def _close_event(self) -> None:
+        if self._event >= 0:
+            os.close(self._event)
+            self._event = -1
 
     def _complete(self, completion: Completion) -> None:
         if not self._done:

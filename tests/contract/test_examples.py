@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 import torch
 
 import kvbm
-from kvbm.block import Outcome
+from kvbm.block import Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.policy import EvictionPolicy
 from kvbm.testing.copier_contract import PAIRS, CopierContract
 from kvbm.testing.policy_contract import PolicyContract
-from kvbm.testing.tier_contract import LAYOUT, TierContract, load, make_key, store
+from kvbm.testing.tier_contract import LAYOUT, BlockBuffers, TierContract, load, make_key, store
 from kvbm.tiers.contract import SlotTier
 from kvbm.transfer import CpuCopier, DeviceCache
 from kvbm.transfer.copier import Copier
@@ -42,6 +43,18 @@ class TestDictTier(TierContract):
         tier.blocks[0] = held._replace(content=bytes([held.content[0] ^ 1]) + held.content[1:])
         missed = load(tier, LAYOUT, make_key(1), 0)
         assert (missed.outcome, missed.corrupt) == (Outcome.MISS, True)
+
+    @pytest.mark.parametrize("pending", [False, True])
+    def test_a_closed_tier_gives_its_descriptor_back(self, tmp_path: Path, pending: bool) -> None:
+        tier = self.make(tmp_path)
+        if pending:
+            sources = BlockBuffers.of(make_key(1), LAYOUT)
+            assert tier.submit_store(1, make_key(1), None, SlotIndex(0), sources.views) is Outcome.PENDING
+        os.fstat(tier.fileno())
+        tier.close(keep=False)
+        assert len(tier.poll()) == pending
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(tier.fileno())
 
 
 class TestLeafFirstFifo(PolicyContract):

@@ -10,8 +10,9 @@ import pytest
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.tier_contract import PersistentTierContract
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
-from kvbm.tiers.nixl.block_io import HostMemory, open_nixl
+from kvbm.tiers.nixl.block_io import open_nixl
 from kvbm.tiers.nixl.package import PACKAGES
+from rigs.nixl_model import HostMemory
 
 pytestmark = pytest.mark.skipif(
     not any(map(importlib.util.find_spec, PACKAGES)), reason="NIXL is not installed (the extra `nixl`)"

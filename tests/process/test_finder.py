@@ -23,26 +23,12 @@ from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUnavailable
 from kvbm.protocol import (
     PROTOCOL_VERSION,
-    Hello,
     Welcome,
 )
 from kvbm.settings import Settings
-from rigs.manager import LAYOUT, NAMESPACE
+from rigs.manager import worker_hello
 
 DEADLINE_S = 60.0
-
-
-def worker_hello(engine: str = "e", rank: int = 0, rank_count: int = 1) -> Hello:
-    return Hello(
-        version=PROTOCOL_VERSION,
-        role="worker",
-        engine=engine,
-        rank=rank,
-        rank_count=rank_count,
-        namespace=NAMESPACE,
-        layout=LAYOUT,
-        request_blocks=1,
-    )
 
 
 def test_a_shared_manager_is_never_started(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from kvbm.runtime_dir import make_runtime_dir
 from kvbm.settings import Settings
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import open_arena
-from rigs.manager import KEYS, LAYOUT, NAMESPACE
+from rigs.manager import KEYS, worker_hello
 
 DEADLINE_S = 60.0
 GRACE_S = "0.05"
@@ -57,19 +57,6 @@ from kvbm.settings import Settings
 lock = take_lock(sys.argv[1])
 serve(msgspec.json.decode(sys.argv[2], type=Settings), sys.argv[1])
 """
-
-
-def worker_hello(engine: str = "e", rank: int = 0, rank_count: int = 1) -> Hello:
-    return Hello(
-        version=PROTOCOL_VERSION,
-        role="worker",
-        engine=engine,
-        rank=rank,
-        rank_count=rank_count,
-        namespace=NAMESPACE,
-        layout=LAYOUT,
-        request_blocks=1,
-    )
 
 
 def manager_pid(channel: Channel) -> int:
@@ -182,7 +169,9 @@ def test_a_race_of_starters_settles_to_one_manager(make: Callable[..., Node]) ->
     node = make()
     joined: list[tuple[Channel, Welcome]] = []
     starters = [
-        threading.Thread(target=lambda rank=rank: joined.append(node.join(worker_hello("e", rank, 4))))
+        threading.Thread(
+            target=lambda rank=rank: joined.append(node.join(worker_hello("e", rank=rank, rank_count=4)))
+        )
         for rank in range(4)
     ]
     for thread in starters:

@@ -49,6 +49,12 @@ KEYS = chain_keys(bytes(32), range(4000), LAYOUT.block_tokens)
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
+def worker_hello(engine: str = "e", **hello: Any) -> Hello:
+    """What a rank says first."""
+    fields = {"namespace": NAMESPACE, "layout": LAYOUT, "request_blocks": 1, **hello}
+    return Hello(version=PROTOCOL_VERSION, role="worker", engine=engine, **fields)
+
+
 class ManagerBench:
     """The manager under test. `clock` is moved by hand; nothing happens but in `step`."""
 
@@ -115,8 +121,7 @@ class ManagerBench:
         return client
 
     def worker_hello(self, engine: str = "e", **hello: Any) -> Hello:
-        fields = {"namespace": NAMESPACE, "layout": LAYOUT, "request_blocks": 4, **hello}
-        return Hello(version=PROTOCOL_VERSION, role="worker", engine=engine, **fields)
+        return worker_hello(engine, **{"request_blocks": 4, **hello})
 
     def engine(self, name: str = "e", **hello: Any) -> tuple[Client, Client]:
         """A leader and its one worker, ready."""

@@ -1,14 +1,55 @@
-"""A model of a NIXL agent: it moves bytes between memory and files at once, unless a test tells it otherwise."""
+"""NIXL without a GPU: plain memory as an end of transfers, and a model of an agent.
+
+The model moves bytes between memory and files at once, unless a test tells it otherwise.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvbm.layout import PAGE_BYTES
+from kvbm.tiers.disk.block_io import Buffer
+from kvbm.tiers.disk.page_sums import host_page_sums
 from kvbm.tiers.nixl.agent import DONE, UNDER_WAY, Operation, Region, Segment
+
+
+class HostMemory:
+    """Plain memory as an end of transfers, as `kvbm.tiers.nixl.block_io.TransferMemory`."""
+
+    segment: Segment = "DRAM"
+    device_index = 0
+
+    def __init__(self, regions: Sequence[memoryview] = ()) -> None:
+        """`regions` are registered once; a buffer outside of them is registered for each of its transfers."""
+        page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        self.probe: Buffer = page
+        self._regions = [self.place(region) for region in (page, *regions)]
+
+    def regions(self) -> list[tuple[int, int]]:
+        return self._regions
+
+    def place(self, buffer: Buffer) -> tuple[int, int]:
+        assert isinstance(buffer, memoryview)
+        return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data), buffer.nbytes
+
+    def page_sums(self, buffer: Buffer) -> bytes:
+        assert isinstance(buffer, memoryview)
+        return host_page_sums(buffer)
+
+    def put(self, buffer: Buffer, data: bytes) -> None:
+        assert isinstance(buffer, memoryview)
+        buffer[:] = data
+
+    def get(self, buffer: Buffer) -> bytes:
+        assert isinstance(buffer, memoryview)
+        return bytes(buffer)
 
 
 @dataclass(eq=False)

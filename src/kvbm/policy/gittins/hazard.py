@@ -58,7 +58,6 @@ class HazardModel:
     """
 
     def __init__(self, sizes: Sequence[int], by_age: Sequence[int]) -> None:
-        self._by_age = tuple(by_age)
         self._base = np.full(BIN_COUNT, PRIOR_HAZARD)
         self._factor = [np.ones(size) for size in sizes]
         self._factor_by_age = {f: np.ones((_OCTAVES, sizes[f])) for f in by_age}

@@ -76,8 +76,8 @@ class Node:
 class ClusterRun:
     """The counts of one run, for requests that arrived after the warm-up. Blocks are those of prompts.
 
-    `declined_blocks` were cached, but computing them was going to be faster. `remote_reads` and `remote_writes` are
-    blocks over the nodes' networks. `computing_s` and `requests` have an entry for each node.
+    `declined_blocks` were cached, but computing them was going to be faster. `remote_hits` were read and
+    `remote_writes` written over the nodes' networks. `computing_s` and `requests` have an entry for each node.
     """
 
     seconds: float

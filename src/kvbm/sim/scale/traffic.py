@@ -71,7 +71,6 @@ class ClusterTraffic:
             request.blocks[min(depth, len(request.blocks) - 1)]
             for request, depth in zip(trace.requests, self._depths, strict=True)
         ]
-        self.trunk_blocks = int(numpy.count_nonzero(trunk))
         self.copies = math.ceil(copies - 1e-9)
         self._before = predecessors(trace) if closed_loop else [NO_REQUEST] * len(trace.requests)
         self._following: dict[int, list[int]] = {}

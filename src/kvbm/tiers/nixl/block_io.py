@@ -19,8 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
 
-import numpy as np
-
 from kvbm.block import BlockKey
 from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import PAGE_SUMS, Buffer, BufferStillInUse, DirectRefused
@@ -64,38 +62,6 @@ class TransferMemory(Protocol):
 
     def get(self, buffer: Buffer) -> bytes:
         """Read the probe's page. Raises OSError."""
-
-
-class HostMemory:
-    """Plain memory as an end of transfers: proof of the path where there is no GPU."""
-
-    segment: Segment = "DRAM"
-    device_index = 0
-
-    def __init__(self, regions: Sequence[memoryview] = ()) -> None:
-        """`regions` are registered once; a buffer outside of them is registered for each of its transfers."""
-        page = memoryview(mmap.mmap(-1, PAGE_BYTES))
-        self.probe: Buffer = page
-        self._regions = [self.place(region) for region in (page, *regions)]
-
-    def regions(self) -> list[tuple[int, int]]:
-        return self._regions
-
-    def place(self, buffer: Buffer) -> tuple[int, int]:
-        assert isinstance(buffer, memoryview)
-        return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data), buffer.nbytes
-
-    def page_sums(self, buffer: Buffer) -> bytes:
-        assert isinstance(buffer, memoryview)
-        return host_page_sums(buffer)
-
-    def put(self, buffer: Buffer, data: bytes) -> None:
-        assert isinstance(buffer, memoryview)
-        buffer[:] = data
-
-    def get(self, buffer: Buffer) -> bytes:
-        assert isinstance(buffer, memoryview)
-        return bytes(buffer)
 
 
 class NixlBlockIo:

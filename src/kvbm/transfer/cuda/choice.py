@@ -22,7 +22,6 @@ from kvbm.transfer.cuda.pieces import Pieces, SlotRows
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
-METHODS = ("batch", "rows", "each", "kernel")
 
 SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS_MAX = 64

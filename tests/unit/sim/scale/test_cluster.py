@@ -276,9 +276,9 @@ def test_a_learning_policy_runs_in_every_tier() -> None:
 def test_copies_share_the_trunk_alone() -> None:
     trace = small_trace()
     traffic = ClusterTraffic(trace, 2.0, 1e9, 0, closed_loop=False, trunk_share=0.2)
-    assert traffic.copies == 2 and traffic.trunk_blocks > 0
     asked = numpy.bincount(trace.flat)
     trunk = set(numpy.flatnonzero(asked > 0.2 * len(trace.requests)).tolist())
+    assert traffic.copies == 2 and trunk
     blocks: dict[int, set[int]] = {0: set(), 1: set()}
     for arrival in traffic:
         blocks[arrival.copy].update(arrival.blocks)

@@ -33,8 +33,8 @@ from kvbm.tiers.disk.survey import verify_directory
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.nixl.agent import NixlAgent
-from kvbm.tiers.nixl.block_io import HostMemory, NixlBlockIo
-from rigs.nixl_model import ModelAgent
+from kvbm.tiers.nixl.block_io import NixlBlockIo
+from rigs.nixl_model import HostMemory, ModelAgent
 
 SLOT_COUNT = 6
 LIMIT_S = 0.1
