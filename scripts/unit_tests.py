@@ -17,8 +17,8 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 
 
 def named(word: str, tests: Path = TESTS) -> list[Path]:
-    """A path below `tests`; else the folders of that name; else the test files with that word in their name."""
-    if word.startswith("tests/"):
+    """A path that begins with `tests/` or is absolute; else the folders of that name; else the test files with that word in their name."""
+    if word.startswith(("tests/", "/")):
         return [path for path in [tests.parent / word] if path.exists()]
     folders = [path for path in sorted(tests.rglob(word)) if path.is_dir()]
     return folders or sorted(tests.rglob(f"test_*{word}*.py"))

@@ -32,6 +32,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("runtime_dir", ["tests/unit/test_runtime_dir.py"]),
         ("nothing-of-that-name", []),
         ("tests/nothing", []),
+        (f"{ROOT}/tests/fault", ["tests/fault"]),
+        ("/nothing", []),
         ("src", []),
     ],
 )
