@@ -31,7 +31,7 @@ CONNECTOR = {
     "kv_connector_module_path": "kvbm.vllm_integration.connector",
     "kv_load_failure_policy": "recompute",
 }
-SETTLE_S_MAX = 20.0
+WAIT_S_MAX = 20.0
 QUIET_S = 0.6
 POLL_S = 0.2
 
@@ -100,7 +100,7 @@ class Engine:
 
     def reset_device(self) -> None:
         """Empty the device's prefix cache and nothing below it. Blocks may still be held by a store: it retries."""
-        deadline = time.monotonic() + SETTLE_S_MAX
+        deadline = time.monotonic() + WAIT_S_MAX
         while not self._llm.reset_prefix_cache():
             assert time.monotonic() < deadline, "the device prefix cache cannot be reset: blocks stay in use"
             time.sleep(POLL_S)
@@ -112,9 +112,9 @@ class Engine:
                 return int(metric.value)
         return 0
 
-    def settle(self) -> None:
+    def wait_until_stored(self) -> None:
         """Wait until stores of the last request have ended, on every tier. Bounded."""
-        deadline = time.monotonic() + SETTLE_S_MAX
+        deadline = time.monotonic() + WAIT_S_MAX
         last, since = self._activity(), time.monotonic()
         while time.monotonic() < deadline and time.monotonic() - since < QUIET_S:
             time.sleep(POLL_S)

@@ -56,7 +56,7 @@ def measure(
                 took_s, cached = engine.first_token_s(words)
                 if turn:
                     seconds, found = seconds + took_s, found + cached
-        engine.settle()
+        engine.wait_until_stored()
         stored = sum(
             float(line.split()[-1])
             for line in engine._kvbm_metrics()

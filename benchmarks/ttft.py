@@ -94,7 +94,7 @@ def measure(model: str, chosen: Scenario, tokens: int, repeats: int, dtype: str)
     with Engine(model, chosen, prompt_tokens=tokens, dtype=dtype) as engine:
         for number in range(COLD_PROMPTS + 1):
             seconds = _timed(engine, chosen, prompt(number, tokens), "cold")
-            engine.settle()
+            engine.wait_until_stored()
             if number:
                 times["cold"].append(seconds)
         for turn in range(repeats + 2):
@@ -104,7 +104,7 @@ def measure(model: str, chosen: Scenario, tokens: int, repeats: int, dtype: str)
                 engine.reset_device()
                 before_s = engine.loading_s()
                 took["tier"] = _timed(engine, chosen, asked, "tier")
-                engine.settle()
+                engine.wait_until_stored()
                 took["loading"] = engine.loading_s() - before_s
             took["device"] = _timed(engine, chosen, asked, "device")
             for kind, seconds in took.items() if turn > 1 else ():

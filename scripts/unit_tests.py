@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 
 
 def named(word: str, tests: Path = TESTS) -> list[Path]:
-    """A path that begins with `tests/` or is absolute; else the folders of that name; else the test files with that word in their name."""
+    """A path, absolute or from `tests/` on; else the folders of that name; else the test files with it in theirs."""
     if word.startswith(("tests/", "/")):
         return [path for path in [tests.parent / word] if path.exists()]
     folders = [path for path in sorted(tests.rglob(word)) if path.is_dir()]

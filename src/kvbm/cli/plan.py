@@ -139,7 +139,7 @@ def plan(
     Speeds are the options below, by default an H100 with an 8-billion-parameter model; TTFT is as good as they are.
     Tomorrow's requests are not in the trace: leave room.
     """
-    from kvbm.sim.plan import picture
+    from kvbm.sim.plan import picture, report
     from kvbm.sim.plan.planning import Question, answer
     from kvbm.sim.traces.formats import ReadOptions
 
@@ -164,7 +164,7 @@ def plan(
     question.check()
     require_writable(json_file, plot)
     answers = with_bar(lambda watch: answer(question, watch))
-    table = picture.render(answers, everything)
+    table = report.render(answers, everything)
     conclude(table, answers, partial(picture.draw, answers), json_file, plot)
 
 

@@ -133,7 +133,7 @@ class ClusterTraffic:
         return blocks, numpy.repeat(self._times, counts), depths[self._numbers]
 
     def _draw(self, share: float, seed: int) -> None:
-        """Which request of which copy comes when, and which of them follow no other."""
+        """Draw when each request of each copy comes, and note those that follow no other."""
         before = numpy.array(self._before)
         arrived_s = numpy.array([request.arrived_s for request in self.trace.requests])
         _, trees = numpy.unique(self._roots, return_inverse=True)

@@ -12,7 +12,7 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 
 
 class PrefillUser(Protocol[JobT_contra]):
-    """What a server asks about its jobs, and tells of them."""
+    """The owner of the jobs: the server asks it about each job, and reports each step to it."""
 
     def begin(self, now_s: float, job: JobT_contra) -> float | None:
         """The server turns to the job. When its cached blocks will be on the device; None if nothing is loaded."""

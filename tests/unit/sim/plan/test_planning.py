@@ -270,7 +270,7 @@ def test_what_a_machine_has_in_place_of_prices(plan, monkeypatch, tmp_path: Path
 
 def test_pictures_of_several_traces_stand_side_by_side(tmp_path: Path) -> None:
     found = [ask(Target(least_hit_rate=least)) for least in (0.5, 0.99)]
-    answers = picture.Answers(settings={}, plans=found)
+    answers = planning.Answers(settings={}, plans=found)
     assert picture.draw(answers, tmp_path / "p.png")
     height, width = matplotlib.image.imread(tmp_path / "p.png").shape[:2]
     assert width > 2.5 * height
