@@ -1,6 +1,6 @@
 """KV geometry and the namespace: everything that must agree before bytes may be shared.
 
-A block's bytes are opaque to the manager. What they mean is fixed by the *namespace*, and the namespace's
+A block's bytes are opaque to the manager. The *namespace* fixes their meaning, and the namespace's
 hash, the *fingerprint*, is part of every session, of every disk directory and of every checksum. A block key means
 something inside one namespace only.
 """
@@ -52,7 +52,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
-    """What must agree before two engines may share bytes.
+    """The facts that must agree before two engines may share bytes.
 
     `fields` holds name and value of each part in a fixed order: the digest of the weights, KV dtype, block
     size, physical layout (and CPU instruction set packing), parallel shape. Two namespaces are equal when

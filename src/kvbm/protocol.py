@@ -186,7 +186,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
 
 
 class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
-    """What a lookup found, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
+    """The result of a lookup, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
 
     The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `sources` has
     one byte per block, the tier it was found in. Behind them the run went on: by `no_room` blocks that host memory has
@@ -278,7 +278,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Copy leased slots into device blocks. The first `ready` slots hold their bytes; the worker watches the others.
 
     `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
-    the first pair in the lookup's run (what lies before it was on the device already). `layerwise`: every slot is
+    the first pair in the lookup's run (the blocks before it were on the device already). `layerwise`: every slot is
     ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived.
     """
 
@@ -294,11 +294,11 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step asks of every worker. `idle`: the step computes nothing, so waiting costs nobody.
+    """The work of every worker in one engine step. `idle`: the step computes nothing, so waiting costs nothing.
 
-    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this
-    step on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank
-    that knows of a later one refuses what the step would store and load.
+    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this step
+    on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank that
+    knows of a later one refuses the stores and loads of the step.
     """
 
     stores: tuple[StorePlan, ...] = ()
@@ -309,7 +309,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers did since the last report: stores with the positions that failed, and seconds of copying.
+    """The workers' results since the last report: stores with the positions that failed, and seconds of copying.
 
     `stored` maps a store id to (ranks that report it, failed positions, longest seconds); `loaded` maps a request
     to its longest seconds of copying. `weights_changed`: a rank's weights did, and no plan has shown that the leader

@@ -40,12 +40,12 @@ CONFIG_FILES = (
     "quantize_config.json",
     "video_preprocessor_config.json",
 )
-"""What loaders read beside weights; not what lies between text and token ids, or is about sampling or shards."""
+"""The other files that shape a loaded model; without those of tokenizers, of sampling and of shards."""
 _CODE_SUFFIX = ".py"
 _SCALES = "scales"
 
 PRESENTATION_KEYS = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
-"""Entries of a model's configuration that name it or who wrote it, and say nothing of what it computes."""
+"""Entries of a model's configuration that name it or its writer, and do not change what it computes."""
 
 _MEMO_ENTRIES_MAX = 10_000
 _MEMO_VERSION = "2"
@@ -178,7 +178,7 @@ def _computed_with(name: str) -> bool:
 def _content_digest(path: Path) -> str:
     """32 bytes in hex: of safetensors the sum of their tensors' digests, of other files the digest of name and bytes.
 
-    A configuration counts without what only names the model.
+    A configuration counts without the entries that only name the model.
     """
     if path.name == "config.json":
         try:

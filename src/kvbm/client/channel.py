@@ -73,7 +73,7 @@ class Channel:
         return self._wire.connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Queue a message and send what the socket takes."""
+        """Queue a message and send as many bytes as the socket takes."""
         self.send_frame(encode(message))
 
     def send_frame(self, frame: bytes) -> None:
@@ -140,14 +140,14 @@ class Channel:
     def _read(self) -> None:
         with _unavailable_on_error():
             self._incoming.extend(decode_from_manager(frame) for frame in self._wire.receive())
-        # What it said last is delivered first: the next read finds the end again.
+        # Its last messages are delivered first: the next read finds the end again.
         if self._wire.ended and not self._incoming:
             raise ManagerUnavailable("the manager has gone: it closed the session")
 
 
 @contextlib.contextmanager
 def _unavailable_on_error() -> Iterator[None]:
-    """What breaks a socket, or arrives and means nothing, is the end of the session."""
+    """An error of the socket, or a message that cannot be read, ends the session."""
     try:
         yield
     except OSError as error:

@@ -158,7 +158,7 @@ class LocalSpace:
             failed = ()
         finally:
             self.space.commit(_OWNER, number, failed)
-        self.space.pump()  # what has to go for the next call is written meanwhile
+        self.space.pump()  # victims of the next call are written meanwhile
         return len(pairs)
 
     def flush(self, timeout_s: float) -> bool:
@@ -213,7 +213,7 @@ class LocalSpace:
         return arena, tier, None
 
     def _admission(self, options: LocalOptions, disk_bytes: int) -> AdmissionPolicy:
-        """What may enter disk."""
+        """The policy that decides which blocks may enter disk."""
         budget_bytes = _bytes("disk_write_budget", options.disk_write_budget)
         block_bytes, now_s = self._layout.block_bytes, self._clock()
         slots = max(1, disk_bytes // block_bytes)

@@ -84,7 +84,7 @@ class _Session:
         self._reply: object = None
 
     def poll(self) -> None:
-        """Take what has arrived. Called while nothing is copied: that is what an answered fence promises."""
+        """Take the messages that have arrived. Called while nothing is copied: an answered fence promises that."""
         try:
             for message in self._worker.receive():
                 if isinstance(message, Fence):
@@ -96,7 +96,7 @@ class _Session:
             self.lose(str(error))
 
     def send(self, message: Message) -> None:
-        """Send what needs no answer."""
+        """Send a message that needs no answer."""
         if self.lost:
             return
         try:
@@ -124,7 +124,7 @@ class _Session:
         return reply
 
     def wait(self, timeout_s: float) -> bool:
-        """Take what arrives within `timeout_s`; False when nothing did, or the session is lost."""
+        """Take the messages that arrive within `timeout_s`; False when nothing did, or the session is lost."""
         if self.lost or timeout_s < 0.0:
             return False
         try:

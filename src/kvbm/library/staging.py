@@ -34,7 +34,7 @@ _IO_THREADS = 4
 
 
 class StagingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. `direct` is one of DISK_DIRECT; `device` names a device, "" the present CUDA device."""
+    """The caller's choices. `direct` is one of DISK_DIRECT; `device` names a device, "" the present CUDA device."""
 
     slot_count: int
     disk_dir: str

@@ -1,4 +1,4 @@
-"""What every copier promises, and what all of them need: the arena as a tensor, and pairs as runs."""
+"""The contract of a copier, and the parts that all copiers need: the arena as a tensor, and pairs as runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Copier(Protocol):
         """
 
     def hold(self, copying: Copying) -> None:
-        """What the engine's thread gives the device from now on begins after `copying`. Called by that thread."""
+        """Work that the engine's thread gives the device from now on begins after `copying`. Called by that thread."""
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """`begin_store`, and wait."""

@@ -84,7 +84,7 @@ class CpuCopier:
         return Over()
 
     def hold(self, copying: Copying) -> None:
-        """What is over holds nobody."""
+        """Copies that have ended hold nothing up."""
         assert copying.done()
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:

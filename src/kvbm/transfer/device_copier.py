@@ -47,7 +47,7 @@ class DeviceCopier:
         return Over()
 
     def hold(self, copying: Copying) -> None:
-        """What is over holds nobody."""
+        """Copies that have ended hold nothing up."""
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         self.begin_store(pairs, after)

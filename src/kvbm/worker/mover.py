@@ -91,7 +91,7 @@ class Mover:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing that was put in before touches the device any more; False after `timeout_s`.
 
-        Loads end with what is ready by now.
+        Loads end with the blocks that are ready by now.
         """
         if not self._thread.is_alive():
             return True
@@ -138,7 +138,7 @@ class Mover:
         self._end()
 
     def turn(self, wait: bool = True) -> None:
-        """One pass of the thread's loop: take jobs, join or hear the manager, move a piece, report what has ended.
+        """One pass of the thread's loop: jobs in, the manager's messages, one piece of a load, ended stores out.
 
         Without `wait` it neither waits until something happens nor until a store has been copied.
         """
@@ -309,7 +309,7 @@ class Mover:
             return False
 
     def _copy_all(self, job: LoadJob) -> None:
-        """Copy what is ready and no more, and end the load."""
+        """Copy the blocks that are ready and no more, and end the load."""
         while (job.may_begin or job.under_way) and self._advance(job):
             pass
         self._finish(job)
@@ -360,7 +360,7 @@ class Mover:
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
-        """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
+        """Change to a manager's memory. Loads from the old one are ended first: their ready blocks are copied."""
         fds = channel.take_fds()
         self._end_loads()
         if self._mapping is not None:
@@ -390,6 +390,6 @@ class Mover:
         self._end_loads()
 
     def _end_loads(self) -> None:
-        """Copy what is ready of every load; the rest failed."""
+        """Copy the ready blocks of every load; the others failed."""
         while self._loads:
             self._copy_all(self._loads.popleft())

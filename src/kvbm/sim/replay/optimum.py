@@ -18,7 +18,7 @@ from kvbm.sim.replay.replay import Replay
 from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace
 
 NAME = "belady"
-"""What the command line calls it."""
+"""Its name on the command line."""
 
 _ABSENT = -1
 

@@ -297,7 +297,7 @@ class Cluster:
         shape, router = self._shape, self._router
         own: list[SimulatedTier] = []
 
-        # The router hears of a block once: when the first of the node's own tiers gets it, and when the last loses it.
+        # The router learns of a block once: when the first of the node's own tiers gets it, and when the last loses it.
         def stored(blocks: Sequence[int]) -> None:
             router.stored(number, [b for b in blocks if sum(tier.holds(b) for tier in own) == 1])
 

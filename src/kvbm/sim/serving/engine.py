@@ -38,7 +38,7 @@ LEASE_S = 90.0
 
 @dataclass(slots=True)
 class Served:
-    """What one run counted. Blocks are those of prompts; `ttft_s` has an entry for each request, in order of the trace.
+    """The counts of a run. Blocks are those of prompts; `ttft_s` has an entry for each request, in trace order.
 
     `declined_blocks` were cached, but computing them was going to be faster. `skipped_writes` are blocks that were
     admitted to disk and never got there. `trace_s` is how long the trace took when it was recorded.

@@ -91,7 +91,7 @@ def _line(
     elif exact is not None:
         axes.plot(*_percent(trace, exact.points), color=colour, linewidth=1.4, zorder=1)
         axes.plot(*_percent(trace, points), **style | {"linestyle": "none", "zorder": 2})
-        points = []  # what the legend shows is the two together
+        points = []  # the legend shows the two together
     axes.plot(*_percent(trace, points), label=policy, **style)
 
 

@@ -177,7 +177,7 @@ def _setups(
 
 
 def _settings(simulation: Simulation) -> dict[str, object]:
-    """What the results depend on, for the JSON."""
+    """The options that the results depend on, for the JSON."""
     return {
         "policies": simulation.policies,
         "seeds": simulation.seeds,

@@ -182,11 +182,11 @@ def claim_directory(
     its own: it would empty another's and remove it. All others stay, but for what was not meant to outlive its owner.
 
     Raises SettingsError, which names `field`, when `root` cannot be used, TierError when all are taken or the medium
-    fails, or where it cannot be told which directories are ours.
+    fails, or where it cannot be known which directories are ours.
     """
     if nameless := nameless_as():
         raise TierError(
-            f"disk tier: it cannot be told whose directories in {root} are: we are user {nameless}"
+            f"disk tier: the owners of directories in {root} cannot be known: we are user {nameless}"
         )
     short = wanted.namespace.short
     try:
@@ -348,7 +348,7 @@ def _claim(path: Path, syscalls: Syscalls, create: bool = True) -> ClaimedDirect
                 os.ftruncate(lock_fd, 0)
                 os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
                 return ClaimedDirectory(syscalls, path, dir_fd, lock_fd, created)
-            # An owner excludes even a shared lock; who only looks does not.
+            # An owner excludes even a shared lock; a process that only looks does not.
             owned = not locked and not _flock(lock_fd, fcntl.LOCK_SH)
         except FileNotFoundError:
             owned = False  # removed under our hands: try again

@@ -40,7 +40,7 @@ log = logging.getLogger("kvbm.tiers.disk.tier")
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a disk tier is opened with; `open_disk_tier` says what each means."""
+    """The options of a disk tier; `open_disk_tier` explains each."""
 
     root: Path
     layout: BlockLayout
@@ -133,7 +133,7 @@ class DiskMedium:
     def load(self, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> LoadVerdict:
         """Fill the targets with the block and verify it; unless it is a HIT their contents mean nothing.
 
-        What fails verification is voided. Raises OSError.
+        A block that fails verification is voided. Raises OSError.
         """
         try:
             record = self._journal.read(slot)
@@ -201,7 +201,7 @@ class DiskMedium:
         return list(newest.values())
 
     def vanished(self) -> str:
-        """Empty, or one line saying what was removed under us."""
+        """Empty, or one line that names the file that was removed under us."""
         try:
             what = self._directory.vanished() or self._slabs.vanished()
             if not what and self._syscalls.fstat(self._journal_fd).st_nlink == 0:
@@ -333,8 +333,8 @@ def _find_space(
         field = setting.size if options.capacity_blocks is None else setting.blocks
         require_space(directory, options.root, geometry, syscalls, field)
     except TierError:
-        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then. What is
-        # there already must be found also on a filesystem that others have filled.
+        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then.
+        # Blocks that are there already must be found also on a filesystem that others have filled.
         if not sparse:
             raise
 
@@ -352,7 +352,7 @@ def _touch(journal_fd: int, syscalls: Syscalls) -> None:
 
 
 def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:
-    """Give back what is there beyond the geometry. Records go before the bytes that they promise."""
+    """Give back the bytes beyond the geometry. Records go before the bytes that they promise."""
     table_bytes = geometry.slot_count * RECORD_BYTES
     if syscalls.fstat(journal_fd).st_size > table_bytes:
         # To the record, not to the page: when the tier grows again, the rest of the page must read as void.

@@ -309,7 +309,7 @@ class DiskTier:
         text = f"disk tier: no room for more blocks in {medium.path}: {error.strerror}"
         if not self._told_no_room:
             self._told_no_room = True
-            log.warning("%s; said once", text)
+            log.warning("%s; logged once", text)
         return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=text)
 
     def _moved(self, job: Job, start_s: float, engine_hash: bytes = b"", group: int = 0) -> Completion:

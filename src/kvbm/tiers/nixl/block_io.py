@@ -51,7 +51,7 @@ class TransferMemory(Protocol):
     """A page for the start's own test."""
 
     def regions(self) -> list[tuple[int, int]]:
-        """(address, bytes) of what is registered at the start, the probe's page included."""
+        """(address, bytes) of the memory registered at the start, the probe's page included."""
 
     def place(self, buffer: Buffer) -> tuple[int, int]:
         """(address, bytes) of a buffer."""
@@ -300,9 +300,9 @@ class NixlBlockIo:
 
     @contextmanager
     def _lent_to_agent(self, address: int, size: int) -> Iterator[None]:
-        """Memory outside of what was registered at the start is registered while it is in use.
+        """Memory that was not registered at the start is registered while it is in use.
 
-        What a failed transfer may still touch stays registered.
+        Memory that a failed transfer may still touch stays registered.
         """
         if any(
             start <= address and address + size <= start + length for start, length in self._memory.regions()

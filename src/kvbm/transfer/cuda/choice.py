@@ -90,7 +90,7 @@ def named(name: str, offered: Mapping[str, Method]) -> Choice:
 
 
 def unmeasured(offered: Mapping[str, Method]) -> Choice:
-    """What serves until something was measured: the copy engines need no preparation."""
+    """The ways in use until something was measured: the copy engines need no preparation."""
     method = offered.get("batch") or offered["rows"]
     return Choice(method, method)
 

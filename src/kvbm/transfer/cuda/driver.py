@@ -90,7 +90,7 @@ _UNIFIED = 4
 
 
 class Driver(Protocol):
-    """What copiers need of the driver; `CudaDriver` is the real one. Addresses are unified, sizes bytes.
+    """The driver's calls that copiers need; `CudaDriver` is the real one. Addresses are unified, sizes bytes.
 
     Every call raises `CudaError`; copies are only begun, on the stream of that handle.
     """
