@@ -1,9 +1,9 @@
 """A digest of a model's weights: what makes KV of other weights under the same path never hit.
 
-What is digested is content: of safetensors every tensor with its name, type and shape, however the tensors are spread
-over files; of everything else that shapes KV the file. Paths, the number of shards and what only names a model do not
-count. The whole content is read, once: results are remembered by the file's identity (device, inode, size, modification
-and change time), as a version control system remembers files it has seen.
+The digest covers content: of safetensors every tensor with its name, type and shape, however the tensors are spread
+over files; of everything else that shapes KV the file. Paths, the number of shards and names of a model do not count.
+The whole content is read, once: results are remembered by the file's identity (device, inode, size, modification and
+change time), as a version control system remembers files it has seen.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WeightsMemo:
             _tell_unused(str(path), str(error))
 
     def digest(self, path: Path) -> str:
-        """Hex digest of what the file holds (`_content_digest`)."""
+        """Hex digest of the file's content (`_content_digest`)."""
         status = path.stat()
         parts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         identity = ":".join(map(str, (_MEMO_VERSION, *parts)))
@@ -140,7 +140,7 @@ def process_start_s() -> float:
 
 
 def weights_digest(locations: Iterable[Path], memo_path: Path) -> str | None:
-    """Hex digest over what the locations hold; None when one of them holds no weights. Raises OSError."""
+    """Hex digest over the files at the locations; None when one of them holds no weights. Raises OSError."""
     memo = WeightsMemo(memo_path)
     digest = hashlib.sha256()
     for location in locations:

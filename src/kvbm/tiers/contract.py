@@ -56,7 +56,7 @@ class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotTier(Protocol):
-    """A bounded store addressed by slot. See the module for what it guarantees."""
+    """A bounded store addressed by slot. The guarantees are those in the module's docstring."""
 
     name: str
     slot_count: int

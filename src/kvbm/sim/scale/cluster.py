@@ -239,7 +239,7 @@ class Cluster:
         return self._prompt_s(job.arrival, job.loaded)
 
     def computed(self, now_s: float, job: _Job, seconds: float) -> None:
-        """The first token is there, as `PrefillUser`; what was computed enters the tiers."""
+        """The first token is there, as `PrefillUser`; the computed blocks enter the tiers."""
         node, arrival = job.node, job.arrival
         self._loads.waiting[node.number] -= job.expected
         node.host.insert(arrival.blocks, 0, now_s)

@@ -200,7 +200,7 @@ class SimulatedEngine:
         return self._prompt_s(job.request, job.loaded)
 
     def computed(self, now_s: float, job: _Job, seconds: float) -> None:
-        """The first token is there, as `PrefillUser`; what was computed enters host memory."""
+        """The first token is there, as `PrefillUser`; the computed blocks enter host memory."""
         blocks, loaded = job.request.blocks, job.loaded
         self._served.computing_s += seconds
         self._served.ttft_s[job.number] = now_s - job.arrived_s

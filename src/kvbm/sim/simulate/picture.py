@@ -26,7 +26,7 @@ COLOURS = {
 OTHER_COLOURS = ("#c2255c", "#5c940d", "#1098ad", "#862e9c")
 PANEL_IN, HEIGHT_IN, DPI = 7.4, 5.4, 150
 BAR_IN, BARS_BESIDE_IN = 0.36, 1.1
-"""Of a picture of bars: the height of each with its gap, and of what is above and below them all."""
+"""Of a picture of bars: the height of each with its gap, and that of the margins above and below."""
 
 
 def draw(document: Document, path: Path) -> bool:

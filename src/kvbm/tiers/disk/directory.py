@@ -1,4 +1,4 @@
-"""The directories of the disk tier: who owns one, what it belongs to, and how it goes away.
+"""The directories of the disk tier: their owners, their contents, and their end.
 
 `DIR/dynamo-kvbm-disk-cache-<fingerprint, 12 digits>-<n>/` (0700) holds `lock`, `meta.json`, `journal`, `slab-000`, …
 An owner holds an exclusive flock on `lock`, which ends with the process however it ends; a directory whose lock is
@@ -64,8 +64,7 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     def same_blocks(self, other: DirectoryMeta) -> bool:
         """True when slot i of one holds the same bytes in the same place as slot i of the other.
 
-        The number of slots may differ, whether they are left behind, and what people call the model: the fingerprint
-        says what it is.
+        The number of slots may differ, whether they are left behind, and the model's name: the fingerprint counts.
         """
         alike = msgspec.structs.replace(
             self, slot_count=other.slot_count, namespace=other.namespace, persist=other.persist
@@ -179,7 +178,8 @@ def claim_directory(
     One with blocks that can be used comes first, of those the one that was held `before`, then those of the wanted
     size, then the one used last. So replicas that come back, in whatever order, find what they left, all together.
     Where there is none it is a new one, or one that nobody can read any more. A tier that does not persist always makes
-    its own: it would empty another's and remove it. All others stay, but for what was not meant to outlive its owner.
+    its own: it would empty another's and remove it. All others stay, but for those that were not meant to outlive their
+    owner.
 
     Raises SettingsError, which names `field`, when `root` cannot be used, TierError when all are taken or the medium
     fails, or where it cannot be known which directories are ours.

@@ -1,4 +1,4 @@
-"""Where each slot lies on disk, and what a number of slots costs there, to the byte."""
+"""The place of each slot on disk, and the cost of a number of slots there, to the byte."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def plan(options: DiskOptions) -> DiskGeometry:
 class DiskMedium:
     """An open directory. `load`, `store` and `void` may be called from several threads, for different slots.
 
-    Two calls for one slot at the same time do no harm beyond a miss: what they make of the slot fails verification.
+    Two calls for one slot at the same time do no harm beyond a miss: the slot then fails verification.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DiskMedium:
     def store(self, job: StoreJob) -> None:
         """Make the slot hold this block. Raises OSError; the slot then holds nothing.
 
-        NoRoom: its bytes would have to be taken from what is left to others; nothing was touched.
+        NoRoom: its bytes would have to come from the part left to others; nothing was touched.
         """
         if not self._slabs.has_bytes(job.slot):
             self._room.require(self._slabs.block_bytes)

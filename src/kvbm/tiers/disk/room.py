@@ -44,7 +44,7 @@ and in proportion on a small one."""
 
 
 class UnownedDirectory(NamedTuple):
-    """A directory of this user's without an owner, and what it takes on the medium."""
+    """A directory of this user's without an owner, and the bytes that it takes on the medium."""
 
     path: Path
     medium_bytes: int
@@ -123,7 +123,7 @@ def require_space(
 
 
 def _needed_bytes(directory: ClaimedDirectory, geometry: DiskGeometry) -> tuple[int, int]:
-    """(what the geometry's files have not allocated yet, what is allocated and will be given back). Raises OSError."""
+    """(bytes that the geometry's files have not allocated yet, bytes that will be given back). Raises OSError."""
     wanted = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
     wanted[JOURNAL_NAME] = geometry.journal_bytes
     needed, excess = sum(wanted.values()), 0

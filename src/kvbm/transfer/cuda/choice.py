@@ -28,7 +28,7 @@ SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS_MAX = 64
 ROUNDS = 3
 COPIES_A_ROUND = 4
-"""One behind the other: what begins the later ones is hidden by those before, as it is where much is copied."""
+"""One behind the other: the start of the later ones is hidden by those before, as where much is copied."""
 KERNEL_LEAD = 1.05
 """So much faster must the kernel be than the copy engines: it takes compute units from the step beside it."""
 _GAP_BYTES = 64
@@ -131,13 +131,13 @@ def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> li
                 raise
             # A compiler that is missing shows here in many ways; copies then go without that method.
             _log.warning("copies by %s are not used: %s", method.name, first_line(error))
-            # What it began before it failed must not outlive the scratch.
+            # Copies that it began before it failed must not outlive the scratch.
             stream.record().synchronize()
     return table
 
 
 def _spaced(pieces: Pieces) -> tuple[Addresses, int]:
-    """Places for a block's pieces in scratch memory, and the bytes that they take with what lies between them.
+    """Places for a block's pieces in scratch memory, and the bytes that they take, gaps included.
 
     Pieces lie apart, and at a constant distance only where the real ones do: else a copy by rows would be one
     contiguous copy here, and many small ones there.

@@ -111,7 +111,7 @@ class CudaCopier:
 
     @property
     def locks(self) -> PageLocks:
-        """How much of the arena is page-locked by now, and what was refused."""
+        """How much of the arena is page-locked by now, and the part that was refused."""
         return self._locks
 
     def prepared(self, timeout_s: float) -> bool:
@@ -199,7 +199,7 @@ class CudaCopier:
                     )
                 return CudaCopying(stream.record())
             except BaseException as error:
-                # Some copies may be under way: the caller frees what they touch as soon as it gets the error.
+                # Some copies may be under way: the caller frees their memory as soon as it gets the error.
                 _drain(stream)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error

@@ -102,7 +102,7 @@ class Driver(Protocol):
         """Let the calling thread, which must be one of ours, make any call, even while others capture a graph."""
 
     def beside_captures(self, device: int) -> AbstractContextManager[object]:
-        """The same for any thread, and only while it lasts: what it does then ends no capture of a graph."""
+        """The same for any thread, and only while it lasts: its calls then end no capture of a graph."""
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """Begin up to `BATCH_PIECES_MAX` copies in one call; they may run in any order. Needs `has_batch`."""
@@ -169,7 +169,7 @@ class CudaDriver:
         try:
             yield
         finally:
-            # Unchecked: it fails only where the device is lost, and what was done meanwhile says more.
+            # Unchecked: it fails only where the device is lost, and the calls made meanwhile say more.
             self._library.cuThreadExchangeStreamCaptureMode(byref(c_int(before)))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
