@@ -219,7 +219,7 @@ def test_theirs_found_before_an_editable_one(site: Path) -> None:
         assert answer.returncode != 0
         assert "this is NVIDIA" not in answer.stdout
         assert f"`import kvbm` finds {site}/kvbm/__init__.py" in answer.stderr.splitlines()[-1]
-        assert answer.stderr.splitlines()[-1].endswith("Mend it with: pip uninstall -y kvbm")
+        assert answer.stderr.splitlines()[-1].endswith("Repair it with: pip uninstall -y kvbm")
 
 
 @pytest.fixture

@@ -311,7 +311,7 @@ def test_two_equal_policies_with_different_answers_are_found(policy: Made) -> No
 def test_a_policy_that_hears_of_the_calls_of_another_is_found() -> None:
     contract(SharesANumber).test_long_traffic_is_answered_within_the_contract(2)
     SharesANumber.offers = 0
-    with pytest.raises(AssertionError, match="what another policy heard"):
+    with pytest.raises(AssertionError, match="the calls of another policy change the answers"):
         contract(SharesANumber).test_policies_share_nothing()
 
 
