@@ -69,7 +69,7 @@ class FramedSocket:
         self.outgoing = bytearray()
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Queue a frame, send as much as the socket takes; descriptors go with its first byte. Raises OSError."""
+        """Queue a frame, and send as much as the socket takes; descriptors go with its first byte. Raises OSError."""
         if fds:
             assert not self.outgoing, "descriptors travel with the first message"
             data = data[socket.send_fds(self.connection, [data], list(fds)) :]

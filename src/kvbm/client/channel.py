@@ -129,7 +129,7 @@ class Channel:
         raise ManagerUnavailable(f"the manager did not answer within {timeout_s:g} s")
 
     def close(self) -> None:
-        """End the session; descriptors that nobody took are closed too."""
+        """End the session; descriptors that were not taken are closed too."""
         with contextlib.suppress(OSError):  # it has gone already
             # A child that was forked meanwhile holds the socket open too: say to the other end that this is over.
             self._wire.connection.shutdown(socket.SHUT_RDWR)
@@ -147,7 +147,7 @@ class Channel:
 
 @contextlib.contextmanager
 def _unavailable_on_error() -> Iterator[None]:
-    """An error of the socket, or a message that cannot be read, ends the session."""
+    """A socket that breaks, and bytes that are no message, end the session."""
     try:
         yield
     except OSError as error:

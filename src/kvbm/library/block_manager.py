@@ -205,7 +205,7 @@ class BlockManager:
         return self.backend.flush(timeout_s)
 
     def clear(self, tier: str = "") -> int:
-        """Drop the blocks not in use, of the tier `host` or `disk`, or of both; how many were dropped.
+        """Drop the blocks that are not in use, of the tier `host` or `disk`, or of both; how many blocks were dropped.
 
         At a shared manager nothing is dropped while another client has the same namespace, and ManagerUnavailable is
         raised without the manager.
@@ -220,7 +220,7 @@ class BlockManager:
         return self.backend.status()
 
     def close(self) -> None:
-        """Write the blocks that are queued for disk, release everything. Blocks on disk or at a shared manager stay."""
+        """Write the blocks that wait for disk, and release everything. Blocks on disk and at a shared manager stay."""
         self.backend.close()
 
     def _keys(self, tokens: Sequence[int] | Chain, extras: bytes) -> list[BlockKey]:

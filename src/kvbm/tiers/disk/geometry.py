@@ -1,4 +1,4 @@
-"""The place of each slot on disk, and the cost of a number of slots there, to the byte."""
+"""Where each slot lies on disk, and how many bytes a number of slots takes there."""
 
 from __future__ import annotations
 

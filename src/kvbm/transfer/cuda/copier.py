@@ -111,7 +111,7 @@ class CudaCopier:
 
     @property
     def locks(self) -> PageLocks:
-        """How much of the arena is page-locked by now, and the part that was refused."""
+        """How much of the arena is page-locked by now, and how much was refused."""
         return self._locks
 
     def prepared(self, timeout_s: float) -> bool:
