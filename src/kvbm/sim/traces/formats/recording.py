@@ -59,7 +59,7 @@ class RecordingLine(msgspec.Struct, omit_defaults=True):
 class RecordingWriter:
     """Writes requests to an open file as they end. Memory is bounded: some 200 MB at most.
 
-    `salt` is fresh for every recording unless given; files with the same salt can be told to hold the same prompts.
+    `salt` is fresh for every recording unless given; files with the same salt show which prompts they share.
     """
 
     def __init__(
