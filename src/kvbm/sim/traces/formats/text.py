@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
 class TraceError(KvbmError, ValueError):
-    """A trace that cannot be read: one line with the place, what was found there, and what is accepted."""
+    """A trace that cannot be read: one line with the place, the value found there, and what is accepted."""
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -78,10 +78,10 @@ def unusable(place: str, field: str, value: object, accepted: str) -> TraceError
     return TraceError(f"{place}: {field}={_shown(value)} cannot be used: {accepted}")
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> gzip.GzipFile | BinaryIO:
     with path.open("rb") as file:
         packed = file.read(2) == _GZIP_MAGIC
-    return cast("IO[bytes]", gzip.open(path, "rb")) if packed else path.open("rb")
+    return gzip.open(path, "rb") if packed else path.open("rb")
 
 
 def _reason(error: Exception) -> str:
