@@ -98,7 +98,7 @@ def scale(
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Simulate many nodes behind a router, and give their hit rates on paper beside.
+    """Simulate many nodes behind a router, and compare their hit rates with those of a formula.
 
     The trace is played several times at once, shifted in time, until it is the traffic wanted; `--load` keeps that of
     one node the same however many there are, `--total-load` that of all. See docs/operating/scale.md.
