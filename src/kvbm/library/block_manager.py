@@ -133,9 +133,11 @@ class BlockManager:
     ) -> BlockManager:
         """A block manager whose blocks a running `kvbm manager` keeps, which listens at the path `socket`.
 
-        Its tiers and policies are those of that manager; blocks are shared with every client of the same namespace.
-        `peer_uids` are the users that may serve there, besides our own and root. Raises ManagerUnavailable when there
-        is none within `join_timeout_s`, ManagerRefused when it says no, and ManagerUntrusted for another user's.
+        Its tiers and policies are those of that manager; blocks are shared with every client of the same namespace,
+        which must name the order of the KV cache's dimensions too: processes cannot compare it. `peer_uids` are the
+        users that may serve there, besides our own and root. Raises ManagerUnavailable when there is none within
+        `join_timeout_s`, ManagerRefused when it says no, ManagerUntrusted for another user's, and SettingsError for a
+        path that no socket can have.
 
         Should the manager go, nothing is found and nothing kept, and a warning says so; calls try to join the next one,
         and go on without it where there is none. No answer is waited for longer than `reply_timeout_s`.
