@@ -84,7 +84,7 @@ class _Session:
         self._reply: object = None
 
     def poll(self) -> None:
-        """Take what has arrived. Called while nothing is copied: that is what an answered fence promises."""
+        """Take the messages that have arrived. Called while nothing is copied: an answered fence promises just that."""
         try:
             for message in self._worker.receive():
                 if isinstance(message, Fence):
@@ -96,7 +96,7 @@ class _Session:
             self.lose(str(error))
 
     def send(self, message: Message) -> None:
-        """Send what needs no answer."""
+        """Send a message that needs no answer."""
         if self.lost:
             return
         try:
@@ -104,18 +104,27 @@ class _Session:
         except ManagerUnavailable as error:
             self.lose(str(error))
 
-    def ask(self, message: Message, kind: type[ReplyT], timeout_s: float) -> ReplyT | None:
-        """The answer; None when the session is lost or there is no answer in time."""
+    def ask(
+        self, message: Message, kind: type[ReplyT], timeout_s: float, undo: Message | None = None
+    ) -> ReplyT | None:
+        """The answer; None when the session is lost or there is no answer in time.
+
+        In that case, and when the wait is interrupted, `undo` follows: it gives back what a late answer would grant.
+        """
         assert not self.unanswered, "one question at a time"
         self.unanswered, self._reply = True, None
-        self.send(message)
-        deadline_s = time.monotonic() + timeout_s
-        while self.unanswered and self.wait(deadline_s - time.monotonic()):
-            pass
+        try:
+            self.send(message)
+            deadline_s = time.monotonic() + timeout_s
+            while self.unanswered and self.wait(deadline_s - time.monotonic()):
+                pass
+        finally:
+            if self.unanswered and undo is not None:
+                self.send(undo)
         if self.unanswered:
             if not self.lost:
                 log.warning(
-                    "the manager has not answered within %g s: it is not asked until it does", timeout_s
+                    "no answer of the manager within %g s: it is not asked until it answers", timeout_s
                 )
             return None
         reply = self._reply
@@ -123,7 +132,7 @@ class _Session:
         return reply
 
     def wait(self, timeout_s: float) -> bool:
-        """Take what arrives within `timeout_s`; False when nothing did, or the session is lost."""
+        """Take the messages that arrive within `timeout_s`; False when none did, or the session is lost."""
         if self.lost or timeout_s < 0.0:
             return False
         try:
@@ -225,15 +234,9 @@ class SharedSpace:
         number = next(self._numbers)
         run = session.runs[number] = _SharedRun(session, number)  # before its progress can come
         question = Lookup(lookup=number, keys=asked, skip=min(skip, len(keys), KEYS_PER_MESSAGE_MAX))
-        found = None
-        try:
-            found = session.ask(question, LookupReply, self.reply_timeout_s)
-        finally:
-            if found is None or not found.slots:
-                del session.runs[number]
-            if found is None:
-                session.send(Release(lookup=number))  # the lease may be taken yet
+        found = session.ask(question, LookupReply, self.reply_timeout_s, undo=Release(lookup=number))
         if found is None or not found.slots:
+            del session.runs[number]
             return None
         run.slots, run.generations = found.slots, found.generations
         run.sources = counted_as_disk(found.sources) if session.staging else found.sources
@@ -323,26 +326,24 @@ class SharedSpace:
         number, started_s = next(self._numbers), self._clock()
         session.fenced.clear()
         question = Reserve(store=number, parent=parent, keys=join_keys(keys))
-        pairs: list[tuple[int, int]] | None = None
-        failed = tuple(range(len(keys)))
+        none_copied = Commit(store=number, failed=tuple(range(len(keys))))
+        reply = session.ask(question, ReserveReply, self.reply_timeout_s, undo=none_copied)
+        if reply is None:
+            return 0
+        pairs = [(device_blocks[i], slot) for i, slot in enumerate(reply.slots) if slot >= 0]
+        if not pairs:
+            return 0
+        failed: Sequence[int] = range(len(pairs))
         try:
-            reply = session.ask(question, ReserveReply, self.reply_timeout_s)
-            if reply is not None:
-                pairs = [(device_blocks[i], slot) for i, slot in enumerate(reply.slots) if slot >= 0]
-                if pairs and self._may_fill(session, number, [slot for _, slot in pairs], reply.generations):
+            # A process that was stopped for minutes comes back when its reservation has ended.
+            if number not in session.fenced and not session.lost:
+                intact = session.arena.intact([slot for _, slot in pairs], reply.generations)
+                if intact == len(pairs):
                     self._copiers.store(kv_cache, pairs)
                     failed = ()
         finally:
-            if pairs is None or pairs:  # also without an answer: slots that are reserved for us yet go back
-                session.send(Commit(store=number, failed=failed, seconds=self._clock() - started_s))
-        return len(pairs) if pairs and not failed else 0
-
-    @staticmethod
-    def _may_fill(session: _Session, store: int, slots: list[int], generations: tuple[int, ...]) -> bool:
-        """False when the reservation has ended, as after minutes in which our process was stopped."""
-        if session.lost or store in session.fenced:
-            return False
-        return session.arena.intact(slots, generations) == len(slots)
+            session.send(Commit(store=number, failed=tuple(failed), seconds=self._clock() - started_s))
+        return len(pairs) - len(failed)
 
     def _present(self) -> _Session | None:
         """The session to ask in; joins a manager that came back. None without one, and while an answer is overdue."""

@@ -49,5 +49,5 @@ class Mark(NamedTuple):
     event: DeviceEvent | None
 
     def hold(self, copying: Copying) -> None:
-        """The device begins what the engine's thread gives it from now on only after these copies."""
+        """The device begins the engine's later work only after these copies."""
         self.mapping.copier.hold(copying)

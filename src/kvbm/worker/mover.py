@@ -138,7 +138,7 @@ class Mover:
         self._end()
 
     def turn(self, wait: bool = True) -> None:
-        """One pass of the thread's loop: take jobs, join or hear the manager, move a piece, report what has ended.
+        """One pass of the thread's loop: take jobs, join or read the manager, move a piece, report what has ended.
 
         Without `wait` it neither waits until something happens nor until a store has been copied.
         """
@@ -150,7 +150,7 @@ class Mover:
         except ManagerUnavailable as error:
             self._lose_session(str(error))
         except Exception as error:
-            # A defect of ours must cost a load, never the engine: fail what is open, start afresh.
+            # A defect of ours must cost a load, never the engine: fail the open jobs, start afresh.
             self._failures.log_failure("mover", error, then="; open loads are recomputed")
             self._lose_session("mover failed")
 
@@ -309,7 +309,7 @@ class Mover:
             return False
 
     def _copy_all(self, job: LoadJob) -> None:
-        """Copy what is ready and no more, and end the load."""
+        """Copy the blocks that are ready and no more, and end the load."""
         while (job.may_begin or job.under_way) and self._advance(job):
             pass
         self._finish(job)
@@ -360,7 +360,7 @@ class Mover:
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
-        """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
+        """Go over to a manager's memory. Loads from the old one end first, with the blocks that are ready."""
         fds = channel.take_fds()
         self._end_loads()
         if self._mapping is not None:
@@ -390,6 +390,6 @@ class Mover:
         self._end_loads()
 
     def _end_loads(self) -> None:
-        """Copy what is ready of every load; the rest failed."""
+        """End every load with the blocks that are ready; the rest failed."""
         while self._loads:
             self._copy_all(self._loads.popleft())

@@ -1,4 +1,4 @@
-"""Room on the filesystem: what is kept of directories that nobody owns, and what is left to everybody else.
+"""Room on the filesystem: which directories without an owner are kept, and how much is left to other programs.
 
 A directory that nobody owns is somebody's cache of yesterday. It stays, within a bound over all of them, because
 whoever left it may come back: replicas of one model restart one after the other. And no tier of ours fills a
@@ -44,7 +44,7 @@ and in proportion on a small one."""
 
 
 class UnownedDirectory(NamedTuple):
-    """A directory of this user's without an owner, and what it takes on the medium."""
+    """A directory of this user's without an owner, and the bytes that it takes on the medium."""
 
     path: Path
     medium_bytes: int
@@ -52,7 +52,7 @@ class UnownedDirectory(NamedTuple):
 
 
 class NoRoom(OSError):
-    """What is asked for would go into the part of the filesystem that is left to others."""
+    """The request would go into the part of the filesystem that is left to others."""
 
 
 def list_unowned(root: Path, ours: Path) -> list[UnownedDirectory]:
@@ -123,7 +123,7 @@ def require_space(
 
 
 def _needed_bytes(directory: ClaimedDirectory, geometry: DiskGeometry) -> tuple[int, int]:
-    """(what the geometry's files have not allocated yet, what is allocated and will be given back). Raises OSError."""
+    """(bytes that the geometry's files have yet to allocate, bytes that will be given back). Raises OSError."""
     wanted = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
     wanted[JOURNAL_NAME] = geometry.journal_bytes
     needed, excess = sum(wanted.values()), 0
@@ -146,7 +146,7 @@ class Room:
         self.left_bytes = min(syscalls.filesystem_bytes(self._path) // LEFT_SHARE, LEFT_BYTES_MAX)
 
     def free_bytes(self) -> int:
-        """What may still be written, 0 or more. Raises OSError."""
+        """The bytes that may still be written, 0 or more. Raises OSError."""
         return max(0, self._syscalls.free_bytes(self._path) - self.left_bytes)
 
     def require(self, size_bytes: int) -> None:
@@ -174,7 +174,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _medium_bytes(path: Path) -> int:
-    """What the directory takes, as far as it can be looked into."""
+    """The bytes that the directory takes, as far as it can be read."""
     try:
         return sum(entry.lstat().st_blocks * 512 for entry in (path, *path.iterdir()))
     except OSError:
