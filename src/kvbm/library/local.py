@@ -235,4 +235,4 @@ class LocalSpace:
 
 
 def _bytes(field: str, size: str | int) -> int:
-    return size if isinstance(size, int) else parse_size(field, size)
+    return size if isinstance(size, int) else parse_size(field, str(size))

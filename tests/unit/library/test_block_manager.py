@@ -257,6 +257,8 @@ def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: 
 def test_a_host_size_below_one_block_is_refused() -> None:
     with pytest.raises(kvbm.SettingsError, match="host='1KB' cannot be used: at least one block"):
         kvbm.BlockManager(layout(), host="1KB")
+    with pytest.raises(kvbm.SettingsError, match=r"host='2\.5' cannot be used: a whole number of bytes"):
+        kvbm.BlockManager(layout(), host=2.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", ["8KB", 8000])
