@@ -278,7 +278,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Copy leased slots into device blocks. The first `ready` slots hold their bytes; the worker watches the others.
 
     `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
-    the first pair in the lookup's run (what lies before it was on the device already). `layerwise`: every slot is
+    the first pair in the lookup's run (the blocks before it were on the device already). `layerwise`: every slot is
     ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived.
     """
 
@@ -296,9 +296,9 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The tasks that one engine step has for every worker. `idle`: the step computes nothing, so waiting costs nobody.
 
-    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this
-    step on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank
-    that knows of a later one refuses what the step would store and load.
+    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this step
+    on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank that
+    knows of a later one refuses the stores and loads of the step.
     """
 
     stores: tuple[StorePlan, ...] = ()

@@ -18,7 +18,7 @@ _PEER_ENDED = (errno.EPIPE, errno.ECONNRESET)
 class Session:
     """A connected client. `number` owns its leases and reservations; `hello` is None until it introduced itself.
 
-    Sending never blocks: what the socket does not take waits in a bounded buffer, and a client that lets it run
+    Sending never blocks: bytes that the socket does not take wait in a bounded buffer, and a client that lets it run
     over is dropped (`closed` becomes True).
 
     `closed`: it is served no more. `ended_by_peer`: the other end has closed its socket, as a process that dies does.
@@ -60,7 +60,7 @@ class Session:
             self._wire.read()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue one message and send what the socket takes. Descriptors go with the first byte."""
+        """Queue one message and send as many bytes as the socket takes. Descriptors go with the first byte."""
         if not self.closed:
             with self._noting_the_end():
                 self._wire.send(encode(message), fds)
@@ -72,7 +72,7 @@ class Session:
                 self._wire.flush()
 
     def linger(self) -> None:
-        """Say that we are done with it, and keep the descriptor: reading tells when the other end closes."""
+        """Announce our end of the session, and keep the descriptor: a read finds out when the other end closes."""
         self.closed = self.lingering = True
         self._wire.outgoing.clear()
         with contextlib.suppress(OSError):  # it went just now: the next read finds that

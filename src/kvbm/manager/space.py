@@ -181,7 +181,7 @@ class Space:
     ) -> list[int]:
         """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others.
 
-        `hashes` is what the engine calls each of them, 32 bytes each; empty where those are the keys.
+        `hashes` has the engine's own name of each of them, 32 bytes each; empty where those are the keys.
         """
         now_s = self._clock()
         if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
@@ -276,7 +276,7 @@ class Space:
     # ---- time
 
     def pump(self) -> None:
-        """Take completions and submit what is queued. Called often; costs microseconds when there is nothing."""
+        """Take completions and submit queued blocks. Called often; costs microseconds when there is nothing."""
         if self.disk is not None:
             self.disk.collect()
         self._usage.pass_on(self.pools, self.disk.offloader if self.disk else None, self._clock())
@@ -321,7 +321,7 @@ class Space:
         return tiers
 
     def describe(self) -> dict[str, object]:
-        """What `Status` says of this space."""
+        """This space's part of a `Status`."""
         tiers = {
             pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
             for pool in self.pools
@@ -335,7 +335,7 @@ class Space:
             pool.check()
 
     def close(self, keep: bool) -> None:
-        """Write what is queued (bounded in time), release the tiers."""
+        """Write queued blocks (bounded in time), release the tiers."""
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         if self.disk is not None:

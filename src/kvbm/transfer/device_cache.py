@@ -83,7 +83,7 @@ class _Layer(NamedTuple):
     block: Axis
     axes: tuple[Axis, ...]  # outermost first, the run apart
     run_bytes: int
-    content: str  # what one block of it holds: the part of the description that fixes the bytes
+    content: str  # the part of the description that fixes the bytes of one block
 
     @property
     def bytes_per_block(self) -> int:
@@ -185,7 +185,7 @@ def _block_axes(name: str, shape: Sequence[int], block_count: int) -> tuple[int,
 
 
 def _reduce(name: str, tensor: torch.Tensor, block_count: int) -> _Layer:
-    """One layer's tensor as bytes: its block axis, what is left inside a block, and the run at the bottom."""
+    """One layer's tensor as bytes: its block axis, the axes inside a block, and the run at the bottom."""
     if tensor.layout != torch.strided:
         raise KvbmError(f"registering KV caches: {name} is {tensor.layout}, accepted is torch.strided")
     if tensor.numel() == 0:
@@ -360,7 +360,7 @@ def _same_form(one: _Layer, other: _Layer) -> bool:
 
 
 def _describe(layers: Sequence[_Layer]) -> str:
-    """What the words of a slot mean: per run of equal layers the dtype, the block's shape, the memory order.
+    """The meaning of a slot's words: per run of equal layers the dtype, the block's shape, the memory order.
 
     `28*bfloat16[8,128,128]@1,0,2:name,name,…` reads: 28 layers, each block of shape [8, 128, 128] without the
     block axis, in memory axis 1 is the outermost, then 0, then 2 (axes of size 1 are left out).

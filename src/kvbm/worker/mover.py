@@ -91,7 +91,7 @@ class Mover:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing that was put in before touches the device any more; False after `timeout_s`.
 
-        Loads end with what is ready by now.
+        Loads end with the blocks that are ready by now.
         """
         if not self._thread.is_alive():
             return True
@@ -162,7 +162,7 @@ class Mover:
 
     def _turn(self, wait: bool) -> None:
         if self._channel is None:
-            self._take_jobs()  # joining may take a while: what is asked for by now fails at once
+            self._take_jobs()  # joining may take a while: jobs that wait by now fail at once
             self._reconnect()
         watched = [self._wake] + ([self._channel.fileno()] if self._channel else [])
         # A turn that failed may have left jobs behind whose wake-up it took.

@@ -34,8 +34,8 @@ UNOWNED_TIERS = 8
 """By default so many tiers of the size of the largest one there are kept without an owner, however old."""
 
 UNOWNED_S = 7 * 86400.0
-"""By default what was used within so many seconds stays whatever its size: the first of many replicas to come back
-cannot know how many follow, and must leave all of them what they left."""
+"""By default directories used within so many seconds stay, however large: the first of many replicas to
+come back cannot know how many follow, and must leave all of them what they left."""
 
 LEFT_SHARE = 100
 LEFT_BYTES_MAX = 1 << 30
@@ -70,7 +70,7 @@ def bound_unowned(
     """Remove unowned directories of any namespace, the least recently used first, until they take `limit_bytes`.
 
     None is UNOWNED_TIERS times the size of the largest of them and of ours, which may take `tier_bytes`; `tier_count`
-    such tiers share one setting. What was used within UNOWNED_S stays then, also beyond that.
+    such tiers share one setting. Directories used within UNOWNED_S stay then, also beyond that.
     """
     left = list_unowned(root, ours)
     removable = left

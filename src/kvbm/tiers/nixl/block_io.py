@@ -302,7 +302,7 @@ class NixlBlockIo:
     def _lent_to_agent(self, address: int, size: int) -> Iterator[None]:
         """Memory that was not registered at the start is registered while it is in use.
 
-        What a failed transfer may still touch stays registered.
+        Memory that a failed transfer may still touch stays registered.
         """
         if any(
             start <= address and address + size <= start + length for start, length in self._memory.regions()

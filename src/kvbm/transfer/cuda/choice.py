@@ -137,7 +137,7 @@ def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> li
 
 
 def _spaced(pieces: Pieces) -> tuple[Addresses, int]:
-    """Places for a block's pieces in scratch memory, and the bytes that they take with what lies between them.
+    """Places for a block's pieces in scratch memory, and the bytes that they take, gaps included.
 
     Pieces lie apart, and at a constant distance only where the real ones do: else a copy by rows would be one
     contiguous copy here, and many small ones there.
