@@ -24,7 +24,12 @@ class MappedArena:
         """Takes the descriptors that came with the welcome over. Raises ManagerUntrusted and OSError."""
         self.epoch = welcome.epoch
         self.slot_count, self.slot_bytes = welcome.slot_count, welcome.slot_bytes
-        self.fd = os.dup(fds[0]) if fds else -1
+        try:
+            self.fd = os.dup(fds[0]) if fds else -1
+        except OSError:  # no descriptor left: give these back
+            for fd in fds:
+                os.close(fd)
+            raise
         try:
             self.region, self._generation_map = open_arena(fds, welcome.slot_count, welcome.slot_bytes)
         except BaseException:
