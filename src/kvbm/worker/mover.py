@@ -347,8 +347,6 @@ class Mover:
         try:
             welcome = channel.introduce(self._hello, _WELCOME_TIMEOUT_S)
             self._finder.welcomed()
-            # Mapping or page-locking may be refused every time: do not spin on it.
-            self._retry_at_s = self._clock() + ADOPT_RETRY_S
             self._adopt(channel, welcome)
         except (ManagerRefused, ManagerUnavailable) as error:
             channel.close()
@@ -356,20 +354,21 @@ class Mover:
                 self._refused = str(error)
                 log.warning("no KV cache for now: %s", error)
             return
-        self._refused, self._retry_at_s = "", 0.0
+        self._refused = ""
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
-        fds = channel.take_fds()
-        self._end_loads()
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
         try:
-            self._mapping = self._make_mapping(welcome, fds)
+            self._end_loads()
+            if self._mapping is not None:
+                self._mapping.close()
+                self._mapping = None
+            self._mapping = self._make_mapping(welcome, channel.take_fds())
         except BaseException:
             channel.close()
+            # Mapping or page-locking may be refused every time, perhaps after minutes: do not spin on it.
+            self._retry_at_s = self._clock() + ADOPT_RETRY_S
             raise
         # Last: a thread that sees a session may count on the memory behind it, which can take long to map.
         self._channel = channel
