@@ -35,8 +35,8 @@ class Mapping(MappedArena):
 
     def close(self) -> None:
         """Finish copies and drop the mapping."""
+        super().close()  # first: the pages need not be touched any more, whatever the copier waits for
         self.copier.close()
-        super().close()
 
 
 class Mark(NamedTuple):
