@@ -53,7 +53,7 @@ class FrameBuffer:
 
 
 class FramedSocket:
-    """A connected socket that never blocks: what it does not take at once is kept, up to `OUTGOING_BYTES_MAX`.
+    """A connected socket that never blocks: bytes that it does not take are kept, up to `OUTGOING_BYTES_MAX`.
 
     `outgoing` has the bytes that wait; `ended` becomes True when the other end has closed. Of the file descriptors that
     come with a read, at most `fds_max` are taken, into `fds`; the kernel closes the rest.

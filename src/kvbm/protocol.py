@@ -65,7 +65,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
-    """Find the longest run of blocks from `keys[skip]` on, lease it and bring what is below G2 up.
+    """Find the longest run of blocks from `keys[skip]` on, lease it and bring its blocks on disk up to G2.
 
     `keys` is the request's whole chain from its first block; the first `skip` blocks are on the device already.
     """
@@ -186,7 +186,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
 
 
 class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
-    """What a lookup found, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
+    """The blocks found by a lookup, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
 
     The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `sources` has
     one byte per block, the tier it was found in. Behind them the run went on: by `no_room` blocks that host memory has
@@ -278,7 +278,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Copy leased slots into device blocks. The first `ready` slots hold their bytes; the worker watches the others.
 
     `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
-    the first pair in the lookup's run (what lies before it was on the device already). `layerwise`: every slot is
+    the first pair in the lookup's run (the blocks before it were on the device already). `layerwise`: every slot is
     ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived.
     """
 

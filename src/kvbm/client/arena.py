@@ -17,7 +17,7 @@ _POPULATE_CHUNK_BYTES = 32 << 20
 class MappedArena:
     """The mapped slots and their generations. Valid for `epoch` only.
 
-    `numa_node` is where pages should lie that nobody has touched yet; -1 is anywhere. `fd` is a descriptor of the
+    `numa_node` is where pages should lie that were never touched yet; -1 is anywhere. `fd` is a descriptor of the
     slots' memory; -1 where the process has none left.
     """
 

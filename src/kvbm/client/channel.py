@@ -129,7 +129,7 @@ class Channel:
         raise ManagerUnavailable(f"the manager did not answer within {timeout_s:g} s")
 
     def close(self) -> None:
-        """End the session; descriptors that nobody took are closed too."""
+        """End the session; descriptors that were not taken are closed too."""
         with contextlib.suppress(OSError):  # it has gone already
             # A child that was forked meanwhile holds the socket open too: say to the other end that this is over.
             self._wire.connection.shutdown(socket.SHUT_RDWR)
@@ -140,14 +140,14 @@ class Channel:
     def _read(self) -> None:
         with _unavailable_on_error():
             self._incoming.extend(decode_from_manager(frame) for frame in self._wire.receive())
-        # What it said last is delivered first: the next read finds the end again.
+        # The last messages are delivered first: the next read finds the end again.
         if self._wire.ended and not self._incoming:
             raise ManagerUnavailable("the manager has gone: it closed the session")
 
 
 @contextlib.contextmanager
 def _unavailable_on_error() -> Iterator[None]:
-    """What breaks a socket, or arrives and means nothing, is the end of the session."""
+    """A socket that breaks, and bytes that are no message, are the end of the session."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the leader adds to its keys beyond the namespace: which weights the ranks have, once they are not the files'."""
+"""The leader's part of the keys beyond the namespace: the ranks' weights, once they are not those of the files."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class DiskSide:
                 self.offloader.completed(completion)
 
     def advance(self) -> None:
-        """Submit what is queued; try a medium that is off again when that is due."""
+        """Submit queued blocks; try a medium that is off again when that is due."""
         self.onboarder.pump()
         if self.departures is not None:
             self.departures.advance(self.clock())
@@ -94,12 +94,12 @@ class DiskSide:
                 self._index()
 
     def offer_all(self) -> None:
-        """Host memory is about to go: offer to disk what is only written on eviction."""
+        """Host memory is about to go: offer to disk the blocks that are only written on eviction."""
         if self.departures is not None:
             self.departures.advance_all(self.clock())
 
     def close(self, keep: bool) -> None:
-        """Let what is queued reach the medium while it gets there, at most for `CLOSE_S_MAX`, and release it."""
+        """Let queued blocks reach the medium, while they do and at most for `CLOSE_S_MAX`, and release it."""
         deadline_s = self.clock() + CLOSE_S_MAX
         queued = self.offloader.queued_count
         while queued and self.medium.drain(max(0.0, deadline_s - self.clock())):

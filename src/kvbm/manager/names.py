@@ -62,7 +62,7 @@ class EngineNames:
         return EngineName(key, 0)
 
     def forget(self, slot: int) -> None:
-        """The slot stops holding what it held."""
+        """The slot gives up its block."""
         if self._table is not None:
             self._table[slot * _ENTRY.size : (slot + 1) * _ENTRY.size] = _FREE
 

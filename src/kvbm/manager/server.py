@@ -136,7 +136,7 @@ class Server:
             self._tick()
 
     def close(self, keep: bool) -> None:
-        """Write what waits, release every tier and every session."""
+        """Write queued blocks, release every tier and every session."""
         for session in self.sessions.values():
             session.close()
         for _, space in list(self.spaces):

@@ -18,7 +18,7 @@ _PEER_ENDED = (errno.EPIPE, errno.ECONNRESET)
 class Session:
     """A connected client. `number` owns its leases and reservations; `hello` is None until it introduced itself.
 
-    Sending never blocks: what the socket does not take waits in a bounded buffer, and a client that lets it run
+    Sending never blocks: bytes that the socket does not take wait in a bounded buffer, and a client that lets it run
     over is dropped (`closed` becomes True).
 
     `closed`: it is served no more. `ended_by_peer`: the other end has closed its socket, as a process that dies does.
@@ -55,7 +55,7 @@ class Session:
         return [decode_to_manager(frame) for frame in frames]
 
     def discard(self) -> None:
-        """Throw away what the client of a lingering session still says; notices when it closes its end."""
+        """Throw away messages of a lingering session's client; notices when it closes its end."""
         with self._noting_the_end():
             self._wire.read()
 
@@ -66,7 +66,7 @@ class Session:
                 self._wire.send(encode(message), fds)
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it."""
+        """Send queued bytes, as far as the socket takes them."""
         if not self.closed:
             with self._noting_the_end():
                 self._wire.flush()

@@ -276,7 +276,7 @@ class Space:
     # ---- time
 
     def pump(self) -> None:
-        """Take completions and submit what is queued. Called often; costs microseconds when there is nothing."""
+        """Take completions and submit queued blocks. Called often; costs microseconds when there is nothing."""
         if self.disk is not None:
             self.disk.collect()
         self._usage.pass_on(self.pools, self.disk.offloader if self.disk else None, self._clock())
@@ -335,7 +335,7 @@ class Space:
             pool.check()
 
     def close(self, keep: bool) -> None:
-        """Write what is queued (bounded in time), release the tiers."""
+        """Write queued blocks (bounded in time), release the tiers."""
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         if self.disk is not None:

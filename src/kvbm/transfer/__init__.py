@@ -1,6 +1,6 @@
 """G1⇄G2: where an engine's KV lies (`device_cache`), and copies of it to and from the host arena.
 
-One copier per kind of device: `cpu`, `cuda`. What each promises is in `copier`.
+One copier per kind of device: `cpu`, `cuda`. `copier` has the contract of each.
 """
 
 from __future__ import annotations
@@ -68,4 +68,4 @@ def numa_node(device: torch.device) -> int:
     try:
         return node_of_pci_device(CudaDriver().pci_bus_id(index))
     except KvbmError:
-        return -1  # a driver that says nothing of its place costs nobody the cache
+        return -1  # a driver that does not tell its place is no reason to go without a cache

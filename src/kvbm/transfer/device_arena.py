@@ -76,7 +76,7 @@ class DeviceArena:
         return [DeviceSpan(self.bytes.data_ptr() + slot * size, size)]
 
     def invalidate(self, slot: int) -> None:
-        """Nobody but this process reads the slots, and it holds a lease while it does."""
+        """Only this process reads the slots, and it holds a lease while it does."""
 
     def close(self) -> None:
         """The memory goes with the last copier or transfer that uses it."""

@@ -68,7 +68,7 @@ def _words(
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """A view of words of `dtype` over a storage, whatever dtype its tensors had. Counts are in words."""
+    """A view of words of `dtype` over a storage, of any dtype. Counts are in words."""
     # Engines register in inference mode; a view made there could not be written by another thread.
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
@@ -360,7 +360,7 @@ def _same_form(one: _Layer, other: _Layer) -> bool:
 
 
 def _describe(layers: Sequence[_Layer]) -> str:
-    """What the words of a slot mean: per run of equal layers the dtype, the block's shape, the memory order.
+    """The meaning of a slot's words: per run of equal layers the dtype, the block's shape, the memory order.
 
     `28*bfloat16[8,128,128]@1,0,2:name,name,…` reads: 28 layers, each block of shape [8, 128, 128] without the
     block axis, in memory axis 1 is the outermost, then 0, then 2 (axes of size 1 are left out).

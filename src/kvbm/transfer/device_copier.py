@@ -15,7 +15,7 @@ from kvbm.transfer.device_cache import DeviceCache, Region
 class DeviceCopier:
     """Copies by the device's own gather and scatter, one per region (see `Copier`). A copy that was begun is over.
 
-    It runs on the calling thread's current stream, behind whatever the caller put there.
+    It runs on the calling thread's current stream, behind all work that the caller put there.
     """
 
     def __init__(self, cache: DeviceCache, arena: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ class DeviceCopier:
         return Over()
 
     def hold(self, copying: Copying) -> None:
-        """What is over holds nobody."""
+        """Every copy is over: there is nothing to wait for."""
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         self.begin_store(pairs, after)

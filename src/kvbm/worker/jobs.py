@@ -25,7 +25,7 @@ PIECES_UNDER_WAY = 2
 
 
 class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A load that ended. `failed` holds the device blocks that do not hold what they should."""
+    """A load that ended. `failed` has the device blocks without their bytes."""
 
     request: str
     failed: tuple[int, ...]

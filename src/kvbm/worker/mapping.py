@@ -35,7 +35,7 @@ class Mapping(MappedArena):
 
     def close(self) -> None:
         """Finish copies and drop the mapping."""
-        super().close()  # first: the pages need not be touched any more, whatever the copier waits for
+        super().close()  # first: no thread needs to touch pages while the copier waits
         self.copier.close()
 
 
@@ -49,5 +49,5 @@ class Mark(NamedTuple):
     event: DeviceEvent | None
 
     def hold(self, copying: Copying) -> None:
-        """The device begins what the engine's thread gives it from now on only after these copies."""
+        """Work that the engine's thread gives the device from now on begins after these copies."""
         self.mapping.copier.hold(copying)

@@ -39,7 +39,7 @@ _FENCED_MAX = 16_384
 class Mover:
     """The jobs of a rank, its session, and the thread that serves both: `attach`, then `start`, then the queues.
 
-    Without `start`, whoever owns the mover drives it by calling `turn`. `finder` makes the sessions, `make_mapping`
+    Without `start`, the owner of the mover drives it by calling `turn`. `finder` makes the sessions, `make_mapping`
     maps the memory that a session gives. Whatever happens to the manager, every job that is put in is answered: with
     bytes, or with failed blocks.
     """
@@ -91,7 +91,7 @@ class Mover:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing that was put in before touches the device any more; False after `timeout_s`.
 
-        Loads end with what is ready by now.
+        Loads end with the blocks that are ready by now.
         """
         if not self._thread.is_alive():
             return True
@@ -138,7 +138,7 @@ class Mover:
         self._end()
 
     def turn(self, wait: bool = True) -> None:
-        """One pass of the thread's loop: take jobs, join or hear the manager, move a piece, report what has ended.
+        """One pass of the thread's loop: take jobs, join or listen to the manager, move a piece, report ended jobs.
 
         Without `wait` it neither waits until something happens nor until a store has been copied.
         """
@@ -150,7 +150,7 @@ class Mover:
         except ManagerUnavailable as error:
             self._lose_session(str(error))
         except Exception as error:
-            # A defect of ours must cost a load, never the engine: fail what is open, start afresh.
+            # A defect of ours must cost a load, never the engine: fail the open jobs, start afresh.
             self._failures.log_failure("mover", error, then="; open loads are recomputed")
             self._lose_session("mover failed")
 
@@ -162,7 +162,7 @@ class Mover:
 
     def _turn(self, wait: bool) -> None:
         if self._channel is None:
-            self._take_jobs()  # joining may take a while: what is asked for by now fails at once
+            self._take_jobs()  # joining may take a while: jobs that wait by now fail at once
             self._reconnect()
         watched = [self._wake] + ([self._channel.fileno()] if self._channel else [])
         # A turn that failed may have left jobs behind whose wake-up it took.
@@ -309,7 +309,7 @@ class Mover:
             return False
 
     def _copy_all(self, job: LoadJob) -> None:
-        """Copy what is ready and no more, and end the load."""
+        """Copy the blocks that are ready, and end the load."""
         while (job.may_begin or job.under_way) and self._advance(job):
             pass
         self._finish(job)
@@ -358,7 +358,7 @@ class Mover:
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
-        """Go over to a manager's memory. What still loads from the old one is ended first: by copying what is ready."""
+        """Go over to a manager's memory. Loads from the old one are ended first: their ready blocks are copied."""
         try:
             self._end_loads()
             if self._mapping is not None:
@@ -376,8 +376,8 @@ class Mover:
     def _lose_session(self, reason: str) -> None:
         """The manager has gone: blocks that were on their way to host memory never come.
 
-        The mapping stays until there is a new one: a dead manager overwrites nothing, so what it had promised can
-        still be loaded.
+        The mapping stays until there is a new one: a dead manager overwrites nothing, so blocks that it had
+        promised can still be loaded.
         """
         # To a manager that lives, the end of the session means that nothing writes into its slots any more.
         self._storing.drain()
@@ -389,6 +389,6 @@ class Mover:
         self._end_loads()
 
     def _end_loads(self) -> None:
-        """Copy what is ready of every load; the rest failed."""
+        """Copy the ready blocks of every load; the others failed."""
         while self._loads:
             self._copy_all(self._loads.popleft())

@@ -2,7 +2,7 @@
 
 The order of writes is what makes a `kill -9` harmless: the slot's record is voided, then the bytes are written, then
 the new record. The checksum, which every load verifies against key and namespace, makes a power loss harmless too:
-whatever order the medium kept, what does not match is a miss.
+in any order that the medium kept, bytes that do not match are a miss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("kvbm.tiers.disk.tier")
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a disk tier is opened with; `open_disk_tier` says what each means."""
+    """The parameters of a disk tier, as `open_disk_tier` explains them."""
 
     root: Path
     layout: BlockLayout
@@ -55,8 +55,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
-    """How a load ended: HIT, with what the record says of the block beside its key, or MISS with `corrupt` telling
-    whether something was there that could not be believed."""
+    """How a load ended: HIT, with the hash and the group in the block's record, or MISS. `corrupt`: there was a block,
+    and it failed its check."""
 
     outcome: Outcome
     corrupt: bool = False
@@ -79,7 +79,7 @@ def plan(options: DiskOptions) -> DiskGeometry:
 class DiskMedium:
     """An open directory. `load`, `store` and `void` may be called from several threads, for different slots.
 
-    Two calls for one slot at the same time do no harm beyond a miss: what they make of the slot fails verification.
+    Two calls for one slot at the same time do no harm beyond a miss: the mixture of both fails verification.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ def _open_files(
         sparse = not (options.zerofill_fallback or _reserves(journal_fd, syscalls))
         _find_space(directory, options, geometry, syscalls, sparse)
         if not kept:
-            # Voids every record before anything else: what follows may be interrupted, and other geometry or
+            # Voids every record before anything else: later steps may be interrupted, and other geometry or
             # another namespace must find nothing here.
             syscalls.ftruncate(journal_fd, 0)
         _trim(directory, geometry, journal_fd, syscalls)
@@ -333,8 +333,8 @@ def _find_space(
         field = setting.size if options.capacity_blocks is None else setting.blocks
         require_space(directory, options.root, geometry, syscalls, field)
     except TierError:
-        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then. What is
-        # there already must be found also on a filesystem that others have filled.
+        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then. Blocks
+        # that are there already must be found also on a filesystem that others have filled.
         if not sparse:
             raise
 
@@ -344,15 +344,15 @@ def _require_nothing(size_bytes: int) -> None:
 
 
 def _touch(journal_fd: int, syscalls: Syscalls) -> None:
-    """Say that the directory is in use: by this time it is judged when nobody owns it. Never raises."""
+    """Note that the directory is in use: this time counts once it has no owner. Never raises."""
     try:
         syscalls.touch(journal_fd)
     except OSError:
-        pass  # a medium that fails says so where it matters
+        pass  # a medium that fails raises where it matters
 
 
 def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:
-    """Give back what is there beyond the geometry. Records go before the bytes that they promise."""
+    """Give back files and bytes beyond the geometry. Records go before the bytes that they promise."""
     table_bytes = geometry.slot_count * RECORD_BYTES
     if syscalls.fstat(journal_fd).st_size > table_bytes:
         # To the record, not to the page: when the tier grows again, the rest of the page must read as void.

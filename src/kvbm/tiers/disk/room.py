@@ -1,7 +1,7 @@
-"""Room on the filesystem: what is kept of directories that nobody owns, and what is left to everybody else.
+"""Room on the filesystem: how much of it directories without an owner may keep, and how much is left to others.
 
-A directory that nobody owns is somebody's cache of yesterday. It stays, within a bound over all of them, because
-whoever left it may come back: replicas of one model restart one after the other. And no tier of ours fills a
+A directory without an owner is the cache of a process that has ended. It stays, within a bound over all of them,
+because its owner may come back: replicas of one model restart one after the other. And no tier of ours fills a
 filesystem: the last part of it belongs to logs and to other programs.
 """
 
@@ -34,8 +34,8 @@ UNOWNED_TIERS = 8
 """By default so many tiers of the size of the largest one there are kept without an owner, however old."""
 
 UNOWNED_S = 7 * 86400.0
-"""By default what was used within so many seconds stays whatever its size: the first of many replicas to come back
-cannot know how many follow, and must leave all of them what they left."""
+"""By default directories used within so many seconds stay, of any size: the first of many replicas to come back cannot
+know how many follow, and must leave each of them its directory."""
 
 LEFT_SHARE = 100
 LEFT_BYTES_MAX = 1 << 30
@@ -44,7 +44,7 @@ and in proportion on a small one."""
 
 
 class UnownedDirectory(NamedTuple):
-    """A directory of this user's without an owner, and what it takes on the medium."""
+    """A directory of this user's without an owner, and the bytes that it takes on the medium."""
 
     path: Path
     medium_bytes: int
@@ -52,7 +52,7 @@ class UnownedDirectory(NamedTuple):
 
 
 class NoRoom(OSError):
-    """What is asked for would go into the part of the filesystem that is left to others."""
+    """The bytes would have to come from the part of the filesystem that is left to others."""
 
 
 def list_unowned(root: Path, ours: Path) -> list[UnownedDirectory]:
@@ -70,7 +70,7 @@ def bound_unowned(
     """Remove unowned directories of any namespace, the least recently used first, until they take `limit_bytes`.
 
     None is UNOWNED_TIERS times the size of the largest of them and of ours, which may take `tier_bytes`; `tier_count`
-    such tiers share one setting. What was used within UNOWNED_S stays then, also beyond that.
+    such tiers share one setting. Directories used within UNOWNED_S stay then, also beyond that.
     """
     left = list_unowned(root, ours)
     removable = left
@@ -101,8 +101,8 @@ def require_space(
 ) -> None:
     """Raise TierError unless the filesystem has room for all that is not allocated yet, and something is left.
 
-    Directories that nobody owns are removed where that makes the room, the least recently used first: they would
-    otherwise keep the space for somebody who may never come back. Where it would not, none is removed. To be called
+    Directories without an owner are removed where that makes the room, the least recently used first: they would
+    otherwise keep the space for an owner that may never come back. Where it would not, none is removed. To be called
     before the directory is trimmed: when it raises nothing was changed in it.
     """
     needed, excess = _needed_bytes(directory, geometry)
@@ -123,7 +123,7 @@ def require_space(
 
 
 def _needed_bytes(directory: ClaimedDirectory, geometry: DiskGeometry) -> tuple[int, int]:
-    """(what the geometry's files have not allocated yet, what is allocated and will be given back). Raises OSError."""
+    """The bytes that the geometry's files have yet to allocate, and those that will be given back. Raises OSError."""
     wanted = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
     wanted[JOURNAL_NAME] = geometry.journal_bytes
     needed, excess = sum(wanted.values()), 0
@@ -146,7 +146,7 @@ class Room:
         self.left_bytes = min(syscalls.filesystem_bytes(self._path) // LEFT_SHARE, LEFT_BYTES_MAX)
 
     def free_bytes(self) -> int:
-        """What may still be written, 0 or more. Raises OSError."""
+        """The bytes that may still be written, 0 or more. Raises OSError."""
         return max(0, self._syscalls.free_bytes(self._path) - self.left_bytes)
 
     def require(self, size_bytes: int) -> None:
@@ -174,7 +174,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _medium_bytes(path: Path) -> int:
-    """What the directory takes, as far as it can be looked into."""
+    """The bytes that the directory takes; 0 where it cannot be read."""
     try:
         return sum(entry.lstat().st_blocks * 512 for entry in (path, *path.iterdir()))
     except OSError:

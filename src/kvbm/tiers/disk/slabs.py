@@ -80,7 +80,7 @@ class SlabFiles:
     def has_bytes(self, slot: SlotIndex) -> bool:
         """True when the slot takes nothing more from the filesystem when it is written.
 
-        In sparse files: what was written since they were opened, or is known to have been before. Asking the filesystem
+        In sparse files: a slot written since they were opened, or known to have been before. Asking the filesystem
         for holes would not do: one without fallocate may call the whole file data.
         """
         return not self.sparse or bool(self._written[slot])
@@ -129,7 +129,7 @@ class SlabFiles:
         present = status.st_size
         if present > size:
             self._syscalls.ftruncate(fd, size)
-        # Others may have taken since what was free for all slabs together.
+        # Others may have taken room since it was checked for all slabs together.
         require_room(size - status.st_blocks * 512)
         try:
             self._syscalls.fallocate(fd, 0, size)
@@ -145,7 +145,7 @@ class SlabFiles:
                 first, count = slab * self._geometry.slab_slots, size // self.block_bytes
                 self._written[first : first + count] = b"\1" * count
             return
-        # An interrupted fill goes on where it stopped: the file is as long as what was filled.
+        # An interrupted fill goes on where it stopped: the file is as long as its filled part.
         chunk = memoryview(mmap.mmap(-1, min(size, ZEROFILL_CHUNK_BYTES)))
         position = present - present % PAGE_BYTES
         while position < size:

@@ -254,7 +254,7 @@ class NixlBlockIo:
             try:
                 state = self._agent.begin(transfer)
             except OSError as error:
-                # It may sit in a queue of the backend's, and nobody could ever say that it has left it.
+                # It may sit in a queue of the backend's, and there is no way to know when it has left that.
                 with self._lock:
                     self._lost.append((transfer, buffer))
                 raise BufferStillInUse(error.errno or errno.EIO, error.strerror) from error
@@ -300,9 +300,9 @@ class NixlBlockIo:
 
     @contextmanager
     def _lent_to_agent(self, address: int, size: int) -> Iterator[None]:
-        """Memory outside of what was registered at the start is registered while it is in use.
+        """Memory that was not registered at the start is registered while it is in use.
 
-        What a failed transfer may still touch stays registered.
+        Memory that a failed transfer may still touch stays registered.
         """
         if any(
             start <= address and address + size <= start + length for start, length in self._memory.regions()

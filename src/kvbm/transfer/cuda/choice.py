@@ -90,7 +90,7 @@ def named(name: str, offered: Mapping[str, Method]) -> Choice:
 
 
 def unmeasured(offered: Mapping[str, Method]) -> Choice:
-    """What serves until something was measured: the copy engines need no preparation."""
+    """The choice until one was measured: the copy engines need no preparation."""
     method = offered.get("batch") or offered["rows"]
     return Choice(method, method)
 
@@ -131,13 +131,13 @@ def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> li
                 raise
             # A compiler that is missing shows here in many ways; copies then go without that method.
             _log.warning("copies by %s are not used: %s", method.name, first_line(error))
-            # What it began before it failed must not outlive the scratch.
+            # Copies that it began before it failed must not outlive the scratch memory.
             stream.record().synchronize()
     return table
 
 
 def _spaced(pieces: Pieces) -> tuple[Addresses, int]:
-    """Places for a block's pieces in scratch memory, and the bytes that they take with what lies between them.
+    """Places for a block's pieces in scratch memory, and the bytes that they take, gaps included.
 
     Pieces lie apart, and at a constant distance only where the real ones do: else a copy by rows would be one
     contiguous copy here, and many small ones there.

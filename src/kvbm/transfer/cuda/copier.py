@@ -1,8 +1,8 @@
 """Copies where the device is a CUDA GPU: beside the forward pass, on streams of our own.
 
-Each direction has a stream. What a copy must wait for, and what must wait for a copy, is said by events on the device:
-no thread waits for the engine, and the engine's stream gets nothing but an event to wait for. How the bytes move is
-`cuda_choice`'s; page-locking the arena is `page_lock`'s.
+Each direction has a stream. Events on the device make a copy wait for the engine's work, and that work for a copy: no
+thread waits for the engine, and the engine's stream gets nothing but an event to wait for. `choice` decides how the
+bytes move; `page_lock` locks the arena's pages.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class CudaCopying(NamedTuple):
 
 
 class CudaCopier:
-    """See `Copier`. `method` is one of `cuda_choice.METHODS`, or `auto`: what was measured to be fastest here.
+    """See `Copier`. `method` is one of `choice.METHODS`, or `auto`: the one that was measured to be fastest here.
 
     A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
     are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
-    nobody has touched before lie on `numa_node` then (-1: anywhere). `turns` are those of the arena's memory; `close`
+    were never touched before lie on `numa_node` then (-1: anywhere). `turns` are those of the arena's memory; `close`
     closes them. Nothing that any thread does here ends the capture of a CUDA graph that runs in the engine's.
     Copies are begun by one thread at a time.
 

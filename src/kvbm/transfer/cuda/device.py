@@ -20,7 +20,7 @@ class Stream(Protocol):
     handle: int
 
     def wait(self, event: Any) -> None:
-        """What is put in from now on begins after `event`; the caller does not wait."""
+        """Work that is put in from now on begins after `event`; the caller does not wait."""
 
     def record(self) -> Any:
         """An event behind everything that was put in so far."""
@@ -119,5 +119,5 @@ class TorchDevice:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of torch or Triton says in one line; some say nothing but what they are."""
+    """The first line of an error of torch or Triton; its type where it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -34,7 +34,7 @@ class BatchCopy:
 
 
 class EachCopy:
-    """`cuMemcpyAsync` for every piece: what is left where nothing better is there, and a yardstick."""
+    """`cuMemcpyAsync` for every piece: the last resort, and a yardstick."""
 
     name = "each"
 
