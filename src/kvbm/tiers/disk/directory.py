@@ -64,8 +64,7 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     def same_blocks(self, other: DirectoryMeta) -> bool:
         """True when slot i of one holds the same bytes in the same place as slot i of the other.
 
-        The number of slots may differ, whether they are left behind, and the name of the model: the fingerprint tells
-        models apart.
+        The number of slots may differ, whether they are left behind, and the name of the model.
         """
         alike = msgspec.structs.replace(
             self, slot_count=other.slot_count, namespace=other.namespace, persist=other.persist

@@ -55,8 +55,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
-    """How a load ended: HIT, with the hash and the group in the block's record, or MISS. `corrupt`: there was a block,
-    and it failed its check."""
+    """How a load ended: HIT, with the block's recorded hash and group, or MISS. `corrupt`: its check failed."""
 
     outcome: Outcome
     corrupt: bool = False
