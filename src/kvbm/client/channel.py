@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -151,6 +152,8 @@ def _unavailable_on_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ManagerUnavailable(f"the manager has gone: {error.strerror}") from None
+        stuck = error.errno == errno.ENOBUFS  # it may be stopped, and still be there
+        why = "the manager takes no messages" if stuck else "the manager has gone"
+        raise ManagerUnavailable(f"{why}: {error.strerror}") from None
     except ProtocolError as error:
         raise ManagerUnavailable(str(error)) from None
