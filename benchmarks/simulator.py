@@ -23,7 +23,7 @@ from kvbm.sim.traces.formats import ReadOptions, read_trace
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace
 
-BUDGETS_PER_S = {BASELINE: 1e6, "gittins": 150e3}
+BUDGETS_PER_S = {BASELINE: 0.75e6, "gittins": 150e3}
 """Blocks a second that a replay must manage on one core."""
 SHAPE = ChatShape(conversations=1500)
 

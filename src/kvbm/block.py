@@ -1,4 +1,4 @@
-"""What a block is, and the only states one of its slots can be in.
+"""Blocks, their slots, and the only states that a slot can be in.
 
 A *block* is the KV of a fixed run of tokens, all layers, one model. A *slot* is one block's place in
 a tier. This file holds the vocabulary that every other package shares; it imports nothing of ours.
@@ -10,7 +10,7 @@ import enum
 from typing import NewType
 
 BlockKey = NewType("BlockKey", bytes)
-"""What identifies a block's content inside its namespace: 32 bytes, a chained hash (see `hashing`)."""
+"""The identity of a block's content inside its namespace: 32 bytes, a chained hash (see `hashing`)."""
 
 SlotIndex = NewType("SlotIndex", int)
 """A slot's position in one tier; slot i is the same block on every rank."""

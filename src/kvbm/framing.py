@@ -53,7 +53,7 @@ class FrameBuffer:
 
 
 class FramedSocket:
-    """A connected socket that never blocks: bytes that it does not take are kept, up to `OUTGOING_BYTES_MAX`.
+    """A connected socket that never blocks: bytes that it does not take at once are kept, up to `OUTGOING_BYTES_MAX`.
 
     `outgoing` has the bytes that wait; `ended` becomes True when the other end has closed. Of the file descriptors that
     come with a read, at most `fds_max` are taken, into `fds`; the kernel closes the rest.
@@ -69,7 +69,7 @@ class FramedSocket:
         self.outgoing = bytearray()
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Queue a frame and send what the socket takes; descriptors go with its first byte. Raises OSError."""
+        """Queue a frame, and send as much as the socket takes; descriptors go with its first byte. Raises OSError."""
         if fds:
             assert not self.outgoing, "descriptors travel with the first message"
             data = data[socket.send_fds(self.connection, [data], list(fds)) :]

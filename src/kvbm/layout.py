@@ -47,12 +47,12 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all its shards, padding included: what a tier pays for it."""
+        """Bytes of one block over all its shards, padding included, as a tier accounts for it."""
         return self.slot_bytes * self.shard_count
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
-    """What must agree before two engines may share bytes.
+    """Everything that must agree before two engines may share bytes.
 
     `fields` holds name and value of each part in a fixed order: the digest of the weights, KV dtype, block
     size, physical layout (and CPU instruction set packing), parallel shape. Two namespaces are equal when

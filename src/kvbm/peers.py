@@ -41,7 +41,7 @@ def nameless_as() -> str:
 
 
 def is_ourselves(uid: int) -> bool:
-    """Whether this id, by the kernel's word, is ours and nobody else's."""
+    """Whether this id, as the kernel reports it, is ours and no other user's."""
     return uid == os.geteuid() and not nameless_as()
 
 

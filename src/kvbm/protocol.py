@@ -27,7 +27,7 @@ STORED_KEYS_MAX = KEYS_PER_MESSAGE_MAX // 2
 """The most keys of one `Reserve`: with a hash for each, it is as long as a `Lookup` may be."""
 
 HELD = -1
-"""In `ReserveReply.slots`: the manager holds this block already, or somebody is storing it."""
+"""In `ReserveReply.slots`: the manager holds this block already, or another engine is storing it."""
 REFUSED = -2
 """In `ReserveReply.slots`: no slot can be had now; the block is not stored."""
 
@@ -65,7 +65,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
-    """Find the longest run of blocks from `keys[skip]` on, lease it and bring its blocks on disk up to G2.
+    """Find the longest run of blocks from `keys[skip]` on, lease it, and bring its blocks below G2 up.
 
     `keys` is the request's whole chain from its first block; the first `skip` blocks are on the device already.
     """
@@ -186,7 +186,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
 
 
 class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
-    """The blocks found by a lookup, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, the block.
+    """The blocks that a lookup found, from its `skip` on: `slots[i]` of `generations[i]` holds, or will hold, one.
 
     The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `sources` has
     one byte per block, the tier it was found in. Behind them the run went on: by `no_room` blocks that host memory has
@@ -294,7 +294,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step asks of every worker. `idle`: the step computes nothing, so waiting costs nobody.
+    """The tasks that one engine step has for every worker. `idle`: the step computes nothing, so waiting costs nobody.
 
     `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this
     step on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank
@@ -309,7 +309,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers did since the last report: stores with the positions that failed, and seconds of copying.
+    """The work of ranks since the last report: stores with the positions that failed, and seconds of copying.
 
     `stored` maps a store id to (ranks that report it, failed positions, longest seconds); `loaded` maps a request
     to its longest seconds of copying. `weights_changed`: a rank's weights did, and no plan has shown that the leader

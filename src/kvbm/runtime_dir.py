@@ -37,7 +37,7 @@ def check_runtime_dir(path: str) -> bool:
 
 
 def make_own_dir(path: str, field: str, mode: int = 0o700) -> None:
-    """Make a directory that somebody named, with this mode, whatever the umask. One that is there keeps its own.
+    """Make a directory that the user named, with this mode, whatever the umask. One that is there keeps its own.
 
     Missing directories above it are made as the umask says, or with this mode too where others are to enter it.
     Raises SettingsError, which names `field`, when it is not ours or others can write to it.
@@ -48,13 +48,13 @@ def make_own_dir(path: str, field: str, mode: int = 0o700) -> None:
         _make(os.path.join(os.getcwd(), _bare(path)), mode)
     except OSError as error:
         raise SettingsError(field, path, f"a directory that can be made ({error.strerror})") from None
-    # Somebody else may have been faster.
+    # Another process may have been faster.
     if _check(path, field) < 0:
         raise SettingsError(field, path, f"{_ACCEPTED}; it was removed at once")
 
 
 def is_ours(path: str) -> bool:
-    """Whether what is written into this directory was written by us; False where there is none.
+    """Whether the files in this directory were written by us; False where there is none.
 
     Raises SettingsError, in one line, when somebody else could have written it.
     """
@@ -97,7 +97,7 @@ def open_lock(path: str) -> int:
 
 
 def _make(path: str, mode: int) -> None:
-    """A directory and those above it. Only what we made ourselves gets the mode."""
+    """A directory and those above it. Only directories that we make get the mode."""
     above = os.path.dirname(path)
     if not os.path.isdir(above):
         if mode & 0o077:
@@ -140,7 +140,7 @@ def _check(path: str, field: str) -> int:
 
 
 def _bare(path: str) -> str:
-    """The path without what would make the kernel follow a link at its end."""
+    """The path without the slashes that would make the kernel follow a link at its end."""
     while len(path) > 1 and path.endswith(("/", "/.")):
         path = path[:-1]
     return path

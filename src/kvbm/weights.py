@@ -1,4 +1,4 @@
-"""A digest of a model's weights: what makes KV of other weights under the same path never hit.
+"""A digest of a model's weights: with it, KV of other weights under the same path never hits.
 
 What is digested is content: of safetensors every tensor with its name, type and shape, however the tensors are spread
 over files; of everything else that shapes KV the file. Paths, the number of shards and what only names a model do not
@@ -45,7 +45,7 @@ _CODE_SUFFIX = ".py"
 _SCALES = "scales"
 
 PRESENTATION_KEYS = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
-"""Entries of a model's configuration that name it or who wrote it, and say nothing of what it computes."""
+"""Entries of a model's configuration that name it or its authors, and do not change its results."""
 
 _MEMO_ENTRIES_MAX = 10_000
 _MEMO_VERSION = "2"
@@ -80,7 +80,7 @@ class WeightsMemo:
             _tell_unused(str(path), str(error))
 
     def digest(self, path: Path) -> str:
-        """Hex digest of what the file holds (`_content_digest`)."""
+        """Hex digest of the file's content (`_content_digest`)."""
         status = path.stat()
         parts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         identity = ":".join(map(str, (_MEMO_VERSION, *parts)))
@@ -95,7 +95,7 @@ class WeightsMemo:
         return value
 
     def save(self) -> None:
-        """Write what was learnt, replacing the file as a whole."""
+        """Write the new digests, replacing the file as a whole."""
         if not self._changed or not self._in_use:
             return
         newest = dict(list(self._known.items())[-_MEMO_ENTRIES_MAX:])
@@ -113,7 +113,7 @@ def _tell_unused(path: str, why: str) -> None:
 
 
 def weight_files(location: Path) -> list[Path]:
-    """The files that make a model what it computes, sorted by name: one file, or those of a directory's top level."""
+    """The files that determine a model's results, sorted by name: one file, or those of a directory's top level."""
     if location.is_file():
         return [location]
     return sorted(path for path in location.iterdir() if _computed_with(path.name) and path.is_file())
@@ -140,7 +140,7 @@ def process_start_s() -> float:
 
 
 def weights_digest(locations: Iterable[Path], memo_path: Path) -> str | None:
-    """Hex digest over what the locations hold; None when one of them holds no weights. Raises OSError."""
+    """Hex digest over the content of the locations; None when one of them holds no weights. Raises OSError."""
     memo = WeightsMemo(memo_path)
     digest = hashlib.sha256()
     for location in locations:

@@ -141,14 +141,14 @@ class Channel:
     def _read(self) -> None:
         with _unavailable_on_error():
             self._incoming.extend(decode_from_manager(frame) for frame in self._wire.receive())
-        # The last messages are delivered first: the next read finds the end again.
+        # Its last messages are delivered first: the next read finds the end again.
         if self._wire.ended and not self._incoming:
             raise ManagerUnavailable("the manager has gone: it closed the session")
 
 
 @contextlib.contextmanager
 def _unavailable_on_error() -> Iterator[None]:
-    """A socket that breaks, and bytes that are no message, are the end of the session."""
+    """A socket that breaks, and bytes that are no message, end the session."""
     try:
         yield
     except OSError as error:

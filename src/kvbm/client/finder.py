@@ -98,7 +98,7 @@ class ManagerFinder:
     def __init__(
         self, address: ManagerAddress, settings: Settings, environment: Mapping[str, str], clock: Clock
     ) -> None:
-        """A private manager is started with `settings` and `environment`."""
+        """A private manager is started with these `settings` and this `environment`."""
         self.address = address
         self._settings = settings
         self._environment = dict(environment)
@@ -172,7 +172,7 @@ class ManagerFinder:
             log.warning("no KV cache for now: %s", trouble)
 
     def _connect(self) -> Channel:
-        """To a private manager only where no other user could have put its socket."""
+        """Connect, to a private manager only where no other user could have put its socket."""
         path = self.address.socket_path
         if not self.address.private:
             return Channel.connect(path, self._settings.trusted_peer_uids)

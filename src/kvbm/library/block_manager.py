@@ -205,7 +205,7 @@ class BlockManager:
         return self.backend.flush(timeout_s)
 
     def clear(self, tier: str = "") -> int:
-        """Drop what is not in use, of the tier `host` or `disk`, or of both; how many blocks were dropped.
+        """Drop the blocks that are not in use, of the tier `host` or `disk`, or of both; how many blocks were dropped.
 
         At a shared manager nothing is dropped while another client has the same namespace, and ManagerUnavailable is
         raised without the manager.
@@ -220,7 +220,7 @@ class BlockManager:
         return self.backend.status()
 
     def close(self) -> None:
-        """Write what waits for disk and release everything. What is on disk stays, and what a shared manager holds."""
+        """Write the blocks that wait for disk, and release everything. Blocks on disk and at a shared manager stay."""
         self.backend.close()
 
     def _keys(self, tokens: Sequence[int] | Chain, extras: bytes) -> list[BlockKey]:

@@ -213,7 +213,7 @@ class LocalSpace:
         return arena, tier, None
 
     def _admission(self, options: LocalOptions, disk_bytes: int) -> AdmissionPolicy:
-        """What may enter disk."""
+        """The policy that admits blocks to disk."""
         budget_bytes = _bytes("disk_write_budget", options.disk_write_budget)
         block_bytes, now_s = self._layout.block_bytes, self._clock()
         slots = max(1, disk_bytes // block_bytes)

@@ -84,7 +84,7 @@ class _Session:
         self._reply: object = None
 
     def poll(self) -> None:
-        """Take what has arrived. Called while nothing is copied: that is what an answered fence promises."""
+        """Take the messages that have arrived. Called while nothing is copied: an answered fence promises just that."""
         try:
             for message in self._worker.receive():
                 if isinstance(message, Fence):
@@ -96,7 +96,7 @@ class _Session:
             self.lose(str(error))
 
     def send(self, message: Message) -> None:
-        """Send what needs no answer."""
+        """Send a message that needs no answer."""
         if self.lost:
             return
         try:
@@ -104,8 +104,13 @@ class _Session:
         except ManagerUnavailable as error:
             self.lose(str(error))
 
-    def ask(self, message: Message, kind: type[ReplyT], timeout_s: float) -> ReplyT | None:
-        """The answer; None when the session is lost or there is no answer in time."""
+    def ask(
+        self, message: Message, kind: type[ReplyT], timeout_s: float, undo: Message | None = None
+    ) -> ReplyT | None:
+        """The answer; None when the session is lost or there is no answer in time.
+
+        In that case `undo` follows the question: it gives back what a late answer would grant.
+        """
         if self._unanswered:
             return None
         self._unanswered, self._reply = True, None
@@ -116,15 +121,17 @@ class _Session:
         if self._unanswered:
             if not self.lost:
                 log.warning(
-                    "the manager has not answered within %g s: it is not asked until it does", timeout_s
+                    "no answer of the manager within %g s: it is not asked until it answers", timeout_s
                 )
+            if undo is not None:
+                self.send(undo)
             return None
         reply = self._reply
         assert isinstance(reply, kind), reply
         return reply
 
     def wait(self, timeout_s: float) -> bool:
-        """Take what arrives within `timeout_s`; False when nothing did, or the session is lost."""
+        """Take the messages that arrive within `timeout_s`; False when none did, or the session is lost."""
         if self.lost or timeout_s < 0.0:
             return False
         try:
@@ -225,11 +232,9 @@ class SharedSpace:
         number = next(self._numbers)
         run = session.runs[number] = _SharedRun(session, number)  # before its progress can come
         question = Lookup(lookup=number, keys=asked, skip=min(skip, len(keys), KEYS_PER_MESSAGE_MAX))
-        found = session.ask(question, LookupReply, self.reply_timeout_s)
+        found = session.ask(question, LookupReply, self.reply_timeout_s, undo=Release(lookup=number))
         if found is None or not found.slots:
             del session.runs[number]
-            if found is None:
-                session.send(Release(lookup=number))  # the lease may be taken yet
             return None
         run.slots, run.generations = found.slots, found.generations
         run.sources = counted_as_disk(found.sources) if session.staging else found.sources
@@ -320,10 +325,9 @@ class SharedSpace:
         copier, number, started_s = self._copiers.of(kv_cache), next(self._numbers), self._clock()
         session.fenced.clear()
         question = Reserve(store=number, parent=parent, keys=join_keys(keys))
-        reply = session.ask(question, ReserveReply, self.reply_timeout_s)
+        none_copied = Commit(store=number, failed=tuple(range(len(keys))))
+        reply = session.ask(question, ReserveReply, self.reply_timeout_s, undo=none_copied)
         if reply is None:
-            # Slots that it reserves for us yet go back.
-            session.send(Commit(store=number, failed=tuple(range(len(keys)))))
             return 0
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(reply.slots) if slot >= 0]
         if not pairs:

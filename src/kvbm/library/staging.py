@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
 GPU_BACKENDS = ("GDS_MT", "GDS")
-"""In the order in which `auto` tries them: GDS_MT tells each transfer's own error, GDS the last one of a batch."""
+"""In the order in which `auto` tries them: GDS_MT reports each transfer's own error, GDS the last one of a batch."""
 
 DISK_DIRECT = ("auto", "off", "GDS", "GDS_MT", "POSIX")
 _IO_THREADS = 4
 
 
 class StagingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. `direct` is one of DISK_DIRECT; `device` names a device, "" the present CUDA device."""
+    """The caller's options. `direct` is one of DISK_DIRECT; `device` names a device, "" the present CUDA device."""
 
     slot_count: int
     disk_dir: str

@@ -1,1 +1,1 @@
-"""Owns G2, G3 and G4 on one node: index, slots, leases, offload and onboard queues, recovery, and the server."""
+"""Owns host memory (G2) and disk (G3) of one node: index, slots, leases, offload and onboard queues, and the server."""

@@ -55,7 +55,7 @@ class Session:
         return [decode_to_manager(frame) for frame in frames]
 
     def discard(self) -> None:
-        """Throw away messages of a lingering session's client; notices when it closes its end."""
+        """Drop the bytes that the client of a lingering session still sends; notices when it closes its end."""
         with self._noting_the_end():
             self._wire.read()
 
@@ -66,7 +66,7 @@ class Session:
                 self._wire.send(encode(message), fds)
 
     def flush(self) -> None:
-        """Send queued bytes, as far as the socket takes them."""
+        """Send as many of the bytes that wait as the socket takes."""
         if not self.closed:
             with self._noting_the_end():
                 self._wire.flush()

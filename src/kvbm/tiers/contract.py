@@ -56,7 +56,7 @@ class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotTier(Protocol):
-    """A bounded store addressed by slot. See the module for what it guarantees."""
+    """A bounded store addressed by slot. The module's text has its guarantees."""
 
     name: str
     slot_count: int
@@ -106,4 +106,4 @@ class SlotTier(Protocol):
         """Wait for pending work up to `deadline_s` seconds from now; True when nothing is pending."""
 
     def close(self, keep: bool) -> None:
-        """Finish pending work, release the medium; with `keep` false, remove what it stored."""
+        """Finish pending work, release the medium; with `keep` false, remove the stored blocks."""

@@ -123,7 +123,7 @@ class HostArena:
         return tuple(map(self._generations.__getitem__, slots))
 
     def invalidate(self, slot: int) -> None:
-        """The slot gives up its block: copies out of it that are still running will be discarded."""
+        """The slot loses its block: copies out of it that are still running will be discarded."""
         self._generations[slot] += 1
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What every copier promises, and what all of them need: the arena as a tensor, and pairs as runs."""
+"""The promises of every copier, and the functions that all of them need: the arena as a tensor, pairs as runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Copier(Protocol):
         """
 
     def hold(self, copying: Copying) -> None:
-        """Work that the engine's thread gives the device from now on begins after `copying`. Called by that thread."""
+        """The device begins the engine's later work only after `copying`. Called by the engine's thread."""
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         """`begin_store`, and wait."""

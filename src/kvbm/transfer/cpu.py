@@ -84,7 +84,7 @@ class CpuCopier:
         return Over()
 
     def hold(self, copying: Copying) -> None:
-        """Every copy is over: there is nothing to wait for."""
+        """The copies are over already: there is nothing to wait for."""
         assert copying.done()
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:

@@ -1,7 +1,7 @@
 """Slots in device memory: the staging area of a disk that the device reaches directly.
 
 `DeviceArena` stands where a `HostArena` does otherwise: it hands out slots, as spans of addresses instead of views.
-`DeviceMemory` tells the driver that moves the bytes where they lie, and sums up pages on the device.
+`DeviceMemory` gives the driver that moves the bytes their addresses, and sums up pages on the device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DeviceArena:
         start = -memory.data_ptr() % PAGE_BYTES
         self.bytes = memory[start : start + size + PAGE_BYTES]
         self.tensor = self.bytes[:size].view(slot_count, layout.slot_bytes)
-        """uint8 `[slots, slot_bytes]`: what copiers take."""
+        """uint8 `[slots, slot_bytes]`, as copiers take it."""
 
     def slot_views(self, slot: int) -> list[DeviceSpan]:
         """The slot's bytes: one page-aligned span."""
@@ -76,7 +76,7 @@ class DeviceArena:
         return [DeviceSpan(self.bytes.data_ptr() + slot * size, size)]
 
     def invalidate(self, slot: int) -> None:
-        """Only this process reads the slots, and it holds a lease while it does."""
+        """Does nothing: only this process reads the slots, and it holds a lease while it does."""
 
     def close(self) -> None:
         """The memory goes with the last copier or transfer that uses it."""

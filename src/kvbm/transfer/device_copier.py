@@ -47,7 +47,7 @@ class DeviceCopier:
         return Over()
 
     def hold(self, copying: Copying) -> None:
-        """Every copy is over: there is nothing to wait for."""
+        """The copies are over already: there is nothing to wait for."""
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
         self.begin_store(pairs, after)

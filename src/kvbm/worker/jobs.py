@@ -18,14 +18,14 @@ from kvbm.worker.mapping import Mark
 log = logging.getLogger("kvbm.worker")
 
 PIECE_BLOCKS = 16
-"""Blocks of a load that are copied as one: small, so that what arrives is copied while the rest is on its way."""
+"""Blocks of a load that are copied as one: small, so that the first blocks are copied while the rest is on its way."""
 
 PIECES_UNDER_WAY = 2
 """While one piece is copied the next one is begun, so that the link is never idle between them."""
 
 
 class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A load that ended. `failed` has the device blocks without their bytes."""
+    """A load that ended. `failed` has the device blocks that do not hold their bytes."""
 
     request: str
     failed: tuple[int, ...]
@@ -120,7 +120,7 @@ class LoadJob:
         return self.begun < self.ready and len(self.under_way) < PIECES_UNDER_WAY
 
     def begin_piece(self) -> bool:
-        """Begin the next piece; False when a slot of it no longer holds what was promised. Raises as `begin_load`."""
+        """Begin the next piece; False when a slot of it no longer holds the promised block. Raises as `begin_load`."""
         plan, after = self.plan, self.after
         assert after is not None
         start, end = self.begun, min(self.begun + PIECE_BLOCKS, self.ready)

@@ -49,5 +49,5 @@ class Mark(NamedTuple):
     event: DeviceEvent | None
 
     def hold(self, copying: Copying) -> None:
-        """Work that the engine's thread gives the device from now on begins after these copies."""
+        """The device begins the engine's later work only after these copies."""
         self.mapping.copier.hold(copying)

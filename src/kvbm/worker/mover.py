@@ -138,7 +138,7 @@ class Mover:
         self._end()
 
     def turn(self, wait: bool = True) -> None:
-        """One pass of the thread's loop: take jobs, join or listen to the manager, move a piece, report ended jobs.
+        """One pass of the thread's loop: take jobs, join or read the manager, move a piece, report what has ended.
 
         Without `wait` it neither waits until something happens nor until a store has been copied.
         """
@@ -309,7 +309,7 @@ class Mover:
             return False
 
     def _copy_all(self, job: LoadJob) -> None:
-        """Copy the blocks that are ready, and end the load."""
+        """Copy the blocks that are ready and no more, and end the load."""
         while (job.may_begin or job.under_way) and self._advance(job):
             pass
         self._finish(job)
@@ -358,7 +358,12 @@ class Mover:
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
-        """Go over to a manager's memory. Loads from the old one are ended first: their ready blocks are copied."""
+        """Go over to a manager's memory. Loads from the old one end first, with the blocks that are ready."""
+        fds = channel.take_fds()
+        self._end_loads()
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
         try:
             self._end_loads()
             if self._mapping is not None:
@@ -389,6 +394,6 @@ class Mover:
         self._end_loads()
 
     def _end_loads(self) -> None:
-        """Copy the ready blocks of every load; the others failed."""
+        """End every load with the blocks that are ready; the rest failed."""
         while self._loads:
             self._copy_all(self._loads.popleft())

@@ -69,7 +69,7 @@ class Worker:
         self._mover.start()
 
     def store(self, plan: StepPlan) -> None:
-        """Begin to copy what the plan stores; on return blocks of the stores that it releases may be overwritten.
+        """Begin the plan's stores; on return the blocks of the stores that it releases may be overwritten.
 
         Called before anything else of the step. On a device that copies by itself its stream waits, not this thread.
         What does not begin in time is abandoned: the mover reports it as failed once it has let go of the slots.
@@ -107,7 +107,7 @@ class Worker:
             self._mover.put(job)
 
     def wait_for_layer(self, layer: str) -> None:
-        """The forward pass is about to read this layer: what loads into it comes first."""
+        """The forward pass is about to read this layer: loads into it come first."""
         for gate, job in self._by_layer:
             if not gate.abandoned and not gate.pass_through(layer, job.after, LAYER_TIMEOUT_S):
                 # Its blocks are reported as failed, and the mover begins no further layer of it.
@@ -173,7 +173,7 @@ class Worker:
             self._weights_known, self._weights_unknown = plan.weights, False
 
     def _set_mark(self, plan: StepPlan) -> None:
-        """The end of the engine's work before this step, once a step: what its copies come after."""
+        """Set the mark that the step's copies come after: the end of the engine's work before it. Once a step."""
         if self._marked is plan or not (plan.stores or plan.loads):
             return
         self._marked = plan

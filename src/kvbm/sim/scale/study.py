@@ -1,4 +1,4 @@
-"""Simulates many clusters on one trace: a row for each number of nodes, router, remote tier and load."""
+"""Simulates many clusters on one trace: rows of nodes, routers, remote tiers and loads, with hit rates on paper."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class SimulatedEngine:
             depth = self._look_up(self._host, job, now_s, start_s)
             self._events.at(now_s + LEASE_S, self._lapsed, job)
             if self._writes is not None:
-                self._writes.used(blocks, _leading(blocks, self._holds))
+                self._writes.used(blocks, self._cached(self._host, blocks))
         self._server.expected_free_s = start_s + self._prompt_s(job.request, depth)
         self._server.arrive(now_s, job)
 
@@ -175,7 +175,7 @@ class SimulatedEngine:
         if self._host is not None:
             # More may be there by now than when it came.
             job.loaded = self._look_up(self._host, job, now_s, now_s)
-            self._served.declined_blocks += _leading(job.request.blocks, self._holds) - job.loaded
+            self._served.declined_blocks += self._cached(self._host, job.request.blocks) - job.loaded
         if not job.loaded:
             return None
         blocks = job.request.blocks[: job.loaded]
@@ -205,8 +205,8 @@ class SimulatedEngine:
         self._served.computing_s += seconds
         self._served.ttft_s[job.number] = now_s - job.arrived_s
         # Without its prefix a block could never be found: the manager spends no slot on it.
-        if self._host is not None and (loaded == 0 or self._holds(blocks[loaded - 1])):
-            new = loaded + _leading(blocks[loaded:], self._host.holds)
+        if self._host is not None and (loaded == 0 or self._cached(self._host, blocks[loaded - 1 : loaded])):
+            new = loaded + self._host.leading(blocks[loaded:])
             self._host.insert(blocks, new, now_s)
             if self._writes is not None:
                 self._writes.stored(blocks, new)
@@ -234,7 +234,7 @@ class SimulatedEngine:
         before the first block without a slot.
         """
         blocks = job.request.blocks
-        blocks = blocks[: _leading(blocks, self._holds)]
+        blocks = blocks[: self._cached(host, blocks)]
         there_s = []
         read_s = max(now_s, self._from_disk.free_s)
         for block in blocks:
@@ -244,7 +244,7 @@ class SimulatedEngine:
                 read_s += self._read_s
                 there_s.append(read_s)
         depth = self._worth_loading(job.request, there_s, now_s, start_s)
-        if _leading(blocks[:depth], host.holds) < depth:
+        if host.leading(blocks[:depth]) < depth:
             depth = self._raise(host, job, blocks[:depth], now_s)
         self._lease(job, depth)
         return depth
@@ -253,7 +253,7 @@ class SimulatedEngine:
         """Give blocks that only the disk has a slot in host memory and queue their reads; how many are loadable."""
         held = [block for block in blocks if host.holds(block)]
         host.lease_blocks(held)
-        host.insert(blocks, _leading(blocks, host.holds), now_s)
+        host.insert(blocks, host.leading(blocks), now_s)
         host.unlease_blocks(held)
         before = set(held)
         reads = [block for block in blocks if block not in before and host.holds(block)]
@@ -262,7 +262,7 @@ class SimulatedEngine:
             self._arriving[block] = self._from_disk.send(now_s, self._machine.block_bytes)
         job.read.update(reads)
         self._events.at(self._from_disk.free_s, self._were_read, reads)
-        return _leading(blocks, host.holds)
+        return host.leading(blocks)
 
     def _lease(self, job: _Job, depth: int) -> None:
         """Lease the first blocks, and end the leases that the request had before."""
@@ -301,11 +301,10 @@ class SimulatedEngine:
     def _prompt_s(self, request: TraceRequest, loaded: int) -> float:
         return self._machine.prompt_s(loaded * self._trace.block_tokens, request.prompt_tokens)
 
-    def _holds(self, block: int) -> bool:
-        assert self._host is not None
-        return self._host.holds(block) or (self._disk is not None and self._disk.holds(block))
-
-
-def _leading(blocks: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """How many of the blocks there are before the first that is not held."""
-    return next((i for i, block in enumerate(blocks) if not holds(block)), len(blocks))
+    def _cached(self, host: SimulatedTier, blocks: Sequence[int]) -> int:
+        """How many of the first blocks host memory or the disk has."""
+        found = host.leading(blocks)
+        if self._disk is not None:
+            while found < len(blocks) and (self._disk.holds(blocks[found]) or host.holds(blocks[found])):
+                found += 1
+        return found

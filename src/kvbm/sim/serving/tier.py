@@ -54,6 +54,11 @@ class SimulatedTier(SlotPool[int]):
             start += len(run)
         return self.inserted_count - before
 
+    def leading(self, blocks: Sequence[int]) -> int:
+        """How many of the first blocks are resident."""
+        slots = self.find_all(list(blocks))
+        return slots.index(None) if None in slots else len(slots)
+
     def lease_blocks(self, blocks: Sequence[int]) -> None:
         """Keep resident blocks from being evicted; leases add up."""
         self.lease_all(self._slots_of(blocks))
@@ -63,6 +68,6 @@ class SimulatedTier(SlotPool[int]):
         self.unlease_all(self._slots_of(blocks))
 
     def _slots_of(self, blocks: Sequence[int]) -> list[int]:
-        slots = [slot for slot in map(self.find, blocks) if slot is not None]
+        slots = [slot for slot in self.find_all(list(blocks)) if slot is not None]
         assert len(slots) == len(blocks), "only resident blocks are leased"
-        return list[int](slots)
+        return slots

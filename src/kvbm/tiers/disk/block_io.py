@@ -1,4 +1,4 @@
-"""How a disk tier moves one block between memory and a slab file, and what it takes as the block's checksum.
+"""How a disk tier moves one block between memory and a slab file, and how it computes the block's checksum.
 
 `HostBlockIo` is the ordinary way: vectored system calls between the page-aligned views of host memory and the file,
 xxh3 over the bytes. `nixl_io.NixlBlockIo` is the direct one: a driver moves the bytes, which may lie on a GPU.
@@ -25,7 +25,7 @@ PAGE_SUMS = "page-sums-1"
 
 
 class DeviceSpan(msgspec.Struct, frozen=True):
-    """A run of bytes that only a device can read: what stands in the place of a `memoryview` for GPU memory."""
+    """A run of bytes that only a device can read; for GPU memory it stands in the place of a `memoryview`."""
 
     address: int
     nbytes: int

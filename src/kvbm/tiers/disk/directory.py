@@ -1,4 +1,4 @@
-"""The directories of the disk tier: the owner of each, its namespace, and how it goes away.
+"""The directories of the disk tier: their owners, their namespaces, and how they are removed.
 
 `DIR/dynamo-kvbm-disk-cache-<fingerprint, 12 digits>-<n>/` (0700) holds `lock`, `meta.json`, `journal`, `slab-000`, …
 An owner holds an exclusive flock on `lock`, which ends with the process however it ends; a directory whose lock is
@@ -173,7 +173,7 @@ class ClaimedDirectory:
 def claim_directory(
     root: Path, wanted: DirectoryMeta, syscalls: Syscalls, before: Path | None = None, field: str = "root"
 ) -> ClaimedDirectory:
-    """Take one of the namespace's directories that have no owner.
+    """Take one of the namespace's directories that has no owner.
 
     One with blocks that can be used comes first, of those the one that was held `before`, then those of the wanted
     size, then the one used last. So replicas that come back, in any order, find together all that they left.
@@ -347,7 +347,7 @@ def _claim(path: Path, syscalls: Syscalls, create: bool = True) -> ClaimedDirect
                 os.ftruncate(lock_fd, 0)
                 os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
                 return ClaimedDirectory(syscalls, path, dir_fd, lock_fd, created)
-            # An owner excludes even a shared lock; who only looks does not.
+            # An owner excludes even a shared lock; a process that only looks does not.
             owned = not locked and not _flock(lock_fd, fcntl.LOCK_SH)
         except FileNotFoundError:
             owned = False  # removed under our hands: try again

@@ -1,4 +1,4 @@
-"""Where each slot lies on disk, and what a number of slots costs there, to the byte."""
+"""Where each slot lies on disk, and how many bytes a number of slots takes there."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class DamagedRecord(Exception):
 
 
 class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal knows of one resident block. `checksum` is of its `length` bytes (see `BlockIo`);
+    """The journal's record of one resident block. `checksum` is of its `length` bytes (see `BlockIo`);
     `engine_hash` is empty where it is not known."""
 
     slot: SlotIndex

@@ -40,7 +40,7 @@ log = logging.getLogger("kvbm.tiers.disk.tier")
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a disk tier, as `open_disk_tier` explains them."""
+    """The options of a disk tier; `open_disk_tier` explains each."""
 
     root: Path
     layout: BlockLayout
@@ -55,7 +55,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
-    """How a load ended: HIT, with the block's recorded hash and group, or MISS. `corrupt`: its check failed."""
+    """How a load ended: HIT, with the record's other facts about the block, or MISS with `corrupt` telling
+    whether something was there that could not be believed."""
 
     outcome: Outcome
     corrupt: bool = False
@@ -200,7 +201,7 @@ class DiskMedium:
         return list(newest.values())
 
     def vanished(self) -> str:
-        """Empty, or one line saying what was removed under us."""
+        """Empty, or one line that names the files that were removed under us."""
         try:
             what = self._directory.vanished() or self._slabs.vanished()
             if not what and self._syscalls.fstat(self._journal_fd).st_nlink == 0:
@@ -343,7 +344,7 @@ def _require_nothing(size_bytes: int) -> None:
 
 
 def _touch(journal_fd: int, syscalls: Syscalls) -> None:
-    """Note that the directory is in use: this time counts once it has no owner. Never raises."""
+    """Note the time of use: it decides how long the directory stays once it has no owner. Never raises."""
     try:
         syscalls.touch(journal_fd)
     except OSError:
@@ -351,7 +352,7 @@ def _touch(journal_fd: int, syscalls: Syscalls) -> None:
 
 
 def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:
-    """Give back files and bytes beyond the geometry. Records go before the bytes that they promise."""
+    """Give back the space beyond the geometry. Records go before the bytes that they promise."""
     table_bytes = geometry.slot_count * RECORD_BYTES
     if syscalls.fstat(journal_fd).st_size > table_bytes:
         # To the record, not to the page: when the tier grows again, the rest of the page must read as void.

@@ -1,4 +1,4 @@
-"""Room on the filesystem: how much of it directories without an owner may keep, and how much is left to others.
+"""Room on the filesystem: which directories without an owner are kept, and how much is left to other programs.
 
 A directory without an owner is the cache of a process that has ended. It stays, within a bound over all of them,
 because its owner may come back: replicas of one model restart one after the other. And no tier of ours fills a
@@ -52,7 +52,7 @@ class UnownedDirectory(NamedTuple):
 
 
 class NoRoom(OSError):
-    """The bytes would have to come from the part of the filesystem that is left to others."""
+    """The request would go into the part of the filesystem that is left to others."""
 
 
 def list_unowned(root: Path, ours: Path) -> list[UnownedDirectory]:
@@ -123,7 +123,7 @@ def require_space(
 
 
 def _needed_bytes(directory: ClaimedDirectory, geometry: DiskGeometry) -> tuple[int, int]:
-    """The bytes that the geometry's files have yet to allocate, and those that will be given back. Raises OSError."""
+    """(bytes that the geometry's files have yet to allocate, bytes that will be given back). Raises OSError."""
     wanted = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
     wanted[JOURNAL_NAME] = geometry.journal_bytes
     needed, excess = sum(wanted.values()), 0
@@ -174,7 +174,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _medium_bytes(path: Path) -> int:
-    """The bytes that the directory takes; 0 where it cannot be read."""
+    """The bytes that the directory takes, as far as it can be read."""
     try:
         return sum(entry.lstat().st_blocks * 512 for entry in (path, *path.iterdir()))
     except OSError:

@@ -52,7 +52,7 @@ class DirectorySurvey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What reading every resident block of a directory found.
+    """The result of reading every resident block of a directory.
 
     `changed` blocks were overwritten by the owner while we read them and say nothing. `corrupt_slots` names the first
     few of `corrupt`; a journal record that cannot be believed counts as corrupt.

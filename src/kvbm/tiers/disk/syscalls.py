@@ -84,7 +84,7 @@ class Syscalls:
         return status.f_blocks * status.f_frsize
 
     def free_bytes(self, path: str) -> int:
-        """The bytes that an unprivileged process may still write to the filesystem of `path`."""
+        """The bytes that an unprivileged process may still write to the filesystem that holds `path`."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 

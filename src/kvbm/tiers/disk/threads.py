@@ -122,7 +122,7 @@ class IoThreads:
             return self._idle.wait_for(self._is_idle, timeout=max(0.0, deadline_s))
 
     def stop(self, deadline_s: float) -> bool:
-        """Finish what was accepted and end the threads.
+        """Finish the accepted jobs and end the threads.
 
         After `deadline_s` seconds the jobs that are left, begun or not, complete through `abandon`, and it returns
         False: a transfer that the kernel never ends may then still touch its buffers.

@@ -32,7 +32,7 @@ WATCH_PERIOD_S = 5.0
 """How often the tier looks whether its files are still there."""
 
 HEAL_LIMIT_S = 1.0
-"""`heal` runs in the owner's thread: what takes longer (zero-filling) goes on with the next attempt."""
+"""`heal` runs in the owner's thread: longer work (zero-filling) goes on with the next attempt."""
 
 CLOSE_LIMIT_S = 30.0
 
@@ -244,7 +244,7 @@ class DiskTier:
         return self._threads.wait_idle(deadline_s)
 
     def close(self, keep: bool) -> None:
-        """As the contract says. The completions of what was pending can still be polled afterwards.
+        """As the contract says. The completions of pending jobs can still be polled afterwards.
 
         A transfer that the kernel or the device does not end within half a minute completes with RETRY, and its buffers
         may still be touched: keep their memory mapped until the process ends.

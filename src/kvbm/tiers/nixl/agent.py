@@ -35,7 +35,7 @@ class Agent(Protocol):
     """One NIXL agent with one backend. Every method may be called by several threads; all raise OSError."""
 
     def register(self, segment: Segment, regions: Sequence[Region]) -> object:
-        """Make memory or files known to the backend; what `deregister` takes."""
+        """Make memory or files known to the backend; the result is for `deregister`."""
 
     def deregister(self, registration: object) -> None:
         """The counterpart of `register`; nothing of it is under way."""
@@ -103,7 +103,7 @@ class NixlAgent:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
     def _call(self, name: str, *arguments: object) -> object:
-        """One call of the agent; all that its bindings raise becomes an OSError. NIXL tells no errno."""
+        """One call of the agent; all that its bindings raise becomes an OSError. NIXL gives no errno."""
         try:
             return getattr(self._agent, name)(*arguments)
         except Exception as error:

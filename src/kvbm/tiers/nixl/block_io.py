@@ -51,7 +51,7 @@ class TransferMemory(Protocol):
     """A page for the start's own test."""
 
     def regions(self) -> list[tuple[int, int]]:
-        """(address, bytes) of what is registered at the start, the probe's page included."""
+        """(address, bytes) of the memory that is registered at the start, the probe's page included."""
 
     def place(self, buffer: Buffer) -> tuple[int, int]:
         """(address, bytes) of a buffer."""
@@ -198,7 +198,7 @@ class NixlBlockIo:
                 self._file_bytes.pop(fd, None)
 
     def _prove(self, fd: int) -> None:
-        """Bytes go both ways, or DirectRefused says what went wrong: a registration alone proves nothing."""
+        """Move bytes both ways, or raise DirectRefused with the reason: a registration alone proves nothing."""
         probe, page = self._memory.probe, memoryview(mmap.mmap(-1, PAGE_BYTES))
         try:
             sent = os.urandom(PAGE_BYTES)

@@ -28,7 +28,7 @@ SAMPLE_BYTES = 16 << 20
 SAMPLE_BLOCKS_MAX = 64
 ROUNDS = 3
 COPIES_A_ROUND = 4
-"""One behind the other: what begins the later ones is hidden by those before, as it is where much is copied."""
+"""One behind the other: the earlier copies hide the cost of beginning the later ones, as in a long copy."""
 KERNEL_LEAD = 1.05
 """So much faster must the kernel be than the copy engines: it takes compute units from the step beside it."""
 _GAP_BYTES = 64
@@ -90,7 +90,7 @@ def named(name: str, offered: Mapping[str, Method]) -> Choice:
 
 
 def unmeasured(offered: Mapping[str, Method]) -> Choice:
-    """The choice until one was measured: the copy engines need no preparation."""
+    """The method until there is a measurement: the copy engines need no preparation."""
     method = offered.get("batch") or offered["rows"]
     return Choice(method, method)
 
@@ -131,7 +131,7 @@ def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> li
                 raise
             # A compiler that is missing shows here in many ways; copies then go without that method.
             _log.warning("copies by %s are not used: %s", method.name, first_line(error))
-            # Copies that it began before it failed must not outlive the scratch memory.
+            # Copies that it began before it failed must not outlive the scratch.
             stream.record().synchronize()
     return table
 

@@ -54,7 +54,7 @@ class CudaCopying(NamedTuple):
 
 
 class CudaCopier:
-    """See `Copier`. `method` is one of `choice.METHODS`, or `auto`: the one that was measured to be fastest here.
+    """See `Copier`. `method` is one of `cuda_choice.METHODS`, or `auto`: the one that was measured to be fastest here.
 
     A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
     are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
@@ -111,7 +111,7 @@ class CudaCopier:
 
     @property
     def locks(self) -> PageLocks:
-        """How much of the arena is page-locked by now, and what was refused."""
+        """How much of the arena is page-locked by now, and how much was refused."""
         return self._locks
 
     def prepared(self, timeout_s: float) -> bool:

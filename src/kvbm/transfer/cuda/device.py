@@ -1,4 +1,4 @@
-"""What copiers need of torch on a CUDA device: streams, events, page-locked buffers. Tests put a model of it here."""
+"""The parts of torch that copiers need on a CUDA device: streams, events, page-locked buffers. Tests use a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stream(Protocol):
     handle: int
 
     def wait(self, event: Any) -> None:
-        """Work that is put in from now on begins after `event`; the caller does not wait."""
+        """Later work on this stream begins after `event`; the caller does not wait."""
 
     def record(self) -> Any:
         """An event behind everything that was put in so far."""
@@ -119,5 +119,5 @@ class TorchDevice:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error of torch or Triton; its type where it has no text."""
+    """An error of torch or Triton in one line; one without a message is named by its type."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -90,7 +90,7 @@ _UNIFIED = 4
 
 
 class Driver(Protocol):
-    """What copiers need of the driver; `CudaDriver` is the real one. Addresses are unified, sizes bytes.
+    """The driver's functions that copiers need; `CudaDriver` is the real one. Addresses are unified, sizes bytes.
 
     Every call raises `CudaError`; copies are only begun, on the stream of that handle.
     """
@@ -102,7 +102,7 @@ class Driver(Protocol):
         """Let the calling thread, which must be one of ours, make any call, even while others capture a graph."""
 
     def beside_captures(self, device: int) -> AbstractContextManager[object]:
-        """The same for any thread, while the context lasts: its calls end no capture of a graph."""
+        """The same for any thread, while the context lasts: calls in it end no capture of a graph."""
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """Begin up to `BATCH_PIECES_MAX` copies in one call; they may run in any order. Needs `has_batch`."""

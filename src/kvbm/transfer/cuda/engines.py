@@ -34,7 +34,7 @@ class BatchCopy:
 
 
 class EachCopy:
-    """`cuMemcpyAsync` for every piece: the last resort, and a yardstick."""
+    """`cuMemcpyAsync` for every piece: the last resort, and a yardstick for the other methods."""
 
     name = "each"
 

@@ -21,7 +21,7 @@ from kvbm.transfer.cuda.device import first_line
 from kvbm.transfer.cuda.pieces import Pieces, SlotRows, common_alignment
 
 PROGRAMS = 64
-"""Each moves `CHUNK_BYTES` at a time, so that 512 KiB are under way: several times what a link needs to stay full."""
+"""Each moves `CHUNK_BYTES` at a time, so that 512 KiB are under way: several times the need of a full link."""
 
 CHUNK_BYTES = 8192
 WARPS = 4

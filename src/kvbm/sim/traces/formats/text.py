@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -78,10 +78,10 @@ def unusable(place: str, field: str, value: object, accepted: str) -> TraceError
     return TraceError(f"{place}: {field}={_shown(value)} cannot be used: {accepted}")
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> gzip.GzipFile | BinaryIO:
     with path.open("rb") as file:
         packed = file.read(2) == _GZIP_MAGIC
-    return cast("IO[bytes]", gzip.open(path, "rb")) if packed else path.open("rb")
+    return gzip.open(path, "rb") if packed else path.open("rb")
 
 
 def _reason(error: Exception) -> str:
