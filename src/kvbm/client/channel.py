@@ -152,8 +152,7 @@ def _unavailable_on_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        stuck = error.errno == errno.ENOBUFS  # it may be stopped, and still be there
-        why = "the manager takes no messages" if stuck else "the manager has gone"
-        raise ManagerUnavailable(f"{why}: {error.strerror}") from None
+        state = "takes no messages" if error.errno == errno.ENOBUFS else "has gone"
+        raise ManagerUnavailable(f"the manager {state}: {error.strerror}") from None
     except ProtocolError as error:
         raise ManagerUnavailable(str(error)) from None

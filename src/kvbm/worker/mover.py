@@ -359,11 +359,6 @@ class Mover:
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. Loads from the old one end first, with the blocks that are ready."""
-        fds = channel.take_fds()
-        self._end_loads()
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
         try:
             self._end_loads()
             if self._mapping is not None:

@@ -55,8 +55,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
-    """How a load ended: HIT, with the record's other facts about the block, or MISS with `corrupt` telling
-    whether something was there that could not be believed."""
+    """How a load ended: HIT, with the block's recorded hash and group, or MISS. `corrupt`: its check failed."""
 
     outcome: Outcome
     corrupt: bool = False
