@@ -1,4 +1,4 @@
-"""What every test gets: marks by folder, and skips with a reason where an engine or torch is not installed.
+"""The set-up of every test: marks by folder, and skips with a reason where an engine or torch is not installed.
 
 What was skipped for want of hardware or a program is listed at the end of a run, by reason (`not_run`).
 

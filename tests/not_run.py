@@ -1,4 +1,4 @@
-"""What this machine cannot run, for the end of a test run: it must not look as if it had passed."""
+"""The tests that this machine cannot run, for the end of a test run: they must not look as if they had passed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvbm.tiers.contract import Completion, RecoveredBlock
 
 
 class StoredBlock(NamedTuple):
-    """What one slot holds."""
+    """The content of one slot."""
 
     key: BlockKey
     content: bytes

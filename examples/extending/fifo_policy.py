@@ -14,17 +14,16 @@ class LeafFirstFifo:
     """
 
     def __init__(self, slot_count: int) -> None:
-        self._parents: dict[
-            int, int
-        ] = {}  # slot → the slot of the block before it, or -1; in order of arrival
+        # Each slot's parent, the slot of the block before it, or -1; in order of arrival.
+        self._parents: dict[int, int] = {}
         self._continuations: Counter[int] = Counter()  # slot → how many blocks in the tier continue it
         self._evictable: set[int] = set()
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
-        """When a block was used last says nothing here."""
+        """The time of the last use does not matter here."""
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
-        """Nor does the length of an answer."""
+        """The length of an answer does not matter either."""
 
     def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
         for slot in slots:
@@ -58,6 +57,6 @@ class LeafFirstFifo:
         self._continuations[self._parents.pop(slot)] -= 1
         self._evictable.discard(slot)
         if self._continuations.pop(slot, 0):
-            # Its block was corrupt, say: those that continue it begin chains of their own.
+            # The block was corrupt, for example: its continuations begin chains of their own.
             orphans = [child for child, parent in self._parents.items() if parent == slot]
             self._parents.update(dict.fromkeys(orphans, -1))

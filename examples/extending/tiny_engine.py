@@ -19,14 +19,14 @@ class TinyEngine:
     def __init__(self, device_blocks: int = 16) -> None:
         self.kv = torch.zeros(device_blocks, BLOCK_TOKENS, HEAD_SIZE)
         self.computed = 0
-        # What a block is, and what gives its bytes their meaning: a real engine names its weights by content here.
+        # The size of a block, and the meaning of its bytes: a real engine names its weights by content here.
         self.layout = kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=self.kv[0].nbytes)
         self.namespace = kvbm.Namespace(model="tiny-engine", fields=(("weights", "none: it adds up"),))
 
     def answer(self, prompt: list[int], manager: kvbm.BlockManager) -> float:
-        """Load what is held of the prompt, compute the rest, keep its full blocks."""
+        """Load the part of the prompt that is held, compute the rest, keep its full blocks."""
         blocks = list(range(len(prompt) // BLOCK_TOKENS + 1))
-        self.kv.zero_()  # the device's memory was somebody else's before
+        self.kv.zero_()  # the device's memory was another prompt's before
         # The last token is always computed: a real engine needs its logits.
         with manager.match(prompt[:-1]) as hit:
             arrived = hit.onboard({"kv": self.kv}, blocks)

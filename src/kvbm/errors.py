@@ -36,7 +36,7 @@ class ManagerRefused(KvbmError):
 
 
 class ManagerUntrusted(ManagerRefused):
-    """What is at the other end, or where it would be, may be somebody else's: we refuse it. No reason not to serve."""
+    """The other end, or its place in the file system, may be another user's: refused. The engine serves without us."""
 
 
 class ManagerUnavailable(KvbmError):

@@ -1,6 +1,6 @@
 """KV geometry and the namespace: everything that must agree before bytes may be shared.
 
-A block's bytes are opaque to the manager. What they mean is fixed by the *namespace*, and the namespace's
+A block's bytes are opaque to the manager. The *namespace* fixes their meaning, and the namespace's
 hash, the *fingerprint*, is part of every session, of every disk directory and of every checksum. A block key means
 something inside one namespace only.
 """

@@ -296,9 +296,9 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The tasks that one engine step has for every worker. `idle`: the step computes nothing, so waiting costs nobody.
 
-    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this
-    step on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank
-    that knows of a later one refuses what the step would store and load.
+    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this step
+    on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank that
+    knows of a later one refuses the stores and loads of the step.
     """
 
     stores: tuple[StorePlan, ...] = ()

@@ -64,7 +64,7 @@ def is_ours(path: str) -> bool:
 def read_private(path: str) -> bytes:
     """The content of a file of ours.
 
-    Raises OSError for a link, for what is no plain file, and for a file that others own or can write to.
+    Raises OSError for a link, for anything but a plain file, and for a file that others own or can write to.
     """
     # A pipe or a device must not hold us up.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,9 +1,9 @@
 """A digest of a model's weights: with it, KV of other weights under the same path never hits.
 
-What is digested is content: of safetensors every tensor with its name, type and shape, however the tensors are spread
-over files; of everything else that shapes KV the file. Paths, the number of shards and what only names a model do not
-count. The whole content is read, once: results are remembered by the file's identity (device, inode, size, modification
-and change time), as a version control system remembers files it has seen.
+The digest covers content: of safetensors every tensor with its name, type and shape, however the tensors are spread
+over files; of everything else that shapes KV the file. Paths, the number of shards and names of a model do not count.
+The whole content is read, once: results are remembered by the file's identity (device, inode, size, modification and
+change time), as a version control system remembers files it has seen.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIG_FILES = (
     "quantize_config.json",
     "video_preprocessor_config.json",
 )
-"""What loaders read beside weights; not what lies between text and token ids, or is about sampling or shards."""
+"""The other files that shape a loaded model; without those of tokenizers, of sampling and of shards."""
 _CODE_SUFFIX = ".py"
 _SCALES = "scales"
 
@@ -178,7 +178,7 @@ def _computed_with(name: str) -> bool:
 def _content_digest(path: Path) -> str:
     """32 bytes in hex: of safetensors the sum of their tensors' digests, of other files the digest of name and bytes.
 
-    A configuration counts without what only names the model.
+    A configuration counts without the entries that only name the model.
     """
     if path.name == "config.json":
         try:

@@ -42,7 +42,7 @@ KV_CONNECTOR = {
 
 @dataclass
 class Answers:
-    """What one run gave: answers of the requests that were not aborted, and what it took."""
+    """The results of one run: answers of the requests that were not aborted, and its costs."""
 
     outputs: dict[str, list[int]] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)

@@ -22,7 +22,7 @@ V2_RUN_TIMEOUT_S = 240.0
 
 
 class EngineFailed(Exception):
-    """What was raised in the engine's process, in its words."""
+    """The error that was raised in the engine's process, in its words."""
 
 
 class EngineProcess:
@@ -98,7 +98,7 @@ class EngineProcess:
         self._log_from = self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def log(self) -> str:
-        """What the engine and its manager wrote since the engine's start."""
+        """The output of the engine and its manager since the engine's start."""
         if not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What an engine computed for given tokens, byte by byte, and what it calls itself. For `test_identity`."""
+"""The KV that an engine computed for given tokens, byte by byte, and its namespace. For `test_identity`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests do inside the engine's process, beyond asking for answers: faults, gates, and looking around.
+"""The work of tests inside the engine's process, beyond asking for answers: faults, gates, inspection.
 
 Each function is called as `function(child, …)`. They know names inside kvbm; nothing else below tests/engine does.
 """
@@ -68,7 +68,7 @@ def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
 
 
 def open_business(child: Child) -> dict[str, int]:
-    """What the leader still keeps: all of it must be nothing when no request is left."""
+    """The records that the leader still keeps: none of them may be left when no request is."""
     engine = _engine(child)
     engine.wait_for_stores()
     leader = _leader(engine)

@@ -31,7 +31,7 @@ def vllm_config() -> Any:
 
 
 def cache_config(specs: dict[str, Any], hash_block_size: int = BLOCK_TOKENS) -> Any:
-    """What vLLM's workers and scheduler would be told about layers with these specs."""
+    """The configuration that vLLM's workers and scheduler get for layers with these specs."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

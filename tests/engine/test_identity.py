@@ -27,7 +27,7 @@ BESIDE = [Request(f"beside{i}", random_tokens(random.Random(i), 90 + 40 * i), 1)
 
 
 class Found(NamedTuple):
-    """What one engine computed, and what it calls itself."""
+    """The KV that one engine computed, and its namespace."""
 
     kv: Any
     fields: dict[str, str]

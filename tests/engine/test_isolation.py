@@ -1,4 +1,4 @@
-"""Who may share what: salts, adapters and resets keep blocks apart."""
+"""Blocks are shared only where they may be: salts, adapters and resets keep them apart."""
 
 from __future__ import annotations
 

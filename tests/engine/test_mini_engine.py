@@ -13,7 +13,7 @@ from rigs.mini_engine import mini, numbers, serve
 
 
 def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:
-    """What transformers' own model says."""
+    """The answer of transformers' own model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )

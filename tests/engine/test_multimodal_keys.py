@@ -74,7 +74,7 @@ def equal_blocks(keys: Keys, one: Request, other: Request) -> int:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """What an engine does at its start."""
+    """The steps of an engine's start."""
     kv_cache_utils.init_none_hash(sha256)
 
 

@@ -1,4 +1,4 @@
-"""What cannot be served says so in one line: the engine runs without KVBM, or its start ends. Never in between."""
+"""Every refusal is one line: the engine runs without KVBM, or its start ends. Never in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the releases of vLLM that the engine tests run on; nothing else asks for a version."""
+"""The differences between the releases of vLLM that the engine tests run on; nothing else asks for a version."""
 
 from __future__ import annotations
 

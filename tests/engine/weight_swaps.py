@@ -32,7 +32,7 @@ def register(child: Child) -> None:
         number: int = 0
 
     class Numbered(WeightTransferEngine):  # type: ignore[type-arg]
-        """What a trainer would send is made here, from a number."""
+        """The weights that a trainer would send are made here, from a number."""
 
         init_info_cls, update_info_cls = Nothing, Number
 

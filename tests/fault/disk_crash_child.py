@@ -111,7 +111,7 @@ class Load:
 
 
 def store_in_the_wrong_order(medium, job):  # type: ignore[no-untyped-def]
-    """What `DiskMedium.store` must never become."""
+    """A `DiskMedium.store` as it must never be."""
     medium._journal.write(
         disk_medium.BlockRecord(
             slot=job.slot,

@@ -101,7 +101,7 @@ class ManagerProcess:
         assert listening, self.log()
 
     def log(self) -> str:
-        """What all managers of this directory wrote."""
+        """The output of all managers of this directory."""
         return self._log_path.read_text()
 
     @property
@@ -162,7 +162,7 @@ class Shard:
 
 
 class Findings:
-    """What lookups brought back: blocks by what became of them."""
+    """The results of lookups: blocks by their end."""
 
     def __init__(self) -> None:
         self.right: set[BlockKey] = set()

@@ -30,7 +30,7 @@ class Replicas:
         self.running: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, rank: int, count: int = 0) -> dict[str, Any]:
-        """What the replica says of itself. It stores `count` blocks that are its own."""
+        """The replica's own report. It stores `count` blocks that are its own."""
         command = [sys.executable, str(CHILD), str(self.root), str(10 * rank), str(count)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.running[rank] = process

@@ -110,7 +110,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.holders: dict[int, tuple[BlockKey | None, int]] = {}
 
     def _progressed(self, lease: Lease) -> None:
-        """What a leader is told: never less than before, never more than there is."""
+        """The progress that a leader gets: never less than before, never more than there is."""
         key = (lease.owner, lease.number)
         assert self.last_ready.get(key, 0) <= lease.ready <= len(lease.slots)
         self.last_ready[key] = lease.ready

@@ -89,8 +89,8 @@ class FakeTierMachine(ManagerMachine):
         self.fake.mend()
 
     @invariant()
-    def the_index_of_the_tier_is_no_dream(self) -> None:
-        """What the manager thinks is below, the medium has, unless it lost or dropped it."""
+    def the_medium_has_the_blocks_of_the_index(self) -> None:
+        """The medium has every block that the manager has in its index of the disk, unless it lost or dropped it."""
         if not hasattr(self, "space") or self.fake.fault:
             return
         assert self.space.disk is not None
@@ -117,7 +117,7 @@ class StagingMachine(FakeTierMachine):
 
 
 class StrictLru(LeafFirstLru):
-    """Fails when it is told of a block that it does not know, or of one that it does know as if it were new."""
+    """Fails at a call about a block that it does not know, and at one that inserts a block that it knows."""
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
         assert all(self._state[slot] for slot in slots if slot >= 0)

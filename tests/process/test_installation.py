@@ -35,7 +35,7 @@ THEIRS: Files = {
 
 
 def ours() -> Files:
-    """What our wheel holds: the folders that pyproject.toml names."""
+    """The content of our wheel: the folders that pyproject.toml names."""
     build = CONFIGURATION["tool"]["hatch"]["build"]["targets"]["wheel"]
     return {
         path.relative_to(ROOT / "src").as_posix(): path.read_bytes()

@@ -1,4 +1,4 @@
-"""The manager as a real process: who starts it, how it ends, and what an engine hears when it cannot start."""
+"""The manager as a real process: its start, its end, and the line that an engine gets when it cannot start."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_vllm_without_connectors_that_does_not_use_us_serves(tmp_path: Path) -
 
 
 def test_an_old_vllm_that_does_not_use_us_hears_nothing(tmp_path: Path) -> None:
-    """It learns the name; who then asks for it is told."""
+    """It learns the name; a user who then asks for it gets one line."""
     factory = (
         "class KVConnectorFactory:\n"
         "    @classmethod\n"

@@ -100,7 +100,7 @@ class Bench:
 
     @functools.cached_property
     def cpu(self) -> CpuCopier:
-        """What copies are compared with."""
+        """The bytes that copies are compared with."""
         return CpuCopier(self.cache, self.arena, threads=1)
 
     def prepared(self) -> Bench:

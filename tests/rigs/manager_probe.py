@@ -1,4 +1,4 @@
-"""What a test learns of a manager from outside: its metrics, its process, its files."""
+"""A manager seen from outside: its metrics, its process, its files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SharedManager:
         return scrape(self.metrics_port)
 
     def log(self) -> str:
-        """What it wrote so far."""
+        """Its output so far."""
         return self._log_path.read_text()
 
     def kill(self) -> None:

@@ -91,7 +91,7 @@ class ModelAgent:
         self.leaked += things
 
     def finish(self) -> None:
-        """What was endless ends after all."""
+        """Endless transfers end after all."""
         for transfer in self.transfers:
             if transfer.state == UNDER_WAY:
                 transfer.move()

@@ -40,7 +40,7 @@ def imported_modules(source: str, modules: Set[str]) -> Iterator[str]:
 
 
 def module_graph(sources: dict[str, str]) -> Graph:
-    """Who imports whom among these files."""
+    """Which of these files imports which."""
     modules = {module_name(path): source for path, source in sources.items()}
     return {name: {*imported_modules(source, modules.keys())} - {name} for name, source in modules.items()}
 
@@ -113,7 +113,7 @@ def table(page: str, heading: str) -> list[tuple[str, str]]:
 
 
 def quoted(cell: str) -> list[str]:
-    """What stands in code quotes."""
+    """The texts in code quotes."""
     return re.findall(r"`([^`]+)`", cell)
 
 

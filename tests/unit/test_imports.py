@@ -1,4 +1,4 @@
-"""Who imports whom: the rules that need no list of packages. The others are contracts in pyproject.toml."""
+"""Which module imports which: the rules that need no list of packages. The others are contracts in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PUBLIC_PACKAGES = ("kvbm.testing", "kvbm.vllm_integration.connector")
 SLOW_TO_IMPORT = {*NOT_DECLARED, "numpy"}
 """Imported where they are needed, not when a process starts."""
 DRAWS = ("kvbm/demo/", "kvbm/present/axes.py", "kvbm/sim/scale/picture.py")
-"""Modules that draw may import what an extra brings: who asks for a picture is told which."""
+"""Modules that draw may import packages of an extra: a user who asks for a picture gets its name."""
 IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""
 IMPORT_NAMES = {"prometheus-client": "prometheus_client"}

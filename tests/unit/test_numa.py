@@ -1,4 +1,4 @@
-"""What the kernel says of NUMA nodes, and what it leaves out."""
+"""The kernel's description of NUMA nodes, with its gaps."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def record(
         ),
     ] = "",
 ) -> None:
-    """Record what a running manager is asked for: hashes, lengths and times, never a token.
+    """Record the requests to a running manager: hashes, lengths and times, never a token.
 
     \b
       kvbm record monday.jsonl.gz --seconds 3600

@@ -1,4 +1,4 @@
-"""`kvbm scale`: what many nodes hit and how long their users wait, by router and remote tier, out of one trace."""
+"""`kvbm scale`: hit rates and waiting times of many nodes, by router and remote tier, out of one trace."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def scale(
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Simulate many nodes behind a router, and say what they should hit on paper.
+    """Simulate many nodes behind a router, and give their hit rates on paper beside.
 
     The trace is played several times at once, shifted in time, until it is the traffic wanted; `--load` keeps that of
     one node the same however many there are, `--total-load` that of all. See docs/operating/scale.md.

@@ -102,7 +102,7 @@ OpenLoop = Annotated[
 Admission = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="What enters the disk: `filter` (what is used again), `all`, or `ghost`."
+        metavar="NAME", help="Blocks that enter the disk: `filter` (used again), `all`, or `ghost`."
     ),
 ]
 Write = Annotated[

@@ -74,7 +74,7 @@ class Channel:
         return self._wire.connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Queue a message and send what the socket takes."""
+        """Queue a message and send as many bytes as the socket takes."""
         self.send_frame(encode(message))
 
     def send_frame(self, frame: bytes) -> None:

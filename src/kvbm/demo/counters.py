@@ -27,7 +27,7 @@ def read(page: str) -> Readings:
 
 
 def difference(before: Readings, after: Readings) -> Readings:
-    """What was counted between two readings. A series that is new counts from zero."""
+    """The counts between two readings. A series that is new counts from zero."""
     return {key: value - before.get(key, 0.0) for key, value in after.items()}
 
 

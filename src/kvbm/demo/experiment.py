@@ -123,7 +123,7 @@ class _Experiment:
         kvbm = Client(HOST, spec.metrics_port, timeout_s=10.0) if spec.metrics_port is not None else None
         if not self._prefixes:
             self._cut_documents(server.client)
-        # First use of a shape costs time that no later request pays: not what is measured here.
+        # First use of a shape costs time that no later request pays: it is not to be measured here.
         for question in range(2):
             self._chat(server.client, self._warm_up_prefix, question)
         _wait_until_idle(kvbm)

@@ -147,7 +147,7 @@ class VllmServer:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_GRACE_S)
-        # What is left in the group has lost its parent: nobody else would end it.
+        # Processes left in the group have lost their parent: nobody else would end them.
         _signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + KILL_GRACE_S
         while _group_alive(process.pid) and time.monotonic() < deadline:

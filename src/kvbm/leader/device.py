@@ -1,4 +1,4 @@
-"""What the leader can ask an engine about its device blocks."""
+"""The leader's questions to an engine about its device blocks."""
 
 from __future__ import annotations
 

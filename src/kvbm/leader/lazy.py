@@ -15,8 +15,8 @@ from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import LoadPlan
 
 
-class Chain(NamedTuple):
-    """Blocks to store, parents first; `parent` is the key before the first one, `hashes` as in `Reserve`."""
+class LeavingBlocks(NamedTuple):
+    """Blocks to store, a chain, parents first; `parent` is the key before the first one, `hashes` as in `Reserve`."""
 
     parent: BlockKey | None
     keys: list[BlockKey]
@@ -62,12 +62,12 @@ class Unsaved:
                 self._block_of[key] = block
             parent = key
 
-    def leaving(self, limit: int, blocks_max: int) -> list[Chain]:
+    def leaving(self, limit: int, blocks_max: int) -> list[LeavingBlocks]:
         """Take the unsaved blocks among the next `limit` to be handed out, each with its unsaved ancestors.
 
         At most about `blocks_max` blocks in all: the others are taken in the next step.
         """
-        chains: list[Chain] = []
+        chains: list[LeavingBlocks] = []
         taken = 0
         for block in self._device.next_out(limit):
             if taken >= blocks_max:
@@ -88,7 +88,7 @@ class Unsaved:
         self._by_block.clear()
         self._block_of.clear()
 
-    def _take_chain(self, block: int) -> Chain:
+    def _take_chain(self, block: int) -> LeavingBlocks:
         found: list[tuple[int, _Entry]] = []
         place: int | None = block
         while place is not None:
@@ -100,7 +100,7 @@ class Unsaved:
             place = self._block_of.get(entry.parent) if entry.parent is not None else None
         found.reverse()
         derived = any(entry.engine_hash for _, entry in found)
-        return Chain(
+        return LeavingBlocks(
             found[0][1].parent,
             [entry.key for _, entry in found],
             [block for block, _ in found],

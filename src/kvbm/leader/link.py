@@ -89,7 +89,7 @@ class ManagerLink:
             if message.missing and message.missing != self._missing:
                 log.warning(
                     "serving without a KV cache: of %d ranks, %s did not attach to this node's manager (a rank on "
-                    "another node finds another one); should they come, it is used",
+                    "another node finds another one); the cache is used once they do",
                     self._hello.rank_count,
                     name_ranks(message.missing),
                 )

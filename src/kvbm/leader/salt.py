@@ -1,4 +1,4 @@
-"""The leader's part of the keys beyond the namespace: the ranks' weights, once they are not those of the files."""
+"""The leader's addition to its keys: it names the ranks' weights, once they are not those of the files."""
 
 from __future__ import annotations
 

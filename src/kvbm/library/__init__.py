@@ -1,4 +1,4 @@
-"""KVBM as a Python library, without a server."""
+"""KVBM as a Python library: blocks are kept in this process, or at a shared manager."""
 
 from kvbm.library.block_manager import BlockManager, Hit
 

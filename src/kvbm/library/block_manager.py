@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Hit:
-    """The blocks that were found for a prompt after those that `match` skipped, leased while its block runs.
+    """The blocks that were found for a prompt after those that `match` skipped, leased inside the `with` statement.
 
     `blocks` of them are held in a row, `tokens` tokens; `host` and `disk` say where they were found.
     """
@@ -70,11 +70,11 @@ class BlockManager:
     name everything that gives the bytes their meaning (see `layout.Namespace`), the weights first of all; it may be
     left out without a disk tier.
 
-    What is kept is a matter of policies, by name, the built-in ones or those of installed packages: `eviction`
-    decides what a full tier gives up (`gittins`, `lru`, …), `disk_admission` what may enter disk (`all`; `filter`,
-    from the second time on; `ghost`, when offered again soon). `disk_write_budget` bounds the bytes written to disk in
-    24 hours (a size; 0: no bound). `disk_write` says when a block is offered to disk: `"through"`, once host memory
-    has it and on each use, or `"eviction"`, when host memory is about to give it up, or the manager is closed.
+    Policies decide which blocks are kept. They go by name, the built-in ones and those of installed packages:
+    `eviction` decides what a full tier gives up (`gittins`, `lru`, …), `disk_admission` what may enter disk (`all`;
+    `filter`, from the second time on; `ghost`, when offered again soon). `disk_write_budget` bounds the bytes written
+    to disk in 24 hours (a size; 0: no bound). `disk_write` says when a block is offered to disk: `"through"`, once host
+    memory has it and on each use, or `"eviction"`, when host memory is about to give it up, or the manager is closed.
 
     With `host=None` the disk is the only tier. Blocks pass through a staging area of `staging` bytes: in GPU memory
     where the GPU reaches the disk itself, otherwise in host memory. `disk_direct` says how: `"auto"`, directly where
@@ -130,7 +130,7 @@ class BlockManager:
         reply_timeout_s: float = 1.0,
         clock: Clock = monotonic,
     ) -> BlockManager:
-        """A block manager whose blocks a running `kvbm manager` keeps, which listens at the path `socket`.
+        """A block manager that shares the blocks of a running `kvbm manager`, which listens at the path `socket`.
 
         Its tiers and policies are those of that manager; blocks are shared with every client of the same namespace.
         `peer_uids` are the users that may serve there, besides our own and root. Raises ManagerUnavailable when there
@@ -163,9 +163,9 @@ class BlockManager:
     def match(self, tokens: Sequence[int] | Chain, extras: bytes = b"", skip: int = 0) -> Iterator[Hit]:
         """The longest prefix of `tokens` (`[n]`, or their Chain) that is held, leased while inside.
 
-        `extras` separates what must never meet: a tenant's salt, an adapter's digest. `skip` is the number of the
-        prompt's leading blocks that the device holds itself: the hit begins after them, and nothing is read from disk
-        for them. They need not be held here.
+        `extras` keeps sequences apart that must never share blocks: a tenant's salt, an adapter's digest. `skip` is the
+        number of the prompt's leading blocks that the device holds itself: the hit begins after them, and nothing is
+        read from disk for them. They need not be held here.
 
         Raises SettingsError for a negative `skip`, and KvbmError for a chain of another namespace, block size or
         `extras`.
@@ -191,8 +191,8 @@ class BlockManager:
         """Keep the full blocks of `tokens`, which lie in `device_blocks` of the KV cache; how many were copied.
 
         `tokens` are all from the sequence's start on, `[n]`, or their Chain; `device_blocks`, `[blocks]`, are as many
-        of its leading blocks as are to be kept. Blocks that are held already are not copied again; what finds no room
-        is left out. Raises KvbmError for a chain of another namespace, block size or `extras`.
+        of its leading blocks as are to be kept. Blocks that are held already are not copied again; blocks that find no
+        room are left out. Raises KvbmError for a chain of another namespace, block size or `extras`.
         """
         keys = self._keys(tokens, extras)[: len(device_blocks)]
         return self.backend.store(keys, kv_cache, device_blocks)

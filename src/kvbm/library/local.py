@@ -145,7 +145,7 @@ class LocalSpace:
     ) -> int:
         self.space.pump()
         number = next(self._numbers)
-        # A sequence is offered again each time it has grown: step over what is held in one go.
+        # A sequence is offered again each time it has grown: step over the held blocks in one go.
         found = self.space.host_pool.find_all(keys)
         held = found.index(None) if None in found else len(keys)
         answer = self.space.reserve(_OWNER, number, keys[held - 1] if held else None, keys[held:])
@@ -158,7 +158,7 @@ class LocalSpace:
             failed = ()
         finally:
             self.space.commit(_OWNER, number, failed)
-        self.space.pump()  # what has to go for the next call is written meanwhile
+        self.space.pump()  # victims of the next call are written meanwhile
         return len(pairs)
 
     def flush(self, timeout_s: float) -> bool:

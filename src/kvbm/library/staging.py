@@ -47,7 +47,7 @@ class StagingOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Staging(NamedTuple):
     """The arena, the tier that goes with it, and the arena as a tensor where it is no host memory.
 
-    The arena is typed as what a `Space` expects; a `DeviceArena` gives slots that only its own tier understands.
+    The arena has the type that a `Space` expects; a `DeviceArena` gives slots that only its own tier understands.
     """
 
     arena: HostArena

@@ -71,7 +71,7 @@ class SpaceTable:
     def obtain(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
         """The namespace's space, made on first use.
 
-        Host memory for fewer than `request_blocks` draws a warning: what is found for a request ends where it is full.
+        Host memory for fewer than `request_blocks` draws a warning: the run found for a request ends where it is full.
         Raises ManagerRefused when the manager is full of other namespaces, SettingsError when a tier cannot be made.
         """
         known = self._spaces.get(namespace.fingerprint)

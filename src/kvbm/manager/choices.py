@@ -53,5 +53,5 @@ def bound_writes(
 
 
 def for_each(namespaces: int) -> str:
-    """The end of an error's line where namespaces share a setting."""
+    """The last words of an error, where namespaces share a setting."""
     return f" for each of {namespaces} namespaces" if namespaces > 1 else ""

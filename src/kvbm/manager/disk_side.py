@@ -99,7 +99,7 @@ class DiskSide:
             self.departures.advance_all(self.clock())
 
     def close(self, keep: bool) -> None:
-        """Let queued blocks reach the medium, while they do and at most for `CLOSE_S_MAX`, and release it."""
+        """Write queued blocks as long as the medium takes them, at most for `CLOSE_S_MAX`, and release it."""
         deadline_s = self.clock() + CLOSE_S_MAX
         queued = self.offloader.queued_count
         while queued and self.medium.drain(max(0.0, deadline_s - self.clock())):

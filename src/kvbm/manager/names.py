@@ -62,7 +62,7 @@ class EngineNames:
         return EngineName(key, 0)
 
     def forget(self, slot: int) -> None:
-        """The slot gives up its block."""
+        """The slot no longer holds its block."""
         if self._table is not None:
             self._table[slot * _ENTRY.size : (slot + 1) * _ENTRY.size] = _FREE
 

@@ -151,7 +151,7 @@ class Offloader(Generic[KeyT]):
         return False
 
     def pump(self) -> None:
-        """Submit what the disk takes."""
+        """Submit as many blocks as the disk takes."""
         while self.queue and len(self.in_flight) < self.in_flight_max:
             key = next(iter(self.queue))
             if not self._submit(key, self.queue[key]):

@@ -95,7 +95,7 @@ class Onboarder:
         return host_slot
 
     def pump(self) -> None:
-        """Submit what the disk takes."""
+        """Submit as many blocks as the disk takes."""
         while self._queue:
             block = self._queue[0]
             if not any(lease.states[index] == LeaseState.ONBOARDING for lease, index in block.waiting):
@@ -162,7 +162,7 @@ class Onboarder:
                 self.on_progress(lease)
 
     def _cut(self, lease: Lease, index: int) -> None:
-        """The run ends before `index`: give back what the lease holds from there on."""
+        """The run ends before `index`: give back the lease's slots from there on."""
         for i in range(index, len(lease.slots)):
             if lease.states[i] == LeaseState.PINNED:
                 self.host_pool.unlease(lease.slots[i])

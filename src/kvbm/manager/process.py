@@ -55,9 +55,9 @@ def serve(
 ) -> None:
     """Serve until a signal, or, when private, until the last engine has been gone for `grace_s`.
 
-    Raises SettingsError in one line when the socket or the metrics port cannot be had; a private manager takes
-    another port, or does without. Tiers are made when the first engine names its namespace; what goes wrong then is
-    said to that engine.
+    Raises SettingsError in one line when the socket or the metrics port cannot be had; a private manager takes another
+    port, or does without. Tiers are made when the first engine names its namespace; a failure then is reported to that
+    engine.
     """
     metrics = Metrics()
     traffic = Traffic(metrics, settings, clock)

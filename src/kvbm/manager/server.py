@@ -136,7 +136,7 @@ class Server:
             self._tick()
 
     def close(self, keep: bool) -> None:
-        """Write queued blocks, release every tier and every session."""
+        """Write the queued blocks, release every tier and every session."""
         for session in self.sessions.values():
             session.close()
         for _, space in list(self.spaces):
@@ -158,7 +158,7 @@ class Server:
         if not is_trusted(session.peer_uid(), self._peer_uids):
             refusal = (
                 f"user {session.peer_uid()} cannot be served: this manager is user {os.geteuid()}'s "
-                f"({variable('peer_uids')} lists others, for a socket that it is told to listen on)"
+                f"({variable('peer_uids')} lists others, for a socket that was named)"
             )
         elif len(self.sessions) >= SESSIONS_MAX:
             refusal = f"{len(self.sessions)} sessions are open: accepted are {SESSIONS_MAX}"
@@ -252,7 +252,7 @@ class Server:
         if engine is None:
             spaces = [space for _, space in self.spaces]
         else:
-            # Its keys are other ones from now on; what another engine hits under the old ones is that engine's.
+            # Its keys are other ones from now on; blocks under the old keys may be another engine's.
             spaces = [] if self.membership.shared(engine) else [engine.space]
         results = [space.clear(message.tier) for space in spaces]
         session.send(ResetReply(dropped=sum(r[0] for r in results), in_use=sum(r[1] for r in results)))

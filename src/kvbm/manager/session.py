@@ -60,7 +60,7 @@ class Session:
             self._wire.read()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue one message and send what the socket takes. Descriptors go with the first byte."""
+        """Queue one message and send as many bytes as the socket takes. Descriptors go with the first byte."""
         if not self.closed:
             with self._noting_the_end():
                 self._wire.send(encode(message), fds)
@@ -72,7 +72,7 @@ class Session:
                 self._wire.flush()
 
     def linger(self) -> None:
-        """Say that we are done with it, and keep the descriptor: reading tells when the other end closes."""
+        """Announce our end of the session, and keep the descriptor: a read finds out when the other end closes."""
         self.closed = self.lingering = True
         self._wire.outgoing.clear()
         with contextlib.suppress(OSError):  # it went just now: the next read finds that

@@ -181,7 +181,7 @@ class Space:
     ) -> list[int]:
         """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others.
 
-        `hashes` is what the engine calls each of them, 32 bytes each; empty where those are the keys.
+        `hashes` has the engine's own name of each of them, 32 bytes each; empty where those are the keys.
         """
         now_s = self._clock()
         if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
@@ -321,7 +321,7 @@ class Space:
         return tiers
 
     def describe(self) -> dict[str, object]:
-        """What `Status` says of this space."""
+        """This space's part of a `Status`."""
         tiers = {
             pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
             for pool in self.pools

@@ -177,8 +177,8 @@ class LeafFirstQueues:
     def _use(self, slots: Sequence[int], queue_after: bytes) -> None:
         """Make a request's slots the newest of `queue_after[q]`, where q is the queue each belongs to.
 
-        The earlier a block is in the chain, the newer, so that leaves come first in turn. What was last used together
-        stands together and moves together: a step in a known run is one comparison.
+        The earlier a block is in the chain, the newer, so that leaves come first in turn. Blocks that were last used
+        together stand together and move together: a step in a known run is one comparison.
         """
         queue, waits, newer, older = self._queue, self._waits, self._newer, self._older
         number = len(slots)

@@ -39,7 +39,7 @@ AdmissionFactory = Callable[[int, float], AdmissionPolicy]
 
 
 class PolicyRegistry(Generic[P, PolicyT]):
-    """The policies of one kind, each made by calling what stands behind its name."""
+    """The policies of one kind, each made by the callable behind its name."""
 
     def __init__(self, kind: str, built_in: Mapping[str, Callable[P, PolicyT]]) -> None:
         """`kind` is the word in messages, and in the name of the entry points' group."""

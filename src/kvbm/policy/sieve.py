@@ -1,4 +1,4 @@
-"""SIEVE, leaves before parents: blocks never move, and a hand goes over them that takes what was not used.
+"""SIEVE, leaves before parents: blocks never move, and a hand goes over them and takes the unused ones.
 
 Zhang, Yang, Yue, Vigfusson, Rashmi, "SIEVE is simpler than LRU: an efficient turn-key eviction algorithm for web
 caches", NSDI 2024.

@@ -146,7 +146,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 class AdmissionContract(abc.ABC):
-    """What every admission policy must do. Override `make_policy`, and the attributes that do not fit.
+    """The duties of every admission policy. Override `make_policy`, and the attributes that do not fit.
 
     `offers_max`: a block that is offered so many times in a row is admitted at last, whatever came before and however
     often it was admitted already: the policy does not learn whether a block that it admitted was written, and such a

@@ -25,7 +25,7 @@ def make_key(path: Path) -> Hashable:
 
 @dataclass
 class HeldBlock:
-    """What a `CheckedTier` knows of one slot that is not free."""
+    """The record of a `CheckedTier` about one slot that is not free."""
 
     path: Path
     parent: int

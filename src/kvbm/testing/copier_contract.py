@@ -4,7 +4,7 @@
         def make_copier(self, cache, arena):
             return MyCopier(cache, arena)
 
-What a copier promises is written in `kvbm.transfer.copier.Copier`. Needs torch, and pytest: the extra `openkvbm[test]`.
+The promises are in `kvbm.transfer.copier.Copier`. Needs torch, and pytest: the extra `openkvbm[test]`.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class CopierRig:
         self.views, self.cache, self.arena, self.copier = views, cache, arena, copier
 
     def block(self, block: int) -> bytes:
-        """What a device block holds."""
+        """The bytes of a device block."""
         return block_bytes(self.views, block)
 
     def blocks(self) -> list[bytes]:
-        """What all device blocks hold."""
+        """The bytes of all device blocks."""
         return [self.block(block) for block in range(BLOCKS)]
 
     def slot(self, slot: int) -> bytes:
-        """What a slot holds, as far as a block reaches."""
+        """The bytes of a slot, as far as a block reaches."""
         return bytes(self.arena[slot, : self.cache.shard_bytes].numpy())
 
 
 class CopierContract(abc.ABC):
-    """What every copier must do. Override `make_copier`; the others as your device needs it."""
+    """The duties of every copier. Override `make_copier`, and the other methods that your device needs."""
 
     dtype = torch.float32
 
@@ -118,7 +118,7 @@ class CopierContract(abc.ABC):
                 expected = stored[loaded[block]] if block in loaded else blocks[block]
                 assert rig.block(block) == expected, f"block {block}"
             assert torch.equal(rig.arena, arena), "a load writes nothing into slots"
-            # With the old blocks back in their places, what lies between blocks must be as it was.
+            # With the old blocks back in their places, the gaps between blocks must be as they were.
             for block, slot in MOVED:
                 old = torch.frombuffer(bytearray(blocks[block]), dtype=torch.uint8)
                 rig.arena[slot, : rig.cache.shard_bytes] = old
@@ -181,7 +181,7 @@ class CopierContract(abc.ABC):
                 copying = begin(PAIRS)
                 copying.wait()
                 assert copying.done() and copying.done()
-                copying.wait()  # waiting for what is over returns at once
+                copying.wait()  # a wait for copies that have ended returns at once
 
     def test_loads_are_over_in_the_order_in_which_they_were_begun(self) -> None:
         with self.rig("LBNHC") as rig:

@@ -31,7 +31,7 @@ _Call = Callable[[int, Sequence[memoryview], int], int]
 
 
 class Fault(enum.Enum):
-    """What goes wrong."""
+    """The kinds of faults."""
 
     EIO = "EIO"
     ENOSPC = "ENOSPC"
@@ -46,7 +46,7 @@ class Fault(enum.Enum):
 
 
 class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
-    """When it goes wrong: in calls of `operation` on files whose name contains `file`.
+    """The calls in which it goes wrong: those of `operation` on files whose name contains `file`.
 
     The first `skip` such calls are spared, then each is struck with `chance`, at most `times` in all.
     """

@@ -1,4 +1,4 @@
-"""KV caches as engines lay them out, small, and what their blocks hold, read the slow way."""
+"""KV caches as engines lay them out, small, and the bytes of their blocks, read the slow way."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def block_axis(view: torch.Tensor, block_count: int) -> int:
 
 
 def block_bytes(views: Views, block: int, block_count: int = BLOCKS) -> bytes:
-    """What a slot must hold, made the slow way: layers in order, axes in the order of memory."""
+    """The bytes that a slot must hold, made the slow way: layers in order, axes in the order of memory."""
     out = b""
     for view in views.values():
         axis = block_axis(view, block_count)

@@ -1,4 +1,4 @@
-"""What a block manager may answer, kept in a dict: the reference that tests compare it with.
+"""The answers that a block manager may give, kept in a dict: the reference that tests compare it with.
 
 A manager may forget any block at any time. It must never answer with bytes that were not committed for
 the key, whole. `block_bytes` makes content that no two keys, and no two stores of one key, have in common, so that a

@@ -98,7 +98,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 class PolicyContract(abc.ABC):
-    """What every eviction policy must do. Override `make_policy`, and the attributes that do not fit.
+    """The duties of every eviction policy. Override `make_policy`, and the attributes that do not fit.
 
     `admits_all`: the policy takes every newcomer as long as any block may be evicted. `growth_bytes_max`: how much a
     policy of 64 slots may still grow after its first thousand requests. `examples`: how many examples hypothesis tries.

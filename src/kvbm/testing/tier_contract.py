@@ -107,7 +107,7 @@ def load(tier: SlotTier, layout: BlockLayout, key: BlockKey, slot: int) -> Compl
 
 
 class TierContract(abc.ABC):
-    """What every tier must do. Override `make_tier`; `layout` and `slot_count` may be overridden too."""
+    """The duties of every tier. Override `make_tier`; `layout` and `slot_count` may be overridden too."""
 
     layout: BlockLayout = LAYOUT
     slot_count: int = SLOT_COUNT
@@ -266,7 +266,7 @@ class TierContract(abc.ABC):
 
 
 class PersistentTierContract(TierContract):
-    """What a tier must do in addition if it finds its blocks again after a restart."""
+    """The further duties of a tier that finds its blocks again after a restart."""
 
     def reopen(self, tier: SlotTier, tmp_path: Path) -> SlotTier:
         """An orderly restart."""

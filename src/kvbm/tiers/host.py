@@ -1,7 +1,7 @@
 """G2, the host tier: one memfd region per shard, shared with the workers that map it.
 
 No file is left behind and a container's /dev/shm limit does not matter. Beside the regions lies a table with one
-*generation* per slot (u64): it rises whenever a slot gives up its block. A worker that copies out of a
+*generation* per slot (u64): it rises whenever a slot stops holding its block. A worker that copies out of a
 slot compares the generation before and after, so a lease that ended under it can never turn into wrong bytes.
 
 Every file is sealed: no process that has a descriptor can make it longer, or shorter while others map

@@ -1,6 +1,6 @@
 """G1⇄G2: where an engine's KV lies (`device_cache`), and copies of it to and from the host arena.
 
-One copier per kind of device: `cpu`, `cuda`. `copier` has the contract of each.
+One copier per kind of device: `cpu`, `cuda`. Their contract is in `copier`.
 """
 
 from __future__ import annotations

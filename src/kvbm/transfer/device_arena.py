@@ -103,7 +103,7 @@ class DeviceMemory:
         self._regions = [(self._base, self._bytes.numel())]
 
     def active(self) -> AbstractContextManager[object]:
-        """Makes the device the calling thread's present one, and what that was before afterwards."""
+        """Makes the device the calling thread's present one, and restores the earlier one afterwards."""
         return contextlib.nullcontext() if self._cuda is None else self._cuda.active()
 
     def regions(self) -> list[tuple[int, int]]:

@@ -83,7 +83,7 @@ class _Layer(NamedTuple):
     block: Axis
     axes: tuple[Axis, ...]  # outermost first, the run apart
     run_bytes: int
-    content: str  # what one block of it holds: the part of the description that fixes the bytes
+    content: str  # the part of the description that fixes the bytes of one block
 
     @property
     def bytes_per_block(self) -> int:
@@ -185,7 +185,7 @@ def _block_axes(name: str, shape: Sequence[int], block_count: int) -> tuple[int,
 
 
 def _reduce(name: str, tensor: torch.Tensor, block_count: int) -> _Layer:
-    """One layer's tensor as bytes: its block axis, what is left inside a block, and the run at the bottom."""
+    """One layer's tensor as bytes: its block axis, the axes inside a block, and the run at the bottom."""
     if tensor.layout != torch.strided:
         raise KvbmError(f"registering KV caches: {name} is {tensor.layout}, accepted is torch.strided")
     if tensor.numel() == 0:

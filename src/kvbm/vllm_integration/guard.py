@@ -34,7 +34,7 @@ class GuardedScheduler:
         self._computed_tokens: dict[str, int] = {}
 
     def bind_block_pool(self, pool: Any) -> None:
-        """Take vLLM's block pool, which tells which blocks are on the device."""
+        """Take vLLM's block pool, which knows the blocks on the device."""
         self._call(None, self.side.bind_block_pool, pool)
 
     def added(self, request: Any) -> None:
@@ -105,7 +105,7 @@ class GuardedScheduler:
         self._call(None, self.side.weights_named, version)
 
     def take_stats(self) -> KvbmStats | None:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         return self._call(None, self.side.take_stats)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class GuardedScheduler:
         except Exception:
             self._off = True
             log.exception(
-                "KVBM is off for this engine from now on, which serves without it: a defect of ours"
+                "KVBM is off for this engine from now on, after a defect in KVBM; the engine serves without it"
             )
             return otherwise
 

@@ -63,7 +63,7 @@ _FILE_FORMATS = (
     "gguf",
     "bitsandbytes",
 )
-"""Loaders that read the model's own files. What another one reads, wherever it is, only this engine can name."""
+"""Loaders that read the model's own files. Only this engine can name the weights of another loader."""
 
 _QUANTIZED_KERNELS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
 _QUANTIZING_VARIABLES = ("QUANT", "FP4", "FP8", "INT4", "W4A8", "MARLIN")
@@ -105,13 +105,13 @@ def engine_namespace(
     parts = _gather(part, rank_count)
     errors = [part.error for part in parts if part.error]
     if errors:
-        raise KvbmError(f"what the engine runs could not be found out: {errors[0]}")
+        raise KvbmError(f"the facts of this engine's KV could not be found out: {errors[0]}")
     try:
         return _compose(vllm_config, kv_cache_config, parts)
     except Exception as error:  # a configuration that we cannot read is no reason not to serve
         log.debug("the facts of this engine could not be put together", exc_info=True)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise KvbmError(f"what the engine runs could not be found out: {text}") from None
+        raise KvbmError(f"the facts of this engine's KV could not be found out: {text}") from None
 
 
 def cpu_packing(vllm_config: Any, spec: Any, layers: Iterable[Any]) -> str:

@@ -79,7 +79,7 @@ class SchedulerSide:
         self._counted = stats.Counted(self.leader)
 
     def bind_block_pool(self, pool: Any) -> None:
-        """Take vLLM's block pool, which tells which blocks are on the device."""
+        """Take vLLM's block pool, which knows the blocks on the device."""
         self._blocks.pool = pool
         self._blocks.take_reset()  # from here on a new index is a reset
 
@@ -187,7 +187,7 @@ class SchedulerSide:
         self.leader.weights_named(version)
 
     def take_stats(self) -> stats.KvbmStats | None:
-        """What was counted since the last call; None when nothing was."""
+        """The counts since the last call; None when there are none."""
         return self._counted.since_last()
 
     def close(self) -> None:

@@ -82,14 +82,14 @@ class KvbmPromMetrics(KVConnectorPromMetrics):
 
 
 class Counted:
-    """What a leader counts, as differences between two calls."""
+    """The counts of a leader, as differences between two calls."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
         self._last: Counter[str] = Counter()
 
     def since_last(self) -> KvbmStats | None:
-        """What was counted since the last call; None when nothing was."""
+        """The counts since the last call; None when there are none."""
         now = Counter({name: self._leader.lookups.unloaded[reason] for name, reason in UNLOADED.items()})
         now["loaded_host_blocks"] = self._leader.loaded_blocks[Tier.HOST]
         now["loaded_disk_blocks"] = self._leader.loaded_blocks[Tier.DISK]

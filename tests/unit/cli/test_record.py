@@ -1,4 +1,4 @@
-"""What a manager tells its followers becomes a recording that the simulator reads back."""
+"""A manager's messages to its followers become a recording that the simulator reads back."""
 
 from __future__ import annotations
 

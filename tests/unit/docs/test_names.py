@@ -1,4 +1,4 @@
-"""What the documents name exists: variables, metrics, files, modules and what is in them, commands and their flags."""
+"""All names in the documents exist: variables, metrics, files, modules and their parts, commands and their flags."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def unknown_commands(text: str, path: Path) -> Iterator[str]:
 
 
 def unknown_parts(name: str, words: list[str]) -> Iterator[str]:
-    """What of one call is not there: the command, a sub-command, a flag."""
+    """The parts of one call that are not there: the command, a sub-command, a flag."""
     if name not in commands():
         yield f"kvbm {name}"
         return
@@ -306,7 +306,7 @@ def test_what_the_docstrings_name_exists(finder: Finder) -> None:
 
 
 def missing(finder: Finder, path: Path, text: str) -> list[str]:
-    """What is not there, with the file that names it."""
+    """The names that are not there, each with the file that names it."""
     return [f"{path.relative_to(ROOT)}: {name}" for name in finder(text, path)]
 
 

@@ -17,7 +17,7 @@ README_LINES_MAX = 130
 def config(
     layers: int, heads: int, kv_heads: int, hidden: int, positions: int, **more: Any
 ) -> dict[str, Any]:
-    """What a model's `config.json` says of the sizes of its KV."""
+    """The part of a model's `config.json` that gives the sizes of its KV."""
     return {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

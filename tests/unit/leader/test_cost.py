@@ -201,7 +201,7 @@ def test_without_spread_there_is_no_slope() -> None:
 
 
 def test_a_step_counts_as_much_as_it_computes() -> None:
-    """What follows a hit is a few tokens, deep, in a step that takes its time whatever is in it."""
+    """After a hit come a few tokens, deep, in a step that takes its time whatever is in it."""
     fit = PrefillFit()
     for _ in range(10):
         for position in (1000.0, 3000.0, 5000.0):

@@ -1,4 +1,4 @@
-"""Which key a block gets, and what the manager is told beside it."""
+"""Which key a block gets, and the engine hash that goes to the manager beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found and is computed all the same: counted once, by reason, here and at the manager's.
+"""Blocks that were found and are computed all the same: counted once, by reason, here and at the manager's.
 
 And the two reasons that a leader can do something about: an answer that is late, and a load that looks slow.
 """
@@ -30,13 +30,13 @@ def bench() -> Iterator[Bench]:
 
 
 def counted(bench: Bench) -> dict[str, int]:
-    """What the leader has counted, without the zeros."""
+    """The leader's counts, without the zeros."""
     assert tuple(bench.leader.lookups.unloaded) == UNLOADED_REASONS
     return {reason: count for reason, count in bench.leader.lookups.unloaded.items() if count}
 
 
 def told(bench: Bench) -> dict[str, int]:
-    """What the manager has heard since the last call."""
+    """The counts in the messages to the manager since the last call."""
     heard: dict[str, int] = {}
     for message in bench.manager.said():
         if isinstance(message, Release):

@@ -55,7 +55,7 @@ PLACES = [
 
 @pytest.fixture(params=["model", "nixl"])
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModelAgent:
-    """What moves the bytes: a model of NIXL, and NIXL itself with its POSIX plugin where it is installed."""
+    """The ways to move the bytes: a model of NIXL, and NIXL itself with its POSIX plugin where it is installed."""
     agent = ModelAgent()
     if request.param == "model":
         use(agent, monkeypatch)
@@ -106,7 +106,7 @@ def test_random_prompts_on_a_gpu(tmp_path: Path, backend: str) -> None:
 
 
 def serve_random_prompts(manager: kvbm.BlockManager, cache: dict[str, torch.Tensor]) -> None:
-    """What an engine with too small a cache would do, against what it would have computed."""
+    """The calls of an engine with too small a cache, compared with the KV that it would have computed."""
     rng = random.Random(7)
     prompts = [prompt(rng, rng.randint(1, 6)) for _ in range(24)]
     hits = 0

@@ -1,4 +1,4 @@
-"""What a manager makes of its settings when an engine comes."""
+"""The tiers that a manager makes of its settings when an engine comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine calls a block goes with it to disk and back, and costs nothing where it is the block's key."""
+"""The engine's name of a block goes with it to disk and back, and costs nothing where it is the block's key."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store(bench: Bench, keys: list[BlockKey], hashes: bytes, group: int = 0) -> 
 
 
 def written(bench: Bench) -> dict[BlockKey, EngineName]:
-    """What the medium says of each block."""
+    """The medium's record of each block."""
     return {entry.key: EngineName(entry.engine_hash, entry.group) for entry in bench.medium.entries.values()}
 
 

@@ -19,7 +19,7 @@ SKIPPED = "kvbm_skipped_offloads_total"
 
 
 class Writer:
-    """Takes up to `limit` writes and ends them when it is told to."""
+    """Takes up to `limit` writes and ends them when the test says so."""
 
     def __init__(self, limit: int = 8) -> None:
         self.fault = ""

@@ -1,4 +1,4 @@
-"""What the manager counts of lookups and loads is what the help texts say."""
+"""The manager's counts of lookups and loads are those that the help texts describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bad client can do to the server and to others: nothing."""
+"""A bad client can do nothing to the server and to others."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def rank(manager: ManagerBench, number: int, engine: str = "e") -> Client:
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the manager's lines say of the ranks."""
+    """The manager's log lines about the ranks."""
     lines = [record.getMessage() for record in caplog.records if "did not attach" in record.getMessage()]
     return [line.partition("ranks, ")[2].partition(" did not")[0] for line in lines]
 

@@ -1,4 +1,4 @@
-"""Whose hit rates are logged: those of engines that are there."""
+"""Hit rates are logged for engines that are there, and for no others."""
 
 from __future__ import annotations
 

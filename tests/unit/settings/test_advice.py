@@ -82,7 +82,7 @@ def advised(**settings):
 
 
 def said(environment):
-    """What is noticed about the settings of an environment, beside what a tier's size alone draws."""
+    """The notices about the settings of an environment, without those that a tier's size alone draws."""
     return [line for line in load_settings(environment).notices if "no effect" in line or "counts" in line]
 
 

@@ -26,7 +26,7 @@ FIELDS = {
 """Arguments of `BlockManager` that say what a setting says."""
 
 DIFFERENT = {"host": "host memory", "disk_admission": "`disk_admission`"}
-"""What may differ, and how the page calls it."""
+"""The defaults that may differ, and their names on the page."""
 
 
 def defaults(function) -> dict[str, object]:

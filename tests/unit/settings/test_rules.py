@@ -1,4 +1,4 @@
-"""What holds for the settings as a whole: who reads what, and the page of the docs."""
+"""The rules for the settings as a whole: their readers, and the page of the docs."""
 
 from __future__ import annotations
 

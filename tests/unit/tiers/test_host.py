@@ -64,7 +64,7 @@ def test_a_worker_sees_the_same_bytes_and_generations(arena: HostArena) -> None:
 
 
 def received(arena: HostArena, shard: int = 0) -> list[int]:
-    """What a worker gets over the socket."""
+    """The descriptors that a worker gets over the socket."""
     return [os.dup(arena.region_fds[shard]), os.dup(arena.generation_fd)]
 
 
@@ -148,7 +148,7 @@ def test_memory_that_could_change_under_us_is_not_mapped(arena: HostArena, odd: 
 
 
 def test_a_slot_that_is_invalidated_keeps_its_bytes(arena: HostArena) -> None:
-    """Who reads it meanwhile finds out by the generation, not by a tear."""
+    """A reader finds out by the generation, not by a tear."""
     view = arena.slot_views(0)[0]
     view[:4] = b"kept"
     arena.invalidate(0)

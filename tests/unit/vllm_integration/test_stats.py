@@ -1,4 +1,4 @@
-"""What vLLM's /metrics and its log line say of us."""
+"""KVBM's part of vLLM's /metrics and of its log line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What KVBM refuses to serve, each with one line, from the configuration alone."""
+"""The configurations that KVBM refuses to serve, each with one line."""
 
 from __future__ import annotations
 

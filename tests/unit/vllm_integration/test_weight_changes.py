@@ -15,7 +15,7 @@ from kvbm.vllm_integration import weight_changes
 
 
 class Listener:
-    """What a leader's side hears."""
+    """The calls that a leader's side gets."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -66,7 +66,7 @@ class Core:
 
 
 class Side:
-    """What a rank's side does before memory goes."""
+    """The call that a rank's side gets before memory goes."""
 
     def __init__(self, noted: list[str]) -> None:
         self._noted = noted

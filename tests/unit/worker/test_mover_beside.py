@@ -155,7 +155,7 @@ def test_the_next_piece_is_begun_while_one_is_copied(mover: Mover, device: Devic
 
 
 def test_what_follows_a_piece_that_failed_failed_too(mover: Mover, device: Device) -> None:
-    """And it has ended before the engine hears of it: it computes these blocks anew."""
+    """And it has ended before it is reported to the engine, which computes these blocks anew."""
     mover.put(job_of(device, load()))
     step(mover, PIECES_UNDER_WAY)
     device.begun[0].end(RuntimeError("device-side error"))

@@ -198,7 +198,7 @@ def test_without_a_manager_jobs_fail_at_once(tmp_path: Path) -> None:
 def test_a_manager_that_goes_while_blocks_are_on_their_way(
     make_rank: Callable[..., Rank], below: FakeTier
 ) -> None:
-    """What had arrived is loaded from memory that nobody overwrites any more; the rest fails."""
+    """Blocks that had arrived are loaded from memory that nobody overwrites any more; the rest fails."""
     rank = on_disk(make_rank, below, 5)
     plan = rank.lookup(5)
     below.release(2)

@@ -67,7 +67,7 @@ class HazardModel:
         self._left: Floats = np.zeros((0, BIN_COUNT + 1), np.float32)
         self._index: Floats = np.zeros((0, BIN_COUNT), np.float32)
         self._product: Floats = np.ones((0, _OCTAVES), np.float32)
-        # By bin and kind, for the fit that has begun: what left there, so far.
+        # By bin and kind, for the fit that has begun: how much left there, so far.
         self._leaving: Floats = np.zeros((BIN_COUNT + 1, 0), np.float32)
         self.kind_count = 0
 
@@ -121,7 +121,7 @@ class HazardModel:
     def fit(self) -> None:
         """Fit the factors. All sums are kept by bin (or octave) and kind, so that a step is one over all kinds."""
         leaving, self._leaving = self._leaving, self._leaving[:, :0]
-        # What left in bin b was there at the start of every bin before b.
+        # Runs that left in bin b were there at the start of every bin before b.
         for later in range(BIN_COUNT, 0, -1):
             leaving[later - 1] += leaving[later]
         exposure = np.maximum(leaving[1:], 0)

@@ -115,7 +115,7 @@ class Fitting:
         return True
 
     def _count(self, runs: slice, now_s: float) -> None:
-        """Count those of the runs that wait: by what is known of them now, and by what was known at first."""
+        """Count the waiting ones of these runs: under their present kind, and under the kind they had at first."""
         tree = self._tree
         weights = np.frombuffer(tree.weight, np.float32)[runs]
         waiting = np.flatnonzero(weights)

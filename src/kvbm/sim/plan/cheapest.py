@@ -143,7 +143,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine(directory: Path) -> Bounds:
-    """The memory that is available here now, and what is free on the disk of `directory`. `OSError` if it is none."""
+    """The memory that is available here now, and the free bytes on the disk of `directory`. `OSError` if it is none."""
     free_bytes = shutil.disk_usage(directory).free
     return Bounds(host_bytes=available_memory_bytes(), disk_bytes=free_bytes)
 

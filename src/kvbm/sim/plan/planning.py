@@ -38,7 +38,7 @@ from kvbm.sim.traces.formats import ReadOptions
 from kvbm.sim.traces.trace import Trace
 
 HOST_SPAN, DISK_SPAN = 100, 10
-"""The smallest size tried is this part of what all different blocks take."""
+"""The smallest size tried is this part of the bytes of all different blocks."""
 PRECISION = 0.01
 """Where a size takes a replay, bisection ends this close to the smallest that meets."""
 CURVE_POINTS = 200
@@ -50,7 +50,7 @@ STAGING_BYTES = Settings().staging_bytes
 class Answer(msgspec.Struct, kw_only=True):
     """The answer for one trace. `chosen` is the cheapest that meets; without one `why_none` says why.
 
-    `lru_curve`: (blocks, hit rate) of LRU at all sizes, for a target of hit rates. `notes`: what was cut or estimated.
+    `lru_curve`: (blocks, hit rate) of LRU at all sizes, for a target of hit rates. `notes`: cuts and estimates.
     """
 
     trace: TraceFacts
@@ -95,7 +95,7 @@ class Question:
     closed_loop: bool = True
 
     def check(self) -> None:
-        """`SettingsError` for what cannot be run, whatever the traces hold."""
+        """`SettingsError` for options that cannot be run, whatever the traces hold."""
         if self.bytes_per_token is None:
             raise KvbmError(
                 "sizes have a price only with the KV of a token: --bytes-per-token 128KiB, or --model DIR"
@@ -155,7 +155,7 @@ def answer_for(question: Question, word: str, trace: Trace, watch: Watch) -> Ans
 
 
 def first_requests(trace: Trace, limit: int) -> Trace:
-    """The first `limit` requests. Blocks are numbered by first use, so what is left is still dense."""
+    """The first `limit` requests. Blocks are numbered by first use, so the numbers left are still dense."""
     requests = trace.requests[:limit]
     return replace(trace, requests=requests, unique_blocks=1 + max(max(r.blocks) for r in requests))
 

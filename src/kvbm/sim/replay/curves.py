@@ -3,7 +3,7 @@
 Leaf-first LRU keeps blocks in one order whatever the size: by last use, and within one request from its first block
 on (a prefix outlives its continuations). So a block hits in every cache larger than the number of blocks before it in
 that order: its stack distance (Mattson, Gecsei, Slutz, Traiger, IBM Systems Journal 9(2), 1970). A request touches a
-whole chain, and what is left of an earlier request's chain lies together in the order. So distances are found for
+whole chain, and the rest of an earlier request's chain lies together in the order. So distances are found for
 runs of blocks, not for blocks: the cost is O(log requests) for each earlier request that a chain is left of.
 
 Of requests that arrive at the very same time the order counts here, and the slot number in `LeafFirstLru`.

@@ -18,7 +18,7 @@ from kvbm.sim.replay.replay import Replay
 from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace
 
 NAME = "belady"
-"""What the command line calls it."""
+"""Its name on the command line."""
 
 _ABSENT = -1
 
@@ -72,7 +72,7 @@ class _Foresight:
         self._needed = [_ABSENT] * unique_blocks
         self._parent = [_ABSENT] * unique_blocks
         self._children = [0] * unique_blocks
-        # -(needed * unique + block) of leaves, soonest out first; what has changed since is outdated.
+        # -(needed * unique + block) of leaves, soonest out first; entries that have changed since are outdated.
         self._leaves: list[int] = []
 
     def request(self, blocks: tuple[int, ...] | Any, following: list[int], never: int) -> int:
@@ -85,7 +85,7 @@ class _Foresight:
         last = blocks[hits - 1] if hits else _ABSENT
         if hits and not children[last]:
             self._queue(last)
-        # Needs along a chain never get sooner, so the first block without one ends what is worth keeping.
+        # Needs along a chain never get sooner, so nothing behind the first block without one is worth keeping.
         end = following.index(never) if following[-1] == never else len(following)
         kept = hits
         while kept < end and (self._free or self._make_room(following[kept])):

@@ -70,7 +70,7 @@ class Sample:
         return max(1, trunk + round((capacity - trunk) * self._scale))
 
     def estimate(self, capacity: int, hit_rate: Callable[[Trace, int], float]) -> Estimate:
-        """What a policy would hit with `capacity` blocks; `hit_rate` replays the sampled trace at a size."""
+        """The hits of a policy with `capacity` blocks, estimated; `hit_rate` replays the sampled trace at a size."""
         scaled = self.capacity(capacity)
         error = self._sampled.hit_rate(scaled) - self._exact.hit_rate(capacity)
         most = self._exact.hit_rate(len(self._exact.hits))

@@ -239,7 +239,7 @@ class Cluster:
         return self._prompt_s(job.arrival, job.loaded)
 
     def computed(self, now_s: float, job: _Job, seconds: float) -> None:
-        """The first token is there, as `PrefillUser`; what was computed enters the tiers."""
+        """The first token is there, as `PrefillUser`; the computed blocks enter the tiers."""
         node, arrival = job.node, job.arrival
         self._loads.waiting[node.number] -= job.expected
         node.host.insert(arrival.blocks, 0, now_s)
@@ -297,7 +297,7 @@ class Cluster:
         shape, router = self._shape, self._router
         own: list[SimulatedTier] = []
 
-        # The router hears of a block once: when the first of the node's own tiers gets it, and when the last loses it.
+        # The router learns of a block once: when the first of the node's own tiers gets it, and when the last loses it.
         def stored(blocks: Sequence[int]) -> None:
             router.stored(number, [b for b in blocks if sum(tier.holds(b) for tier in own) == 1])
 

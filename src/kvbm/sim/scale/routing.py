@@ -1,4 +1,4 @@
-"""Routers choose a node for each request: by chance, in turn, by conversation, by load, or by what each node holds.
+"""Routers choose a node for each request: by chance, in turn, by conversation, by load, or by the blocks on each.
 
 `cluster` reports to them what the nodes store and evict. Every one of them gives the same answers for the same seed.
 """

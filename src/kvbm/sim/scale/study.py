@@ -51,7 +51,7 @@ class ScaleStudy(msgspec.Struct, frozen=True, kw_only=True):
     store_bytes_per_s: float | None
 
     def check(self) -> None:
-        """`SettingsError` for what cannot be run, whatever the trace holds."""
+        """`SettingsError` for options that cannot be run, whatever the trace holds."""
         for name in self.routers:
             if name not in ROUTERS:
                 raise SettingsError("--router", name, f"one of {', '.join(ROUTERS)}")
@@ -79,10 +79,10 @@ class ScaleStudy(msgspec.Struct, frozen=True, kw_only=True):
 class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     """One cluster. Rates are shares of the blocks asked for, times are seconds, loads are for the mean node.
 
-    Counted were `measured_s` seconds after `warm_up_s`, less than asked for where the trace is shorter.
-    `offered_load`: prefill without a cache of what arrived; `load`: prefill that was left; `imbalance`: the busiest
-    node over the mean one. `read` and `written`: remote tier, bytes a second of the mean node. The last two are what
-    paper says: `paper_host` for this router in host memory, `paper_all` with the remote tier.
+    Counted were `measured_s` seconds after `warm_up_s`, less than asked for where the trace is shorter. `offered_load`:
+    prefill of all that arrived, without a cache; `load`: prefill that was left; `imbalance`: the busiest node over the
+    mean one. `read` and `written`: remote tier, bytes a second of the mean node. The last two are what paper says:
+    `paper_host` for this router in host memory, `paper_all` with the remote tier.
     """
 
     trace: str

@@ -65,7 +65,7 @@ class ClusterTraffic:
         self.seconds = min(seconds, math.nextafter(trace.seconds, math.inf))
         asked = numpy.bincount(trace.flat, minlength=trace.unique_blocks)
         trunk = asked > trunk_share * len(trace.requests)
-        # Chains nest: what lies before a block of the trunk is asked for at least as often.
+        # Chains nest: the blocks before a block of the trunk are asked for at least as often.
         self._depths = [_depth(trunk, request.blocks) for request in trace.requests]
         self._roots = [
             request.blocks[min(depth, len(request.blocks) - 1)]

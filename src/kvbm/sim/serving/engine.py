@@ -38,7 +38,7 @@ LEASE_S = 90.0
 
 @dataclass(slots=True)
 class Served:
-    """What one run counted. Blocks are those of prompts; `ttft_s` has an entry for each request, in order of the trace.
+    """The counts of a run. Blocks are those of prompts; `ttft_s` has an entry for each request, in trace order.
 
     `declined_blocks` were cached, but computing them was going to be faster. `skipped_writes` are blocks that were
     admitted to disk and never got there. `trace_s` is how long the trace took when it was recorded.
@@ -200,7 +200,7 @@ class SimulatedEngine:
         return self._prompt_s(job.request, job.loaded)
 
     def computed(self, now_s: float, job: _Job, seconds: float) -> None:
-        """The first token is there, as `PrefillUser`; what was computed enters host memory."""
+        """The first token is there, as `PrefillUser`; the computed blocks enter host memory."""
         blocks, loaded = job.request.blocks, job.loaded
         self._served.computing_s += seconds
         self._served.ttft_s[job.number] = now_s - job.arrived_s

@@ -12,13 +12,13 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 
 
 class PrefillUser(Protocol[JobT_contra]):
-    """What a server asks about its jobs, and tells of them."""
+    """The user of a server: answers its questions about jobs, and is notified of them."""
 
     def begin(self, now_s: float, job: JobT_contra) -> float | None:
         """The server turns to the job. When its cached blocks will be on the device; None if nothing is loaded."""
 
     def loaded(self, now_s: float, job: JobT_contra) -> None:
-        """What `begin` loads has arrived on the device."""
+        """The blocks that `begin` loads have arrived on the device."""
 
     def prefill_s(self, job: JobT_contra) -> float:
         """How long it takes to compute the rest of the prompt."""

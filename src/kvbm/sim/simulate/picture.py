@@ -26,7 +26,7 @@ COLOURS = {
 OTHER_COLOURS = ("#c2255c", "#5c940d", "#1098ad", "#862e9c")
 PANEL_IN, HEIGHT_IN, DPI = 7.4, 5.4, 150
 BAR_IN, BARS_BESIDE_IN = 0.36, 1.1
-"""Of a picture of bars: the height of each with its gap, and of what is above and below them all."""
+"""Of a picture of bars: the height of each with its gap, and that of the margins above and below."""
 
 
 def draw(document: Document, path: Path) -> bool:
@@ -91,7 +91,7 @@ def _line(
     elif exact is not None:
         axes.plot(*_percent(trace, exact.points), color=colour, linewidth=1.4, zorder=1)
         axes.plot(*_percent(trace, points), **style | {"linestyle": "none", "zorder": 2})
-        points = []  # what the legend shows is the two together
+        points = []  # the legend shows the two together
     axes.plot(*_percent(trace, points), label=policy, **style)
 
 

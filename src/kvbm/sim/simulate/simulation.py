@@ -50,7 +50,7 @@ class Simulation:
     closed_loop: bool = True
 
     def check(self) -> None:
-        """`SettingsError` for what cannot be run, whatever the traces hold."""
+        """`SettingsError` for options that cannot be run, whatever the traces hold."""
         if self.sample is not None and not 0.0 < self.sample <= 1.0:
             raise SettingsError("--sample", self.sample, "a share above 0 and at most 1, such as 0.3")
         for option, value in (
@@ -177,7 +177,7 @@ def _setups(
 
 
 def _settings(simulation: Simulation) -> dict[str, object]:
-    """What the results depend on, for the JSON."""
+    """The options that the results depend on, for the JSON."""
     return {
         "policies": simulation.policies,
         "seeds": simulation.seeds,

@@ -1,4 +1,4 @@
-"""A trace in two halves, each replayed from a cold start: what was chosen on one can be tried on the other.
+"""A trace in two halves, each replayed from a cold start: a choice made on one can be tried on the other.
 
 Where requests fall into many trees of blocks (sessions that share nothing), every other tree goes into each half, by
 its first request. Where all of them begin alike, the halves are those of time.

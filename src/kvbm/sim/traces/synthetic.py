@@ -18,7 +18,7 @@ from kvbm.sim.traces.trace import Trace, TraceBuilder
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """What the conversations are like; lengths are means, in tokens.
+    """The shape of the conversations; lengths are means, in tokens.
 
     `applications`: system prompts. `turns`: of a conversation (geometric). `pause_s`: median between an answer and
     the next turn; `pause_spread`: standard deviation of its logarithm. `edits`: share of turns that go back.

@@ -1,7 +1,7 @@
 """How a disk tier moves one block between memory and a slab file, and how it computes the block's checksum.
 
 `HostBlockIo` is the ordinary way: vectored system calls between the page-aligned views of host memory and the file,
-xxh3 over the bytes. `nixl_io.NixlBlockIo` is the direct one: a driver moves the bytes, which may lie on a GPU.
+xxh3 over the bytes. `nixl.block_io.NixlBlockIo` is the direct one: a driver moves the bytes, which may lie on a GPU.
 """
 
 from __future__ import annotations

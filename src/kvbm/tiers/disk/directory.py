@@ -64,7 +64,7 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     def same_blocks(self, other: DirectoryMeta) -> bool:
         """True when slot i of one holds the same bytes in the same place as slot i of the other.
 
-        The number of slots may differ, whether they are left behind, and the name of the model.
+        The number of slots may differ, whether they are left behind, and the model's name: the fingerprint counts.
         """
         alike = msgspec.structs.replace(
             self, slot_count=other.slot_count, namespace=other.namespace, persist=other.persist
@@ -176,16 +176,17 @@ def claim_directory(
     """Take one of the namespace's directories that has no owner.
 
     One with blocks that can be used comes first, of those the one that was held `before`, then those of the wanted
-    size, then the one used last. So replicas that come back, in any order, find together all that they left.
-    Where there is none it is a new one, or one that no process can read any more. A tier that does not persist always
-    makes its own: it would empty another's and remove it. Others stay, except those that must not outlive their owner.
+    size, then the one used last. So replicas that come back, in whatever order, find what they left, all together.
+    Where there is none it is a new one, or one that nobody can read any more. A tier that does not persist always makes
+    its own: it would empty another's and remove it. All others stay, but for those that were not meant to outlive their
+    owner.
 
     Raises SettingsError, which names `field`, when `root` cannot be used, TierError when all are taken or the medium
-    fails, or where it cannot be told which directories are ours.
+    fails, or where it cannot be known which directories are ours.
     """
     if nameless := nameless_as():
         raise TierError(
-            f"disk tier: it cannot be told whose directories in {root} are: we are user {nameless}"
+            f"disk tier: the owners of directories in {root} cannot be known: we are user {nameless}"
         )
     short = wanted.namespace.short
     try:

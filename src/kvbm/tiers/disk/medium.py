@@ -78,7 +78,7 @@ def plan(options: DiskOptions) -> DiskGeometry:
 class DiskMedium:
     """An open directory. `load`, `store` and `void` may be called from several threads, for different slots.
 
-    Two calls for one slot at the same time do no harm beyond a miss: the mixture of both fails verification.
+    Two calls for one slot at the same time do no harm beyond a miss: the slot then fails verification.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DiskMedium:
     def store(self, job: StoreJob) -> None:
         """Make the slot hold this block. Raises OSError; the slot then holds nothing.
 
-        NoRoom: its bytes would have to be taken from what is left to others; nothing was touched.
+        NoRoom: its bytes would have to come from the part left to others; nothing was touched.
         """
         if not self._slabs.has_bytes(job.slot):
             self._room.require(self._slabs.block_bytes)
@@ -132,7 +132,7 @@ class DiskMedium:
     def load(self, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> LoadVerdict:
         """Fill the targets with the block and verify it; unless it is a HIT their contents mean nothing.
 
-        What fails verification is voided. Raises OSError.
+        A block that fails verification is voided. Raises OSError.
         """
         try:
             record = self._journal.read(slot)
@@ -332,8 +332,8 @@ def _find_space(
         field = setting.size if options.capacity_blocks is None else setting.blocks
         require_space(directory, options.root, geometry, syscalls, field)
     except TierError:
-        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then. Blocks
-        # that are there already must be found also on a filesystem that others have filled.
+        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then.
+        # Blocks that are there already must be found also on a filesystem that others have filled.
         if not sparse:
             raise
 

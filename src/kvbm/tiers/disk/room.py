@@ -34,8 +34,8 @@ UNOWNED_TIERS = 8
 """By default so many tiers of the size of the largest one there are kept without an owner, however old."""
 
 UNOWNED_S = 7 * 86400.0
-"""By default directories used within so many seconds stay, of any size: the first of many replicas to come back cannot
-know how many follow, and must leave each of them its directory."""
+"""By default directories used within so many seconds stay, however large: the first of many replicas to
+come back cannot know how many follow, and must leave all of them what they left."""
 
 LEFT_SHARE = 100
 LEFT_BYTES_MAX = 1 << 30

@@ -129,7 +129,7 @@ class SlabFiles:
         present = status.st_size
         if present > size:
             self._syscalls.ftruncate(fd, size)
-        # Others may have taken room since it was checked for all slabs together.
+        # Others may have taken some of the room that was free for all slabs together.
         require_room(size - status.st_blocks * 512)
         try:
             self._syscalls.fallocate(fd, 0, size)
@@ -145,7 +145,7 @@ class SlabFiles:
                 first, count = slab * self._geometry.slab_slots, size // self.block_bytes
                 self._written[first : first + count] = b"\1" * count
             return
-        # An interrupted fill goes on where it stopped: the file is as long as its filled part.
+        # An interrupted fill continues where it stopped: the file ends with the bytes that were filled.
         chunk = memoryview(mmap.mmap(-1, min(size, ZEROFILL_CHUNK_BYTES)))
         position = present - present % PAGE_BYTES
         while position < size:

@@ -65,8 +65,8 @@ def open_disk_tier(
       behind.
     - `unowned_bytes`: what directories without an owner may take under `root`, all together; the least recently used
       go first. None is eight times the size of the largest tier there, times the tiers that share one `setting`, and
-      spares those used within seven days.
-    - `setting`: the caller's names of these, for errors and log lines.
+      spares what was used within seven days.
+    - `setting`: how the caller names these, for errors and log lines.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
 
@@ -307,9 +307,9 @@ class DiskTier:
     def _refuse(self, job: Job, medium: DiskMedium, error: NoRoom) -> Completion:
         """A store that has no room ends alone: blocks on the disk can be read, and be replaced by others."""
         text = f"disk tier: no room for more blocks in {medium.path}: {error.strerror}"
-        if not self._no_room_logged:
-            self._no_room_logged = True
-            log.warning("%s; said once", text)
+        if not self._told_no_room:
+            self._told_no_room = True
+            log.warning("%s; logged once", text)
         return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=text)
 
     def _moved(self, job: Job, start_s: float, engine_hash: bytes = b"", group: int = 0) -> Completion:

@@ -1,6 +1,6 @@
 """NIXL as the disk tier uses it: a few calls, each of which ends. Tests put an agent of their own in its place.
 
-What had to be learned about NIXL 1.5 from its source, and shapes `nixl_io`:
+Facts about NIXL 1.5, taken from its source, that shape `block_io`:
 
 - To release a transfer that is under way cancels nothing: POSIX frees what its queue still points to, GDS_MT waits for
   the end, however long. So a transfer is released only once it has ended; others are leaked on purpose.

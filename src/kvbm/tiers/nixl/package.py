@@ -45,7 +45,7 @@ def install_hint(cuda: int) -> str:
 def cuda_of_torch() -> int:
     """The major version of the CUDA that the installed torch is built for: 12 or 13; 0 where that is not known.
 
-    Read in the metadata of what is installed: torch itself is not imported.
+    Read in the metadata of installed packages: torch itself is not imported.
     """
     metadata = importlib.import_module("importlib.metadata")
     try:

@@ -1,8 +1,8 @@
 """Copies where the device is a CUDA GPU: beside the forward pass, on streams of our own.
 
-Each direction has a stream. Events on the device make a copy wait for the engine's work, and that work for a copy: no
-thread waits for the engine, and the engine's stream gets nothing but an event to wait for. `choice` decides how the
-bytes move; `page_lock` locks the arena's pages.
+Each direction has a stream. Events on the device order the copies and the engine's work: no thread waits for the
+engine, and the engine's stream gets nothing but an event to wait for. `choice` decides how the bytes move; `page_lock`
+page-locks the arena.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CudaCopying(NamedTuple):
 
 
 class CudaCopier:
-    """See `Copier`. `method` is one of `cuda_choice.METHODS`, or `auto`: the one that was measured to be fastest here.
+    """See `Copier`. `method` is one of `choice.METHODS`, or `auto`: the one that was measured to be fastest here.
 
     A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
     are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
@@ -199,7 +199,7 @@ class CudaCopier:
                     )
                 return CudaCopying(stream.record())
             except BaseException as error:
-                # Some copies may be under way: the caller frees what they touch as soon as it gets the error.
+                # Some copies may be under way: the caller frees their memory as soon as it gets the error.
                 _drain(stream)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error

@@ -169,7 +169,7 @@ class CudaDriver:
         try:
             yield
         finally:
-            # Unchecked: it fails only where the device is lost, and what was done meanwhile says more.
+            # Unchecked: it fails only where the device is lost, and the calls made meanwhile say more.
             self._library.cuThreadExchangeStreamCaptureMode(byref(c_int(before)))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:

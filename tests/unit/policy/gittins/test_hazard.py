@@ -1,4 +1,4 @@
-"""What the learning policy learns: features of runs, the hazard model over them, and when that is fitted."""
+"""The learning of the policy: features of runs, the hazard model over them, and when that is fitted."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from kvbm.sim.traces.trace import Trace, TraceBuilder
 
 
 def check(tree: RunTree) -> None:
-    """What must hold of a tree at any time."""
+    """The invariants of a tree."""
     alive = [run for run in range(len(tree.start)) if tree.length[run]]
     assert len(alive) == len(tree)
     assert tree.live_blocks == sum(tree.length[run] for run in alive)
@@ -278,7 +278,7 @@ def test_a_long_chain_is_cleared_from_its_front_without_cutting_it_every_time(
 
 
 def test_many_chains_that_grow_by_turns_are_not_copied_each_time() -> None:
-    """As after a restart, when the blocks of a disk are told in the order in which they were written."""
+    """As after a restart, when the blocks of a disk are inserted in the order in which they were written."""
     chains, length = 20, 400
     policy = Gittins(chains * length)
     for depth in range(length):
@@ -293,7 +293,7 @@ def test_many_chains_that_grow_by_turns_are_not_copied_each_time() -> None:
 
 
 def test_blocks_that_came_without_a_request_do_not_disturb_the_duel() -> None:
-    """What a disk held before a restart: LRU's shadow knows nothing of it, and goes on counting right."""
+    """LRU's shadow knows nothing of the blocks that a disk held before a restart, and still counts right."""
     policy = Gittins(30, turns_max=64)
     policy.inserted(list(range(1000, 1030)), list(range(30)), -1, 0.0)
     policy.evictable(range(30))

@@ -71,7 +71,7 @@ def test_progress_ends_with_the_number_of_requests() -> None:
 
 
 class Listener(LeafFirstLru):
-    """Keeps what it was told of ends."""
+    """Keeps the ends that were reported to it."""
 
     def __init__(self, slot_count: int) -> None:
         super().__init__(slot_count)

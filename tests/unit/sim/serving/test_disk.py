@@ -29,7 +29,7 @@ def on_eviction(
     machine: Machine = MACHINE,
     admission: AdmissionPolicy | None = None,
 ) -> tuple[Served, SimulatedTier, SimulatedTier]:
-    """What happened, and the tiers as they were left."""
+    """The events of a run, and the tiers as they were left."""
     upper = SimulatedTier(host, Departures(LeafFirstLru(host), host), insist=True)
     lower = SimulatedTier(disk, LeafFirstLru(disk))
     admit = AdmitAll() if admission is None else admission

@@ -1,4 +1,4 @@
-"""What the tier takes on the medium, and what is left of it after the settings changed."""
+"""The bytes that the tier takes on the medium, and the blocks that are left after the settings changed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def open_tier(
 
 
 def medium_bytes(root: Path) -> int:
-    """What everything under `root` takes, directories included, as du counts."""
+    """The bytes of everything under `root`, directories included, as du counts."""
     return sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
 
 

@@ -1,4 +1,4 @@
-"""Who gets which directory, and what happens to those that nobody owns."""
+"""Which tier gets which directory, and the end of those that nobody owns."""
 
 from __future__ import annotations
 

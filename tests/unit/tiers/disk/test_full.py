@@ -177,7 +177,7 @@ def test_sparse_files_stop_growing_before_the_filesystem_is_full(
         assert refused.outcome is Outcome.RETRY
         assert "of the filesystem are left to others" in refused.error
         assert "\n" not in refused.error
-    assert [record.getMessage() for record in caplog.records] == [f"{refused.error}; said once"]
+    assert [record.getMessage() for record in caplog.records] == [f"{refused.error}; logged once"]
     assert syscalls.calls.get("pwritev", 0) == writes, "not a byte"
     assert tier.fault == ""
     assert load(tier, LAYOUT, make_key(0), 0).outcome is Outcome.HIT

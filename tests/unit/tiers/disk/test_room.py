@@ -1,4 +1,4 @@
-"""What is kept without an owner, and what goes first."""
+"""Which directories are kept without an owner, and which go first."""
 
 from __future__ import annotations
 

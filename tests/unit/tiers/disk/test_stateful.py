@@ -49,10 +49,10 @@ class DiskTierMachine(RuleBasedStateMachine):
             self.root, LAYOUT, NAMESPACE, capacity_blocks=slot_count, io_threads=2, syscalls=self.faults
         )
         for slot in range(slot_count, SLOT_COUNT_MAX):
-            self.settle(slot, None)
+            self.expect(slot, None)
         self.check_recovered()
 
-    def settle(self, slot: int, number: int | None) -> None:
+    def expect(self, slot: int, number: int | None) -> None:
         """The slot holds exactly this."""
         self.must.pop(slot, None)
         self.may[slot] = set()
@@ -74,7 +74,7 @@ class DiskTierMachine(RuleBasedStateMachine):
                 self.may[slot] = {found[slot]}
             else:
                 assert slot not in self.must or self.must[slot] in found.values(), "a block was lost"
-                self.settle(slot, None)
+                self.expect(slot, None)
 
     def in_range(self, slot: int) -> SlotIndex:
         assert self.tier is not None
@@ -85,7 +85,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         assert self.tier is not None
         slot = self.in_range(slot)
         assert store(self.tier, LAYOUT, make_key(number), slot).outcome is Outcome.HIT
-        self.settle(slot, number)
+        self.expect(slot, number)
 
     @rule(slot=slots, number=numbers)
     def load(self, slot: int, number: int) -> None:
@@ -94,20 +94,20 @@ class DiskTierMachine(RuleBasedStateMachine):
         loaded = load(self.tier, LAYOUT, make_key(number), slot)
         if loaded.outcome is Outcome.HIT:
             assert number in self.may[slot], "found what was forgotten or overwritten"
-            self.settle(slot, number)
+            self.expect(slot, number)
         else:
             assert loaded.outcome is Outcome.MISS
             assert self.must.get(slot) != number, "a block was lost"
             assert not loaded.corrupt or slot not in self.must, "a sound block was called corrupt"
             if loaded.corrupt:
-                self.settle(slot, None)
+                self.expect(slot, None)
 
     @rule(slot=slots)
     def forget(self, slot: int) -> None:
         assert self.tier is not None
         slot = self.in_range(slot)
         self.tier.forget(slot)
-        self.settle(slot, None)
+        self.expect(slot, None)
 
     @rule(seed=st.integers(0, 2**32), slot_count=st.integers(1, SLOT_COUNT_MAX))
     def restart_with_another_capacity(self, seed: int, slot_count: int) -> None:
@@ -141,7 +141,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         assert self.tier.drain(DEADLINE_S)
         for completion in self.tier.poll():
             if completion.outcome is Outcome.HIT:
-                self.settle(*done[completion.job_id])
+                self.expect(*done[completion.job_id])
         slot_count = self.tier.slot_count
         self.faults.power_off = True
         self.tier.close(keep=True)
@@ -178,7 +178,7 @@ class DiskTierMachine(RuleBasedStateMachine):
             expected = store(self.tier, LAYOUT, make_key(number), slot)
         self.faults.disarm()
         if expected.outcome is Outcome.HIT and operation == "pwritev":
-            self.settle(slot, number)
+            self.expect(slot, number)
         elif not (operation == "preadv" and expected.outcome is Outcome.HIT):
             self.doubt(slot, *([number] if operation == "pwritev" else []))
         was_off = bool(self.tier.fault)

@@ -115,7 +115,7 @@ def test_the_engines_own_thread_keeps_its_mode() -> None:
 
 
 def test_a_thread_that_was_not_adopted_would_end_it() -> None:
-    """What the others rest on: the model notices."""
+    """The other tests rest on this: the model notices."""
     model = Model()
     bench = new_bench(model).prepared()
     model.capturing = True

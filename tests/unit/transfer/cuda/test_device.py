@@ -1,4 +1,4 @@
-"""What is asked of torch on a CUDA device. Stand-ins have the signatures of this torch's own classes."""
+"""The calls to torch on a CUDA device. Stand-ins have the signatures of this torch's own classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is handed to the CUDA driver, byte for byte, with a stand-in for its library."""
+"""The arguments of calls to the CUDA driver, byte for byte, with a stand-in for its library."""
 
 from __future__ import annotations
 

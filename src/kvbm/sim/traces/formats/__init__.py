@@ -1,4 +1,4 @@
-"""Traces from files: five formats, plain or gzip, told apart by what is in them.
+"""Traces from files: five formats, plain or gzip, recognized by their content.
 
 | format | block names | source of the description |
 | --- | --- | --- |

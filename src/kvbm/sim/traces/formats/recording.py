@@ -9,7 +9,7 @@ JSON Lines, plain or gzip. The first line is the header, every other one a reque
 `keys` is unpadded base64 of 8 bytes for each full block of the prompt: its block key, which says the whole prefix up to
 there, hashed with a salt that the file does not hold and cut. So equal keys mean equal prefixes inside one file, and
 nobody who guesses a text can look for it. With `after`, the chain begins with that key and all before it, as an earlier
-line had them: a conversation's history is written once. `namespace` is a digest of what bytes may be shared under.
+line had them: a conversation's history is written once. `namespace` is a digest of the fingerprint.
 Requests may be in any order but for that; a reader sorts them by `at_s`, which counts from wherever the writer began.
 """
 
@@ -59,7 +59,7 @@ class RecordingLine(msgspec.Struct, omit_defaults=True):
 class RecordingWriter:
     """Writes requests to an open file as they end. Memory is bounded: some 200 MB at most.
 
-    `salt` is fresh for every recording unless given; files with the same salt can be told to hold the same prompts.
+    `salt` is fresh for every recording unless given; files with the same salt show which prompts they share.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class RecordedRequest(NamedTuple):
 
 @dataclass
 class Source:
-    """What a file or a directory holds. A source without sessions of its own is one session that starts at 0."""
+    """The content of a file or a directory. A source without sessions of its own is one session that starts at 0."""
 
     block_tokens: int
     sessions: list[list[RecordedRequest]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def scoped_prefixes(scope: int | None, runs: Iterable[range]) -> array[int]:
 
 
 def regroup(prefixes: Sequence[Hashable], blocks_per_group: int) -> Sequence[Hashable]:
-    """The same chain in larger blocks: a prefix is named by its last block, and what fills none is left out."""
+    """The same chain in larger blocks: a prefix is named by its last block, and names that fill none are left out."""
     return prefixes[blocks_per_group - 1 :: blocks_per_group]
 
 

@@ -24,7 +24,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
 class TraceError(KvbmError, ValueError):
-    """A trace that cannot be read: one line with the place, what was found there, and what is accepted."""
+    """A trace that cannot be read: one line with the place, the value found there, and what is accepted."""
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
