@@ -307,8 +307,8 @@ class DiskTier:
     def _refuse(self, job: Job, medium: DiskMedium, error: NoRoom) -> Completion:
         """A store that has no room ends alone: blocks on the disk can be read, and be replaced by others."""
         text = f"disk tier: no room for more blocks in {medium.path}: {error.strerror}"
-        if not self._told_no_room:
-            self._told_no_room = True
+        if not self._no_room_logged:
+            self._no_room_logged = True
             log.warning("%s; logged once", text)
         return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=text)
 
