@@ -118,6 +118,7 @@ def test_a_planted_socket_is_refused_and_hears_nothing(directory: Path) -> None:
         Channel.connect(str(path))
     assert heard == [b""]
     assert f"user {NOBODY} listens at {path}" in str(caught.value)
+    assert "(peer_uids, or DYN_KVBM_PEER_UIDS, lists others" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

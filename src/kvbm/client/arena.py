@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -17,17 +16,20 @@ _POPULATE_CHUNK_BYTES = 32 << 20
 class MappedArena:
     """The mapped slots and their generations. Valid for `epoch` only.
 
-    `numa_node` is where pages should lie that were never touched yet; -1 is anywhere. `fd` is a descriptor of the
-    slots' memory; -1 where the process has none left.
+    `numa_node` is where pages should lie that nobody has touched yet; -1 is anywhere. `fd` is a descriptor of the
+    slots' memory.
     """
 
     def __init__(self, welcome: Welcome, fds: Sequence[int], numa_node: int = -1) -> None:
         """Takes the descriptors that came with the welcome over. Raises ManagerUntrusted and OSError."""
         self.epoch = welcome.epoch
         self.slot_count, self.slot_bytes = welcome.slot_count, welcome.slot_bytes
-        self.fd = -1
-        with contextlib.suppress(OSError):
+        try:
             self.fd = os.dup(fds[0]) if fds else -1
+        except OSError:  # no descriptor left: give these back
+            for fd in fds:
+                os.close(fd)
+            raise
         try:
             self.region, self._generation_map = open_arena(fds, welcome.slot_count, welcome.slot_bytes)
         except BaseException:

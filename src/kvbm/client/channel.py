@@ -66,7 +66,7 @@ class Channel:
             connection.close()
             raise ManagerUntrusted(
                 f"user {uid} listens at {socket_path}: accepted there are {accepted_users(peer_uids)} "
-                f"({variable('peer_uids')} lists others, for a socket that you name)"
+                f"(peer_uids, or {variable('peer_uids')}, lists others, for a socket that you name)"
             )
         return cls(connection)
 

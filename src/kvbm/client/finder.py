@@ -133,9 +133,13 @@ class ManagerFinder:
         _last_logged.pop(self.address.socket_path, None)
 
     def establish(
-        self, hello: Hello, timeout_s: float, pause: Callable[[float], object]
+        self,
+        hello: Hello,
+        timeout_s: float,
+        pause: Callable[[float], object],
+        answer_timeout_s: float = _HELLO_TIMEOUT_S,
     ) -> tuple[Channel, Welcome]:
-        """Connect and introduce ourselves, waiting up to `timeout_s`.
+        """Connect and introduce ourselves, waiting up to `timeout_s`, and for an answer up to `answer_timeout_s`.
 
         Raises ManagerUnavailable when there is no manager by then, ManagerRefused when it refuses us or cannot start,
         ManagerUntrusted when the socket may be another user's.
@@ -147,7 +151,7 @@ class ManagerFinder:
             channel = self.attempt()
             if channel is not None:
                 try:
-                    welcome = channel.introduce(hello, _HELLO_TIMEOUT_S)
+                    welcome = channel.introduce(hello, answer_timeout_s)
                     self.welcomed()
                     return channel, welcome
                 except ManagerUnavailable:

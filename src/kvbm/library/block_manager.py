@@ -1,10 +1,11 @@
 """The library: KV blocks of one's own runtime, kept in this process or at a manager that others share.
 
-Not thread-safe: one thread owns a `BlockManager`, and copies are made in it.
+Not thread-safe: one thread owns a `BlockManager`, and copies are made in it. A forked process makes its own.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
@@ -117,7 +118,7 @@ class BlockManager:
             device=device,
         )
         self._begin(layout, namespace or Namespace(model="library", fields=(("layout", repr(layout)),)))
-        self.backend: Backend = LocalSpace(options, layout, self.namespace, self.metrics, clock)
+        self._backend: Backend | None = LocalSpace(options, layout, self.namespace, self.metrics, clock)
 
     @classmethod
     def connect(
@@ -132,16 +133,18 @@ class BlockManager:
     ) -> BlockManager:
         """A block manager that shares the blocks of a running `kvbm manager`, which listens at the path `socket`.
 
-        Its tiers and policies are those of that manager; blocks are shared with every client of the same namespace.
-        `peer_uids` are the users that may serve there, besides our own and root. Raises ManagerUnavailable when there
-        is none within `join_timeout_s`, ManagerRefused when it says no, and ManagerUntrusted for another user's.
+        Its tiers and policies are those of that manager; blocks are shared with every client of the same namespace,
+        which must name the order of the KV cache's dimensions too: processes cannot compare it. `peer_uids` are the
+        users that may serve there, besides our own and root. Raises ManagerUnavailable when there is none within
+        `join_timeout_s`, ManagerRefused when it says no, ManagerUntrusted for another user's, and SettingsError for a
+        path that no socket can have.
 
-        Should the manager go, nothing is found and nothing kept, and a warning says so; each call tries to join it
-        again, without waiting for it. No answer is waited for longer than `reply_timeout_s`.
+        Should the manager go, nothing is found and nothing kept, and a warning says so; calls try to join the next one,
+        and go on without it where there is none. No answer is waited for longer than `reply_timeout_s`.
         """
         manager = cls.__new__(cls)
         manager._begin(layout, namespace)
-        manager.backend = SharedSpace(
+        manager._backend = SharedSpace(
             socket, layout, namespace, peer_uids, join_timeout_s, reply_timeout_s, clock
         )
         return manager
@@ -152,6 +155,21 @@ class BlockManager:
         self.namespace = namespace
         self._fingerprint = namespace.fingerprint
         self.metrics = Metrics()
+        self._pid = os.getpid()
+
+    @property
+    def backend(self) -> Backend:
+        """Where the blocks are kept. Raises KvbmError once it is closed, and in a process that was forked from ours.
+
+        A forked process has the same memory and sessions: it would write over our blocks, and read our answers.
+        """
+        if self._backend is None:
+            raise KvbmError("this block manager is closed")
+        if os.getpid() != self._pid:
+            raise KvbmError(
+                f"this block manager belongs to process {self._pid}: make another one after the fork"
+            )
+        return self._backend
 
     def __enter__(self) -> BlockManager:
         return self
@@ -172,14 +190,15 @@ class BlockManager:
         """
         if skip < 0:
             raise SettingsError("skip", skip, "the number of leading blocks that the device holds")
-        run = self.backend.lookup(self._keys(tokens, extras), skip)
+        backend = self.backend
+        run = backend.lookup(self._keys(tokens, extras), skip)
         hit = Hit(self, run)
         try:
             yield hit
         finally:
             hit._end()
             if run is not None:
-                self.backend.release(run)
+                backend.release(run)
 
     def offload(
         self,
@@ -220,8 +239,13 @@ class BlockManager:
         return self.backend.status()
 
     def close(self) -> None:
-        """Write the blocks that wait for disk, and release everything. Blocks on disk and at a shared manager stay."""
-        self.backend.close()
+        """Write the blocks that wait for disk, and release everything. Blocks on disk and at a shared manager stay.
+
+        Twice is no error.
+        """
+        if self._backend is not None:
+            backend, self._backend = self.backend, None
+            backend.close()
 
     def _keys(self, tokens: Sequence[int] | Chain, extras: bytes) -> list[BlockKey]:
         size = self.layout.block_tokens

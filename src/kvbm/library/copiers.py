@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvbm.transfer import Copier, DeviceCache
+    from kvbm.transfer.copier import Pairs
 
 _KV_CACHES_MAX = 4
 
@@ -36,7 +37,10 @@ class Copiers:
         """The copier of this KV cache. Raises SettingsError for one of another size or order of dimensions."""
         from kvbm.transfer import DeviceCache
 
-        identity = tuple((name, tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in kv_cache.items())
+        identity = tuple(
+            (name, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            for name, tensor in kv_cache.items()
+        )
         copier = self._copiers.get(identity)
         if copier is None:
             cache = DeviceCache.from_tensors(kv_cache, next(iter(kv_cache.values())).shape[0])
@@ -55,6 +59,15 @@ class Copiers:
                 self._copiers.pop(next(iter(self._copiers))).close()
             copier = self._copiers[identity] = self._make(cache)
         return copier
+
+    def store(self, kv_cache: Mapping[str, torch.Tensor], pairs: Pairs) -> None:
+        """Copy device blocks into slots. Also when it raises, nothing writes to the slots any more: others get them."""
+        copier = self.of(kv_cache)
+        try:
+            copier.store(pairs)
+        except BaseException:
+            self.close()  # an interrupt leaves copies under way: this waits for them
+            raise
 
     def close(self) -> None:
         """Close them all; the next use makes new ones."""

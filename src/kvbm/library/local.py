@@ -154,7 +154,7 @@ class LocalSpace:
             return 0
         failed: Sequence[int] = range(len(pairs))
         try:
-            self._copiers.of(kv_cache).store(pairs)
+            self._copiers.store(kv_cache, pairs)
             failed = ()
         finally:
             self.space.commit(_OWNER, number, failed)
@@ -235,4 +235,4 @@ class LocalSpace:
 
 
 def _bytes(field: str, size: str | int) -> int:
-    return size if isinstance(size, int) else parse_size(field, size)
+    return size if isinstance(size, int) else parse_size(field, str(size))

@@ -48,7 +48,7 @@ from kvbm.protocol import (
     StatusQuery,
     Welcome,
 )
-from kvbm.settings import Settings
+from kvbm.settings import Settings, parse_socket_path
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,8 @@ ReplyT = TypeVar("ReplyT", LookupReply, ReserveReply, ResetReply, Status)
 class _Session:
     """The two sessions of one life of the manager, and the memory that came with them. `lost` when either broke.
 
-    At most one question is open. While an answer is overdue no other question is asked, so that a manager that has
-    stopped delays one call and not each of them.
+    At most one question is open. While it is `unanswered` no other one is asked, so that a manager that has stopped
+    delays one call and not each of them.
     """
 
     def __init__(self, leader: Channel, worker: Channel, arena: MappedArena) -> None:
@@ -78,9 +78,9 @@ class _Session:
         self.staging = False
         self.runs: dict[int, _SharedRun] = {}
         self.fenced: set[int] = set()
+        self.unanswered = False
         self._leader = leader
         self._worker = worker
-        self._unanswered = False
         self._reply: object = None
 
     def poll(self) -> None:
@@ -109,22 +109,23 @@ class _Session:
     ) -> ReplyT | None:
         """The answer; None when the session is lost or there is no answer in time.
 
-        In that case `undo` follows the question: it gives back what a late answer would grant.
+        In that case, and when the wait is interrupted, `undo` follows: it gives back what a late answer would grant.
         """
-        if self._unanswered:
-            return None
-        self._unanswered, self._reply = True, None
-        self.send(message)
-        deadline_s = time.monotonic() + timeout_s
-        while self._unanswered and self.wait(deadline_s - time.monotonic()):
-            pass
-        if self._unanswered:
+        assert not self.unanswered, "one question at a time"
+        self.unanswered, self._reply = True, None
+        try:
+            self.send(message)
+            deadline_s = time.monotonic() + timeout_s
+            while self.unanswered and self.wait(deadline_s - time.monotonic()):
+                pass
+        finally:
+            if self.unanswered and undo is not None:
+                self.send(undo)
+        if self.unanswered:
             if not self.lost:
                 log.warning(
                     "no answer of the manager within %g s: it is not asked until it answers", timeout_s
                 )
-            if undo is not None:
-                self.send(undo)
             return None
         reply = self._reply
         assert isinstance(reply, kind), reply
@@ -170,7 +171,7 @@ class _Session:
         elif isinstance(message, Refused):
             raise ManagerUnavailable(f"it refuses us: {message.reason}")
         elif isinstance(message, _REPLIES):
-            self._unanswered, self._reply = False, message
+            self.unanswered, self._reply = False, message
 
 
 @dataclass(eq=False)
@@ -205,7 +206,7 @@ class SharedSpace:
         reply_timeout_s: float,
         clock: Clock,
     ) -> None:
-        self._socket = socket
+        self._socket = parse_socket_path("socket", socket)
         self._layout = layout
         self._namespace = namespace
         self._peer_uids = tuple(peer_uids)
@@ -213,7 +214,6 @@ class SharedSpace:
         self._clock = clock
         self._numbers = count(1)
         self._copiers = Copiers(layout, self._new_copier)
-        self._closed = False
         engine = f"library-{os.getpid()}-{os.urandom(4).hex()}"
         self._leader_hello = Hello(version=PROTOCOL_VERSION, role="leader", engine=engine)
         self._worker_hello = Hello(
@@ -222,7 +222,9 @@ class SharedSpace:
         address = ManagerAddress(socket_path=socket, private=False)
         settings = Settings(manager=socket, peer_uids=self._peer_uids)
         self._finder = ManagerFinder(address, settings, {}, clock)
-        self._session = self._join(*self._finder.establish(self._worker_hello, join_timeout_s, time.sleep))
+        patience_s = max(join_timeout_s, reply_timeout_s)
+        joined = self._finder.establish(self._worker_hello, join_timeout_s, time.sleep, patience_s)
+        self._session = self._join(*joined, patience_s)
 
     def lookup(self, keys: list[BlockKey], skip: int) -> _SharedRun | None:
         session = self._present()
@@ -264,7 +266,7 @@ class SharedSpace:
     def release(self, run: Run) -> None:
         assert isinstance(run, _SharedRun)
         run.session.runs.pop(run.number, None)
-        unused = 0 if run.loaded or run.failed else len(run.slots)
+        unused = len(run.slots) - run.loaded - run.failed
         run.session.send(
             Release(
                 lookup=run.number,
@@ -307,7 +309,6 @@ class SharedSpace:
         return next((space for space in spaces if space.get("namespace") == self._namespace.short), {})
 
     def close(self) -> None:
-        self._closed = True
         self._copiers.close()
         self._session.close()
 
@@ -322,7 +323,7 @@ class SharedSpace:
         session = self._present()
         if session is None:
             return 0
-        copier, number, started_s = self._copiers.of(kv_cache), next(self._numbers), self._clock()
+        number, started_s = next(self._numbers), self._clock()
         session.fenced.clear()
         question = Reserve(store=number, parent=parent, keys=join_keys(keys))
         none_copied = Commit(store=number, failed=tuple(range(len(keys))))
@@ -338,20 +339,20 @@ class SharedSpace:
             if number not in session.fenced and not session.lost:
                 intact = session.arena.intact([slot for _, slot in pairs], reply.generations)
                 if intact == len(pairs):
-                    copier.store(pairs)
+                    self._copiers.store(kv_cache, pairs)
                     failed = ()
         finally:
             session.send(Commit(store=number, failed=tuple(failed), seconds=self._clock() - started_s))
         return len(pairs) - len(failed)
 
     def _present(self) -> _Session | None:
-        """The session with the manager; joins one that came back. None without a manager."""
-        assert not self._closed, "the block manager is closed"
+        """The session to ask in; joins a manager that came back. None without one, and while an answer is overdue."""
         if not self._session.lost:
             self._session.poll()
         if self._session.lost and (channel := self._finder.attempt()) is not None:
             try:
-                session = self._join(channel, channel.introduce(self._worker_hello, self.reply_timeout_s))
+                welcome = channel.introduce(self._worker_hello, self.reply_timeout_s)
+                session = self._join(channel, welcome, self.reply_timeout_s)
             except (KvbmError, OSError) as error:
                 channel.close()
                 self._finder.log_trouble(str(error))
@@ -360,19 +361,20 @@ class SharedSpace:
                 self._session.close()
                 self._session = session
                 log.info("connected again to the manager (epoch %x)", session.arena.epoch)
-        return None if self._session.lost else self._session
+        session = self._session
+        return None if session.lost or session.unanswered else session
 
-    def _join(self, worker: Channel, welcome: Welcome) -> _Session:
-        """The leader's session beside the worker's. Raises KvbmError; `worker` is closed then."""
+    def _join(self, worker: Channel, welcome: Welcome, timeout_s: float) -> _Session:
+        """The leader's session beside the worker's. Raises KvbmError and OSError; `worker` is closed then."""
         opened: list[Channel | MappedArena] = [worker]
         try:
             arena = MappedArena(welcome, worker.take_fds())
             opened.append(arena)
             leader = Channel.connect(self._socket, self._peer_uids)
             opened.append(leader)
-            leader.introduce(self._leader_hello, self.reply_timeout_s)
+            leader.introduce(self._leader_hello, timeout_s)
             session = _Session(leader, worker, arena)
-            deadline_s = time.monotonic() + self.reply_timeout_s
+            deadline_s = time.monotonic() + timeout_s
             while not session.ready:
                 if not session.wait(deadline_s - time.monotonic()):
                     raise ManagerUnavailable(f"the manager at {self._socket} did not take us in")

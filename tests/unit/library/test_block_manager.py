@@ -22,7 +22,7 @@ import torch
 import kvbm
 from kvbm.library.copiers import Copiers
 from kvbm.manager.space import Space
-from kvbm.transfer import DeviceCache
+from kvbm.transfer import CpuCopier, DeviceCache
 from rigs.checkout import ROOT
 from rigs.library import (
     BLOCK_TOKENS,
@@ -72,6 +72,57 @@ def test_random_prompts_come_back_as_they_left_or_not_at_all(house: LocalHouse |
         assert manager.flush()
         assert house.metrics.value("kvbm_transfer_bytes_total", source="disk", target="host") > 0
     assert hits > 100
+
+
+def test_what_is_closed_says_so_and_closing_twice_is_no_error(house: LocalHouse | SharedHouse) -> None:
+    cache, tokens = new_cache(1), list(range(2 * BLOCK_TOKENS))
+    manager = house.open()
+    manager.offload(tokens, cache, range(2))
+    with manager.match(tokens) as hit:
+        manager.close()
+        with pytest.raises(kvbm.KvbmError, match="closed"):
+            hit.onboard(cache, range(2, 4))
+    manager.close()
+    with pytest.raises(kvbm.KvbmError, match="closed"):
+        manager.offload(tokens, cache, range(2))
+
+
+def test_a_forked_process_may_not_use_its_parents(
+    house: LocalHouse | SharedHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the same memory, and another idea of what is in it."""
+    cache, tokens = new_cache(1), list(range(2 * BLOCK_TOKENS))
+    with house.open() as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: 1)
+            for call in (lambda: manager.offload(tokens, cache, range(2)), manager.clear, manager.close):
+                with pytest.raises(kvbm.KvbmError, match="after the fork"):
+                    call()
+        assert manager.offload(tokens, cache, range(2)) == 2
+
+
+def test_slots_are_given_back_when_no_copy_writes_to_them_any_more(
+    house: LocalHouse | SharedHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt ends the call, and not the threads that copy."""
+    close, filling = CpuCopier.close, list[int]()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def closing(copier: CpuCopier) -> None:
+        filling.append(house.with_space(lambda space: space.host_pool.counts().filling))
+        close(copier)
+
+    with house.open() as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuCopier, "store", interrupted)
+            patch.setattr(CpuCopier, "close", closing)
+            with pytest.raises(KeyboardInterrupt):
+                manager.offload(list(range(2 * BLOCK_TOKENS)), new_cache(1), range(2))
+        manager.status()
+        assert filling == [2]
+        assert house.with_space(lambda space: space.host_pool.counts().filling) == 0
 
 
 def test_another_manager_finds_what_an_earlier_one_left_on_disk(house: LocalHouse | SharedHouse) -> None:
@@ -206,6 +257,8 @@ def test_a_disk_tier_needs_a_namespace_that_says_whose_bytes_they_are(tmp_path: 
 def test_a_host_size_below_one_block_is_refused() -> None:
     with pytest.raises(kvbm.SettingsError, match="host='1KB' cannot be used: at least one block"):
         kvbm.BlockManager(layout(), host="1KB")
+    with pytest.raises(kvbm.SettingsError, match=r"host='2\.5' cannot be used: a whole number of bytes"):
+        kvbm.BlockManager(layout(), host=2.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", ["8KB", 8000])
@@ -351,3 +404,12 @@ def test_only_a_few_copiers_are_kept() -> None:
     assert [copier.close.called for copier in made] == [True] * 3 + [False] * 4
     copiers.close()
     assert all(copier.close.called for copier in made)
+
+
+def test_another_order_of_dimensions_at_the_same_address_is_another_cache() -> None:
+    """A new cache may lie where an old one lay: its blocks would come back shuffled."""
+    square = kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=8 * 8 * 4)
+    copiers, tensor = Copiers(square, lambda cache: MagicMock(cache=cache)), torch.zeros(4, 8, 8)
+    copiers.of({"layer": tensor})
+    with pytest.raises(kvbm.SettingsError, match="kv_cache"):
+        copiers.of({"layer": tensor.transpose(1, 2)})

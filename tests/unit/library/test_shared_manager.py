@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ pytest.importorskip("torch", reason="the library copies torch tensors; torch is 
 import torch
 
 import kvbm
+from kvbm.client.channel import Channel
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
 from kvbm.protocol import Fence, ReserveReply
@@ -110,6 +113,7 @@ def test_what_the_manager_counts_is_what_was_loaded(house: SharedHouse) -> None:
         manager.status()  # answered after all that was said before
         assert house.metrics.value("kvbm_matched_tokens") == 4 * BLOCK_TOKENS
         assert house.metrics.value("kvbm_onboard_blocks_h2d") == 4
+        assert house.metrics.value("kvbm_unloaded_blocks_total", reason="unused") == 2 + 6
         assert manager.metrics.value("kvbm_onboard_blocks_h2d") == 4
 
 
@@ -185,11 +189,78 @@ def test_a_copy_that_fails_leaves_nothing_that_can_be_found(
         assert house.with_space(filling) == 0
 
 
+@pytest.mark.parametrize("call", ["match", "offload"])
+def test_a_call_that_is_interrupted_while_it_waits_holds_nothing(
+    house: SharedHouse, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with house.open() as manager:
+        manager.offload(TOKENS[: 3 * BLOCK_TOKENS], new_cache(1), range(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.match(TOKENS).__enter__() if call == "match" else manager.offload(
+                    TOKENS, new_cache(1), range(6)
+                )
+        while not manager.status():
+            pass  # the answer that nobody waited for is taken first
+        assert house.with_space(leased) == house.with_space(filling) == 0
+        assert manager.offload(TOKENS, new_cache(1), range(6)) == 3
+
+
 # ---- a manager that stops, goes, comes back
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_manager_may_go_at_any_message(
+    house: SharedHouse, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """Before it gets it, or before it can answer: the call fails open, and the next manager serves."""
+    send = Channel.send
+
+    def onboarded(manager: kvbm.BlockManager) -> int:
+        target = new_cache(2)
+        with manager.match(TOKENS) as hit:
+            arrived = hit.onboard(target, range(10, 16))
+        assert torch.equal(content(target, range(10, 10 + arrived)), content(cache, range(arrived)))
+        return arrived
+
+    cache = new_cache(1)
+    for fatal in itertools.count():
+        manager, sent = house.open(), itertools.count()
+
+        def sending(channel: Channel, message: Any, fatal: int = fatal, sent: Iterator[int] = sent) -> None:
+            now = next(sent) == fatal
+            if now and not after:
+                house.close()
+            send(channel, message)
+            if now and after:
+                house.close()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "send", sending)
+            manager.offload(TOKENS[: 4 * BLOCK_TOKENS], cache, range(4))
+            onboarded(manager)
+            manager.offload(TOKENS, cache, range(6))
+            onboarded(manager)
+            manager.status()
+        went = next(sent) > fatal
+        if went:
+            house.open().close()
+            while not manager.status():
+                pass  # it tries again after a while
+            assert manager.offload(TOKENS, cache, range(6)) == 6
+            assert onboarded(manager) == 6
+        manager.close()
+        if not went:
+            break
+    assert fatal == 9, "reserve, commit, lookup, release: two of each, and a status"
+
+
 def test_a_manager_that_does_not_answer_costs_one_wait(
-    house: SharedHouse, caplog: pytest.LogCaptureFixture
+    house: SharedHouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And once it does, the lease and the slots that nobody waits for any more are free."""
     house.open().close()
@@ -204,10 +275,12 @@ def test_a_manager_that_does_not_answer_costs_one_wait(
     assert stopped.wait(DEADLINE_S)
     with manager.match(TOKENS) as hit:
         assert hit.blocks == 0
-    for _ in range(3):
-        with manager.match(TOKENS) as hit:
-            assert hit.blocks == 0
-        assert manager.offload(list(range(900, 950)), cache, range(6)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "send", pytest.fail)  # it would wait in a buffer that has an end
+        for _ in range(3):
+            with manager.match(TOKENS) as hit:
+                assert hit.blocks == 0
+            assert manager.offload(list(range(900, 950)), cache, range(6)) == 0
     assert sum("it is not asked until" in record.getMessage() for record in caplog.records) == 1
     go_on.set()
     assert held_up.result(DEADLINE_S)
@@ -289,6 +362,39 @@ def test_a_session_that_the_manager_ends_is_begun_anew(
 def test_there_is_nobody(tmp_path: Path) -> None:
     with pytest.raises(kvbm.ManagerUnavailable, match=r"no manager answers at .*nobody\.sock after 0 s"):
         kvbm.BlockManager.connect(str(tmp_path / "nobody.sock"), layout(), NAMESPACE, join_timeout_s=0.0)
+
+
+def test_a_socket_that_cannot_be_one_is_named() -> None:
+    with pytest.raises(kvbm.SettingsError, match=r"socket='.*at most 107 bytes"):
+        kvbm.BlockManager.connect("/" + 200 * "x", layout(), NAMESPACE)
+
+
+def test_a_manager_that_is_stopped_is_waited_for_no_longer_than_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel accepts the connection, and nobody answers."""
+    introduce, waits = Channel.introduce, list[float]()
+
+    def noting(channel: Channel, hello: Any, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        return introduce(channel, hello, 0.0)
+
+    monkeypatch.setattr(Channel, "introduce", noting)
+    path = str(tmp_path / "m.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(kvbm.ManagerUnavailable, match="no manager answers"):
+            kvbm.BlockManager.connect(path, layout(), NAMESPACE, join_timeout_s=0.0, reply_timeout_s=0.5)
+    assert set(waits) == {0.5}
+
+
+def test_another_layout_under_one_namespace_is_refused(house: SharedHouse) -> None:
+    with house.open():
+        assert house.served is not None
+        other = kvbm.BlockLayout(block_tokens=BLOCK_TOKENS, shard_bytes=layout().shard_bytes * 2)
+        with pytest.raises(kvbm.ManagerRefused, match="differs from this namespace's"):
+            kvbm.BlockManager.connect(house.served.path, other, NAMESPACE)
 
 
 def test_a_namespace_that_the_manager_has_no_room_for_is_refused(house: SharedHouse) -> None:
