@@ -75,7 +75,7 @@ class FramedSocket:
             data = data[socket.send_fds(self.connection, [data], list(fds)) :]
         self.outgoing += data
         if len(self.outgoing) > OUTGOING_BYTES_MAX:
-            raise OSError(errno.ENOBUFS, f"it takes no messages, and {len(self.outgoing)} bytes wait")
+            raise OSError(errno.ENOBUFS, f"{len(self.outgoing)} bytes wait")
         self.flush()
 
     def flush(self) -> None:

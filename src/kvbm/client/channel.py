@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -151,6 +152,7 @@ def _unavailable_on_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ManagerUnavailable(f"the manager has gone: {error.strerror}") from None
+        state = "takes no messages" if error.errno == errno.ENOBUFS else "has gone"
+        raise ManagerUnavailable(f"the manager {state}: {error.strerror}") from None
     except ProtocolError as error:
         raise ManagerUnavailable(str(error)) from None

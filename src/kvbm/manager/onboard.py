@@ -120,9 +120,8 @@ class Onboarder:
         if block is None:
             return False
         if completion.outcome is Outcome.HIT:
-            self.metrics.add(
-                "kvbm_transfer_bytes_total", completion.bytes_moved, source="disk", target="host"
-            )
+            bytes_moved = completion.bytes_moved
+            self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="disk", target="host")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
             self.names.brought(block.host_slot, block.key, completion.engine_hash, completion.group)
         elif completion.corrupt:

@@ -275,9 +275,8 @@ class SlotPool(Generic[KeyT]):
         length, step = 0, _RUN_STEP
         while chunk := keys[start + length : start + length + step]:
             first, end = slot + length, slot + length + len(chunk)
-            if self._keys[first:end] != chunk or self._state.count(BlockState.RESIDENT, first, end) < len(
-                chunk
-            ):
+            resident = self._state.count(BlockState.RESIDENT, first, end)
+            if self._keys[first:end] != chunk or resident < len(chunk):
                 break
             length, step = length + len(chunk), 2 * step
         return length

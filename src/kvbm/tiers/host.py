@@ -4,8 +4,8 @@ No file is left behind and a container's /dev/shm limit does not matter. Beside 
 *generation* per slot (u64): it rises whenever a slot stops holding its block. A worker that copies out of a
 slot compares the generation before and after, so a lease that ended under it can never turn into wrong bytes.
 
-Every file is sealed: nobody who has a descriptor can make it shorter, under the feet of those that mapped it, or
-longer. Only the manager's own mapping, made before the seal, can write to the table.
+Every file is sealed: no process that has a descriptor can make it longer, or shorter while others map
+it. Only the manager's own mapping, made before the seal, can write to the table.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def open_arena(
 
 
 def _sealed_bytes(fd: int) -> int:
-    """The size of a file that nobody can change any more. Raises ManagerUntrusted."""
+    """The size of a file whose size is sealed. Raises ManagerUntrusted."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # no memfd
@@ -210,7 +210,7 @@ def _sealed_bytes(fd: int) -> int:
 
 
 def _seal_for_reading(fd: int) -> int:
-    """A read-only descriptor in place of one that is mapped already; nobody can make a writable one of it."""
+    """A read-only descriptor in place of one that is mapped already; no process can make a writable one of it."""
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     except OSError as error:

@@ -68,4 +68,4 @@ def numa_node(device: torch.device) -> int:
     try:
         return node_of_pci_device(CudaDriver().pci_bus_id(index))
     except KvbmError:
-        return -1  # a driver that says nothing of its place costs nobody the cache
+        return -1  # a driver that does not tell its place is no reason to go without a cache

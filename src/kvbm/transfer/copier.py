@@ -110,7 +110,7 @@ def checked(pairs: Pairs, cache: DeviceCache, arena: torch.Tensor) -> list[tuple
     """The pairs, sorted by block; `KvbmError` for one that lies outside the cache or the arena.
 
     Checked always and not by assertion: pairs come from another process, and a wrong one overwrites a
-    block that somebody else is reading.
+    block that another request is reading.
     """
     for block, slot in pairs:
         if not (0 <= block < cache.block_count and 0 <= slot < arena.shape[0]):

@@ -178,7 +178,7 @@ class _Side:
 
 def prepare_thread() -> None:
     """Make the calling thread, which must be one of ours, independent of the engine's thread binding."""
-    # First let torch set its default for this thread, else it would do so later and undo what follows.
+    # First let torch set its default for this thread, else it would do so later and undo the next line.
     torch.get_num_threads()
     try:
         # Not torch.set_num_threads: that changes the default of every later thread of the engine as well

@@ -68,7 +68,7 @@ def _words(
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """A view of words of `dtype` over a storage, whatever dtype its tensors had. Counts are in words."""
+    """A view of words of `dtype` over a storage, of any dtype. Counts are in words."""
     # Engines register in inference mode; a view made there could not be written by another thread.
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)

@@ -15,7 +15,7 @@ from kvbm.transfer.device_cache import DeviceCache, Region
 class DeviceCopier:
     """Copies by the device's own gather and scatter, one per region (see `Copier`). A copy that was begun is over.
 
-    It runs on the calling thread's current stream, behind whatever the caller put there.
+    It runs on the calling thread's current stream, behind all work that the caller put there.
     """
 
     def __init__(self, cache: DeviceCache, arena: torch.Tensor) -> None:

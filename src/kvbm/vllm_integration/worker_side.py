@@ -20,7 +20,7 @@ from kvbm.transfer import DeviceCache, numa_node
 from kvbm.vllm_integration import weight_changes
 from kvbm.vllm_integration.namespace import engine_namespace
 from kvbm.vllm_integration.support import kv_replicas
-from kvbm.worker import Mapping as MappedArena
+from kvbm.worker import Mapping as WorkerMapping
 from kvbm.worker import Mover, Worker
 
 log = logging.getLogger("kvbm.vllm")
@@ -88,7 +88,7 @@ class WorkerSide:
             ),
         )
         map_arena = partial(
-            MappedArena, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
+            WorkerMapping, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
         )
         self.mover = Mover(self._finder, hello, map_arena)
         self.worker = Worker(

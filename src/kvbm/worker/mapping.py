@@ -35,8 +35,8 @@ class Mapping(MappedArena):
 
     def close(self) -> None:
         """Finish copies and drop the mapping."""
+        super().close()  # first: no thread needs to touch pages while the copier waits
         self.copier.close()
-        super().close()
 
 
 class Mark(NamedTuple):

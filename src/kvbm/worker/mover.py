@@ -39,7 +39,7 @@ _FENCED_MAX = 16_384
 class Mover:
     """The jobs of a rank, its session, and the thread that serves both: `attach`, then `start`, then the queues.
 
-    Without `start`, whoever owns the mover drives it by calling `turn`. `finder` makes the sessions, `make_mapping`
+    Without `start`, the owner of the mover drives it by calling `turn`. `finder` makes the sessions, `make_mapping`
     maps the memory that a session gives. Whatever happens to the manager, every job that is put in is answered: with
     bytes, or with failed blocks.
     """
@@ -347,8 +347,6 @@ class Mover:
         try:
             welcome = channel.introduce(self._hello, _WELCOME_TIMEOUT_S)
             self._finder.welcomed()
-            # Mapping or page-locking may be refused every time: do not spin on it.
-            self._retry_at_s = self._clock() + ADOPT_RETRY_S
             self._adopt(channel, welcome)
         except (ManagerRefused, ManagerUnavailable) as error:
             channel.close()
@@ -356,20 +354,21 @@ class Mover:
                 self._refused = str(error)
                 log.warning("no KV cache for now: %s", error)
             return
-        self._refused, self._retry_at_s = "", 0.0
+        self._refused = ""
         log.info("connected again to the manager (epoch %x)", welcome.epoch)
 
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. Loads from the old one end first, with the blocks that are ready."""
-        fds = channel.take_fds()
-        self._end_loads()
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
         try:
-            self._mapping = self._make_mapping(welcome, fds)
+            self._end_loads()
+            if self._mapping is not None:
+                self._mapping.close()
+                self._mapping = None
+            self._mapping = self._make_mapping(welcome, channel.take_fds())
         except BaseException:
             channel.close()
+            # Mapping or page-locking may be refused every time, perhaps after minutes: do not spin on it.
+            self._retry_at_s = self._clock() + ADOPT_RETRY_S
             raise
         # Last: a thread that sees a session may count on the memory behind it, which can take long to map.
         self._channel = channel
@@ -377,8 +376,8 @@ class Mover:
     def _lose_session(self, reason: str) -> None:
         """The manager has gone: blocks that were on their way to host memory never come.
 
-        The mapping stays until there is a new one: a dead manager overwrites nothing, so what it had promised can
-        still be loaded.
+        The mapping stays until there is a new one: a dead manager overwrites nothing, so blocks that it had
+        promised can still be loaded.
         """
         # To a manager that lives, the end of the session means that nothing writes into its slots any more.
         self._storing.drain()

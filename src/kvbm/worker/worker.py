@@ -116,7 +116,7 @@ class Worker:
     def finished(self, plan: StepPlan) -> list[FinishedLoad]:
         """The loads that ended since the last call; those of this step's forward pass, all of them.
 
-        In an idle step it waits a little for one: nobody else has work.
+        In an idle step it waits a little for one: the engine has no other work.
         """
         done, self._not_begun = self._not_begun, []
         for gate, job in self._by_layer:

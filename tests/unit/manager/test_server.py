@@ -23,6 +23,8 @@ from kvbm.protocol import (
     Ready,
     Reset,
     ResetReply,
+    Status,
+    StatusQuery,
     Welcome,
 )
 from kvbm.testing.oracle import block_bytes
@@ -241,6 +243,14 @@ def test_counts_and_reset(manager: ManagerBench) -> None:
     }
     assert counts == {"free": 13, "filling": 0, "resident": 3}
     assert manager.metrics.value("kvbm_leased_blocks", tier="host") == 1
+    admin.send(StatusQuery())
+    status = admin.expect(Status)
+    assert status.epoch == manager.server.epoch
+    (space,) = status.spaces
+    assert (space["namespace"], space["queued"], space["fault"]) == (NAMESPACE.short, 0, "")
+    assert space["tiers"] == {
+        "host": {"blocks": 16, "free": 13, "filling": 0, "resident": 3, "leased": 1}
+    }  # fmt: skip
     admin.send(Reset())
     assert admin.expect(ResetReply) == ResetReply(dropped=2, in_use=1)
     assert leader.lookup(3, KEYS[:3]).ready == 1

@@ -19,6 +19,8 @@ from kvbm.protocol import (
     Reserve,
     Reset,
     ResetReply,
+    Status,
+    StatusQuery,
     Watch,
 )
 from kvbm.testing.fake_tier import FakeTier
@@ -252,15 +254,23 @@ def _number(manager: ManagerBench) -> int:
     return next(iter(manager.server.sessions))
 
 
-def test_a_broken_tier_ends_the_run_and_says_so_in_the_metrics(
+def status(client: Client) -> dict[str, object]:
+    """What the manager says of its only namespace."""
+    client.send(StatusQuery())
+    (space,) = client.expect(Status).spaces
+    return space
+
+
+def test_a_broken_tier_ends_the_run_and_says_so_in_status_and_metrics(
     make_manager: MakeBench, below: FakeTier
 ) -> None:
     manager, leader, worker = onboarding(make_manager, below, 2)
     leader.lookup(2, KEYS[:2])
+    assert status(leader)["queued"] == 2
     below.break_down("disk tier is off: it burns")
     manager.step()
     assert leader.take() == [Progress(lookup=2, ready=0, final=True)]
-    assert manager.space().disk.fault == "disk tier is off: it burns"
+    assert (status(leader)["queued"], status(leader)["fault"]) == (0, "disk tier is off: it burns")
     manager.tick()
     assert manager.metrics.value("kvbm_tier_up", tier="disk") == 0
     assert worker.take() == []

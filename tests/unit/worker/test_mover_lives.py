@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,22 @@ import pytest
 
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
-from kvbm.protocol import StepPlan, StorePlan
-from kvbm.worker.mover import Mover
+from kvbm.clock import ManualClock
+from kvbm.protocol import StepPlan, StorePlan, Welcome
+from kvbm.worker.mover import ADOPT_RETRY_S, Mover
 from kvbm.worker.worker import Worker
-from rigs.copies_beside import BLOCKS, DEADLINE_S, Device, Finder, Line, job_of, load, make_mover, step
+from rigs.copies_beside import (
+    BLOCKS,
+    DEADLINE_S,
+    HELLO,
+    Device,
+    Finder,
+    Line,
+    job_of,
+    load,
+    make_mover,
+    step,
+)
 
 
 def lives() -> tuple[Mover, Line, Device, Device]:
@@ -53,6 +66,46 @@ def test_nothing_that_was_meant_for_another_life_is_copied() -> None:
     step(mover)
     assert mover.loads.get_nowait().failed == tuple(range(BLOCKS))
     assert new.begun == old.begun == []
+    mover.stop()
+
+
+def test_memory_that_cannot_be_mapped_is_tried_again_after_a_while_however_long_it_took() -> None:
+    """Another try at once could keep the thread busy for good: mapping and page-locking can take minutes."""
+    clock, lines = ManualClock(), [Line(), Line(), Line()]
+    tried: list[float] = []
+
+    def refuse(welcome: Welcome, fds: list[int]) -> Any:
+        tried.append(clock())
+        clock.advance(10 * ADOPT_RETRY_S)
+        raise OSError(errno.ENOMEM, "no memory")
+
+    mover = Mover(Finder(*lines), HELLO, refuse, clock)  # type: ignore[arg-type]
+    step(mover, 3)
+    assert len(tried) == 1
+    clock.advance(ADOPT_RETRY_S)
+    step(mover, 3)
+    assert len(tried) == 2
+    assert [line.closed for line in lines] == [True, True, False]
+    mover.stop()
+
+
+def test_a_session_is_closed_when_the_memory_of_the_one_before_cannot_be_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The manager would refuse this rank while the session is open: it is attached already."""
+    first, second = Line(1), Line(2)
+    old = Device(1)
+    mover = make_mover(Finder(first, second), old, Device(2))
+
+    def fails() -> None:
+        raise RuntimeError("unlocking the host arena")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(old, "close", fails)
+        first.hang_up()
+        step(mover, 2)
+    assert second.closed
+    assert not mover.connected
     mover.stop()
 
 

@@ -2,8 +2,8 @@
 
 `DIR/dynamo-kvbm-disk-cache-<fingerprint, 12 digits>-<n>/` (0700) holds `lock`, `meta.json`, `journal`, `slab-000`, …
 An owner holds an exclusive flock on `lock`, which ends with the process however it ends; a directory whose lock is
-free was left behind and may be taken over or removed by whoever gets the lock. A shared flock means only "somebody is
-looking" (`is_locked`), and a claim waits it out.
+free was left behind, and the process that gets the lock may take it over or remove it. A shared flock means only "a
+process is looking" (`is_locked`), and a claim waits until it ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     slot_count: int
     slab_slots: int
     persist: bool = True
-    """False: its owner asked for nothing to be left behind, so without an owner it is nobody's cache."""
+    """False: its owner asked for nothing to be left behind, so without an owner it is of no use."""
 
     def same_blocks(self, other: DirectoryMeta) -> bool:
         """True when slot i of one holds the same bytes in the same place as slot i of the other.
@@ -227,12 +227,12 @@ def _claim_usable(
             continue
         if claimed.found is not None and claimed.found.same_blocks(wanted):
             return claimed
-        claimed.release(remove=False)  # somebody else had it since we looked
+        claimed.release(remove=False)  # another process had it since we looked
     return None
 
 
 def _claim_index(root: Path, wanted: DirectoryMeta, syscalls: Syscalls) -> ClaimedDirectory | None:
-    """The first index without a directory, or with one that holds nobody's blocks; None when all are taken.
+    """The first index without a directory, or with one whose blocks are of no use; None when all are taken.
 
     One with other blocks (another size of slab, say) is an engine's that may come back, and is emptied only when no
     index is left. A tier that does not persist takes nothing that it did not make. Raises OSError.
@@ -309,7 +309,7 @@ def remove_directory(path: Path) -> bool:
 
 
 def _is_passing(path: Path) -> bool:
-    """Nobody but its owner can ever ask for its blocks again, or its owner wanted nothing left behind."""
+    """No process but its owner can ever ask for its blocks, or its owner wanted nothing left behind."""
     meta = read_meta(path / META_NAME)
     return meta is not None and (meta.namespace.ephemeral or not meta.persist)
 
@@ -324,7 +324,7 @@ def _index(path: Path) -> int:
 
 
 def _claim(path: Path, syscalls: Syscalls, create: bool = True) -> ClaimedDirectory | None:
-    """Lock the directory, made if need be. None when somebody else has it or it is not ours to use. Raises OSError."""
+    """Lock the directory, made if need be. None when another process has it or we may not use it. Raises OSError."""
     for _ in range(_CLAIM_ATTEMPTS):
         created = create and _make(path, syscalls)
         try:
@@ -380,7 +380,7 @@ def _open_to_read(path: Path | str, dir_fd: int | None = None) -> int:
 
 
 def _private(dir_fd: int) -> bool:
-    """Ours alone: in a directory that all may write to, somebody else's cache could feed us false KV."""
+    """Ours alone: in a directory that others may write to, another user could put false KV."""
     status = os.fstat(dir_fd)
     if status.st_uid != os.geteuid():
         return False

@@ -2,7 +2,7 @@
 
 The order of writes is what makes a `kill -9` harmless: the slot's record is voided, then the bytes are written, then
 the new record. The checksum, which every load verifies against key and namespace, makes a power loss harmless too:
-whatever order the medium kept, what does not match is a miss.
+in any order that the medium kept, bytes that do not match are a miss.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadVerdict(msgspec.Struct, frozen=True):
-    """How a load ended: HIT, with the record's other facts about the block, or MISS with `corrupt` telling
-    whether something was there that could not be believed."""
+    """How a load ended: HIT, with the block's recorded hash and group, or MISS. `corrupt`: its check failed."""
 
     outcome: Outcome
     corrupt: bool = False
@@ -283,7 +282,7 @@ def _open_files(
         sparse = not (options.zerofill_fallback or _reserves(journal_fd, syscalls))
         _find_space(directory, options, geometry, syscalls, sparse)
         if not kept:
-            # Voids every record before anything else: what follows may be interrupted, and other geometry or
+            # Voids every record before anything else: later steps may be interrupted, and other geometry or
             # another namespace must find nothing here.
             syscalls.ftruncate(journal_fd, 0)
         _trim(directory, geometry, journal_fd, syscalls)
@@ -348,7 +347,7 @@ def _touch(journal_fd: int, syscalls: Syscalls) -> None:
     try:
         syscalls.touch(journal_fd)
     except OSError:
-        pass  # a medium that fails says so where it matters
+        pass  # a medium that fails raises where it matters
 
 
 def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:

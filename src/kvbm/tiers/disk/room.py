@@ -1,7 +1,7 @@
 """Room on the filesystem: which directories without an owner are kept, and how much is left to other programs.
 
-A directory that nobody owns is somebody's cache of yesterday. It stays, within a bound over all of them, because
-whoever left it may come back: replicas of one model restart one after the other. And no tier of ours fills a
+A directory without an owner is the cache of a process that has ended. It stays, within a bound over all of them,
+because its owner may come back: replicas of one model restart one after the other. And no tier of ours fills a
 filesystem: the last part of it belongs to logs and to other programs.
 """
 
@@ -101,8 +101,8 @@ def require_space(
 ) -> None:
     """Raise TierError unless the filesystem has room for all that is not allocated yet, and something is left.
 
-    Directories that nobody owns are removed where that makes the room, the least recently used first: they would
-    otherwise keep the space for somebody who may never come back. Where it would not, none is removed. To be called
+    Directories without an owner are removed where that makes the room, the least recently used first: they would
+    otherwise keep the space for an owner that may never come back. Where it would not, none is removed. To be called
     before the directory is trimmed: when it raises nothing was changed in it.
     """
     needed, excess = _needed_bytes(directory, geometry)

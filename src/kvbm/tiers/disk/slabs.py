@@ -80,7 +80,7 @@ class SlabFiles:
     def has_bytes(self, slot: SlotIndex) -> bool:
         """True when the slot takes nothing more from the filesystem when it is written.
 
-        In sparse files: what was written since they were opened, or is known to have been before. Asking the filesystem
+        In sparse files: a slot written since they were opened, or known to have been before. Asking the filesystem
         for holes would not do: one without fallocate may call the whole file data.
         """
         return not self.sparse or bool(self._written[slot])

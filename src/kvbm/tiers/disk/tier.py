@@ -1,7 +1,7 @@
 """G3, the persistent disk tier: `DiskTier` is the asynchronous face of a `DiskMedium`.
 
 The owner thread submits and polls; I/O threads move the bytes and verify them. A medium that fails turns the tier
-off with one line of `fault`, whatever is pending completes with RETRY, and `heal` opens everything anew. A block that
+off with one line of `fault`, all pending jobs complete with RETRY, and `heal` opens everything anew. A block that
 fails verification is only a miss.
 """
 
@@ -63,7 +63,7 @@ def open_disk_tier(
     - `zerofill_fallback`: on a filesystem without fallocate, write zeros at start instead of making sparse files.
     - `persist`: keep the blocks for the next run; otherwise start empty, in a directory of its own, and leave nothing
       behind.
-    - `unowned_bytes`: what directories that nobody owns may take under `root`, all together; the least recently used
+    - `unowned_bytes`: what directories without an owner may take under `root`, all together; the least recently used
       go first. None is eight times the size of the largest tier there, times the tiers that share one `setting`, and
       spares what was used within seven days.
     - `setting`: how the caller names these, for errors and log lines.
@@ -274,7 +274,7 @@ class DiskTier:
         self._medium = medium
         self._home = medium.path
         self._watched_s = self._clock()
-        self._told_no_room = False
+        self._no_room_logged = False
 
     def _execute(self, job: Job) -> Completion:
         """In an I/O thread: run one job. Raises nothing."""
@@ -307,8 +307,8 @@ class DiskTier:
     def _refuse(self, job: Job, medium: DiskMedium, error: NoRoom) -> Completion:
         """A store that has no room ends alone: blocks on the disk can be read, and be replaced by others."""
         text = f"disk tier: no room for more blocks in {medium.path}: {error.strerror}"
-        if not self._told_no_room:
-            self._told_no_room = True
+        if not self._no_room_logged:
+            self._no_room_logged = True
             log.warning("%s; logged once", text)
         return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=text)
 

@@ -98,7 +98,7 @@ class NixlAgent:
         self._call("release_xfer_handle", transfer)
 
     def leak(self, *things: object) -> None:
-        # A reference that nobody gives back: their destructors would wait for a transfer that does not end.
+        # A reference that is never given back: their destructors would wait for a transfer that does not end.
         for thing in (self._agent, *things):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 

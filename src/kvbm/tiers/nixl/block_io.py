@@ -220,7 +220,7 @@ class NixlBlockIo:
             try:
                 state = self._agent.begin(transfer)
             except OSError as error:
-                # It may sit in a queue of the backend's, and nobody could ever say that it has left it.
+                # It may sit in a queue of the backend's, and there is no way to know when it has left that.
                 with self._lock:
                     self._lost.append((transfer, buffer))
                 raise BufferStillInUse(error.errno or errno.EIO, error.strerror) from error

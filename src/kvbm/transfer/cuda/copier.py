@@ -58,7 +58,7 @@ class CudaCopier:
 
     A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
     are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
-    nobody has touched before lie on `numa_node` then (-1: anywhere). `turns` are those of the arena's memory; `close`
+    were never touched before lie on `numa_node` then (-1: anywhere). `turns` are those of the arena's memory; `close`
     closes them. Nothing that any thread does here ends the capture of a CUDA graph that runs in the engine's.
     Copies are begun by one thread at a time.
 
