@@ -9,6 +9,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import Buffer
 from kvbm.tiers.disk.page_sums import host_page_sums
 from kvbm.tiers.nixl.agent import DONE, UNDER_WAY, Operation, Region, Segment
+
+BEGIN_S_MAX = 30.0
 
 
 class HostMemory:
@@ -87,6 +90,11 @@ class ModelAgent:
     transfers: list[Transfer] = field(default_factory=list)
     """Those that are not released."""
     leaked: list[object] = field(default_factory=list)
+    may_begin: threading.Event = field(default_factory=threading.Event)
+    """Transfers wait for it before they begin; set unless a test clears it."""
+
+    def __post_init__(self) -> None:
+        self.may_begin.set()
 
     def register(self, segment: Segment, regions: Sequence[Region]) -> object:
         if segment in self.refused:
@@ -107,6 +115,7 @@ class ModelAgent:
 
     def begin(self, transfer: object) -> str:
         assert isinstance(transfer, Transfer)
+        assert self.may_begin.wait(BEGIN_S_MAX)
         if self.fate == "refused":
             raise OSError(errno.EIO, "transfer: refused")
         if self.fate == "endless":

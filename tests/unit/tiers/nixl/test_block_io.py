@@ -147,8 +147,10 @@ def test_many_that_never_end_end_within_a_limit_or_two(tier: DiskTier, agent: Mo
     store(tier, LAYOUT, make_key(1), 1)
     agent.fate = "endless"
     targets = [BlockBuffers(LAYOUT) for _ in range(8)]
+    agent.may_begin.clear()
     for job, target in enumerate(targets):
         assert tier.submit_load(job, make_key(1), SlotIndex(1), target.views) is Outcome.PENDING
+    agent.may_begin.set()
     assert {c.outcome for c in collect(tier, 8, PATIENCE_S).values()} == {Outcome.RETRY}
 
 
@@ -251,13 +253,15 @@ def test_what_one_way_wrote_the_other_never_reads(tmp_path: Path, agent: ModelAg
 
 
 def test_transfers_of_a_shared_queue_go_one_by_one(tmp_path: Path, agent: ModelAgent) -> None:
-    """And who waits for a turn behind one that never ends waits no longer than the limit."""
+    """A transfer behind one that never ends waits for its turn no longer than the limit."""
     tier = open_tier(tmp_path, agent, "POSIX")
     store(tier, LAYOUT, make_key(1), 1)
     agent.fate = "endless"
     buffers = [BlockBuffers(LAYOUT) for _ in range(4)]
+    agent.may_begin.clear()
     for job, target in enumerate(buffers):
-        tier.submit_load(job, make_key(1), SlotIndex(1), target.views)
+        assert tier.submit_load(job, make_key(1), SlotIndex(1), target.views) is Outcome.PENDING
+    agent.may_begin.set()
     assert {c.outcome for c in collect(tier, 4, PATIENCE_S).values()} == {Outcome.RETRY}
     assert len(agent.transfers) == 1
     agent.finish()
@@ -312,8 +316,10 @@ def test_a_failure_costs_no_block_of_its_neighbours(tmp_path: Path, agent: Model
         store(tier, LAYOUT, make_key(slot), slot)
     agent.fate = "error"
     buffers = [BlockBuffers(LAYOUT) for _ in range(4)]
+    agent.may_begin.clear()
     for slot, target in enumerate(buffers):
-        tier.submit_load(slot, make_key(slot), SlotIndex(slot), target.views)
+        assert tier.submit_load(slot, make_key(slot), SlotIndex(slot), target.views) is Outcome.PENDING
+    agent.may_begin.set()
     assert {c.outcome for c in collect(tier, 4, PATIENCE_S).values()} == {Outcome.RETRY}
     agent.fate = "done"
     assert tier.heal()
