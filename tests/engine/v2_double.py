@@ -45,7 +45,7 @@ class Runner:
         )
         self._mover = make_mover(Finder(Line()), mapping)
         put = self._mover.put
-        self._mover.put = lambda job: (put(job), self.copying_thread())  # type: ignore[method-assign, assignment]
+        self._mover.put = lambda job: (put(job), self._mover.take_jobs())  # type: ignore[method-assign, assignment]
         cache: Any = SimpleNamespace(layers=self.bench.views, device=SimpleNamespace(type="cuda"))
         worker = Worker(self._mover, cache)
         side: Any = WorkerSide.__new__(WorkerSide)

@@ -162,7 +162,7 @@ class Mover:
 
     def _turn(self, wait: bool) -> None:
         if self._channel is None:
-            self._take_jobs()  # joining may take a while: jobs that wait by now fail at once
+            self.take_jobs()  # joining may take a while: jobs that wait by now fail at once
             self._reconnect()
         watched = [self._wake] + ([self._channel.fileno()] if self._channel else [])
         # A turn that failed may have left jobs behind whose wake-up it took.
@@ -172,7 +172,7 @@ class Mover:
         readable = readable_among(watched, timeout_s)
         if self._wake in readable:
             os.eventfd_read(self._wake)
-        self._take_jobs()
+        self.take_jobs()
         if self._channel is not None and self._channel.fileno() in readable:
             self._listen(self._channel)
         moved = self._copy_pieces()
@@ -180,7 +180,8 @@ class Mover:
         if self._device_lost and self._channel is not None:
             self._lose_session("the device is lost")
 
-    def _take_jobs(self) -> None:
+    def take_jobs(self) -> None:
+        """The first part of a turn: begin the stores that were put, and queue the loads."""
         while True:
             try:
                 job = self._inbox.get_nowait()
