@@ -86,7 +86,7 @@ _NAMESPACES = typer.Option(
 _FILE = typer.Option("--config", metavar="FILE", help="Settings file (TOML).")
 
 # Typer takes the options from the signature: those of the settings, then the command's own.
-_manager.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+_manager.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # functions take any attribute
     [
         *(_parameter(setting) for setting in FIELDS.values() if setting.flag),
         _keyword("namespaces", Annotated[int, _NAMESPACES], 1),
