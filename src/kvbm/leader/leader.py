@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
+from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.lazy import Unsaved, tags_before
@@ -21,7 +22,7 @@ from kvbm.leader.lookups import Lookups, Search
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
-from kvbm.leader.tracked import Answer, Scheduled, Tracked
+from kvbm.leader.tracked import Answer, Named, Scheduled, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -257,8 +258,12 @@ class Leader:
         if tracked is None:
             return
         self._gone.add(request)
-        if tracked.asked_blocks and self.ready and (keys := self._keys(tracked, tracked.asked_blocks)):
-            self._link.send(Finished(key=keys[-1], output_tokens=output_tokens))
+        if (
+            (last := tracked.asked_blocks)
+            and self.ready
+            and (key := self._named(tracked, last - 1, last).keys)
+        ):
+            self._link.send(Finished(key=key, output_tokens=output_tokens))
 
     # ---- all of it
 
@@ -310,7 +315,6 @@ class Leader:
         for request, tracked in self.requests.items():
             self.lookups.drop(request)
             tracked.asked_from = None
-            tracked.keyed_for = b""
             # A running request is computed from older KV: it is not stored until the engine computes it anew.
             tracked.outdated = tracked.begun
 
@@ -344,25 +348,20 @@ class Leader:
         self._wait_left_s -= self._clock() - started_s
         self.receive()
 
-    def _keys(self, tracked: Tracked, count: int) -> list[BlockKey]:
-        """The keys of the first `count` blocks, as far as the engine has hashed them."""
+    def _named(self, tracked: Tracked, start: int, end: int) -> Named:
+        """The blocks from number `start` up to `end` by their keys, as far as the engine has hashed them."""
         ready = self._link.ready
         assert ready is not None
-        salt = self._salt.value
-        namespace = ready.fingerprint + salt
-        if tracked.keyed_for != namespace:
-            tracked.keys, tracked.keyed_for = [], namespace
-        tracked.extend_keys(count, ready.fingerprint, tracked.extras + salt)
-        return tracked.keys[:count]
+        return tracked.named(start, end, ready.fingerprint, self._salt.beside(tracked.extras))
 
     def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
         if not self.ready:
             return None
         tracked.asked_from = skip
-        keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
+        keys = self._named(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
         search = self.lookups.ask(request, keys, skip, attempts)
         if search is not None:
-            tracked.asked_blocks = len(keys)
+            tracked.asked_blocks = search.wanted
         return search
 
     def _store(self, entry: Scheduled) -> None:
@@ -377,15 +376,14 @@ class Leader:
             return
         table = entry.device_blocks()
         end = min(end, len(table), start + STORED_KEYS_MAX)
-        keys = self._keys(tracked, end)
-        parent = keys[start - 1] if start else None
         if end <= start:
             return
-        hashes = tracked.engine_hashes(start, end)
+        parent = self._named(tracked, start - 1, start).keys if start else b""
+        keys, hashes = self._named(tracked, start, end)
         if self._unsaved is not None:
-            self._unsaved.note(parent, keys[start:end], table[start:end], hashes)
+            self._unsaved.note(BlockKey(parent) or None, split_keys(keys), table[start:end], hashes)
             tracked.stored = end
-        elif self.stores.ask(entry.request, parent, keys[start:end], table[start:end], hashes=hashes):
+        elif self.stores.ask(entry.request, parent, keys, table[start:end], hashes=hashes):
             tracked.stored = end
 
     def _store_leaving(self) -> None:
@@ -395,9 +393,9 @@ class Leader:
         for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS):
             for start in range(0, len(chain.keys), STORED_KEYS_MAX):
                 part = slice(start, start + STORED_KEYS_MAX)
-                parent = chain.keys[start - 1] if start else chain.parent
+                parent = chain.keys[start - 1] if start else chain.parent or b""
                 hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-                keys, blocks, tags = chain.keys[part], chain.device_blocks[part], chain.tags[part]
+                keys, blocks, tags = join_keys(chain.keys[part]), chain.device_blocks[part], chain.tags[part]
                 self.stores.ask("", parent, keys, blocks, tags, hashes)
 
     def _end_load(self, request: str, seconds: float) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from kvbm.block import BlockKey
+from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
-from kvbm.hashing import join_keys
 from kvbm.leader.link import ManagerLink
 from kvbm.protocol import Commit, Reserve, ReserveReply, StepReport, StorePlan
 
@@ -73,24 +72,24 @@ class Stores:
     def ask(
         self,
         request: str,
-        parent: BlockKey | None,
-        keys: Sequence[BlockKey],
+        parent: bytes,
+        keys: bytes,
         device_blocks: Sequence[int],
         tags: Sequence[Hashable] = (),
         hashes: bytes = b"",
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
+        `keys` are joined, `parent` is the key before the first or empty, and `hashes` is as in `Reserve`.
         With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
-        `hashes` is as in `Reserve`.
         """
-        assert len(keys) == len(device_blocks) > 0
-        assert len(tags) in (0, len(keys))
+        assert len(keys) == KEY_BYTES * len(device_blocks) > 0
+        assert len(tags) in (0, len(device_blocks))
         ready = self._link.ready
         if ready is None or len(self) >= OPEN_STORES_MAX:
             return False
         number = next(self._numbers)
-        asked = Reserve(store=number, parent=parent or b"", keys=join_keys(keys), hashes=hashes)
+        asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes)
         if not self._link.send(asked):
             return False
         self._asked[number] = _Store(

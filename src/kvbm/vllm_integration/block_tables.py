@@ -71,8 +71,9 @@ class BlockTables:
             return self._tables.get(request_id, ())
         # The step's state is a way to the cache manager's `get_block_ids`; its `get_blocks` lists nothing.
         manager = getattr(getattr(self._state, "resolve_block_ids", None), "__self__", None)
-        if request_id in getattr(self._state, "req_ids", ()) and hasattr(manager, "get_blocks"):
-            return table_of(manager.get_blocks(request_id))
+        blocks_of = getattr(manager, "get_blocks", None)
+        if blocks_of is not None and request_id in getattr(self._state, "req_ids", ()):
+            return table_of(blocks_of(request_id))
         found = self._state.get_block_ids(request_id)
         return found[0] if found else ()
 
