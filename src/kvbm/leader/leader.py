@@ -16,16 +16,18 @@ from kvbm.clock import Clock
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.joint_loads import JointLoads
+from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.lookups import Lookups, Search
+from kvbm.leader.lookups import Lookups
+from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
-from kvbm.leader.tracked import Answer, Named, Scheduled, Tracked
+from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
-    KEYS_PER_MESSAGE_MAX,
     STORED_KEYS_MAX,
     Finished,
     Hello,
@@ -85,10 +87,13 @@ class Leader:
         self._device = device
         self._unsaved = Unsaved(device) if lazy and device is not None else None
         self._unconfirmed = Unconfirmed()
+        self.joint_loads = JointLoads()
         self.requests: dict[str, Tracked] = {}
+        self._salt = KeySalt(weights_version)
+        self._keys = RequestKeys(self._link, self._salt)
+        self._questions = Questions(self._link, self.lookups, self.requests, self._keys)
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
-        self._salt = KeySalt(weights_version)
         self._weights = 0
         # The device's prefix cache may hold KV of earlier weights.
         self._device_mixed = False
@@ -121,7 +126,7 @@ class Leader:
         self.receive()
         tracked = Tracked(hashes, extras)
         self.requests[request] = tracked
-        self._ask(request, tracked, on_device)
+        self._questions.arrived(request, tracked, on_device)
 
     def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
         """How many blocks after the first `computed` can be loaded. May be asked many times; no answer is final.
@@ -139,17 +144,11 @@ class Leader:
             return Answer(later=True)  # even without a manager: the ranks confirm them
         if not self.ready:
             return Answer()
-        search = self.lookups.get(request)
-        if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
-            # Never asked, or the device has dropped blocks since that the question left out.
-            search = self._ask(request, tracked, computed)
+        if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
+            return Answer(later=True)
+        search = self._questions.search(request, tracked, computed)
         if search is None:
-            return Answer()
-        if self.lookups.stale(search, computed):
-            again = self._ask(request, tracked, computed, search.attempts + 1)
-            if again is None:
-                return Answer()
-            search = again
+            return Answer(later=self._questions.waits(request))
         promised = self.lookups.promised(search, computed)
         if promised is None and self._wait_left_s > 0.0:
             self._wait_a_little(self._wait_left_s)
@@ -179,13 +178,18 @@ class Leader:
         tracked = self.requests.get(request)
         if count <= 0:
             self.lookups.decline(request, tracked.computed if tracked is not None else 0)
+            self._questions.over(request)
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self.lookups.begin_load(request, computed, count, table, layerwise))
-        if tracked is not None:
-            tracked.begun = True
-        if layerwise and tracked is not None:
+        if tracked is None:
+            return
+        tracked.begun = True
+        if layerwise:
             self._unconfirmed.add(request, computed, tracked.hashes[computed])
+        else:
+            blocks = tracked.hashes[computed : computed + count]
+            self.joint_loads.begun(request, blocks, self._clock(), self.cost.prefill_s(count, computed))
 
     # ---- a step
 
@@ -222,6 +226,7 @@ class Leader:
         for entry in scheduled:
             self._store(entry)
         self._store_leaving()
+        self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
@@ -249,11 +254,13 @@ class Leader:
         for request in loaded:
             self._unconfirmed.confirmed(request)
         for request in (*arrived, *by_layer):
+            self.joint_loads.ended(request)
             self._end_load(request, loaded.get(request, 0.0))
 
     def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
         self.lookups.drop(request)
+        self._questions.over(request)
         tracked = self.requests.pop(request, None)
         if tracked is None:
             return
@@ -261,7 +268,7 @@ class Leader:
         if (
             (last := tracked.asked_blocks)
             and self.ready
-            and (key := self._named(tracked, last - 1, last).keys)
+            and (key := self._keys(tracked, last - 1, last).keys)
         ):
             self._link.send(Finished(key=key, output_tokens=output_tokens))
 
@@ -304,6 +311,7 @@ class Leader:
     def unkeep(self, request: str) -> None:
         """Load and store nothing more for this request."""
         self.lookups.drop(request)
+        self._questions.over(request)
         self.requests.pop(request, None)
 
     def _forget_keys(self) -> None:
@@ -336,6 +344,7 @@ class Leader:
             self._life = self._link.life
             self.stores.lost()
             self._forget_stored()
+            self._questions.new_session()
 
     def _forget_stored(self) -> None:
         """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
@@ -347,22 +356,6 @@ class Leader:
         self._link.wait(seconds)
         self._wait_left_s -= self._clock() - started_s
         self.receive()
-
-    def _named(self, tracked: Tracked, start: int, end: int) -> Named:
-        """The blocks from number `start` up to `end` by their keys, as far as the engine has hashed them."""
-        ready = self._link.ready
-        assert ready is not None
-        return tracked.named(start, end, ready.fingerprint, self._salt.beside(tracked.extras))
-
-    def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
-        if not self.ready:
-            return None
-        tracked.asked_from = skip
-        keys = self._named(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
-        search = self.lookups.ask(request, keys, skip, attempts)
-        if search is not None:
-            tracked.asked_blocks = search.wanted
-        return search
 
     def _store(self, entry: Scheduled) -> None:
         tracked = self.requests.get(entry.request)
@@ -378,8 +371,8 @@ class Leader:
         end = min(end, len(table), start + STORED_KEYS_MAX)
         if end <= start:
             return
-        parent = self._named(tracked, start - 1, start).keys if start else b""
-        keys, hashes = self._named(tracked, start, end)
+        parent = self._keys(tracked, start - 1, start).keys if start else b""
+        keys, hashes = self._keys(tracked, start, end)
         if self._unsaved is not None:
             self._unsaved.note(BlockKey(parent) or None, split_keys(keys), table[start:end], hashes)
             tracked.stored = end
