@@ -223,10 +223,11 @@ class Leader:
         stores = self.stores.plan(self._gone, tag)
         released = self.stores.released(self._gone)
         self._gone.clear()
-        for entry in scheduled:
-            self._store(entry)
-        self._store_leaving()
-        self._questions.ask_waiting()
+        with self._link.in_one_write():
+            for entry in scheduled:
+                self._store(entry)
+            self._store_leaving()
+            self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
@@ -241,7 +242,8 @@ class Leader:
         if report is not None:
             if report.weights_changed:
                 self.weights_changed()  # first: these stores may have copied KV of other weights
-            self.stores.reported(report)
+            with self._link.in_one_write():
+                self.stores.reported(report)
         if invalid and self.lookups.note_failures(invalid):
             assert self._device is not None
             self.stores.doubt()
@@ -253,24 +255,23 @@ class Leader:
         by_layer = [request for request in loaded if self.lookups.loads_by_layer(request)]
         for request in loaded:
             self._unconfirmed.confirmed(request)
-        for request in (*arrived, *by_layer):
-            self.joint_loads.ended(request)
-            self._end_load(request, loaded.get(request, 0.0))
+        with self._link.in_one_write():
+            for request in (*arrived, *by_layer):
+                self.joint_loads.ended(request)
+                self._end_load(request, loaded.get(request, 0.0))
 
     def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
-        self.lookups.drop(request)
-        self._questions.over(request)
-        tracked = self.requests.pop(request, None)
-        if tracked is None:
-            return
-        self._gone.add(request)
-        if (
-            (last := tracked.asked_blocks)
-            and self.ready
-            and (key := self._keys(tracked, last - 1, last).keys)
-        ):
-            self._link.send(Finished(key=key, output_tokens=output_tokens))
+        with self._link.in_one_write():
+            self.lookups.drop(request)
+            self._questions.over(request)
+            tracked = self.requests.pop(request, None)
+            if tracked is None:
+                return
+            self._gone.add(request)
+            last = tracked.asked_blocks
+            if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
+                self._link.send(Finished(key=key, output_tokens=output_tokens))
 
     # ---- all of it
 
