@@ -24,7 +24,7 @@ from kvbm.leader.lookups import Lookups
 from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
-from kvbm.leader.stores import Stores
+from kvbm.leader.stores import Answered, Stores
 from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
@@ -210,7 +210,7 @@ class Leader:
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
-                tracked.stored = 0
+                tracked.offer_anew()
         may_wait = idle
         if self._gone and self.stores.unanswered:
             may_wait = False
@@ -339,18 +339,25 @@ class Leader:
                 self.lookups.replied(message)
             elif isinstance(message, Progress):
                 self.lookups.progressed(message)
-            elif isinstance(message, ReserveReply):
-                self.stores.replied(message)
+            elif isinstance(message, ReserveReply) and (answer := self.stores.replied(message)) is not None:
+                self._take_answer(answer)
         if self._life != self._link.life:
             self._life = self._link.life
             self.stores.lost()
             self._forget_stored()
             self._questions.new_session()
 
+    def _take_answer(self, answer: Answered) -> None:
+        """Blocks that the manager had no slot for are offered again, while the device has them."""
+        if self._unsaved is not None:
+            self._unsaved.answered(answer, self._clock())
+        elif answer.refused and (tracked := self.requests.get(answer.request)) is not None:
+            tracked.refused(answer.first + answer.taken, self._clock())
+
     def _forget_stored(self) -> None:
         """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
         for tracked in self.requests.values():
-            tracked.stored = 0
+            tracked.offer_anew()
 
     def _wait_a_little(self, seconds: float) -> None:
         started_s = self._clock()
@@ -366,7 +373,7 @@ class Leader:
         if tracked.outdated or not self.ready:
             return
         start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
-        if end <= start:
+        if end <= start or self._clock() < tracked.retry.due_s:
             return
         table = entry.device_blocks()
         end = min(end, len(table), start + STORED_KEYS_MAX)
@@ -377,14 +384,14 @@ class Leader:
         if self._unsaved is not None:
             self._unsaved.note(BlockKey(parent) or None, split_keys(keys), table[start:end], hashes)
             tracked.stored = end
-        elif self.stores.ask(entry.request, parent, keys, table[start:end], hashes=hashes):
+        elif self.stores.ask(entry.request, parent, keys, table[start:end], hashes=hashes, first=start):
             tracked.stored = end
 
     def _store_leaving(self) -> None:
         """Lazy offload: ask for slots for the blocks that the engine is about to hand out."""
         if self._unsaved is None or not self.ready:
             return
-        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS):
+        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS, self._clock()):
             for start in range(0, len(chain.keys), STORED_KEYS_MAX):
                 part = slice(start, start + STORED_KEYS_MAX)
                 parent = chain.keys[start - 1] if start else chain.parent or b""

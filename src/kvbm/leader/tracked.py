@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 from kvbm.block import KEY_BYTES
 from kvbm.hashing import derive_key, join_keys, keys_in_space, space_mask
+from kvbm.leader.retry import Retry
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,8 @@ class Tracked:
     hashes: Sequence[bytes]
     extras: bytes
     stored: int = 0
+    retry: Retry = field(default_factory=Retry)
+    refused_at: int = -1
     computed: int = 0
     layerwise: bool = False
     asked_from: int | None = None
@@ -56,6 +59,24 @@ class Tracked:
     begun: bool = False
     outdated: bool = False
     """It is computed from KV that must not be stored under the present keys: none of its blocks is stored."""
+
+    def offer_anew(self) -> None:
+        """Nothing of it counts as stored any more."""
+        self.stored, self.refused_at, self.retry = 0, -1, Retry()
+
+    def refused(self, block: int, now_s: float) -> None:
+        """The manager had no slot for the block of this number, nor for those after it: they are offered again.
+
+        It also refuses blocks whose parent it does not hold, and the parent may have gone since. So each refusal in a
+        row reaches twice as far back; what the manager holds it only says so.
+        """
+        if now_s >= self.retry.due_s:  # else an answer to what was offered before the last refusal came
+            if block > self.refused_at:
+                self.retry.succeeded()
+            self.refused_at = block
+            self.retry.failed(now_s)
+            block = max(0, block + 1 - (1 << (self.retry.failures - 1)))
+        self.stored = min(self.stored, block)
 
     def named(self, start: int, end: int, fingerprint: bytes, extras: bytes) -> Named:
         """The keys of the blocks from number `start` up to `end`, as far as the engine has hashed them.
