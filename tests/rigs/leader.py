@@ -10,7 +10,7 @@ from kvbm.block import BlockKey, Tier
 from kvbm.client.channel import Channel
 from kvbm.clock import ManualClock
 from kvbm.framing import FrameBuffer, encode
-from kvbm.hashing import derive_key, split_keys
+from kvbm.hashing import keys_in_space, space_mask, split_keys
 from kvbm.leader.leader import Leader
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
@@ -204,4 +204,5 @@ class Bench:
 def keys(count: int, extras: bytes = b"") -> list[BlockKey]:
     if not extras:
         return [BlockKey(block_hash) for block_hash in HASHES[:count]]
-    return [derive_key(FINGERPRINT, block_hash, extras) for block_hash in HASHES[:count]]
+    mask = space_mask(FINGERPRINT, len(extras).to_bytes(4, "little") + extras)
+    return [BlockKey(keys_in_space(block_hash, mask)) for block_hash in HASHES[:count]]

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 
-from kvbm.block import BlockKey, counted_as_disk
+from kvbm.block import KEY_BYTES, counted_as_disk
 from kvbm.clock import Clock
-from kvbm.hashing import join_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.window import Window
@@ -99,19 +98,21 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def ask(self, request: str, keys: Sequence[BlockKey], skip: int, attempts: int = 1) -> Search | None:
-        """Send a lookup for the blocks after the first `skip`; None without such blocks, or without a manager."""
+    def ask(self, request: str, keys: bytes, skip: int, attempts: int = 1) -> Search | None:
+        """Send a lookup for the blocks after the first `skip` of `keys`, which are joined; None without such blocks, or
+        without a manager."""
         self.drop(request)
-        if self._link.ready is None or skip >= len(keys):
+        wanted = len(keys) // KEY_BYTES
+        if self._link.ready is None or skip >= wanted:
             return None
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
-        search.wanted = len(keys)
-        if not self._link.send(Lookup(lookup=search.number, keys=join_keys(keys), skip=skip)):
+        search.wanted = wanted
+        if not self._link.send(Lookup(lookup=search.number, keys=keys, skip=skip)):
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search
-        self.window.enter(request, len(keys) - skip)
+        self.window.enter(request, wanted - skip)
         return search
 
     def replied(self, reply: LookupReply) -> None:

@@ -103,8 +103,8 @@ class Questions:
         if not self._ready():
             return None
         tracked.asked_from = skip
-        keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
+        keys = self._keys(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
         search = self._lookups.ask(request, keys, skip, attempts)
         if search is not None:
-            tracked.asked_blocks = len(keys)
+            tracked.asked_blocks = search.wanted
         return search
