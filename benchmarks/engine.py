@@ -46,6 +46,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     files: str | None = None
 
 
+def prepare_environment(scenario: Scenario) -> None:
+    """Set what vLLM reads from the environment, before it is imported: the same for every engine."""
+    os.environ.update(
+        {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
+            # By itself vLLM sets aside more cores with a connector than without: every engine gets the same.
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            **scenario.environment,
+        }
+    )
+
+
 class Engine:
     """A running `vllm.LLM`, to be used in a `with` statement. Not thread-safe."""
 
@@ -53,18 +69,7 @@ class Engine:
         self, model: str, scenario: Scenario, *, prompt_tokens: int, dtype: str = "bfloat16"
     ) -> None:
         self._scenario = scenario
-        os.environ.update(
-            {
-                "HF_HUB_OFFLINE": "1",
-                "TRANSFORMERS_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
-                # By itself vLLM sets aside more cores with a connector than without: every engine gets the same.
-                "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-                **scenario.environment,
-            }
-        )
+        prepare_environment(scenario)
         from vllm import LLM, SamplingParams
 
         blocks = -(-(prompt_tokens + BLOCK_TOKENS) // BLOCK_TOKENS)

@@ -71,7 +71,7 @@ class CostModel:
     block is worth loading (for tests and measurements)."""
 
     def __init__(self, block_tokens: int, always: bool = False) -> None:
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._always = always
         self._prefill = PrefillFit()
         # Seconds per block of each tier's latest loads.
@@ -107,7 +107,7 @@ class CostModel:
 
     def prefill_s(self, blocks: int, first: int = 0) -> float | None:
         """Expected seconds to compute this many blocks after the prompt's first `first`; None while it is unknown."""
-        tokens = self._block_tokens
+        tokens = self.block_tokens
         return self._prefill.span_s(first * tokens, (first + blocks) * tokens)
 
     def worth_loading(self, sources: bytes, first: int = 0) -> int:

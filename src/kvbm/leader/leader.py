@@ -10,21 +10,23 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 
-from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.block import KEY_BYTES, Tier
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.joint_loads import JointLoads
+from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.lookups import Lookups, Search
+from kvbm.leader.lookups import Lookups
+from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
 from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
-    KEYS_PER_MESSAGE_MAX,
     STORED_KEYS_MAX,
     Finished,
     Hello,
@@ -84,10 +86,13 @@ class Leader:
         self._device = device
         self._unsaved = Unsaved(device) if lazy and device is not None else None
         self._unconfirmed = Unconfirmed()
+        self.joint_loads = JointLoads()
         self.requests: dict[str, Tracked] = {}
+        self._salt = KeySalt(weights_version)
+        self._keys = RequestKeys(self._link, self._salt)
+        self._questions = Questions(self._link, self.lookups, self.requests, self._keys)
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
-        self._salt = KeySalt(weights_version)
         self._weights = 0
         # The device's prefix cache may hold KV of earlier weights.
         self._device_mixed = False
@@ -120,7 +125,7 @@ class Leader:
         self.receive()
         tracked = Tracked(hashes, extras)
         self.requests[request] = tracked
-        self._ask(request, tracked, on_device)
+        self._questions.arrived(request, tracked, on_device)
 
     def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
         """How many blocks after the first `computed` can be loaded. May be asked many times; no answer is final.
@@ -138,17 +143,11 @@ class Leader:
             return Answer(later=True)  # even without a manager: the ranks confirm them
         if not self.ready:
             return Answer()
-        search = self.lookups.get(request)
-        if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
-            # Never asked, or the device has dropped blocks since that the question left out.
-            search = self._ask(request, tracked, computed)
+        if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
+            return Answer(later=True)
+        search = self._questions.search(request, tracked, computed)
         if search is None:
-            return Answer()
-        if self.lookups.stale(search, computed):
-            again = self._ask(request, tracked, computed, search.attempts + 1)
-            if again is None:
-                return Answer()
-            search = again
+            return Answer(later=self._questions.waits(request))
         promised = self.lookups.promised(search, computed)
         if promised is None and self._wait_left_s > 0.0:
             self._wait_a_little(self._wait_left_s)
@@ -178,13 +177,18 @@ class Leader:
         tracked = self.requests.get(request)
         if count <= 0:
             self.lookups.decline(request, tracked.computed if tracked is not None else 0)
+            self._questions.over(request)
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self.lookups.begin_load(request, computed, count, table, layerwise))
-        if tracked is not None:
-            tracked.begun = True
-        if layerwise and tracked is not None:
+        if tracked is None:
+            return
+        tracked.begun = True
+        if layerwise:
             self._unconfirmed.add(request, computed, tracked.hashes[computed])
+        else:
+            blocks = tracked.hashes[computed : computed + count]
+            self.joint_loads.begun(request, blocks, self._clock(), self.cost.prefill_s(count, computed))
 
     # ---- a step
 
@@ -221,6 +225,7 @@ class Leader:
         for entry in scheduled:
             self._store(entry)
         self._store_leaving()
+        self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
@@ -248,11 +253,13 @@ class Leader:
         for request in loaded:
             self._unconfirmed.confirmed(request)
         for request in (*arrived, *by_layer):
+            self.joint_loads.ended(request)
             self._end_load(request, loaded.get(request, 0.0))
 
     def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
         self.lookups.drop(request)
+        self._questions.over(request)
         tracked = self.requests.pop(request, None)
         if tracked is None:
             return
@@ -299,6 +306,7 @@ class Leader:
     def unkeep(self, request: str) -> None:
         """Load and store nothing more for this request."""
         self.lookups.drop(request)
+        self._questions.over(request)
         self.requests.pop(request, None)
 
     def _forget_keys(self) -> None:
@@ -332,6 +340,7 @@ class Leader:
             self._life = self._link.life
             self.stores.lost()
             self._forget_stored()
+            self._questions.new_session()
 
     def _forget_stored(self) -> None:
         """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
@@ -343,27 +352,6 @@ class Leader:
         self._link.wait(seconds)
         self._wait_left_s -= self._clock() - started_s
         self.receive()
-
-    def _keys(self, tracked: Tracked, count: int) -> list[BlockKey]:
-        """The keys of the first `count` blocks, as far as the engine has hashed them."""
-        ready = self._link.ready
-        assert ready is not None
-        salt = self._salt.value
-        namespace = ready.fingerprint + salt
-        if tracked.keyed_for != namespace:
-            tracked.keys, tracked.keyed_for = [], namespace
-        tracked.extend_keys(count, ready.fingerprint, tracked.extras + salt)
-        return tracked.keys[:count]
-
-    def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
-        if not self.ready:
-            return None
-        tracked.asked_from = skip
-        keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
-        search = self.lookups.ask(request, keys, skip, attempts)
-        if search is not None:
-            tracked.asked_blocks = len(keys)
-        return search
 
     def _store(self, entry: Scheduled) -> None:
         tracked = self.requests.get(entry.request)

@@ -28,6 +28,8 @@ class ManagerLink:
         self._missing: tuple[int, ...] = ()
         self.ready: Ready | None = None
         self.life = 0
+        self.received_s = clock()
+        """When the latest message arrived."""
         self.staging = False
         """The manager has no host tier: its host memory is only the staging area of the disk."""
 
@@ -41,6 +43,8 @@ class ManagerLink:
         except ManagerUnavailable as error:
             self._lose(str(error))
             return []
+        if messages:
+            self.received_s = self._clock()
         return [message for message in messages if not self._is_own(message)]
 
     def send(self, message: Message) -> bool:

@@ -12,10 +12,16 @@ from kvbm.clock import Clock
 from kvbm.hashing import join_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
+from kvbm.leader.window import Window
 from kvbm.protocol import UNLOADED_REASONS, LoadPlan, Lookup, LookupReply, Progress, Release
 
 REPLY_DEADLINE_S = 0.25
-REPLY_DEADLINE_S_MAX = 2.0
+"""The manager's answer to a lookup is waited for at least this long."""
+REPLY_DEADLINE_S_MAX = 10.0
+SILENCE_S_MAX = 2.0
+"""A manager that has sent nothing at all for this long is not waited for."""
+ASSUMED_TOKENS_PER_S = 50_000.0
+"""How fast an engine computes a prompt, until its own steps were measured: faster than most do."""
 ARRIVAL_DEADLINE_S = 10.0
 LEASE_MARGIN_S = 30.0
 ASK_AGAIN_S = 1.0
@@ -75,6 +81,7 @@ class Lookups:
     def __init__(
         self, link: ManagerLink, cost: CostModel, clock: Clock, promise_early: bool, first_number: int
     ) -> None:
+        self.window = Window()
         self._link = link
         self._cost = cost
         self._clock = clock
@@ -103,6 +110,7 @@ class Lookups:
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search
+        self.window.enter(request, len(keys) - skip)
         return search
 
     def replied(self, reply: LookupReply) -> None:
@@ -118,7 +126,9 @@ class Lookups:
         search.final = reply.ready == len(reply.slots)
         search.no_room, search.refused = reply.no_room, reply.refused
         search.stage = Stage.FOUND
-        if late is not None:
+        if late is None:
+            self.window.found(search.request, len(search.slots))
+        else:
             self._note_unloaded(search, late[1], 0)
             if search.unloaded:
                 self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
@@ -159,7 +169,7 @@ class Lookups:
         """
         now_s = self._clock()
         if search.stage is Stage.ASKED:
-            if now_s - search.asked_s < self._reply_deadline_s(search):
+            if not self._unanswered_too_long(search, now_s):
                 return None
             search.stage, search.why = Stage.OVER, "deadline"
             self._manager_slow = True
@@ -232,6 +242,7 @@ class Lookups:
             search.slots = search.generations = (0,) * count
             search.skip = computed
             self._by_request[request] = search
+        self.window.begin(request)
         offset = computed - search.skip
         end = offset + count
         search.plan = LoadPlan(
@@ -250,6 +261,11 @@ class Lookups:
             self._note_unloaded(search, computed, count)
         search.stage = Stage.LOADING
         return search.plan
+
+    def loads(self, request: str) -> bool:
+        """Whether the request's load runs."""
+        search = self._by_request.get(request)
+        return search is not None and search.stage is Stage.LOADING
 
     def loads_by_layer(self, request: str) -> bool:
         """Whether the request's load runs beside the forward pass that reads it."""
@@ -355,14 +371,23 @@ class Lookups:
         self._by_number.pop(search.number, None)
         if self._by_request.get(search.request) is search:
             del self._by_request[search.request]
+            self.window.leave(search.request)
 
-    def _reply_deadline_s(self, search: Search) -> float:
-        """How long to wait for the manager's answer: as long as computing the blocks would take, within bounds; the
-        least while the manager has not answered an earlier lookup in time."""
-        prefill_s = self._cost.prefill_s(search.wanted - search.skip, search.skip)
-        if self._manager_slow or prefill_s is None:
-            return REPLY_DEADLINE_S
-        return min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
+    def _unanswered_too_long(self, search: Search, now_s: float) -> bool:
+        """Whether to go on without the manager's answer.
+
+        Others may be served first: as long as the manager sends anything, its answer is waited for as long as computing
+        the blocks would take, within bounds. While it has not answered an earlier lookup in time, the least is enough.
+        """
+        if self._manager_slow:
+            return now_s - search.asked_s >= REPLY_DEADLINE_S
+        blocks = search.wanted - search.skip
+        prefill_s = self._cost.prefill_s(blocks, search.skip)
+        if prefill_s is None:
+            prefill_s = blocks * self._cost.block_tokens / ASSUMED_TOKENS_PER_S
+        deadline_s = min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
+        silent_s = now_s - max(search.asked_s, self._link.received_s)
+        return now_s - search.asked_s >= deadline_s or silent_s >= min(deadline_s, SILENCE_S_MAX)
 
     def _patience_s(self, search: Search, offset: int) -> float:
         """How long to wait for blocks that are being read from disk: no longer than computing them takes."""
