@@ -44,7 +44,7 @@ class Search:
     All its blocks are expected in host memory at `arrives_s`. `used` holds the tiers of the blocks being loaded.
     `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
     blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
-    others that are not promised. `unloaded` counts, by reason, the blocks that were found and are computed all the same.
+    others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
     """
 
     request: str
