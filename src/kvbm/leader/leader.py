@@ -97,7 +97,7 @@ class Leader:
         self._weights = 0
         # The device's prefix cache may hold KV of earlier weights.
         self._device_mixed = False
-        self._life = 0
+        self._life = self._readied = 0
         self._wait_left_s = STEP_WAIT_S
         self._steps = StepTimes(self.cost, clock)
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
@@ -346,6 +346,9 @@ class Leader:
             self.stores.lost()
             self._forget_stored()
             self._questions.new_session()
+        if self._readied != self._link.readied:
+            self._readied = self._link.readied
+            self._questions.ready_again()
 
     def _take_answer(self, answer: Answered) -> None:
         """Blocks that the manager had no slot for are offered again, while the device has them."""

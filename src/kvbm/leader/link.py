@@ -20,7 +20,8 @@ _COLLECTED_BYTES_MAX = 1 << 18
 class ManagerLink:
     """`ready` is the manager's message that all ranks of the engine are attached; without it nothing is asked.
 
-    `life` grows by one whenever the session begins or ends: questions of an earlier life get no answer.
+    `life` grows by one whenever the session begins or ends: questions of an earlier life get no answer. `readied` grows
+    whenever `ready` comes: questions that arrived while a rank was missing were answered with "nothing found".
     """
 
     def __init__(self, finder: ManagerFinder, hello: Hello, clock: Clock) -> None:
@@ -32,6 +33,7 @@ class ManagerLink:
         self._missing: tuple[int, ...] = ()
         self.ready: Ready | None = None
         self.life = 0
+        self.readied = 0
         self._collecting = False
         self.received_s = clock()
         """When the latest message arrived."""
@@ -110,6 +112,7 @@ class ManagerLink:
         """Take in a message about the session itself; False for any other message."""
         if isinstance(message, Ready):
             if message.ready and self.ready is None:
+                self.readied += 1
                 log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))
             self.ready = message if message.ready else None
             if message.tiers:

@@ -75,6 +75,15 @@ class Questions:
             if not tracked.begun:
                 tracked.asked_from = None
 
+    def ready_again(self) -> None:
+        """All ranks are there again. Requests that have not begun and found nothing are looked up again when the engine
+        asks: perhaps it was for want of a rank."""
+        for request, tracked in self._requests.items():
+            search = self._lookups.get(request)
+            if not tracked.begun and (search is None or (search.answered and not search.slots)):
+                self._lookups.drop(request)
+                tracked.asked_from = None
+
     def _ready(self) -> bool:
         ready = self._link.ready
         self._window.capacity = ready.lease_blocks if ready is not None else 0
