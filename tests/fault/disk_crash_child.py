@@ -22,6 +22,7 @@ from pathlib import Path
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.faults import FaultySyscalls
+from kvbm.tiers.contract import BlockEnd
 from kvbm.tiers.disk import block_io
 from kvbm.tiers.disk import medium as disk_medium
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
@@ -110,19 +111,15 @@ class Load:
         self.pending[job] = (slot, number)
 
 
-def store_in_the_wrong_order(medium, job):  # type: ignore[no-untyped-def]
+def store_in_the_wrong_order(medium, slot, blocks, sequence, memory):  # type: ignore[no-untyped-def]
     """A `DiskMedium.store` as it must never be."""
-    medium._journal.write(
-        disk_medium.BlockRecord(
-            slot=job.slot,
-            key=job.key,
-            parent=job.parent,
-            checksum=block_io.block_checksum(medium._fingerprint, job.key, job.sources),
-            length=LAYOUT.block_bytes,
-            sequence=job.sequence,
-        )
-    )
-    medium._slabs.write(job.slot, job.sources)
+    checksums = [
+        block_io.block_checksum(medium._fingerprint, block.key, part)
+        for block, part in zip(blocks, memory.blocks, strict=True)
+    ]
+    medium._journal.write_run(slot, blocks, checksums, sequence)
+    medium._slabs.write(slot, memory.whole)
+    return disk_medium.RunEnd([BlockEnd(Outcome.HIT)] * len(blocks))
 
 
 def main() -> None:

@@ -138,7 +138,9 @@ class Bench:
         assert isinstance(lookup, Lookup)
         return lookup
 
-    def answer(self, lookup: Lookup, blocks: int, ready: int | None = None, disk: int = 0) -> None:
+    def answer(
+        self, lookup: Lookup, blocks: int, ready: int | None = None, disk: int = 0, arrival_s: float = 0.0
+    ) -> None:
         sources = bytes([Tier.HOST] * (blocks - disk) + [Tier.DISK] * disk)
         self.manager.send(
             LookupReply(
@@ -147,6 +149,7 @@ class Bench:
                 generations=tuple(range(50, 50 + blocks)),
                 ready=blocks if ready is None else ready,
                 sources=sources,
+                arrival_s=arrival_s,
             )
         )
 

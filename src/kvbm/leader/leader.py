@@ -156,7 +156,7 @@ class Leader:
         tracked.outdated = self._device_mixed and computed > 0
         if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # even without a manager: the ranks confirm them
-        if not self.ready:
+        if not self.ready or computed >= len(tracked.hashes):
             return Answer()
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)

@@ -41,10 +41,10 @@ class Stage(Enum):
 class Search:
     """The lookup of one request. Its first `skip` blocks were left out of the question; the run begins behind them.
 
-    `used` holds the tiers of the blocks being loaded. `arrived` is None until a rank reports a failure, then the
-    number of blocks before the first failed one. `missing` blocks were found but did not come to host memory in time,
-    for the reason `why_missing`; `why` is the reason for the others that are not promised. `unloaded` counts, by
-    reason, the blocks that were found and are computed all the same.
+    All its blocks are expected in host memory at `arrives_s`. `used` holds the tiers of the blocks being loaded.
+    `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
+    blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
+    others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
     """
 
     request: str
@@ -62,6 +62,7 @@ class Search:
     sources: bytes = b""
     ready: int = 0
     final: bool = True
+    arrives_s: float = 0.0
     plan: LoadPlan | None = None
     used: bytes = b""
     arrived: int | None = None
@@ -126,6 +127,7 @@ class Lookups:
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
         search.no_room, search.refused = reply.no_room, reply.refused
+        search.arrives_s = self._clock() + reply.arrival_s
         search.stage = Stage.FOUND
         if late is None:
             self.window.found(search.request, len(search.slots))
@@ -197,7 +199,8 @@ class Lookups:
         usable = max(0, held - offset)
         if not usable:
             return 0
-        worth = self._cost.worth_loading(sources[:usable], computed)
+        arrival_s = 0.0 if search.ready - offset >= usable else max(0.0, search.arrives_s - now_s)
+        worth = self._cost.worth_loading(sources[:usable], computed, arrival_s)
         if worth < usable:
             search.why = "cost"
         if not worth:
@@ -391,6 +394,10 @@ class Lookups:
         return now_s - search.asked_s >= deadline_s or silent_s >= min(deadline_s, SILENCE_S_MAX)
 
     def _patience_s(self, search: Search, offset: int) -> float:
-        """How long to wait for blocks that are being read from disk: no longer than computing them takes."""
+        """How long to wait for blocks that are being read from disk: no longer than computing them takes, and not at
+        all where they are expected later than that."""
         prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
-        return ARRIVAL_DEADLINE_S if prefill_s is None else min(prefill_s, ARRIVAL_DEADLINE_S)
+        if prefill_s is None:
+            return ARRIVAL_DEADLINE_S
+        patience_s = min(prefill_s, ARRIVAL_DEADLINE_S)
+        return patience_s if search.arrives_s - search.asked_s <= patience_s else 0.0

@@ -94,11 +94,14 @@ class Questions:
 
     def _ask_in_turn(self, request: str, tracked: Tracked, skip: int) -> Search | None:
         blocks = len(tracked.hashes) - skip
-        if blocks > 0 and not (self._ready() and self._window.has_room(blocks)):
+        if blocks <= 0:
+            self._window.forget(request)  # the device has them all by now
+        elif self._ready() and self._window.has_room(blocks):
+            return self._ask(request, tracked, skip)
+        else:
             self._window.wait(request, blocks)
             tracked.asked_from = None
-            return None
-        return self._ask(request, tracked, skip)
+        return None
 
     def _give_up(self, request: str) -> None:
         """End a lookup for the sake of a request that the engine would run sooner; it waits for room again."""

@@ -14,7 +14,7 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import make_key
-from kvbm.tiers.contract import Completion
+from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk import threads as disk_io
 from kvbm.tiers.disk.syscalls import STALLS_MAX, Syscalls, read_fully, write_fully
 from kvbm.tiers.disk.threads import IoThreads, Job, LoadJob, StoreJob
@@ -84,11 +84,11 @@ class Gate:
         self.entered = threading.Semaphore(0)
         self.passes = threading.Semaphore(0)
 
-    def execute(self, job: Job) -> Completion:
-        self.begun.append(job.job_id)
+    def execute(self, jobs: Sequence[Job]) -> list[Completion]:
+        self.begun += [job.job_id for job in jobs]
         self.entered.release()
         assert self.passes.acquire(timeout=DEADLINE_S)
-        return Completion(job_id=job.job_id, outcome=Outcome.HIT)
+        return [Completion(job_id=job.job_id, outcome=Outcome.HIT) for job in jobs]
 
     def open(self, count: int = 1000) -> None:
         self.passes.release(count)
@@ -99,11 +99,12 @@ def abandon(job: Job) -> Completion:
 
 
 def load_job(job_id: int) -> LoadJob:
-    return LoadJob(job_id=job_id, key=make_key(0), slot=SlotIndex(0), targets=())
+    return LoadJob(job_id=job_id, slot=SlotIndex(0), keys=(make_key(0),), targets=())
 
 
 def store_job(job_id: int) -> StoreJob:
-    return StoreJob(job_id=job_id, key=make_key(0), parent=None, slot=SlotIndex(0), sequence=1, sources=())
+    block = BlockHead(make_key(0), None)
+    return StoreJob(job_id=job_id, slot=SlotIndex(0), blocks=(block,), sequence=1, sources=())
 
 
 def test_loads_overtake_stores_and_do_not_starve_them() -> None:
