@@ -49,8 +49,9 @@ class Offers:
         end = min(end, len(table), start + STORED_KEYS_MAX)
         if end <= start:
             return
-        parent = self._keys(tracked, start - 1, start).keys if start else b""
-        keys, hashes = self._keys(tracked, start, end)
+        before = KEY_BYTES if start else 0  # the parent is named with its children
+        keys, hashes = self._keys(tracked, start - 1 if start else 0, end)
+        parent, keys, hashes = keys[:before], keys[before:], hashes[before:]
         if self._unsaved is not None:
             names = split_keys(keys)
             self._unsaved.note(BlockKey(parent) or None, names, table[start:end], hashes, tracked.keep)

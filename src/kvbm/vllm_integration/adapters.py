@@ -59,6 +59,8 @@ class Adapters:
         self._seen: dict[str, _Seen] = {}
         self._refused: set[str] = set()
         self._own_suffix = os.urandom(16)
+        self.digests_made = 0
+        """Only the digests' thread counts; whoever waits for one need not ask for it before this has risen."""
 
     def extras(self, lora_path: str, load: int = 0) -> bytes | None:
         """The extras of a request that uses the adapter at this path; None when its blocks must not be kept, which is
@@ -131,6 +133,8 @@ class Adapters:
             seen.extras = digest.encode() + (self._own_suffix if young else b"")
         except Exception as error:  # of any kind: the adapter would be waited for, without a word
             seen.problem = f"cannot be read ({error})"
+        finally:
+            self.digests_made += 1
 
     def _refuse(self, lora_path: str, why: str) -> None:
         self._refused.add(lora_path)

@@ -43,6 +43,7 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}
         # Requests whose adapter's digest is not made yet.
         self._unnamed: dict[str, Any] = {}
+        self._digests_seen = 0
         self._tables = BlockTables()
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
@@ -140,8 +141,10 @@ class SchedulerSide:
         if not self._sizes_checked and self.leader.tiers:
             self._sizes_checked = True
             self._warn_of_sizes(self.leader.tiers.get("host", 0))
-        for request in list(self._unnamed.values()):
-            self._look_at_adapter(request)
+        if self._unnamed and self._digests_seen != self._adapters.digests_made:
+            self._digests_seen = self._adapters.digests_made
+            for request in list(self._unnamed.values()):
+                self._look_at_adapter(request)
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []
