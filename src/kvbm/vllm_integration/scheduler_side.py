@@ -94,9 +94,9 @@ class SchedulerSide:
         extras: bytes | None = b""
         keep = None
         if lora is not None:
-            if not self._may_keep(lora):
+            extras = self._adapter_extras(lora)
+            if extras is None and not self._may_keep(lora):
                 return
-            extras = self._adapters.extras(lora.lora_path, lora.lora_int_id)
             if extras is None:
                 self._unnamed[request.request_id] = request
             keep = partial(self._adapters.unchanged, lora.lora_path)
@@ -227,11 +227,14 @@ class SchedulerSide:
         """Whether blocks of requests with this adapter can be kept at all: weights without a file have no name."""
         return getattr(lora, "lora_tensors", None) is None and not self._adapters.refused(lora.lora_path)
 
+    def _adapter_extras(self, lora: Any) -> bytes | None:
+        """The part of the key that vLLM's block hash lacks, an adapter's content; None while it is not known."""
+        return self._adapters.extras(lora.lora_path, lora.lora_int_id) if self._may_keep(lora) else None
+
     def _look_at_adapter(self, request: Any) -> None:
         """The request goes on: its adapter may have been digested meanwhile, or have changed."""
         lora, name = request.lora_request, request.request_id
-        # vLLM's hash covers name and path of an adapter: the extras are its content.
-        extras = self._adapters.extras(lora.lora_path, lora.lora_int_id) if self._may_keep(lora) else None
+        extras = self._adapter_extras(lora)
         if extras is not None:
             self._unnamed.pop(name, None)
             self.leader.extras_known(name, extras)
