@@ -24,6 +24,7 @@ from kvbm.policy.departures import Departures
 from kvbm.protocol import HELD, REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
+from kvbm.tiers.runs import with_runs
 
 LEASE_S = 120.0
 RESERVATION_S = 120.0
@@ -83,7 +84,7 @@ class Space:
         self.disk: DiskSide | None = None
         if medium is not None:
             self.disk = DiskSide(
-                medium=medium,
+                medium=with_runs(medium),
                 host_pool=self.host_pool,
                 arena=arena,
                 names=self._names,
@@ -301,6 +302,8 @@ class Space:
             if tier in ("", pool.tier.name.lower()):
                 gone, kept = pool.clear()
                 dropped, in_use = dropped + gone, in_use + kept
+        if self.disk is not None:
+            self.disk.void_emptied()
         return dropped, in_use
 
     @property
