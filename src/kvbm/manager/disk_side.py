@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -141,6 +141,7 @@ class DiskSide:
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)
 
-    def _emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
+    def _emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         if was_resident:
-            self.medium.forget(SlotIndex(slot))
+            for slot in slots:
+                self.medium.forget(SlotIndex(slot))

@@ -7,6 +7,7 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import or_
 
 import msgspec
 
@@ -144,14 +145,13 @@ class Space:
     def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
         """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""
         wanted = list(keys[skip:])
-        on_host = self.host_pool.find_all(wanted)
-        run = on_host.index(None) if None in on_host else len(on_host)
-        slots: list[int] = [slot for slot in on_host[:run] if slot is not None]
+        slots = self.host_pool.find_leading(wanted)
+        run = len(slots)
         sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
         if run < len(wanted) and (disk_pool := self._disk_pool_if_on()) is not None:
-            for i in range(run, len(wanted)):
-                slot = on_host[i]
-                if slot is None and disk_pool.find(wanted[i]) is None:
+            rest = wanted[run:]
+            for slot, below in zip(self.host_pool.find_all(rest), disk_pool.find_all(rest), strict=True):
+                if slot is None and below is None:
                     break
                 slots.append(NO_SLOT if slot is None else slot)
                 sources.append(Tier.DISK if slot is None else Tier.HOST)
@@ -191,12 +191,15 @@ class Space:
         below = self._disk_pool_if_on() if self.options.staging else None
         answer: list[int] = []
         mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
+        held = self._held(keys, below)
         while len(answer) < len(keys):
-            run = self._missing_run(keys, len(answer), below)
-            if not run:
-                answer.append(HELD)
+            done = len(answer)
+            if held[done]:
+                # One of them may just have made room for a block before it: then it is lost as if a moment later.
+                answer += [HELD] * (_end_of(held, done) - done)
                 parent = keys[len(answer) - 1]
                 continue
+            run = keys[done : _end_of(held, done)]
             if parent is not None and not self._held_anywhere(parent):
                 break  # without its prefix the run could never be found: do not spend slots on it
             if self.disk is not None and parent is not None:
@@ -204,7 +207,7 @@ class Space:
             # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
             insist = self._disk_pool_if_on() is not None
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist)
-            self._names.reserved(slots, run, hashes, len(answer), group)
+            self._names.reserved(slots, run, hashes, done, group)
             answer += slots
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]
@@ -227,11 +230,11 @@ class Space:
             return 0
         self.reservations.pop(owner, number)
         bad = set(range(len(mine.slots))) if mine.stale else set(failed)
-        for i in reversed(range(len(mine.slots))):
+        for i in reversed(range(len(mine.slots)) if bad else ()):
             if i in bad:
                 self.host_pool.abort(mine.slots[i])
-        good = [i for i in range(len(mine.slots)) if i not in bad]
-        self.host_pool.commit_all([mine.slots[i] for i in good])
+        good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
+        self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
         self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
         self._metrics.add(
             "kvbm_transfer_bytes_total",
@@ -255,17 +258,19 @@ class Space:
         """The request whose prompt ended with this key has ended."""
         self._usage.note_end(key, output_tokens)
 
-    def _missing_run(
-        self, keys: Sequence[BlockKey], start: int, below: SlotPool[BlockKey] | None
-    ) -> list[BlockKey]:
-        """The keys from `start` up to one that needs no slot; distinct whatever the engine sent."""
-        run: dict[BlockKey, None] = {}
-        for i in range(start, len(keys)):
-            key = keys[i]
-            if key in run or self.host_pool.holds(key) or (below is not None and below.holds(key)):
-                break
-            run[key] = None
-        return list(run)
+    def _held(self, keys: Sequence[BlockKey], below: SlotPool[BlockKey] | None) -> bytes:
+        """Which of the keys need no slot, a byte each; a key that the engine sent twice needs one only."""
+        held = self.host_pool.held(keys)
+        if below is not None:
+            held = bytes(map(or_, held, below.held(keys)))
+        if len(set(keys)) < len(keys):
+            first: dict[BlockKey, int] = {}
+            for i, key in enumerate(keys):
+                first.setdefault(key, i)
+            held = bytes(
+                known or first[key] < i for i, (known, key) in enumerate(zip(held, keys, strict=True))
+            )
+        return held
 
     def _held_anywhere(self, key: BlockKey) -> bool:
         return any(pool.holds(key) for pool in self.pools)
@@ -345,6 +350,12 @@ class Space:
             self.disk.close(keep)
         self.arena.close()
 
-    def _host_emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
-        self.arena.invalidate(slot)
-        self._names.forget(slot)
+    def _host_emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
+        self.arena.invalidate_all(slots)
+        self._names.forget_all(slots)
+
+
+def _end_of(held: bytes, start: int) -> int:
+    """Where the flags stop being what they are at `start`."""
+    end = held.find(1 - held[start], start)
+    return end if end >= 0 else len(held)
