@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
@@ -16,7 +18,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import Completion, SlotTier
 from kvbm.tiers.host import HostArena
 
 HEAL_INTERVAL_S = 10.0
@@ -48,6 +50,8 @@ class DiskSide:
     offloader: Offloader[BlockKey] = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
     _heal_at_s: float = field(default=0.0, init=False)
+    # Polled and not yet looked at.
+    _ended: deque[Completion] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
         self._index()
@@ -74,11 +78,16 @@ class DiskSide:
         if self.departures is not None and (slot := self.host_pool.find(key)) is not None:
             self.departures.keep(slot, self.clock())
 
-    def collect(self) -> None:
-        """Take the completions."""
-        for completion in self.medium.poll():
+    def collect(self, until_s: float = inf) -> bool:
+        """Take the completions; until that time, but one in any case. Whether there are some left."""
+        self._ended += self.medium.poll()
+        while self._ended:
+            completion = self._ended.popleft()
             if not self.onboarder.completed(completion):
                 self.offloader.completed(completion)
+            if self.clock() >= until_s:
+                break
+        return bool(self._ended)
 
     def advance(self) -> None:
         """Submit queued blocks; try a medium that is off again when that is due."""

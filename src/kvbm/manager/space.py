@@ -6,6 +6,7 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from operator import or_
 
@@ -18,7 +19,7 @@ from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import Cut, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
-from kvbm.manager.usage import Usage
+from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
@@ -64,12 +65,15 @@ class Space:
         self.layout = layout
         self.arena = arena
         self.options = options
+        self.failure = ""
+        """Empty while the space works (see `guarded_space`)."""
+        self.on_progress = on_progress
         self._metrics = metrics
         self._clock = clock
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self.cut = Cut(0, 0)
-        self._usage = Usage()
+        self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self._names = EngineNames(arena.slot_count)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
@@ -114,15 +118,19 @@ class Space:
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
         self._gather(lease, keys, skip)
         found = len(lease.slots)
-        if self.disk is not None:
-            self.disk.onboarder.bring_up(lease, keys[skip - 1] if skip else None)
-        kept = len(lease.slots)
-        self._usage.note(list(keys), skip + kept)
-        if lease.slots:
-            self.leases.add(lease)
-            lease.advance()
+        try:
             if self.disk is not None:
-                self.disk.onboarder.pump()
+                self.disk.onboarder.bring_up(lease, keys[skip - 1] if skip else None)
+            kept = len(lease.slots)
+            self._usage.note(list(keys), skip + kept)
+            if lease.slots:
+                self.leases.add(lease)
+                lease.advance()
+                if self.disk is not None:
+                    self.disk.onboarder.pump()
+        except BaseException:
+            self._give_back(lease)
+            raise
         self.cut = Cut(found - kept, kept - len(lease.slots))
         self._account(lease, len(keys) - skip)
         if not lease.slots:  # nothing was found, or the tier refused the first block just now
@@ -141,6 +149,14 @@ class Space:
             self.host_pool.unlease_all(lease.pinned())
             lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
         return lease
+
+    def _give_back(self, lease: Lease) -> None:
+        """End the pins of a lookup that failed half-way."""
+        self.leases.pop(lease.owner, lease.number)
+        pinned = lease.pinned()
+        lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
+        with contextlib.suppress(Exception):  # what failed first is told
+            self.host_pool.unlease_all(pinned)
 
     def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
         """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""
@@ -186,7 +202,7 @@ class Space:
         now_s = self._clock()
         if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
-            return [REFUSED] * len(keys)
+            return self.refuse(keys)
         # A staging area only passes blocks on: those that have reached the disk need no slot in it again.
         below = self._disk_pool_if_on() if self.options.staging else None
         answer: list[int] = []
@@ -223,6 +239,10 @@ class Space:
             self.reservations.add(mine)
         return answer
 
+    def refuse(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The answer of `reserve` where no block gets a slot."""
+        return [REFUSED] * len(keys)
+
     def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
         """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed."""
         mine = self.reservations.get(owner, number)
@@ -243,8 +263,12 @@ class Space:
             target="host",
         )
         if self.disk is not None:
-            for i in good:
-                self.disk.offloader.committed(mine.keys[i], mine.parents[i])
+            keys, parents = [mine.keys[i] for i in good], [mine.parents[i] for i in good]
+            # Blocks in a staging area are safe from eviction once they are queued: that cannot wait.
+            if self.options.staging or len(keys) <= OFFERED_AT_ONCE:
+                self.disk.offloader.committed(keys, parents)
+            else:
+                self._usage.note_stored(keys, parents)
             self.disk.offloader.pump()
         return len(good)
 
@@ -281,12 +305,25 @@ class Space:
     # ---- time
 
     def pump(self) -> None:
-        """Take completions and submit queued blocks. Called often; costs microseconds when there is nothing."""
+        """Take all completions, tell the policies everything, and submit queued blocks."""
         if self.disk is not None:
             self.disk.collect()
-        self._usage.pass_on(self.pools, self.disk.offloader if self.disk else None, self._clock())
+        while self._usage.tell():
+            pass
         if self.disk is not None:
             self.disk.advance()
+
+    def move(self, until_s: float) -> bool:
+        """Take completions until that time, one in any case, and submit queued blocks. Whether completions are left."""
+        if self.disk is None:
+            return False
+        left = self.disk.collect(until_s)
+        self.disk.advance()
+        return left
+
+    def tell_policies(self) -> bool:
+        """Tell the policies a slice of what happened, when nobody waits for an answer. False: nothing was left."""
+        return self._usage.tell()
 
     def overdue(self) -> list[Reservation]:
         """End leases past their deadline. Returns the reservations past theirs, which the caller condemns."""
@@ -309,9 +346,14 @@ class Space:
         return dropped, in_use
 
     @property
+    def untold(self) -> bool:
+        """There is something that the policies do not know of yet."""
+        return bool(self._usage) and not self.failure
+
+    @property
     def busy(self) -> bool:
         """Blocks are on their way between host memory and disk."""
-        return self.disk is not None and self.disk.queued_count > 0
+        return self.disk is not None and (self.disk.queued_count > 0 or bool(self._usage))
 
     @property
     def pools(self) -> tuple[SlotPool[BlockKey], ...]:
