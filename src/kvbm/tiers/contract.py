@@ -59,7 +59,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     brings the `engine_hash` and `group` that the block was stored with.
 
     Of a run, `blocks` tells how each block ended, in order; then `outcome` is that of the first block that is no HIT,
-    `bytes_moved` counts the blocks with HIT, and `error` and `still_in_use` speak of the whole run.
+    `bytes_moved` counts the blocks with HIT, and `error` speaks of those with RETRY. With `still_in_use` none is a HIT.
     """
 
     job_id: int
@@ -72,6 +72,11 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     engine_hash: bytes = b""
     group: int = 0
     blocks: Sequence[BlockEnd] = ()
+
+    @property
+    def ends(self) -> Sequence[BlockEnd]:
+        """How each block ended, of a run or of a single one."""
+        return self.blocks or (BlockEnd(self.outcome, self.corrupt, self.engine_hash, self.group),)
 
 
 class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
-from kvbm.tiers.contract import BlockEnd, BlockHead, Completion, RecoveredBlock, RunTier, SlotTier
+from kvbm.tiers.contract import BlockHead, Completion, RecoveredBlock, RunTier, SlotTier
 
 
 def with_runs(tier: SlotTier) -> RunTier:
@@ -110,5 +110,4 @@ class BlockwiseRuns:
         if done.job_id not in self._runs:
             return done
         self._runs.remove(done.job_id)
-        end = BlockEnd(done.outcome, done.corrupt, done.engine_hash, done.group)
-        return msgspec.structs.replace(done, engine_hash=b"", group=0, blocks=(end,))
+        return msgspec.structs.replace(done, engine_hash=b"", group=0, blocks=done.ends)

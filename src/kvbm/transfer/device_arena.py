@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -70,13 +70,16 @@ class DeviceArena:
         self.tensor = self.bytes[:size].view(slot_count, layout.slot_bytes)
         """uint8 `[slots, slot_bytes]`, as copiers take it."""
 
-    def slot_views(self, slot: int) -> list[DeviceSpan]:
-        """The slot's bytes: one page-aligned span."""
+    def slot_views(self, slot: int, count: int = 1) -> list[DeviceSpan]:
+        """The bytes of the slot, or of `count` slots from it on: one page-aligned span."""
         size = self.layout.slot_bytes
-        return [DeviceSpan(self.bytes.data_ptr() + slot * size, size)]
+        return [DeviceSpan(self.bytes.data_ptr() + slot * size, count * size)]
 
     def invalidate(self, slot: int) -> None:
         """Does nothing: only this process reads the slots, and it holds a lease while it does."""
+
+    def invalidate_all(self, slots: Sequence[int]) -> None:
+        """Does nothing, as `invalidate`."""
 
     def close(self) -> None:
         """The memory goes with the last copier or transfer that uses it."""
