@@ -148,6 +148,13 @@ class Engine:
         """What the ranks say of a step in which every copy succeeded."""
         return StepReport(stored={store.store: (1, (), 1e-4) for store in plan.stores})
 
+    def load(self, request: Any) -> None:
+        """The request's load goes to the ranks, and has arrived."""
+        (plan,) = self.step({}).loads
+        assert len(plan.slots) == len(request.block_hashes)
+        arrived = SimpleNamespace(finished_recving={request.request_id}, invalid_block_ids=None)
+        self.side.updated(arrived, StepReport(loaded={request.request_id: 1e-3}))
+
     def settle(self) -> None:
         """Step on until every store is committed."""
         nothing = SimpleNamespace(finished_recving=None, invalid_block_ids=None)
@@ -177,7 +184,7 @@ def arrivals(
     engine: Engine, title: str, blocks: int, rounds: int, held: bool = False, **request_options: Any
 ) -> list[dict[str, Any]]:
     """Requests that come one at a time, are told what matches, and end; with `held` the manager has their blocks."""
-    added, matched, finished = Timed(), Timed(), Timed()
+    added, matched, allocated, finished = Timed(), Timed(), Timed(), Timed()
     for number in range(rounds):
         request = engine.request("held" if held else f"{title} {number}", blocks, **request_options)
         computed = blocks * BLOCK_TOKENS if request_options.get("on_device") else 0
@@ -187,7 +194,13 @@ def arrivals(
             time.sleep(0.001)
             answer = engine.side.matched(request, computed)
         assert answer[0] == (blocks * BLOCK_TOKENS if held else 0), answer
-        engine.side.allocated(request, None, 0)
+        if held:
+            engine.run(request, 0)
+            room = engine.cache.get_blocks(request.request_id)
+            allocated.call(lambda r=request, b=room, n=answer[0]: engine.side.allocated(r, b, n))
+            engine.load(request)
+        else:
+            allocated.call(lambda r=request: engine.side.allocated(r, None, 0))
         finished.call(lambda request=request: engine.side.finished(request))
         engine.step({})
         time.sleep(0.01)
@@ -195,6 +208,7 @@ def arrivals(
     return [
         added.row(name, ARRIVAL_BUDGET_MS),
         matched.row("  first question: how much matches", None),
+        allocated.row("  room for it: its load is planned" if held else "  it is computed", None),
         finished.row("  its end", None),
     ]
 

@@ -92,7 +92,7 @@ class Tracked:
         keys, and a step needs those of its newest blocks.
         """
         hashes = self.hashes[start:end]
-        joined = join_keys(hashes)
+        joined = b"".join(hashes)
         if len(joined) == KEY_BYTES * len(hashes) and _of_key_length(self.hashes, hashes):
             if not extras:
                 return Named(joined, b"")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 
@@ -47,11 +47,15 @@ class BlockTables:
     def __init__(self) -> None:
         self._tables: dict[str, list[int]] = {}
         self._state: Any = None
+        self._blocks_of: Callable[[str], Any] | None = None
 
     def update(self, output: Any) -> None:
         """Take in a step."""
         self._state = getattr(output, "kv_connector_block_state", None)
         if self._state is not None:
+            # The step's state is a way to the cache manager's `get_block_ids`; its `get_blocks` lists nothing.
+            manager = getattr(getattr(self._state, "resolve_block_ids", None), "__self__", None)
+            self._blocks_of = getattr(manager, "get_blocks", None)
             return
         for new in output.scheduled_new_reqs:
             self._tables[new.req_id] = list(new.block_ids[0])
@@ -69,11 +73,8 @@ class BlockTables:
         """The request's device blocks in order; empty when vLLM gives none."""
         if self._state is None:
             return self._tables.get(request_id, ())
-        # The step's state is a way to the cache manager's `get_block_ids`; its `get_blocks` lists nothing.
-        manager = getattr(getattr(self._state, "resolve_block_ids", None), "__self__", None)
-        blocks_of = getattr(manager, "get_blocks", None)
-        if blocks_of is not None and request_id in getattr(self._state, "req_ids", ()):
-            return table_of(blocks_of(request_id))
+        if self._blocks_of is not None and request_id in self._state.req_ids:
+            return table_of(self._blocks_of(request_id))
         found = self._state.get_block_ids(request_id)
         return found[0] if found else ()
 
