@@ -192,7 +192,8 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
 
     The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `sources` has
     one byte per block, the tier it was found in. Behind them the run went on: by `no_room` blocks that host memory has
-    no room for now, after `refused` ones that the tier below does not give.
+    no room for now, after `refused` ones that the tier below does not give. `arrival_s` is the number of seconds until
+    all blocks are expected in G2, behind the reads that were asked for before; 0 where that is not known.
     """
 
     lookup: int
@@ -202,6 +203,7 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     sources: bytes = b""
     no_room: int = 0
     refused: int = 0
+    arrival_s: float = 0.0
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):

@@ -263,6 +263,6 @@ def test_without_generations_wrong_bytes_would_be_taken(
     traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: a slot that changes hands in silence."""
-    monkeypatch.setattr(traffic.space.arena, "invalidate", lambda slot: None)
+    monkeypatch.setattr(traffic.space.arena, "invalidate_all", lambda slots: None)
     traffic.run(500)
     assert traffic.counts["wrong"] > 100, traffic.counts

@@ -82,6 +82,21 @@ class Channel:
         with _unavailable_on_error():
             self._wire.send(frame)
 
+    def queue(self, message: Message) -> None:
+        """Queue a message that leaves with the next `flush`, `send`, `receive` or `wait`."""
+        with _unavailable_on_error():
+            self._wire.queue(encode(message))
+
+    def flush(self) -> None:
+        """Send as many of the queued bytes as the socket takes."""
+        with _unavailable_on_error():
+            self._wire.flush()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that were queued and have not left."""
+        return len(self._wire.outgoing)
+
     def take_fds(self) -> list[int]:
         """The file descriptors that came; the caller closes them."""
         fds, self._wire.fds = self._wire.fds, []
@@ -89,8 +104,7 @@ class Channel:
 
     def receive(self) -> list[FromManager]:
         """The messages that have arrived; empty when there are none."""
-        with _unavailable_on_error():
-            self._wire.flush()
+        self.flush()
         self._read()
         messages = list(self._incoming)
         self._incoming.clear()

@@ -10,9 +10,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.hashing import split_keys
 from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.retry import Retry
+from kvbm.leader.stores import Answered
 from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import LoadPlan
+
+LEAVING_RETRY_S_MAX = 0.4
+"""Free blocks do not wait for long: soon the engine hands them out."""
 
 
 class LeavingBlocks(NamedTuple):
@@ -39,6 +45,7 @@ class Unsaved:
         self._device = device
         self._by_block: dict[int, _Entry] = {}
         self._block_of: dict[BlockKey, int] = {}
+        self._retry = Retry()
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -62,11 +69,35 @@ class Unsaved:
                 self._block_of[key] = block
             parent = key
 
-    def leaving(self, limit: int, blocks_max: int) -> list[LeavingBlocks]:
+    def answered(self, answer: Answered, now_s: float) -> None:
+        """The manager's answer for blocks that `leaving` gave out: those that it refused are noted again, if they are
+        on the device still, and nothing is given out for a while."""
+        asked = answer.asked
+        if asked is None:
+            return
+        if not answer.refused:
+            self._retry.succeeded()
+            return
+        if now_s >= self._retry.due_s:  # else this was asked before the last refusal came
+            self._retry.failed(now_s, LEAVING_RETRY_S_MAX)
+        keys, start = split_keys(asked.keys), answer.taken
+        parent = keys[start - 1] if start else BlockKey(asked.parent) or None
+        for place in range(start, len(keys)):
+            key, block, tag = keys[place], answer.device_blocks[place], answer.tags[place]
+            if block not in self._by_block and key not in self._block_of and self._device.tag(block) == tag:
+                engine_hash = asked.hashes[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+                self._by_block[block] = _Entry(key, parent, tag, engine_hash)
+                self._block_of[key] = block
+            parent = key
+
+    def leaving(self, limit: int, blocks_max: int, now_s: float = 0.0) -> list[LeavingBlocks]:
         """Take the unsaved blocks among the next `limit` to be handed out, each with its unsaved ancestors.
 
-        At most about `blocks_max` blocks in all: the others are taken in the next step.
+        At most about `blocks_max` blocks in all: the others are taken in the next step. None while the manager has no
+        slots (`answered`).
         """
+        if now_s < self._retry.due_s:
+            return []
         chains: list[LeavingBlocks] = []
         taken = 0
         for block in self._device.next_out(limit):

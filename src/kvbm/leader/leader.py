@@ -10,9 +10,10 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 
-from kvbm.block import KEY_BYTES, Tier
+from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
+from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.joint_loads import JointLoads
@@ -23,7 +24,7 @@ from kvbm.leader.lookups import Lookups
 from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
-from kvbm.leader.stores import Stores
+from kvbm.leader.stores import Answered, Stores
 from kvbm.leader.tracked import Answer, Scheduled, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
@@ -96,7 +97,7 @@ class Leader:
         self._weights = 0
         # The device's prefix cache may hold KV of earlier weights.
         self._device_mixed = False
-        self._life = 0
+        self._life = self._readied = 0
         self._wait_left_s = STEP_WAIT_S
         self._steps = StepTimes(self.cost, clock)
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
@@ -141,7 +142,7 @@ class Leader:
         tracked.outdated = self._device_mixed and computed > 0
         if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # even without a manager: the ranks confirm them
-        if not self.ready:
+        if not self.ready or computed >= len(tracked.hashes):
             return Answer()
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)
@@ -209,7 +210,7 @@ class Leader:
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
-                tracked.stored = 0
+                tracked.offer_anew()
         may_wait = idle
         if self._gone and self.stores.unanswered:
             may_wait = False
@@ -222,10 +223,11 @@ class Leader:
         stores = self.stores.plan(self._gone, tag)
         released = self.stores.released(self._gone)
         self._gone.clear()
-        for entry in scheduled:
-            self._store(entry)
-        self._store_leaving()
-        self._questions.ask_waiting()
+        with self._link.in_one_write():
+            for entry in scheduled:
+                self._store(entry)
+            self._store_leaving()
+            self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
@@ -240,7 +242,8 @@ class Leader:
         if report is not None:
             if report.weights_changed:
                 self.weights_changed()  # first: these stores may have copied KV of other weights
-            self.stores.reported(report)
+            with self._link.in_one_write():
+                self.stores.reported(report)
         if invalid and self.lookups.note_failures(invalid):
             assert self._device is not None
             self.stores.doubt()
@@ -252,20 +255,23 @@ class Leader:
         by_layer = [request for request in loaded if self.lookups.loads_by_layer(request)]
         for request in loaded:
             self._unconfirmed.confirmed(request)
-        for request in (*arrived, *by_layer):
-            self.joint_loads.ended(request)
-            self._end_load(request, loaded.get(request, 0.0))
+        with self._link.in_one_write():
+            for request in (*arrived, *by_layer):
+                self.joint_loads.ended(request)
+                self._end_load(request, loaded.get(request, 0.0))
 
     def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
-        self.lookups.drop(request)
-        self._questions.over(request)
-        tracked = self.requests.pop(request, None)
-        if tracked is None:
-            return
-        self._gone.add(request)
-        if tracked.asked_blocks and self.ready and (keys := self._keys(tracked, tracked.asked_blocks)):
-            self._link.send(Finished(key=keys[-1], output_tokens=output_tokens))
+        with self._link.in_one_write():
+            self.lookups.drop(request)
+            self._questions.over(request)
+            tracked = self.requests.pop(request, None)
+            if tracked is None:
+                return
+            self._gone.add(request)
+            last = tracked.asked_blocks
+            if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
+                self._link.send(Finished(key=key, output_tokens=output_tokens))
 
     # ---- all of it
 
@@ -318,7 +324,6 @@ class Leader:
         for request, tracked in self.requests.items():
             self.lookups.drop(request)
             tracked.asked_from = None
-            tracked.keyed_for = b""
             # A running request is computed from older KV: it is not stored until the engine computes it anew.
             tracked.outdated = tracked.begun
 
@@ -334,18 +339,28 @@ class Leader:
                 self.lookups.replied(message)
             elif isinstance(message, Progress):
                 self.lookups.progressed(message)
-            elif isinstance(message, ReserveReply):
-                self.stores.replied(message)
+            elif isinstance(message, ReserveReply) and (answer := self.stores.replied(message)) is not None:
+                self._take_answer(answer)
         if self._life != self._link.life:
             self._life = self._link.life
             self.stores.lost()
             self._forget_stored()
             self._questions.new_session()
+        if self._readied != self._link.readied:
+            self._readied = self._link.readied
+            self._questions.ready_again()
+
+    def _take_answer(self, answer: Answered) -> None:
+        """Blocks that the manager had no slot for are offered again, while the device has them."""
+        if self._unsaved is not None:
+            self._unsaved.answered(answer, self._clock())
+        elif answer.refused and (tracked := self.requests.get(answer.request)) is not None:
+            tracked.refused(answer.first + answer.taken, self._clock())
 
     def _forget_stored(self) -> None:
         """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
         for tracked in self.requests.values():
-            tracked.stored = 0
+            tracked.offer_anew()
 
     def _wait_a_little(self, seconds: float) -> None:
         started_s = self._clock()
@@ -361,31 +376,30 @@ class Leader:
         if tracked.outdated or not self.ready:
             return
         start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
-        if end <= start:
+        if end <= start or self._clock() < tracked.retry.due_s:
             return
         table = entry.device_blocks()
         end = min(end, len(table), start + STORED_KEYS_MAX)
-        keys = self._keys(tracked, end)
-        parent = keys[start - 1] if start else None
         if end <= start:
             return
-        hashes = tracked.engine_hashes(start, end)
+        parent = self._keys(tracked, start - 1, start).keys if start else b""
+        keys, hashes = self._keys(tracked, start, end)
         if self._unsaved is not None:
-            self._unsaved.note(parent, keys[start:end], table[start:end], hashes)
+            self._unsaved.note(BlockKey(parent) or None, split_keys(keys), table[start:end], hashes)
             tracked.stored = end
-        elif self.stores.ask(entry.request, parent, keys[start:end], table[start:end], hashes=hashes):
+        elif self.stores.ask(entry.request, parent, keys, table[start:end], hashes=hashes, first=start):
             tracked.stored = end
 
     def _store_leaving(self) -> None:
         """Lazy offload: ask for slots for the blocks that the engine is about to hand out."""
         if self._unsaved is None or not self.ready:
             return
-        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS):
+        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS, self._clock()):
             for start in range(0, len(chain.keys), STORED_KEYS_MAX):
                 part = slice(start, start + STORED_KEYS_MAX)
-                parent = chain.keys[start - 1] if start else chain.parent
+                parent = chain.keys[start - 1] if start else chain.parent or b""
                 hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-                keys, blocks, tags = chain.keys[part], chain.device_blocks[part], chain.tags[part]
+                keys, blocks, tags = join_keys(chain.keys[part]), chain.device_blocks[part], chain.tags[part]
                 self.stores.ask("", parent, keys, blocks, tags, hashes)
 
     def _end_load(self, request: str, seconds: float) -> None:

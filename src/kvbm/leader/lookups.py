@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 
-from kvbm.block import BlockKey, counted_as_disk
+from kvbm.block import KEY_BYTES, counted_as_disk
 from kvbm.clock import Clock
-from kvbm.hashing import join_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.window import Window
@@ -42,10 +41,10 @@ class Stage(Enum):
 class Search:
     """The lookup of one request. Its first `skip` blocks were left out of the question; the run begins behind them.
 
-    `used` holds the tiers of the blocks being loaded. `arrived` is None until a rank reports a failure, then the
-    number of blocks before the first failed one. `missing` blocks were found but did not come to host memory in time,
-    for the reason `why_missing`; `why` is the reason for the others that are not promised. `unloaded` counts, by
-    reason, the blocks that were found and are computed all the same.
+    All its blocks are expected in host memory at `arrives_s`. `used` holds the tiers of the blocks being loaded.
+    `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
+    blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
+    others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
     """
 
     request: str
@@ -63,6 +62,7 @@ class Search:
     sources: bytes = b""
     ready: int = 0
     final: bool = True
+    arrives_s: float = 0.0
     plan: LoadPlan | None = None
     used: bytes = b""
     arrived: int | None = None
@@ -98,19 +98,21 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def ask(self, request: str, keys: Sequence[BlockKey], skip: int, attempts: int = 1) -> Search | None:
-        """Send a lookup for the blocks after the first `skip`; None without such blocks, or without a manager."""
+    def ask(self, request: str, keys: bytes, skip: int, attempts: int = 1) -> Search | None:
+        """Send a lookup for the blocks after the first `skip` of `keys`, which are joined; None without such blocks, or
+        without a manager."""
         self.drop(request)
-        if self._link.ready is None or skip >= len(keys):
+        wanted = len(keys) // KEY_BYTES
+        if self._link.ready is None or skip >= wanted:
             return None
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
-        search.wanted = len(keys)
-        if not self._link.send(Lookup(lookup=search.number, keys=join_keys(keys), skip=skip)):
+        search.wanted = wanted
+        if not self._link.send(Lookup(lookup=search.number, keys=keys, skip=skip)):
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search
-        self.window.enter(request, len(keys) - skip)
+        self.window.enter(request, wanted - skip)
         return search
 
     def replied(self, reply: LookupReply) -> None:
@@ -125,6 +127,7 @@ class Lookups:
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
         search.no_room, search.refused = reply.no_room, reply.refused
+        search.arrives_s = self._clock() + reply.arrival_s
         search.stage = Stage.FOUND
         if late is None:
             self.window.found(search.request, len(search.slots))
@@ -196,7 +199,8 @@ class Lookups:
         usable = max(0, held - offset)
         if not usable:
             return 0
-        worth = self._cost.worth_loading(sources[:usable], computed)
+        arrival_s = 0.0 if search.ready - offset >= usable else max(0.0, search.arrives_s - now_s)
+        worth = self._cost.worth_loading(sources[:usable], computed, arrival_s)
         if worth < usable:
             search.why = "cost"
         if not worth:
@@ -390,6 +394,10 @@ class Lookups:
         return now_s - search.asked_s >= deadline_s or silent_s >= min(deadline_s, SILENCE_S_MAX)
 
     def _patience_s(self, search: Search, offset: int) -> float:
-        """How long to wait for blocks that are being read from disk: no longer than computing them takes."""
+        """How long to wait for blocks that are being read from disk: no longer than computing them takes, and not at
+        all where they are expected later than that."""
         prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
-        return ARRIVAL_DEADLINE_S if prefill_s is None else min(prefill_s, ARRIVAL_DEADLINE_S)
+        if prefill_s is None:
+            return ARRIVAL_DEADLINE_S
+        patience_s = min(prefill_s, ARRIVAL_DEADLINE_S)
+        return patience_s if search.arrives_s - search.asked_s <= patience_s else 0.0

@@ -75,6 +75,15 @@ class Questions:
             if not tracked.begun:
                 tracked.asked_from = None
 
+    def ready_again(self) -> None:
+        """All ranks are there again. Requests that have not begun and found nothing are looked up again when the engine
+        asks: perhaps it was for want of a rank."""
+        for request, tracked in self._requests.items():
+            search = self._lookups.get(request)
+            if not tracked.begun and (search is None or (search.answered and not search.slots)):
+                self._lookups.drop(request)
+                tracked.asked_from = None
+
     def _ready(self) -> bool:
         ready = self._link.ready
         self._window.capacity = ready.lease_blocks if ready is not None else 0
@@ -82,11 +91,14 @@ class Questions:
 
     def _ask_in_turn(self, request: str, tracked: Tracked, skip: int) -> Search | None:
         blocks = len(tracked.hashes) - skip
-        if blocks > 0 and not (self._ready() and self._window.has_room(blocks)):
+        if blocks <= 0:
+            self._window.forget(request)  # the device has them all by now
+        elif self._ready() and self._window.has_room(blocks):
+            return self._ask(request, tracked, skip)
+        else:
             self._window.wait(request, blocks)
             tracked.asked_from = None
-            return None
-        return self._ask(request, tracked, skip)
+        return None
 
     def _give_up(self, request: str) -> None:
         """End a lookup for the sake of a request that the engine would run sooner; it waits for room again."""
@@ -100,8 +112,8 @@ class Questions:
         if not self._ready():
             return None
         tracked.asked_from = skip
-        keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
+        keys = self._keys(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
         search = self._lookups.ask(request, keys, skip, attempts)
         if search is not None:
-            tracked.asked_blocks = len(keys)
+            tracked.asked_blocks = search.wanted
         return search

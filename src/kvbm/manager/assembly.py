@@ -11,6 +11,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
+from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
@@ -148,8 +149,16 @@ class SpaceTable:
                 in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
             )
             # Raises for an installed policy that cannot be made of this size.
-            space = Space(
-                layout, arena, medium, admission, self._metrics, self._clock, self._on_progress, options
+            space = GuardedSpace(
+                namespace.short,
+                layout,
+                arena,
+                medium,
+                admission,
+                self._metrics,
+                self._clock,
+                self._on_progress,
+                options,
             )
             undo.pop_all()
         on_disk = (medium.slot_count if medium is not None else 0) * layout.block_bytes

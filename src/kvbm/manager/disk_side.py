@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
@@ -16,7 +18,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
-from kvbm.tiers.contract import BlockHead, RunTier
+from kvbm.tiers.contract import BlockHead, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
 HEAL_INTERVAL_S = 10.0
@@ -50,6 +52,8 @@ class DiskSide:
     _heal_at_s: float = field(default=0.0, init=False)
     # Slots whose block was evicted and whose record is still there.
     _to_void: list[int] = field(default_factory=list, init=False)
+    # Polled and not yet looked at.
+    _ended: deque[Completion] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
         self._index()
@@ -91,12 +95,17 @@ class DiskSide:
         if self.departures is not None and (slot := self.host_pool.find(key)) is not None:
             self.departures.keep(slot, self.clock())
 
-    def collect(self) -> None:
-        """Take the completions."""
+    def collect(self, until_s: float = inf) -> bool:
+        """Take the completions; until that time, but one in any case. Whether there are some left."""
         self.void_emptied()
-        for completion in self.medium.poll():
+        self._ended += self.medium.poll()
+        while self._ended:
+            completion = self._ended.popleft()
             if not self.onboarder.completed(completion):
                 self.offloader.completed(completion)
+            if self.clock() >= until_s:
+                break
+        return bool(self._ended)
 
     def advance(self) -> None:
         """Submit queued blocks; try a medium that is off again when that is due."""
@@ -161,10 +170,10 @@ class DiskSide:
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)
 
-    def _emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
+    def _emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         """The record may wait for its neighbours to go too: what it says stays true until the slot is written again."""
         if was_resident:
-            self._to_void.append(slot)
+            self._to_void.extend(slots)
 
     def void_emptied(self) -> None:
         """Have the medium forget what was evicted, each stretch of slots in one write."""

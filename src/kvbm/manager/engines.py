@@ -44,8 +44,8 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """All ranks are attached."""
-        return len(self.workers) == self.rank_count
+        """All ranks are attached, and the space works."""
+        return len(self.workers) == self.rank_count and not self.space.failure
 
     @property
     def empty(self) -> bool:

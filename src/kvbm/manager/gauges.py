@@ -28,7 +28,8 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
         if space.disk is not None:
             queues["onboard"] += space.disk.onboarder.queued_count
             queues["offload"] += space.disk.offloader.queued_count
-            faults["disk"] += bool(space.disk.fault)
+            faults["disk"] += bool(space.disk.fault or space.failure)
+        faults["host"] += bool(space.failure)
     for tier in capacity:
         metrics.set("kvbm_pool_capacity_blocks", capacity[tier], tier=tier)
         metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)

@@ -30,7 +30,8 @@ All of them load weights first, and attach about when the others do.
 class Membership:
     """The engines of one manager. Owned by the manager's thread.
 
-    `on_unused(space)` is called when the last engine of an ephemeral namespace has gone: no other can ask for it.
+    `on_unused(space)` is called when the last engine of an ephemeral namespace has gone, as no other can ask for it,
+    and when the last engine of a space that failed has gone.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class Membership:
             if engine.empty:
                 log.info("engine %s has gone", engine.name)
                 del self._engines[engine.name]
-                if not self.shared(engine) and self._spaces.namespace_of(engine.space).ephemeral:
+                unusable = engine.space.failure or self._spaces.namespace_of(engine.space).ephemeral
+                if unusable and not self.shared(engine):
                     self._on_unused(engine.space)
 
     def announce_tiers(self) -> None:

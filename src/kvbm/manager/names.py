@@ -9,7 +9,7 @@ slot.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey
@@ -63,8 +63,13 @@ class EngineNames:
 
     def forget(self, slot: int) -> None:
         """The slot no longer holds its block."""
+        self.forget_all((slot,))
+
+    def forget_all(self, slots: Iterable[int]) -> None:
+        """`forget` for many slots at once."""
         if self._table is not None:
-            self._table[slot * _ENTRY.size : (slot + 1) * _ENTRY.size] = _FREE
+            for slot in slots:
+                self._table[slot * _ENTRY.size : (slot + 1) * _ENTRY.size] = _FREE
 
     def _note(self, slot: int, engine_hash: bytes, group: int) -> None:
         assert len(engine_hash) == KEY_BYTES

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Generic, NamedTuple, Protocol
 
 from kvbm.block import Outcome, SlotIndex
@@ -18,6 +19,7 @@ from kvbm.manager.pool import KeyT, KeyT_contra, SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.policy.admission.write_budget import WriteBudget
+from kvbm.policy.contract import hit_all, offer_all
 from kvbm.tiers.contract import Completion
 
 QUEUE_BLOCKS_MAX = 65_536
@@ -100,17 +102,17 @@ class Offloader(Generic[KeyT]):
     def queued_count(self) -> int:
         return len(self.queue) + self._in_flight_blocks
 
-    def committed(self, key: KeyT, parent: KeyT | None) -> None:
-        """A block came into host memory from the device."""
+    def committed(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None]) -> None:
+        """These blocks, behind those of `parents`, came into host memory from the device."""
         if self.on_write_ended is None:
-            self._offer(key, parent)
+            self._offer(keys, parents)
 
-    def used(self, key: KeyT, parent: KeyT | None) -> None:
-        """A block that is held somewhere was asked for again."""
+    def used(self, keys: Sequence[KeyT], parent: KeyT | None) -> None:
+        """Consecutive blocks of a chain, which are held somewhere, were asked for again; `parent` is before them."""
         if self.on_write_ended is not None:
-            self.admission.hit(key, self.clock())
-        else:
-            self._offer(key, parent)
+            hit_all(self.admission, keys, self.clock())
+        elif keys:
+            self._offer(keys, (parent, *keys[:-1]))
 
     def depart(self, slot: int) -> bool:
         """The block in this slot is a victim of host memory. False: it may go now. True: it is to be written.
@@ -148,14 +150,34 @@ class Offloader(Generic[KeyT]):
             key = before
         return missing[::-1]
 
-    def _offer(self, key: KeyT, parent: KeyT | None) -> None:
-        if self.disk_pool.holds(key):
-            self.admission.hit(key, self.clock())
+    def _offer(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None]) -> None:
+        """Offer blocks to the policy, or count a use of those that disk has already; queue what is admitted."""
+        now_s, below = self.clock(), self.disk_pool.held(keys)
+        if any(below):
+            hit_all(self.admission, list(compress(keys, below)), now_s)
+            if all(below):
+                return
+        new = [
+            (key, parent)
+            for key, parent, held in zip(keys, parents, below, strict=True)
+            if not held and key not in self.queue
+        ]
+        if self._budget is not None:
+            for key, parent in new:
+                if self._admits(key):
+                    self._queue_up(key, parent)
             return
-        if key in self.queue or not self._admits(key):
-            return
+        answers = offer_all(self.admission, [key for key, _ in new], now_s)
+        if refused := len(new) - sum(answers):
+            self.metrics.add("kvbm_skipped_offloads_total", refused, reason="filter")
+        for key, parent in compress(new, answers):
+            if self._takes():
+                self._queue_up(key, parent)
+
+    def _queue_up(self, key: KeyT, parent: KeyT | None) -> None:
+        """Queue an admitted block, if it is in host memory and not queued."""
         slot = self.host_pool.find(key)
-        if slot is None:
+        if slot is None or key in self.queue:
             self._refund()
             return
         if self.staging:
@@ -166,7 +188,12 @@ class Offloader(Generic[KeyT]):
         """Whether the policy admits the block and the queue can take it; a refusal is counted."""
         if not self.admission.offered(key, self.clock()):
             self._skip("budget" if self._budget is not None and self._budget.refused_last else "filter")
-        elif self.writer.fault:
+            return False
+        return self._takes()
+
+    def _takes(self) -> bool:
+        """Whether the queue can take one more admitted block; a refusal is counted."""
+        if self.writer.fault:
             self._skip("tier_off", admitted=True)
         elif len(self.queue) >= QUEUE_BLOCKS_MAX:
             self._skip("queue_full", admitted=True)

@@ -9,17 +9,21 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from kvbm.block import NO_SLOT, TRANSITIONS, BlockState, SlotIndex, Tier, Transition
+from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
 from kvbm.policy import EvictionPolicy
+
+if TYPE_CHECKING:
+    from kvbm.manager.slot_table import SlotTable
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 """The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
+_FILLING, _RESIDENT = int(BlockState.FILLING), int(BlockState.RESIDENT)
 _SHORT_CHAIN = 128
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
@@ -37,7 +41,7 @@ class PoolCounts(msgspec.Struct, frozen=True):
 class SlotPool(Generic[KeyT]):
     """Index and states of one tier's slots. Owned by one thread.
 
-    `on_emptied(slot, key, was_resident)` is called whenever a slot becomes free, before anyone can reserve it
+    `on_emptied(slots, keys, was_resident)` is called whenever slots become free, before anyone can reserve them
     again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
     here too, so parents go last; without it each block stands alone. `keeps_parents`: `parent_of` can be called.
     """
@@ -47,10 +51,12 @@ class SlotPool(Generic[KeyT]):
         tier: Tier,
         slot_count: int,
         policy: EvictionPolicy,
-        on_emptied: Callable[[int, KeyT, bool], None] | None = None,
+        on_emptied: Callable[[Sequence[int], Sequence[KeyT], bool], None] | None = None,
         chained: bool = True,
         keeps_parents: bool = False,
     ) -> None:
+        from kvbm.manager.slot_table import SlotTable  # needs numpy
+
         assert slot_count > 0
         self.tier = tier
         self.slot_count = slot_count
@@ -58,21 +64,20 @@ class SlotPool(Generic[KeyT]):
         self.policy = policy
         self._on_emptied = on_emptied
         self._chained = chained
-        self._resident: dict[KeyT, int] = {}
-        self._filling: dict[KeyT, int] = {}
+        # The slot of every block that is resident or being filled.
+        self._slots: dict[KeyT, int] = {}
         self._keys: list[KeyT | None] = [None] * slot_count
         self._parents: list[KeyT | None] | None = [None] * slot_count if keeps_parents else None
-        self._state = bytearray(slot_count)
-        # Leases by slot; a slot without one is absent.
-        self._leases: dict[int, int] = {}
+        self._table: SlotTable = SlotTable(slot_count)
+        self._state = self._table.state
         self._free = array("i", range(slot_count - 1, -1, -1))
 
     # ---- questions
 
     def find(self, key: KeyT) -> SlotIndex | None:
         """The slot that holds the block, resident; None otherwise (also while it is being filled)."""
-        slot = self._resident.get(key)
-        return None if slot is None else SlotIndex(slot)
+        slot = self._slots.get(key)
+        return SlotIndex(slot) if slot is not None and self._state[slot] == _RESIDENT else None
 
     def find_all(self, keys: list[KeyT]) -> list[int | None]:
         """`find` for many consecutive keys of a chain at once.
@@ -80,32 +85,45 @@ class SlotPool(Generic[KeyT]):
         A chain stored in one go mostly lies in consecutive slots. Comparing keys there reads memory in order, which
         costs a fraction of as many scattered look-ups; scattered keys are looked up one by one.
         """
-        if len(keys) <= _SHORT_CHAIN:
-            return list(map(self._resident.get, keys))
         found: list[int | None] = []
-        scattered = 0
+        scattered = 0 if len(keys) > _SHORT_CHAIN else _SCATTERED_MAX
         while len(found) < len(keys) and scattered < _SCATTERED_MAX:
-            slot = self._resident.get(keys[len(found)])
+            slot = self.find(keys[len(found)])
             found.append(slot)
             run = 0 if slot is None else self._run_length(slot + 1, keys, len(found))
             if slot is not None and run:
                 found.extend(range(slot + 1, slot + 1 + run))
             scattered = 0 if run else scattered + 1
-        found.extend(map(self._resident.get, keys[len(found) :]))
+        state = self._state
+        for held in map(self._slots.get, keys[len(found) :]):
+            found.append(held if held is not None and state[held] == _RESIDENT else None)
+        return found
+
+    def find_leading(self, keys: list[KeyT]) -> list[int]:
+        """The slots of the first blocks of a chain, as far as they are resident."""
+        found: list[int] = []
+        while len(found) < len(keys) and (slot := self.find(keys[len(found)])) is not None:
+            found.append(slot)
+            run = self._run_length(slot + 1, keys, len(found))
+            found.extend(range(slot + 1, slot + 1 + run))
         return found
 
     def find_filling(self, key: KeyT) -> SlotIndex | None:
         """The slot that is being filled with the block, if any."""
-        slot = self._filling.get(key)
-        return None if slot is None else SlotIndex(slot)
+        slot = self._slots.get(key)
+        return SlotIndex(slot) if slot is not None and self._state[slot] == _FILLING else None
 
     def holds(self, key: KeyT) -> bool:
         """Whether the block is resident or being filled."""
-        return key in self._resident or key in self._filling
+        return key in self._slots
+
+    def held(self, keys: Iterable[KeyT]) -> bytes:
+        """`holds` for each of the keys, a byte each: 1 or 0."""
+        return bytes(map(self._slots.__contains__, keys))
 
     def holds_any(self, keys: Iterable[KeyT]) -> bool:
         """`holds` for at least one of the keys."""
-        return not (self._resident.keys().isdisjoint(keys) and self._filling.keys().isdisjoint(keys))
+        return not self._slots.keys().isdisjoint(keys)
 
     def key_of(self, slot: int) -> KeyT:
         """The key of a slot that is not free."""
@@ -121,7 +139,8 @@ class SlotPool(Generic[KeyT]):
     def parent_slot_of(self, slot: int) -> int:
         """The slot of that block; NO_SLOT for a chain's first, and where it is not resident."""
         parent = self.parent_of(slot)
-        return NO_SLOT if parent is None else self._resident.get(parent, NO_SLOT)
+        found = None if parent is None else self.find(parent)
+        return NO_SLOT if found is None else found
 
     def state_of(self, slot: int) -> BlockState:
         """The slot's state."""
@@ -129,12 +148,12 @@ class SlotPool(Generic[KeyT]):
 
     def is_leased(self, slot: int) -> bool:
         """Whether the slot is leased."""
-        return slot in self._leases
+        return slot in self._table
 
     @property
     def leased(self) -> Container[int]:
         """The leased slots, as policies take them."""
-        return self._leases
+        return self._table
 
     @property
     def free_count(self) -> int:
@@ -145,9 +164,9 @@ class SlotPool(Generic[KeyT]):
         """How many slots are in each state."""
         return PoolCounts(
             free=len(self._free),
-            filling=len(self._filling),
-            resident=len(self._resident),
-            leased=len(self._leases),
+            filling=self._table.count(BlockState.FILLING),
+            resident=self._table.count(BlockState.RESIDENT),
+            leased=self._table.leased_count(),
         )
 
     def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
@@ -199,11 +218,7 @@ class SlotPool(Generic[KeyT]):
 
     def commit_all(self, slots: Sequence[int]) -> None:
         """`commit` for many slots at once."""
-        self._move(slots, Transition.COMMIT)
-        filling, resident = self._filling, self._resident
-        for slot, key in zip(slots, self._keys_of(slots), strict=True):
-            del filling[key]
-            resident[key] = slot
+        self._table.move(slots, Transition.COMMIT)
         self.policy.evictable(slots)
 
     def abort(self, slot: int) -> None:
@@ -218,17 +233,11 @@ class SlotPool(Generic[KeyT]):
 
     def lease(self, slot: int) -> None:
         """Lease a resident slot; leases add up."""
-        assert self._state[slot] == BlockState.RESIDENT, "only resident slots are leased"
-        self._leases[slot] = self._leases.get(slot, 0) + 1
+        self._table.lease((slot,))
 
     def lease_all(self, slots: Sequence[int]) -> None:
-        """`lease` for many slots at once, all of them just found resident."""
-        leases, first = self._leases, dict.fromkeys(slots, 1)
-        if len(first) == len(slots) and leases.keys().isdisjoint(slots):
-            leases.update(first)  # the common case without a step of Python per slot
-            return
-        for slot in slots:
-            leases[slot] = leases.get(slot, 0) + 1
+        """`lease` for many slots at once."""
+        self._table.lease(slots)
 
     def unlease(self, slot: int) -> None:
         """Undo one `lease`."""
@@ -236,20 +245,7 @@ class SlotPool(Generic[KeyT]):
 
     def unlease_all(self, slots: Sequence[int]) -> None:
         """`unlease` for many slots at once."""
-        leases = self._leases
-        if list(map(leases.get, slots)).count(1) == len(slots):
-            deque(map(leases.__delitem__, slots), maxlen=0)  # as in `lease_all`
-            self.policy.evictable(slots)
-            return
-        ended = []
-        for slot in slots:
-            assert slot in leases, "a lease that was never taken"
-            if leases[slot] > 1:
-                leases[slot] -= 1
-            else:
-                del leases[slot]
-                ended.append(slot)
-        self.policy.evictable(ended)
+        self.policy.evictable(self._table.unlease(slots))
 
     def requested(self, keys: list[KeyT], now_s: float) -> int:
         """A request came for this chain; how many of its first blocks are resident."""
@@ -263,12 +259,10 @@ class SlotPool(Generic[KeyT]):
 
     def clear(self) -> tuple[int, int]:
         """Evict every block that is not in use; (dropped, in use)."""
-        dropped = 0
-        for slot, _ in list(self.resident()):
-            if slot not in self._leases:
-                self.evict(slot)
-                dropped += 1
-        return dropped, self.slot_count - len(self._free)
+        unused = [slot for slot, _ in self.resident() if slot not in self._table]
+        self.policy.removed(unused)
+        self._empty(unused, Transition.EVICT)
+        return len(unused), self.slot_count - len(self._free)
 
     def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:
         """How many of `keys[start:]` lie resident in `slot` and the slots after it: a lower bound."""
@@ -288,21 +282,18 @@ class SlotPool(Generic[KeyT]):
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
         assert states[BlockState.FREE] == len(self._free) == len(set(self._free))
-        assert states[BlockState.FILLING] == len(self._filling)
-        assert states[BlockState.RESIDENT] == len(self._resident)
-        for state, index in ((BlockState.FILLING, self._filling), (BlockState.RESIDENT, self._resident)):
-            for key, slot in index.items():
-                assert self._keys[slot] == key
-                assert self._state[slot] == state
-        for slot, count in self._leases.items():
-            assert self._state[slot] == BlockState.RESIDENT
-            assert count > 0
+        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots)
+        for key, slot in self._slots.items():
+            assert self._keys[slot] == key
+            assert self._state[slot] != BlockState.FREE
+        assert all(self._keys[slot] is None for slot in self._free)
+        self._table.check()
 
     def _slot_of(self, key: KeyT | None) -> int:
         """The slot of a parent that is held in any state; NO_SLOT when there is none, or it does not matter."""
         if key is None or not self._chained:
             return NO_SLOT
-        return self._resident.get(key, self._filling.get(key, NO_SLOT))
+        return self._slots.get(key, NO_SLOT)
 
     def _make_room(self, needed: int, keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
         # Evicting the parent would orphan the very blocks that we make room for.
@@ -310,43 +301,34 @@ class SlotPool(Generic[KeyT]):
             (parent_slot,) if parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT else ()
         )
         self.lease_all(pinned)
-        victims = self.policy.victims(needed, keys, self._leases, now_s)
+        victims = self.policy.victims(needed, keys, self._table, now_s)
         self._empty(victims, Transition.EVICT)
         self.evicted_count += len(victims)
         self.unlease_all(pinned)
 
     def _fill(self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
-        self._move(slots, Transition.RESERVE)
+        self._table.move(slots, Transition.RESERVE)
+        self._slots.update(zip(keys, slots, strict=True))
         for slot, key in zip(slots, keys, strict=True):
             self._keys[slot] = key
-            self._filling[key] = slot
         if self._chained:
             self.policy.inserted(keys, slots, parent_slot, now_s)
         else:
             for slot, key in zip(slots, keys, strict=True):
                 self.policy.inserted((key,), (slot,), NO_SLOT, now_s)
 
-    def _move(self, slots: Sequence[int], transition: Transition) -> None:
-        before, after = TRANSITIONS[transition]
-        state = self._state
-        wrong = [slot for slot in slots if state[slot] != before]
-        assert not wrong, f"slot {wrong[0]} cannot {transition.value}: {self.state_of(wrong[0]).name}"
-        for slot in slots:
-            state[slot] = after
-
     def _empty(self, slots: Sequence[int], transition: Transition) -> None:
-        """Evict or abort the blocks in these slots: forget each and report it to the owner."""
+        """Evict or abort the blocks in these slots: forget them and report that to the owner."""
         was_resident = transition is Transition.EVICT
-        assert not was_resident or self._leases.keys().isdisjoint(slots), "a leased slot is never evicted"
-        self._move(slots, transition)
-        index, keys = self._resident if was_resident else self._filling, self._keys_of(slots)
-        for slot, key in zip(slots, keys, strict=True):
+        assert not was_resident or self._table.isdisjoint(slots), "a leased slot is never evicted"
+        self._table.move(slots, transition)
+        keys = self._keys_of(slots)
+        deque(map(self._slots.__delitem__, keys), maxlen=0)  # without a step of Python for each
+        for slot in slots:
             self._keys[slot] = None
-            del index[key]
         self._free.extend(slots)
-        if self._on_emptied is not None:
-            for slot, key in zip(slots, keys, strict=True):
-                self._on_emptied(slot, key, was_resident)
+        if self._on_emptied is not None and slots:
+            self._on_emptied(slots, keys, was_resident)
 
     def _keys_of(self, slots: Sequence[int]) -> list[KeyT]:
         return [key for key in map(self._keys.__getitem__, slots) if key is not None]

@@ -1,5 +1,7 @@
 """The manager's loop: one thread, one selector; sessions in, notifications out.
 
+Answers come first; what policies learn of requests waits until no client does (`usage`).
+
 Everything a manager owns is touched by this thread alone. Blocks are read and written by the tier's own threads, which
 report through its descriptor. The loop never waits for a client. For a medium it waits in these cases:
 
@@ -55,6 +57,10 @@ from kvbm.settings import variable
 log = logging.getLogger("kvbm.manager")
 
 TICK_S = 0.5
+TURN_S = 0.002
+"""How long a turn of the loop begins new work; what it has begun then, it ends."""
+ANSWERS_FIRST = 8
+"""While clients ask without a pause, the policies are told in one of so many turns."""
 SESSIONS_MAX = 1024
 
 
@@ -89,6 +95,11 @@ class Server:
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
         self._numbers = count(1)
+        # Sessions whose socket or whose messages wait to be read, in the order of their turns.
+        self._readable: dict[int, Session] = {}
+        self._unfinished = False
+        self._turns_untold = self._told_last = 0
+        self._failed: list[Space] = []
         self._accepting = True
         self._accept_failed = False
         self._tick_at_s = clock()
@@ -118,8 +129,12 @@ class Server:
     # ---- the loop
 
     def step(self, timeout_s: float = TICK_S) -> None:
-        """Wait for something to happen, at most `timeout_s`, and deal with it."""
-        for key, events in self._selector.select(timeout_s):
+        """One turn: wait for something to happen, at most `timeout_s`, and deal with it.
+
+        A turn is bounded by `TURN_S`, so that nobody waits for somebody else's thousandth message: what is left over
+        is done in the next turn, which does not wait.
+        """
+        for key, events in self._selector.select(0.0 if self._unfinished else timeout_s):
             target = key.data
             if not isinstance(target, Session):
                 target()
@@ -127,9 +142,15 @@ class Server:
             if events & selectors.EVENT_WRITE:
                 target.flush()
             if events & selectors.EVENT_READ:
-                self._read(target)
-        for _, space in self.spaces:
-            space.pump()
+                self._readable[target.number] = target
+        until_s = self._clock() + TURN_S
+        answered = self._answer(until_s)
+        spaces = [space for _, space in self.spaces]
+        ended_left = [space.move(until_s) for space in spaces]
+        told = self._tell_policies(spaces, until_s, answered)
+        # What the policies were told may have filled a queue: the next turn submits it.
+        self._unfinished = bool(self._readable) or any(ended_left) or told or any(s.untold for s in spaces)
+        self._end_failed(spaces)
         self._update_sessions()
         if self._clock() >= self._tick_at_s:
             self._tick_at_s = self._clock() + TICK_S
@@ -182,34 +203,83 @@ class Server:
             )
         self._accept_failed = True
 
-    def _read(self, session: Session) -> None:
-        if session.lingering:
-            session.discard()
-            return
+    def _answer(self, until_s: float) -> bool:
+        """Handle messages until that time, one in any case: one of each session in turn. Whether there was one."""
+        answered = False
+        while self._readable:
+            number = next(iter(self._readable))
+            session = self._readable.pop(number)
+            if session.lingering:
+                session.discard()
+                continue
+            answered = self._answer_one(session) or answered
+            if session.waiting:
+                self._readable[number] = session  # behind the others
+            if self._clock() >= until_s:
+                break
+        return answered
+
+    def _answer_one(self, session: Session) -> bool:
+        """Handle the session's next message; False when there is none."""
         try:
-            for message in session.receive():
-                if session.hello is None and not isinstance(message, Hello):
-                    raise ProtocolError(f"{type(message).__name__} before Hello")
-                self._handlers[type(message)](session, message)
+            message = session.take()
+            if message is None:
+                return False
+            if session.hello is None and not isinstance(message, Hello):
+                raise ProtocolError(f"{type(message).__name__} before Hello")
+            self._handlers[type(message)](session, message)
         except KvbmError as error:
             log.warning("session %d refused: %s", session.number, error)
-            session.send(Refused(reason=str(error)))
-            session.closed = True
+            session.refuse(str(error))
             self.refused_count += 1
         except Exception:
             # A defect of ours must cost one session, never the cache of all the others.
             log.exception("session %d failed and is closed", session.number)
-            session.closed = True
+            session.fail()
+        return True
+
+    def _tell_policies(self, spaces: list[Space], until_s: float, answered: bool) -> bool:
+        """Tell the policies what happened: when no client waits, and at the latest in every `ANSWERS_FIRST`th turn.
+
+        Whether there was something to tell. The spaces take turns.
+        """
+        self._turns_untold += 1
+        if answered and self._turns_untold < ANSWERS_FIRST:
+            return False
+        self._turns_untold = 0
+        told = False
+        for _ in range(len(spaces)):
+            self._told_last += 1
+            space = spaces[self._told_last % len(spaces)]
+            while space.tell_policies():
+                told = True
+                if self._clock() >= until_s:
+                    return True
+        return told
+
+    def _end_failed(self, spaces: list[Space]) -> None:
+        """Say to the engines of spaces that failed just now that their tiers are gone."""
+        failed = [space for space in spaces if space.failure and space not in self._failed]
+        if failed:
+            self._failed += failed
+            for space in failed:
+                self._ignore_tier(space)
+            self.membership.announce_tiers()
 
     def _update_sessions(self) -> None:
-        """End the sessions that closed, also those that closed by that; select for writing where bytes are queued."""
+        """End the sessions that closed, also those that closed by that; select for writing where bytes are queued.
+
+        The messages that a client sent before it went are handled first.
+        """
         while ended := [
-            s for s in self.sessions.values() if s.ended_by_peer or (s.closed and not s.lingering)
+            s
+            for s in self.sessions.values()
+            if (s.ended_by_peer or (s.closed and not s.lingering)) and not s.waiting
         ]:
             for session in ended:
                 self._end(session)
         for session in self.sessions.values():
-            if not session.lingering:
+            if not session.closed:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.wants_to_write else 0)
                 if self._selector.get_key(session.connection).events != events:
                     self._selector.modify(session.connection, events, session)
@@ -225,6 +295,7 @@ class Server:
         self.membership.ended(session)
         self._selector.unregister(session.connection)
         del self.sessions[session.number]
+        self._readable.pop(session.number, None)
         session.close()
 
     def _tick(self) -> None:
@@ -271,11 +342,18 @@ class Server:
         self._requests.announce(lease)
 
     def _drop_unused(self, space: Space) -> None:
-        """Give up the memory and the disk of an ephemeral namespace."""
+        """Give up the memory of a space without engines; and its disk, where no other engine can ask for it."""
+        self._ignore_tier(space)
+        if space in self._failed:
+            self._failed.remove(space)
+        self.spaces.drop(space, keep=not self.spaces.namespace_of(space).ephemeral)
+
+    def _ignore_tier(self, space: Space) -> None:
         if space.disk is not None and space.disk.medium.fileno() in self._selector.get_map():
             self._selector.unregister(space.disk.medium.fileno())
-        self.spaces.drop(space, keep=False)
 
     def _watch_tier(self, space: Space) -> None:
-        if space.disk is not None and space.disk.medium.fileno() not in self._selector.get_map():
+        if space.disk is None or space.failure:
+            return
+        if space.disk.medium.fileno() not in self._selector.get_map():
             self.watch_descriptor(space.disk.medium.fileno(), lambda: None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from kvbm.framing import FramedSocket, encode
 from kvbm.manager.leases import Owner
 from kvbm.peers import peer_uid
-from kvbm.protocol import Hello, Message, ToManager, decode_to_manager
+from kvbm.protocol import Hello, Message, Refused, ToManager, decode_to_manager
 
 _PEER_ENDED = (errno.EPIPE, errno.ECONNRESET)
 
@@ -33,6 +34,7 @@ class Session:
         self.ended_by_peer = False
         self.lingering = False
         self._wire = FramedSocket(connection)
+        self._frames: deque[bytes] = deque()
 
     @property
     def wants_to_write(self) -> bool:
@@ -47,12 +49,30 @@ class Session:
         """The user id of the process at the other end."""
         return peer_uid(self.connection)
 
-    def receive(self) -> list[ToManager]:
-        """The messages that arrived; `closed` becomes True when the client has gone. Raises ProtocolError."""
-        frames: list[bytes] = []
-        with self._noting_the_end():
-            frames = self._wire.receive()
-        return [decode_to_manager(frame) for frame in frames]
+    @property
+    def waiting(self) -> bool:
+        """Whole messages were read and not taken yet."""
+        return bool(self._frames)
+
+    def take(self) -> ToManager | None:
+        """The next message, or None. The socket is read only when no message waits, so that they wait in its buffers.
+
+        `closed` becomes True when the client has gone. Raises ProtocolError.
+        """
+        if not self._frames:
+            with self._noting_the_end():
+                self._frames.extend(self._wire.receive())
+        return decode_to_manager(self._frames.popleft()) if self._frames else None
+
+    def refuse(self, reason: str) -> None:
+        """Say why it is served no more, and take no more of its messages."""
+        self.send(Refused(reason=reason))
+        self.fail()
+
+    def fail(self) -> None:
+        """It is served no more; messages that wait are dropped."""
+        self.closed = True
+        self._frames.clear()
 
     def discard(self) -> None:
         """Drop the bytes that the client of a lingering session still sends; notices when it closes its end."""

@@ -6,7 +6,9 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from operator import or_
 
 import msgspec
 
@@ -17,7 +19,7 @@ from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import Cut, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
-from kvbm.manager.usage import Usage
+from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
@@ -64,12 +66,15 @@ class Space:
         self.layout = layout
         self.arena = arena
         self.options = options
+        self.failure = ""
+        """Empty while the space works (see `guarded_space`)."""
+        self.on_progress = on_progress
         self._metrics = metrics
         self._clock = clock
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self.cut = Cut(0, 0)
-        self._usage = Usage()
+        self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self._names = EngineNames(arena.slot_count)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
@@ -114,15 +119,19 @@ class Space:
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
         self._gather(lease, keys, skip)
         found = len(lease.slots)
-        if self.disk is not None:
-            self.disk.onboarder.bring_up(lease, keys[skip - 1] if skip else None)
-        kept = len(lease.slots)
-        self._usage.note(list(keys), skip + kept)
-        if lease.slots:
-            self.leases.add(lease)
-            lease.advance()
+        try:
             if self.disk is not None:
-                self.disk.onboarder.pump()
+                self.disk.onboarder.bring_up(lease, keys[skip - 1] if skip else None)
+            kept = len(lease.slots)
+            self._usage.note(list(keys), skip + kept)
+            if lease.slots:
+                self.leases.add(lease)
+                lease.advance()
+                if self.disk is not None:
+                    self.disk.onboarder.pump()
+        except BaseException:
+            self._give_back(lease)
+            raise
         self.cut = Cut(found - kept, kept - len(lease.slots))
         self._account(lease, len(keys) - skip)
         if not lease.slots:  # nothing was found, or the tier refused the first block just now
@@ -142,17 +151,24 @@ class Space:
             lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
         return lease
 
+    def _give_back(self, lease: Lease) -> None:
+        """End the pins of a lookup that failed half-way."""
+        self.leases.pop(lease.owner, lease.number)
+        pinned = lease.pinned()
+        lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
+        with contextlib.suppress(Exception):  # what failed first is told
+            self.host_pool.unlease_all(pinned)
+
     def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
         """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""
         wanted = list(keys[skip:])
-        on_host = self.host_pool.find_all(wanted)
-        run = on_host.index(None) if None in on_host else len(on_host)
-        slots: list[int] = [slot for slot in on_host[:run] if slot is not None]
+        slots = self.host_pool.find_leading(wanted)
+        run = len(slots)
         sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
         if run < len(wanted) and (disk_pool := self._disk_pool_if_on()) is not None:
-            for i in range(run, len(wanted)):
-                slot = on_host[i]
-                if slot is None and disk_pool.find(wanted[i]) is None:
+            rest = wanted[run:]
+            for slot, below in zip(self.host_pool.find_all(rest), disk_pool.find_all(rest), strict=True):
+                if slot is None and below is None:
                     break
                 slots.append(NO_SLOT if slot is None else slot)
                 sources.append(Tier.DISK if slot is None else Tier.HOST)
@@ -187,17 +203,20 @@ class Space:
         now_s = self._clock()
         if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
-            return [REFUSED] * len(keys)
+            return self.refuse(keys)
         # A staging area only passes blocks on: those that have reached the disk need no slot in it again.
         below = self._disk_pool_if_on() if self.options.staging else None
         answer: list[int] = []
         mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
+        held = self._held(keys, below)
         while len(answer) < len(keys):
-            run = self._missing_run(keys, len(answer), below)
-            if not run:
-                answer.append(HELD)
+            done = len(answer)
+            if held[done]:
+                # One of them may just have made room for a block before it: then it is lost as if a moment later.
+                answer += [HELD] * (_end_of(held, done) - done)
                 parent = keys[len(answer) - 1]
                 continue
+            run = keys[done : _end_of(held, done)]
             if parent is not None and not self._held_anywhere(parent):
                 break  # without its prefix the run could never be found: do not spend slots on it
             if self.disk is not None and parent is not None:
@@ -205,7 +224,7 @@ class Space:
             # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
             insist = self._disk_pool_if_on() is not None
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist)
-            self._names.reserved(slots, run, hashes, len(answer), group)
+            self._names.reserved(slots, run, hashes, done, group)
             answer += slots
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]
@@ -221,6 +240,10 @@ class Space:
             self.reservations.add(mine)
         return answer
 
+    def refuse(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The answer of `reserve` where no block gets a slot."""
+        return [REFUSED] * len(keys)
+
     def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
         """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed."""
         mine = self.reservations.get(owner, number)
@@ -228,11 +251,11 @@ class Space:
             return 0
         self.reservations.pop(owner, number)
         bad = set(range(len(mine.slots))) if mine.stale else set(failed)
-        for i in reversed(range(len(mine.slots))):
+        for i in reversed(range(len(mine.slots)) if bad else ()):
             if i in bad:
                 self.host_pool.abort(mine.slots[i])
-        good = [i for i in range(len(mine.slots)) if i not in bad]
-        self.host_pool.commit_all([mine.slots[i] for i in good])
+        good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
+        self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
         self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
         self._metrics.add(
             "kvbm_transfer_bytes_total",
@@ -241,8 +264,12 @@ class Space:
             target="host",
         )
         if self.disk is not None:
-            for i in good:
-                self.disk.offloader.committed(mine.keys[i], mine.parents[i])
+            keys, parents = [mine.keys[i] for i in good], [mine.parents[i] for i in good]
+            # Blocks in a staging area are safe from eviction once they are queued: that cannot wait.
+            if self.options.staging or len(keys) <= OFFERED_AT_ONCE:
+                self.disk.offloader.committed(keys, parents)
+            else:
+                self._usage.note_stored(keys, parents)
             self.disk.offloader.pump()
         return len(good)
 
@@ -256,17 +283,19 @@ class Space:
         """The request whose prompt ended with this key has ended."""
         self._usage.note_end(key, output_tokens)
 
-    def _missing_run(
-        self, keys: Sequence[BlockKey], start: int, below: SlotPool[BlockKey] | None
-    ) -> list[BlockKey]:
-        """The keys from `start` up to one that needs no slot; distinct whatever the engine sent."""
-        run: dict[BlockKey, None] = {}
-        for i in range(start, len(keys)):
-            key = keys[i]
-            if key in run or self.host_pool.holds(key) or (below is not None and below.holds(key)):
-                break
-            run[key] = None
-        return list(run)
+    def _held(self, keys: Sequence[BlockKey], below: SlotPool[BlockKey] | None) -> bytes:
+        """Which of the keys need no slot, a byte each; a key that the engine sent twice needs one only."""
+        held = self.host_pool.held(keys)
+        if below is not None:
+            held = bytes(map(or_, held, below.held(keys)))
+        if len(set(keys)) < len(keys):
+            first: dict[BlockKey, int] = {}
+            for i, key in enumerate(keys):
+                first.setdefault(key, i)
+            held = bytes(
+                known or first[key] < i for i, (known, key) in enumerate(zip(held, keys, strict=True))
+            )
+        return held
 
     def _held_anywhere(self, key: BlockKey) -> bool:
         return any(pool.holds(key) for pool in self.pools)
@@ -277,12 +306,25 @@ class Space:
     # ---- time
 
     def pump(self) -> None:
-        """Take completions and submit queued blocks. Called often; costs microseconds when there is nothing."""
+        """Take all completions, tell the policies everything, and submit queued blocks."""
         if self.disk is not None:
             self.disk.collect()
-        self._usage.pass_on(self.pools, self.disk.offloader if self.disk else None, self._clock())
+        while self._usage.tell():
+            pass
         if self.disk is not None:
             self.disk.advance()
+
+    def move(self, until_s: float) -> bool:
+        """Take completions until that time, one in any case, and submit queued blocks. Whether completions are left."""
+        if self.disk is None:
+            return False
+        left = self.disk.collect(until_s)
+        self.disk.advance()
+        return left
+
+    def tell_policies(self) -> bool:
+        """Tell the policies a slice of what happened, when nobody waits for an answer. False: nothing was left."""
+        return self._usage.tell()
 
     def overdue(self) -> list[Reservation]:
         """End leases past their deadline. Returns the reservations past theirs, which the caller condemns."""
@@ -307,9 +349,14 @@ class Space:
         return dropped, in_use
 
     @property
+    def untold(self) -> bool:
+        """There is something that the policies do not know of yet."""
+        return bool(self._usage) and not self.failure
+
+    @property
     def busy(self) -> bool:
         """Blocks are on their way between host memory and disk."""
-        return self.disk is not None and self.disk.queued_count > 0
+        return self.disk is not None and (self.disk.queued_count > 0 or bool(self._usage))
 
     @property
     def pools(self) -> tuple[SlotPool[BlockKey], ...]:
@@ -348,6 +395,12 @@ class Space:
             self.disk.close(keep)
         self.arena.close()
 
-    def _host_emptied(self, slot: int, key: BlockKey, was_resident: bool) -> None:
-        self.arena.invalidate(slot)
-        self._names.forget(slot)
+    def _host_emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
+        self.arena.invalidate_all(slots)
+        self._names.forget_all(slots)
+
+
+def _end_of(held: bytes, start: int) -> int:
+    """Where the flags stop being what they are at `start`."""
+    end = held.find(1 - held[start], start)
+    return end if end >= 0 else len(held)

@@ -1,45 +1,124 @@
-"""The use of blocks by requests. The policies learn of it after the answer: that takes longer than the answer."""
+"""What the policies still have to learn: requests, their ends, and blocks to be offered to disk.
+
+They learn it after the answers, in slices: telling them takes longer than the answers do, and the next request must
+not wait for it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvbm.block import BlockKey
+from kvbm.clock import Clock
 from kvbm.manager.offload import Offloader
 from kvbm.manager.pool import SlotPool
 
-_PENDING_MAX = 256
+OFFERED_AT_ONCE = 1024
+"""Blocks offered to disk in one slice, which takes well below a millisecond."""
+_PENDING_KEYS_MAX = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Requested:
+    """A request came for this chain; its first `found` blocks were in a tier or on the device."""
+
+    keys: list[BlockKey]
+    found: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """These blocks, each behind its parent, came into host memory."""
+
+    keys: list[BlockKey]
+    parents: list[BlockKey | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The request whose prompt ended with the key has ended."""
+
+    keys: tuple[BlockKey]
+    output_tokens: int
+
+
+_News = _Requested | _Stored | _Ended
 
 
 class Usage:
-    """Requests that the policies do not know of yet; past `_PENDING_MAX` the oldest is forgotten."""
+    """News for the policies, in order; past `_PENDING_KEYS_MAX` keys the oldest are forgotten.
 
-    def __init__(self) -> None:
-        # A chain and how much of it was found, or the last key of a request that ended and its output tokens.
-        self._pending: deque[tuple[list[BlockKey] | BlockKey, int]] = deque(maxlen=_PENDING_MAX)
+    `pools` and `offloader` say what a space has now: a disk that was off and works again is indexed anew.
+    """
+
+    def __init__(
+        self,
+        pools: Callable[[], Sequence[SlotPool[BlockKey]]],
+        offloader: Callable[[], Offloader[BlockKey] | None],
+        clock: Clock,
+    ) -> None:
+        self._pools = pools
+        self._offloader = offloader
+        self._clock = clock
+        self._pending: deque[_News] = deque()
+        self._pending_keys = 0
+        self._told: Iterator[None] = iter(())
+        self._telling = False
+
+    def __bool__(self) -> bool:
+        """Whether there is something left to tell."""
+        return self._telling or bool(self._pending)
 
     def note(self, keys: list[BlockKey], found: int) -> None:
         """A request came for this chain; its first `found` blocks were in a tier or on the device."""
-        self._pending.append((keys, found))
+        self._add(_Requested(keys, found))
+
+    def note_stored(self, keys: list[BlockKey], parents: list[BlockKey | None]) -> None:
+        """Blocks came into host memory from the device."""
+        self._add(_Stored(keys, parents))
 
     def note_end(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
-        self._pending.append((key, output_tokens))
+        self._add(_Ended((key,), output_tokens))
 
-    def pass_on(
-        self, pools: Iterable[SlotPool[BlockKey]], offloader: Offloader[BlockKey] | None, now_s: float
-    ) -> None:
-        """Pass everything on to the pools' policies, and offer the used blocks to disk again."""
-        while self._pending:
-            keys, count = self._pending.popleft()
-            for pool in pools:
-                if isinstance(keys, list):
-                    pool.requested(keys, now_s)
-                else:
-                    pool.finished(keys, count, now_s)
-            if offloader is not None and isinstance(keys, list):
-                parent: BlockKey | None = None
-                for key in keys[:count]:
-                    offloader.used(key, parent)
-                    parent = key
+    def tell(self) -> bool:
+        """Pass one slice on to the policies. False when there was nothing."""
+        if not self._telling:
+            if not self._pending:
+                return False
+            news = self._pending.popleft()
+            self._pending_keys -= len(news.keys)
+            self._told, self._telling = self._slices(news), True
+        self._telling = next(self._told, self) is not self
+        return True
+
+    def _add(self, news: _News) -> None:
+        self._pending.append(news)
+        self._pending_keys += len(news.keys)
+        while self._pending_keys > _PENDING_KEYS_MAX:
+            self._pending_keys -= len(self._pending.popleft().keys)
+
+    def _slices(self, news: _News) -> Iterator[None]:
+        """Tell one of the news; each step is a slice."""
+        keys = news.keys
+        if isinstance(news, _Ended):
+            for pool in self._pools():
+                pool.finished(keys[0], news.output_tokens, self._clock())
+            return
+        if isinstance(news, _Requested):
+            for tier in range(len(self._pools())):
+                self._pools()[tier].requested(news.keys, self._clock())
+                yield
+        end = news.found if isinstance(news, _Requested) else len(keys)
+        for start in range(0, end, OFFERED_AT_ONCE):
+            offloader = self._offloader()
+            if offloader is None:
+                return
+            stop = min(start + OFFERED_AT_ONCE, end)
+            if isinstance(news, _Stored):
+                offloader.committed(keys[start:stop], news.parents[start:stop])
+            else:
+                offloader.used(keys[start:stop], keys[start - 1] if start else None)
+            yield

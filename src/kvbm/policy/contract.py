@@ -7,7 +7,7 @@ stands for the whole chain up to its block: it is a `BlockKey` in the manager, a
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from typing import Protocol
 
 
@@ -54,3 +54,38 @@ class AdmissionPolicy(Protocol):
 
     def hit(self, key: Hashable, now_s: float) -> None:
         """The block was used again; it may never have been offered here."""
+
+
+class ManyAtOnce(AdmissionPolicy, Protocol):
+    """What an `AdmissionPolicy` may have besides: the same for many blocks in one call, with the same outcome as one
+    call for each in this order. Others are called block by block."""
+
+    def offered_all(self, keys: Sequence[Hashable], now_s: float) -> Sequence[bool]:
+        """`offered` for each."""
+
+    def hit_all(self, keys: Sequence[Hashable], now_s: float) -> None:
+        """`hit` for each."""
+
+
+def offer_all(policy: AdmissionPolicy, keys: Sequence[Hashable], now_s: float) -> Sequence[bool]:
+    """Offer the blocks to a policy of either kind."""
+    many: ManyAtOnce | None = policy if hasattr(policy, "offered_all") else None  # type: ignore[assignment]
+    return many.offered_all(keys, now_s) if many else [policy.offered(key, now_s) for key in keys]
+
+
+def hit_all(policy: AdmissionPolicy, keys: Sequence[Hashable], now_s: float) -> None:
+    """Tell a policy of either kind that the blocks were used again."""
+    many: ManyAtOnce | None = policy if hasattr(policy, "hit_all") else None  # type: ignore[assignment]
+    if many:
+        many.hit_all(keys, now_s)
+        return
+    for key in keys:
+        policy.hit(key, now_s)
+
+
+def none_leased(leased: Container[int], slots: Collection[int]) -> bool:
+    """Whether none of the slots is `leased`; fast where the container can say so for many at once, as the manager's."""
+    isdisjoint = getattr(leased, "isdisjoint", None)
+    if isdisjoint is not None:
+        return bool(isdisjoint(slots))
+    return not any(slot in leased for slot in slots)

@@ -18,7 +18,6 @@ import logging
 import mmap
 import os
 import threading
-from array import array
 from collections.abc import Sequence
 
 from kvbm.errors import ManagerUntrusted, SettingsError
@@ -51,6 +50,8 @@ class HostArena:
         `limit_bytes` is what this process may use of the machine's memory, when less than all of it. Raises
         SettingsError, which names `field`, when more is asked for than there is.
         """
+        from kvbm.tiers.generations import Generations  # needs numpy
+
         assert slot_count > 0
         self.layout = layout
         self.slot_count = slot_count
@@ -80,10 +81,8 @@ class HostArena:
         *self.region_fds, self.generation_fd = fds
         *self._regions, self._generation_map = maps
         self._views = [memoryview(region) for region in self._regions]
-        self._generations = memoryview(self._generation_map).cast("Q")
         # Each life begins at another number, so that a promise of one life never fits the slots of another.
-        first = int.from_bytes(os.urandom(6), "little")
-        self._generations[:] = memoryview(array("Q", [first]) * slot_count)
+        self._generations = Generations(self._generation_map, int.from_bytes(os.urandom(6), "little"))
         self._closing = threading.Event()
         self._touch_threads = touch_threads
         self._touchers: list[threading.Thread] = []
@@ -114,24 +113,26 @@ class HostArena:
         return self._regions[shard]
 
     def generation(self, slot: int) -> int:
-        return self._generations[slot]
+        return self._generations.of((slot,))[0]
 
-    def generations(self, slots: list[int]) -> tuple[int, ...]:
+    def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The generation of each slot."""
-        if slots and slots == list(range(slots[0], slots[0] + len(slots))):  # a chain stored in one go
-            return tuple(self._generations[slots[0] : slots[0] + len(slots)])
-        return tuple(map(self._generations.__getitem__, slots))
+        return self._generations.of(slots)
 
     def invalidate(self, slot: int) -> None:
         """The slot loses its block: copies out of it that are still running will be discarded."""
-        self._generations[slot] += 1
+        self._generations.rise((slot,))
+
+    def invalidate_all(self, slots: Sequence[int]) -> None:
+        """`invalidate` for many slots at once."""
+        self._generations.rise(slots)
 
     def close(self) -> None:
         """Release the regions; workers keep their own mappings until they drop them."""
         self._closing.set()
         for thread in self._touchers:
             thread.join()
-        self._generations.release()
+        self._generations.close()
         for view in self._views:
             view.release()
         for region in (*self._regions, self._generation_map):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -77,6 +77,9 @@ class DeviceArena:
 
     def invalidate(self, slot: int) -> None:
         """Does nothing: only this process reads the slots, and it holds a lease while it does."""
+
+    def invalidate_all(self, slots: Sequence[int]) -> None:
+        """Does nothing, as `invalidate`."""
 
     def close(self) -> None:
         """The memory goes with the last copier or transfer that uses it."""

@@ -19,7 +19,7 @@ from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
-from kvbm.vllm_integration.block_tables import BlockTables
+from kvbm.vllm_integration.block_tables import BlockTables, table_of
 from kvbm.vllm_integration.support import layerwise_refusal
 
 try:
@@ -122,7 +122,7 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has device blocks now: plan its load, or drop its lookup."""
         count = -(-num_external_tokens // self.block_tokens)
-        table = blocks.get_block_ids()[0] if count > 0 else ()
+        table = table_of(blocks) if count > 0 else ()
         self.leader.allocated(request.request_id, count, table)
 
     def step(self, output: Any) -> StepPlan:

@@ -195,3 +195,43 @@ def test_a_manager_that_serves_others_first_is_waited_for(
     bench.clock.advance(2 * REPLY_DEADLINE_S)
     assert bench.leader.matched("r", 0) == Answer()
     assert REPLY_DEADLINE_S_MAX > 5.0
+
+
+def test_a_waiting_request_whose_blocks_came_to_the_device_waits_no_longer(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    narrow(bench, 10)
+    bench.leader.request_added("first", HASHES[:8], b"", 0)
+    bench.leader.request_added("second", HASHES[:8], b"", 0)
+    (lookup,) = lookups(bench)
+    bench.answer(lookup, 8)
+    assert bench.leader.matched("first", 0) == Answer(blocks=8)
+    bench.leader.allocated("first", 8, TABLE)
+    assert bench.leader.matched("second", 0).later
+    (plan,) = bench.step().loads
+    bench.arrive(plan)
+    assert bench.leader.matched("second", 8) == Answer()
+
+
+@pytest.mark.parametrize(("arrival_s", "blocks"), [(3.0, 8), (3.4, 3)])
+def test_blocks_that_arrive_later_than_they_are_computed_are_not_promised(
+    make_bench: Callable[..., Bench], arrival_s: float, blocks: int
+) -> None:
+    bench = make_bench()
+    bench.leader.cost.prefilled(100, 16.0)  # 0.16 s a token, so 3.2 s for five blocks of four
+    lookup = bench.add("r")
+    bench.answer(lookup, 8, ready=3, disk=5, arrival_s=arrival_s)
+    assert bench.leader.matched("r", 0) == Answer(blocks=blocks)
+
+
+def test_an_engine_that_needs_verified_blocks_does_not_wait_for_late_ones(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(promise_early=False)
+    bench.leader.cost.prefilled(100, 1.0)  # 0.04 s a block
+    prompt, late = bench.add("prompt"), bench.add("late")
+    bench.answer(prompt, 8, ready=3, disk=5, arrival_s=0.1)
+    bench.answer(late, 8, ready=3, disk=5, arrival_s=5.0)
+    assert bench.leader.matched("prompt", 0).later
+    assert bench.leader.matched("late", 0) == Answer(blocks=3)

@@ -83,8 +83,7 @@ class Rig:
         self.clock.advance(1.0)
         slots = self.host.reserve_chain(keys, parent, self.clock(), insist=True)
         self.host.commit_all(slots)
-        for key, before in zip(keys, (parent, *keys), strict=False):
-            self.offloader.committed(key, before)
+        self.offloader.committed(keys, (parent, *keys[:-1]))
         self.offloader.pump()
 
     def evict(self, key: int) -> None:
@@ -102,8 +101,7 @@ def test_blocks_are_written_as_they_come_and_found_once_they_are_written() -> No
     assert rig.disk.find(0) is None
     rig.writer.finish(rig.offloader)
     assert rig.disk.find(0) is not None
-    rig.offloader.used(0, None)
-    rig.offloader.used(1, 0)
+    rig.offloader.used([0, 1], None)
     assert rig.offloader.queued_count == 1, "what is on disk, or on its way, is not queued again"
     rig.writer.finish(rig.offloader)
     assert rig.offloader.queued_count == rig.host.counts().leased == 0

@@ -21,7 +21,7 @@ def make(slots: int) -> tuple[SlotPool, Emptied]:
         Tier.HOST,
         slots,
         LeafFirstLru(slots),
-        lambda slot, key, resident: emptied.append((slot, key, resident)),
+        lambda slots, keys, resident: emptied.extend(zip(slots, keys, [resident] * len(slots), strict=True)),
     )
     return pool, emptied
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 DECAY_INTERVAL_S = 600.0
 ENTRIES_MAX = 1_000_000
@@ -17,7 +18,13 @@ class AdmitAll:
     def offered(self, key: Hashable, now_s: float) -> bool:
         return True
 
+    def offered_all(self, keys: Sequence[Hashable], now_s: float) -> list[bool]:
+        return [True] * len(keys)
+
     def hit(self, key: Hashable, now_s: float) -> None:
+        return None
+
+    def hit_all(self, keys: Sequence[Hashable], now_s: float) -> None:
         return None
 
 
@@ -53,23 +60,61 @@ class DiskFilter:
         """Count the block."""
         self._count(key, now_s)
 
-    def _count(self, key: Hashable, now_s: float) -> None:
+    def offered_all(self, keys: Sequence[Hashable], now_s: float) -> list[bool]:
+        """Count the blocks; True for those that were counted before."""
+        if not self._fit(keys):
+            return [self.offered(key, now_s) for key in keys]
+        self._count_all(keys, now_s)
+        admitted_end = self._decays + ADMIT_FREQUENCY
+        return [end >= admitted_end for end in map(self._end.__getitem__, keys)]
+
+    def hit_all(self, keys: Sequence[Hashable], now_s: float) -> None:
+        """Count the blocks."""
+        if self._fit(keys):
+            self._count_all(keys, now_s)
+            return
+        for key in keys:
+            self._count(key, now_s)
+
+    def _fit(self, keys: Sequence[Hashable]) -> bool:
+        """Whether the keys, each of which stands there once, can be counted without dropping others for room."""
+        return len(self) + len(keys) <= self._entries_max and len(set(keys)) == len(keys)
+
+    def _count_all(self, keys: Sequence[Hashable], now_s: float) -> None:
+        """`_count` for keys that fit: one step of Python for each frequency among them, not for each key."""
+        self._decay_if_due(now_s)
+        before = list(map(self._end.get, keys))
+        after: dict[int | None, int] = {}
+        for end, blocks in Counter(before).items():
+            after[end] = self._raise(end, blocks)
+        if any(end != raised for end, raised in after.items()):
+            self._end.update(zip(keys, map(after.__getitem__, before), strict=True))
+
+    def _raise(self, end: int | None, blocks: int) -> int:
+        """So many blocks whose frequency ends at this decay (None: unknown ones) were seen again. Where it ends now."""
+        frequency = (end or 0) - self._decays
+        if end is not None and frequency > 0:
+            self._ending[end] -= blocks
+            frequency = min(frequency * 2, FREQUENCY_MAX)
+        else:
+            self._dropped -= blocks if end is not None else 0
+            frequency = 1
+        raised = frequency + self._decays
+        if raised not in self._ending:
+            self._ending[raised] = 0
+            heapq.heappush(self._soonest, raised)
+        self._ending[raised] += blocks
+        return raised
+
+    def _decay_if_due(self, now_s: float) -> None:
         due = int((now_s - self._decayed_s) // DECAY_INTERVAL_S)
         if due > 0:
             self._decayed_s += due * DECAY_INTERVAL_S
             self._decay(self._decays + due)
-        frequency = self._end.get(key, 0) - self._decays
-        if frequency > 0:
-            self._ending[frequency + self._decays] -= 1
-            frequency = min(frequency * 2, FREQUENCY_MAX)
-        else:
-            self._dropped -= key in self._end
-            frequency = 1
-        end = self._end[key] = frequency + self._decays
-        if end not in self._ending:
-            self._ending[end] = 0
-            heapq.heappush(self._soonest, end)
-        self._ending[end] += 1
+
+    def _count(self, key: Hashable, now_s: float) -> None:
+        self._decay_if_due(now_s)
+        self._end[key] = self._raise(self._end.get(key), 1)
         if len(self) > self._entries_max:
             while not self._ending[self._soonest[0]]:
                 del self._ending[heapq.heappop(self._soonest)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 GHOSTS_PER_SLOT = 2
 """The list is this many times as long as the tier has slots: a block that comes back within the time in which the tier
@@ -40,3 +40,10 @@ class GhostAdmission:
 
     def hit(self, key: Hashable, now_s: float) -> None:
         """Not used: a block on disk needs no ghost, and gets one when it is offered again."""
+
+    def offered_all(self, keys: Sequence[Hashable], now_s: float) -> list[bool]:
+        """`offered` for each."""
+        return [self.offered(key, now_s) for key in keys]
+
+    def hit_all(self, keys: Sequence[Hashable], now_s: float) -> None:
+        """Not used, as `hit`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
-from kvbm.policy.contract import AdmissionPolicy
+from kvbm.policy.contract import AdmissionPolicy, hit_all
 
 DAY_S = 86_400.0
 BURST_SHARE = 24
@@ -50,6 +50,14 @@ class WriteBudget:
     def hit(self, key: Hashable, now_s: float) -> None:
         """Pass it on to the inner policy."""
         self.inner.hit(key, now_s)
+
+    def offered_all(self, keys: Sequence[Hashable], now_s: float) -> list[bool]:
+        """`offered` for each."""
+        return [self.offered(key, now_s) for key in keys]
+
+    def hit_all(self, keys: Sequence[Hashable], now_s: float) -> None:
+        """Pass them on to the inner policy."""
+        hit_all(self.inner, keys, now_s)
 
     def spend(self, now_s: float) -> bool:
         """Take one block's bytes out of the budget; False, with nothing taken, when it has fewer left."""

@@ -12,6 +12,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 import numpy as np
 
 from kvbm.block import NO_SLOT
+from kvbm.policy.contract import none_leased
 from kvbm.policy.gittins import features
 from kvbm.policy.gittins.candidates import Candidates
 from kvbm.policy.gittins.duel import Duel
@@ -283,9 +284,14 @@ class Gittins:
         if not self._filling and not self._candidates.passed_over:
             return
         tree = self.tree
-        slots = list(slots)
+        run_of = tree.run_of
+        if isinstance(slots, range):
+            runs = set(run_of[slots.start : slots.stop])
+        else:
+            slots = list(slots)
+            runs = set(map(run_of.__getitem__, slots))
         self._filling.difference_update(slots)
-        for run in {tree.run_of[slot] for slot in slots}:
+        for run in runs:
             self._candidates.offer(run)
 
     def removed(self, slots: Iterable[int]) -> None:
@@ -343,8 +349,11 @@ class Gittins:
 
     def _free_tail(self, run: int, most: int, leased: Container[int]) -> int:
         """How many of the run's last blocks may go; the last one may."""
-        filling, count = self._filling, 1
-        for slot in self.tree.slots(run)[-2 : -most - 1 : -1]:
+        filling, tail = self._filling, self.tree.slots(run)[-most:]
+        if none_leased(leased, tail) and filling.isdisjoint(tail):
+            return len(tail)
+        count = 1
+        for slot in tail[-2::-1]:
             if slot in leased or slot in filling:
                 break
             count += 1

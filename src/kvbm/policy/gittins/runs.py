@@ -17,6 +17,8 @@ import numpy as np
 
 from kvbm.block import KEY_BYTES, NO_SLOT
 
+_FEW = 12
+"""Up to so many slots a loop is faster than a call of numpy."""
 _PACK_BLOCKS_MIN = 4096
 _MOVED_BLOCKS_MAX = 256
 NO_RUN = -1
@@ -136,8 +138,7 @@ class RunTree:
         staying = min(size, self.resident[run])
         self.resident[rest] = self.resident[run] - staying
         self.resident[run] = staying
-        for slot in self.slots(rest):
-            self.run_of[slot] = rest
+        self._assign(self.slots(rest), rest)
         child = self.child[rest] = self.child[run]
         while child >= 0:
             self.parent[child] = rest
@@ -178,8 +179,7 @@ class RunTree:
             begin, size = self.start[rest], self.length[rest]
             self.log_names.extend(self.log_names[begin : begin + size])
             self.log_slots.extend(self.log_slots[begin : begin + size])
-        for slot in self.slots(rest):
-            self.run_of[slot] = run
+        self._assign(self.slots(rest), run)
         self.resident_runs -= self.resident[rest] > 0 and self.resident[run] > 0
         name = self.log_names[self.start[rest]]
         self.length[run] += self.length[rest]
@@ -199,9 +199,7 @@ class RunTree:
         """The run's next blocks became resident in these slots."""
         at = self.start[run] + self.resident[run]
         self.log_slots[at : at + len(slots)] = array("i", slots)
-        run_of = self.run_of
-        for slot in slots:
-            run_of[slot] = run
+        self._assign(slots, run)
         if not self.resident[run]:
             self.resident_runs += 1
             if self.parent[run] >= 0:
@@ -214,9 +212,7 @@ class RunTree:
         end = self.start[run] + self.resident[run]
         gone = self.log_slots[end - count : end]
         gone.reverse()
-        run_of = self.run_of
-        for slot in gone:
-            run_of[slot] = NO_RUN
+        self._assign(gone, NO_RUN)
         self.resident[run] -= count
         self.resident_blocks -= count
         if not self.resident[run]:
@@ -311,6 +307,14 @@ class RunTree:
         self.log_names, self.log_slots = array("q", names.tobytes()), array("i", slots.tobytes())
 
     # ---- links
+
+    def _assign(self, slots: Sequence[int], run: int) -> None:
+        """The blocks in these slots belong to this run now."""
+        if len(slots) > _FEW:
+            np.frombuffer(self.run_of, np.int32)[np.fromiter(slots, np.intp, len(slots))] = run
+            return
+        for slot in slots:
+            self.run_of[slot] = run
 
     def _new_run(self) -> int:
         if self._free:

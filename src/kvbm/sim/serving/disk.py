@@ -120,15 +120,14 @@ class SimulatedDisk:
 
     def stored(self, blocks: Sequence[int], start: int) -> None:
         """`blocks[start:]` of a chain came into host memory from the device, as far as there was room."""
-        for i in range(start, len(blocks)):
-            if self._host.holds(blocks[i]):
-                self._offloader.committed(blocks[i], blocks[i - 1] if i else None)
+        stored = [i for i in range(start, len(blocks)) if self._host.holds(blocks[i])]
+        parents = [blocks[i - 1] if i else None for i in stored]
+        self._offloader.committed([blocks[i] for i in stored], parents)
         self._advance(_ADVANCES)
 
     def used(self, blocks: Sequence[int], stop: int) -> None:
         """The first `stop` blocks of a chain, which are cached, were asked for again."""
-        for i in range(stop):
-            self._offloader.used(blocks[i], blocks[i - 1] if i else None)
+        self._offloader.used(blocks[:stop], None)
         self._advance(_ADVANCES)
 
     def write_run(

@@ -28,7 +28,7 @@ class SimulatedTier(SlotPool[int]):
         on_stored: BlocksChanged | None = None,
         on_evicted: BlocksChanged | None = None,
     ) -> None:
-        on_emptied = None if on_evicted is None else lambda slot, block, was_resident: on_evicted((block,))
+        on_emptied = None if on_evicted is None else lambda slots, blocks, was_resident: on_evicted(blocks)
         super().__init__(Tier.HOST, slot_count, policy, on_emptied, keeps_parents=insist)
         self.insist = insist
         self.inserted_count = 0

@@ -1,0 +1,118 @@
+"""A space whose failure ends it alone: neither the manager nor the cache of another namespace goes with it.
+
+An assertion that fails, or an exception of an installed policy, says that the index may be wrong. From then on the
+space answers nothing: it finds no block, gives no slot and takes none back. Its memory stays as it is, because workers
+may still copy out of it and into it, until its last engine has gone; the next engine of the namespace gets a new space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from kvbm.block import BlockKey
+from kvbm.errors import KvbmError
+from kvbm.manager.leases import Cut, Lease, Owner, Reservation
+from kvbm.manager.space import Space
+
+log = logging.getLogger("kvbm.manager")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class GuardedSpace(Space):
+    """A `Space` that turns an unexpected exception of its own into `failure`, one line, logged once."""
+
+    def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """`name` is the namespace's short name, for the log; the others are `Space`'s. Raises as that does."""
+        super().__init__(*args, **kwargs)
+        self._name = name
+
+    def lookup(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> Lease | None:
+        return self._try(None, super().lookup, owner, number, keys, skip)
+
+    def release(self, owner: Owner, number: int) -> Lease | None:
+        return self._try(None, super().release, owner, number)
+
+    def reserve(
+        self,
+        owner: Owner,
+        number: int,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        hashes: bytes = b"",
+        group: int = 0,
+    ) -> list[int]:
+        refused = self.refuse(keys)
+        return self._try(refused, super().reserve, owner, number, parent, keys, hashes, group)
+
+    def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
+        return self._try(0, super().commit, owner, number, failed)
+
+    def abort(self, reservation: Reservation) -> None:
+        self._try(None, super().abort, reservation)
+
+    def finished(self, key: BlockKey, output_tokens: int) -> None:
+        self._try(None, super().finished, key, output_tokens)
+
+    def move(self, until_s: float) -> bool:
+        return self._try(False, super().move, until_s)
+
+    def tell_policies(self) -> bool:
+        return self._try(False, super().tell_policies)
+
+    def overdue(self) -> list[Reservation]:
+        return self._try(list[Reservation](), super().overdue)
+
+    def clear(self, tier: str = "") -> tuple[int, int]:
+        return self._try((0, 0), super().clear, tier)
+
+    def tiers(self) -> dict[str, int]:
+        return {} if self.failure else super().tiers()
+
+    def describe(self) -> dict[str, object]:
+        described = super().describe()
+        return {**described, "fault": self.failure} if self.failure else described
+
+    def close(self, keep: bool) -> None:
+        """Release the tiers, of a failed space without a look at its index."""
+        self._try(None, super().close, keep)
+        if self.failure:
+            # Each of them may have been closed already, before it failed.
+            if self.disk is not None:
+                with contextlib.suppress(Exception):
+                    self.disk.medium.close(keep)
+            with contextlib.suppress(Exception):
+                self.arena.close()
+
+    def _try(self, otherwise: T, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self.failure:
+            try:
+                return method(*args, **kwargs)
+            except KvbmError:
+                raise  # a client's mistake, in one line
+            except Exception as error:
+                self._fail(error)
+        return otherwise
+
+    def _fail(self, error: Exception) -> None:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        self.failure = f"{what} ({os.path.basename(frame.filename)}:{frame.lineno})"
+        # One line; the traceback is for those who ask for it.
+        log.error(
+            "namespace %s is off, and its engines run without a KV cache until all of them have gone: %s",
+            self._name,
+            self.failure,
+        )
+        log.debug("namespace %s is off", self._name, exc_info=error)
+        self.cut = Cut(0, 0)
+        for lease in list(self.leases):
+            if not lease.final:  # no more blocks will become ready: say so to those that wait
+                del lease.slots[lease.ready :], lease.keys[lease.ready :], lease.sources[lease.ready :]
+                self.on_progress(lease)
