@@ -97,7 +97,7 @@ class Onboarder:
         return len(self._by_host_slot)
 
     def arrival_s(self, lease: Lease) -> float:
-        """Expected seconds until all blocks of a new lease are here, behind all that is queued; 0 if that is unknown."""
+        """Expected seconds until all blocks of a new lease are here, behind all that is queued; 0 if unknown."""
         return 0.0 if lease.final else self._rate.seconds_for(self.queued_count)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
