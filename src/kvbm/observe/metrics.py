@@ -171,7 +171,8 @@ TABLE: tuple[Metric, ...] = (
         name="kvbm_skipped_offloads_total",
         kind=_COUNTER,
         help="Blocks that were not offloaded, by reason: no room (full), refused by the admission policy (filter), "
-        "beyond the day's write budget (budget), queue full, evicted before their turn, tier off",
+        "beyond the day's write budget (budget), queue full, evicted before their turn, tier off; a block for which "
+        "there was no room is offered again, and counts each time",
         labels=(Label("reason", ("full", "filter", "budget", "queue_full", "evicted", "tier_off")),),
         at_zero=True,
     ),
