@@ -15,7 +15,9 @@ class RequestKeys:
         self._salt = salt
 
     def __call__(self, tracked: Tracked, start: int, end: int) -> Named:
-        """The blocks from number `start` up to `end`, as far as the engine has hashed them. There is a manager."""
+        """The blocks from number `start` up to `end`, as far as the engine has hashed them. There is a manager, and the
+        request's extras are known."""
         ready = self._link.ready
         assert ready is not None
+        assert tracked.extras is not None
         return tracked.named(start, end, ready.fingerprint, self._salt.beside(tracked.extras))

@@ -10,10 +10,9 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 
-from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.block import Tier
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
-from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.joint_loads import JointLoads
@@ -21,14 +20,14 @@ from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups
+from kvbm.leader.offers import Offers
 from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
-from kvbm.leader.stores import Answered, Stores
-from kvbm.leader.tracked import Answer, Scheduled, Tracked
+from kvbm.leader.stores import Stores
+from kvbm.leader.tracked import Answer, Keep, Scheduled, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
-    STORED_KEYS_MAX,
     Finished,
     Hello,
     LoadPlan,
@@ -48,8 +47,6 @@ IDLE_WAIT_S = 0.005
 """How long an engine step without work waits for the answer to a lookup."""
 LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
-LEAVING_BLOCKS = 512
-"""How many blocks ahead lazy offload looks, and about how many it stores in one step at most."""
 
 
 class Leader:
@@ -85,13 +82,14 @@ class Leader:
         self.stores = Stores(self._link, clock, hello.rank_count, first)
         self._layerwise = layerwise
         self._device = device
-        self._unsaved = Unsaved(device) if lazy and device is not None else None
         self._unconfirmed = Unconfirmed()
         self.joint_loads = JointLoads()
         self.requests: dict[str, Tracked] = {}
         self._salt = KeySalt(weights_version)
         self._keys = RequestKeys(self._link, self._salt)
         self._questions = Questions(self._link, self.lookups, self.requests, self._keys)
+        unsaved = Unsaved(device) if lazy and device is not None else None
+        self._offers = Offers(self.stores, unsaved, self.requests, self._keys, clock)
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
         self._weights = 0
@@ -121,12 +119,28 @@ class Leader:
 
     # ---- a request comes
 
-    def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:
-        """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now."""
+    def request_added(
+        self,
+        request: str,
+        hashes: Sequence[bytes],
+        extras: bytes | None,
+        on_device: int,
+        keep: Keep | None = None,
+    ) -> None:
+        """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now.
+
+        Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed.
+        """
         self.receive()
-        tracked = Tracked(hashes, extras)
+        tracked = Tracked(hashes, extras, keep)
         self.requests[request] = tracked
         self._questions.arrived(request, tracked, on_device)
+
+    def extras_known(self, request: str, extras: bytes) -> None:
+        """What was missing in the keys of a request that came without extras."""
+        tracked = self.requests.get(request)
+        if tracked is not None and tracked.extras is None:
+            tracked.extras = extras
 
     def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
         """How many blocks after the first `computed` can be loaded. May be asked many times; no answer is final.
@@ -225,8 +239,9 @@ class Leader:
         self._gone.clear()
         with self._link.in_one_write():
             for entry in scheduled:
-                self._store(entry)
-            self._store_leaving()
+                self._ran(entry)
+            if self.ready:
+                self._offers.leaving()
             self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
@@ -247,7 +262,7 @@ class Leader:
         if invalid and self.lookups.note_failures(invalid):
             assert self._device is not None
             self.stores.doubt()
-            self._forget_stored()
+            self._offers.anew()
             # The engine recomputes these blocks in place, and would share them with other requests before that.
             self._device.forget_all()
         loaded = report.loaded if report is not None else {}
@@ -319,8 +334,7 @@ class Leader:
         """Keys have changed. Stores under the old keys are not committed: their device blocks may be overwritten before
         they are copied."""
         self.stores.doubt()
-        if self._unsaved is not None:
-            self._unsaved.clear()
+        self._offers.keys_changed()
         for request, tracked in self.requests.items():
             self.lookups.drop(request)
             tracked.asked_from = None
@@ -340,27 +354,15 @@ class Leader:
             elif isinstance(message, Progress):
                 self.lookups.progressed(message)
             elif isinstance(message, ReserveReply) and (answer := self.stores.replied(message)) is not None:
-                self._take_answer(answer)
+                self._offers.answered(answer)
         if self._life != self._link.life:
             self._life = self._link.life
             self.stores.lost()
-            self._forget_stored()
+            self._offers.anew()
             self._questions.new_session()
         if self._readied != self._link.readied:
             self._readied = self._link.readied
             self._questions.ready_again()
-
-    def _take_answer(self, answer: Answered) -> None:
-        """Blocks that the manager had no slot for are offered again, while the device has them."""
-        if self._unsaved is not None:
-            self._unsaved.answered(answer, self._clock())
-        elif answer.refused and (tracked := self.requests.get(answer.request)) is not None:
-            tracked.refused(answer.first + answer.taken, self._clock())
-
-    def _forget_stored(self) -> None:
-        """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
-        for tracked in self.requests.values():
-            tracked.offer_anew()
 
     def _wait_a_little(self, seconds: float) -> None:
         started_s = self._clock()
@@ -368,39 +370,12 @@ class Leader:
         self._wait_left_s -= self._clock() - started_s
         self.receive()
 
-    def _store(self, entry: Scheduled) -> None:
+    def _ran(self, entry: Scheduled) -> None:
         tracked = self.requests.get(entry.request)
-        if tracked is None:
-            return
-        tracked.begun = True
-        if tracked.outdated or not self.ready:
-            return
-        start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
-        if end <= start or self._clock() < tracked.retry.due_s:
-            return
-        table = entry.device_blocks()
-        end = min(end, len(table), start + STORED_KEYS_MAX)
-        if end <= start:
-            return
-        parent = self._keys(tracked, start - 1, start).keys if start else b""
-        keys, hashes = self._keys(tracked, start, end)
-        if self._unsaved is not None:
-            self._unsaved.note(BlockKey(parent) or None, split_keys(keys), table[start:end], hashes)
-            tracked.stored = end
-        elif self.stores.ask(entry.request, parent, keys, table[start:end], hashes=hashes, first=start):
-            tracked.stored = end
-
-    def _store_leaving(self) -> None:
-        """Lazy offload: ask for slots for the blocks that the engine is about to hand out."""
-        if self._unsaved is None or not self.ready:
-            return
-        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS, self._clock()):
-            for start in range(0, len(chain.keys), STORED_KEYS_MAX):
-                part = slice(start, start + STORED_KEYS_MAX)
-                parent = chain.keys[start - 1] if start else chain.parent or b""
-                hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-                keys, blocks, tags = join_keys(chain.keys[part]), chain.device_blocks[part], chain.tags[part]
-                self.stores.ask("", parent, keys, blocks, tags, hashes)
+        if tracked is not None:
+            tracked.begun = True
+            if self.ready:
+                self._offers.complete(tracked, entry)
 
     def _end_load(self, request: str, seconds: float) -> None:
         arrived, failed = self.lookups.end_load(request, seconds)

@@ -33,13 +33,16 @@ class Questions:
 
     def arrived(self, request: str, tracked: Tracked, on_device: int) -> None:
         """The request has come; its first `on_device` blocks need not be found."""
-        self._ask_in_turn(request, tracked, on_device)
+        if tracked.extras is not None:
+            self._ask_in_turn(request, tracked, on_device)
 
     def search(self, request: str, tracked: Tracked, computed: int) -> Search | None:
         """The engine asks for what lies behind the request's first `computed` blocks: its lookup, sent now if need be.
 
         None where it waits for room (`waits`), or where there is nothing to ask for.
         """
+        if tracked.extras is None:
+            return None
         for displaced in self._window.asked_about(request):
             self._give_up(displaced)
         search = self._lookups.get(request)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
 from kvbm.leader.link import ManagerLink
+from kvbm.leader.tracked import Keep
 from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply, StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
@@ -32,6 +33,7 @@ class _Store:
     asked_s: float
     tags: tuple[Hashable, ...] = ()
     first: int = 0
+    keep: Keep | None = None
     asked: Reserve | None = None
     steps_planned: int = 0
     slots: tuple[int, ...] | None = None
@@ -54,6 +56,7 @@ class Answered(NamedTuple):
     asked: Reserve | None
     device_blocks: tuple[int, ...]
     tags: tuple[Hashable, ...]
+    keep: Keep | None
 
 
 class Stores:
@@ -97,11 +100,12 @@ class Stores:
         tags: Sequence[Hashable] = (),
         hashes: bytes = b"",
         first: int = 0,
+        keep: Keep | None = None,
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
         `keys` are joined, `parent` is the key before the first or empty, and `hashes` is as in `Reserve`.
-        `first` is the number of the first block in its request.
+        `first` is the number of the first block in its request; `keep` is asked before the blocks are committed.
         With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         """
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
@@ -122,6 +126,7 @@ class Stores:
             self._clock(),
             tuple(tags),
             first,
+            keep,
             asked if tags else None,
         )
         return True
@@ -135,7 +140,8 @@ class Stores:
         refused = REFUSED in reply.slots
         taken = reply.slots.index(REFUSED) if refused else len(reply.slots)
         asked, store.asked = store.asked, None
-        return Answered(store.request, store.first, taken, refused, asked, store.device_blocks, store.tags)
+        blocks, tags = store.device_blocks, store.tags
+        return Answered(store.request, store.first, taken, refused, asked, blocks, tags, store.keep)
 
     def plan(
         self, gone: set[str], tag: Callable[[int], Hashable | None] | None = None
@@ -202,7 +208,8 @@ class Stores:
             self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
 
     def reported(self, report: StepReport) -> None:
-        """Ranks finished stores; a store that all ranks finished is committed."""
+        """Ranks finished stores; a store that all ranks finished is committed, if its blocks may still be kept."""
+        now_s = self._clock()
         for number, (ranks, failed, seconds) in report.stored.items():
             store = self._planned.get(number)
             if store is None:
@@ -213,6 +220,8 @@ class Stores:
             if store.ranks >= self._rank_count:
                 del self._planned[number]
                 del self._failed[number]
+                if store.keep is not None and not store.keep(now_s):
+                    bad.update(range(store.planned_slots))
                 if store.life == self._link.life:
                     self._link.send(Commit(store=number, failed=tuple(sorted(bad)), seconds=seconds))
 

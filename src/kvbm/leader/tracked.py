@@ -36,6 +36,10 @@ class Scheduled(NamedTuple):
     written_from: int = 0
 
 
+Keep = Callable[[float], bool]
+"""Whether blocks of a request may be kept, by a look at what shapes them that is not older than this time (seconds)."""
+
+
 class Named(NamedTuple):
     """Blocks by their keys, joined; `hashes` is as in `Reserve`."""
 
@@ -48,7 +52,9 @@ class Tracked:
     """One request of the engine, as far as the leader follows it."""
 
     hashes: Sequence[bytes]
-    extras: bytes
+    extras: bytes | None
+    """None: it cannot be named yet, and is neither looked up nor stored."""
+    keep: Keep | None = None
     stored: int = 0
     retry: Retry = field(default_factory=Retry)
     refused_at: int = -1

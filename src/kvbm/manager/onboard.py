@@ -17,6 +17,7 @@ from kvbm.clock import Clock
 from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
+from kvbm.manager.read_rate import ReadRate
 from kvbm.observe.metrics import Metrics
 from kvbm.tiers.contract import BlockEnd, Completion, RunTier
 from kvbm.tiers.host import HostArena
@@ -86,6 +87,7 @@ class Onboarder:
     _by_host_slot: dict[int, _Rising] = field(default_factory=dict, init=False)
     _queue: deque[_Rising] = field(default_factory=deque, init=False)
     _in_flight: dict[int, _Rising] = field(default_factory=dict, init=False)
+    _rate: ReadRate = field(default_factory=ReadRate, init=False)
     # Host slots of failed reads that the medium may still write to.
     _unusable: list[SlotIndex] = field(default_factory=list, init=False)
 
@@ -93,6 +95,10 @@ class Onboarder:
     def queued_count(self) -> int:
         """Blocks that are queued or being read."""
         return len(self._by_host_slot)
+
+    def arrival_s(self, lease: Lease) -> float:
+        """Expected seconds until all blocks of a new lease are here, behind all that is queued; 0 if unknown."""
+        return 0.0 if lease.final else self._rate.seconds_for(self.queued_count)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
         """Give a host slot to every block of the lease that is only on disk; the run ends at the first that gets none.
@@ -194,6 +200,7 @@ class Onboarder:
                 return
             if outcome is Outcome.PENDING:
                 self._in_flight[job_id] = run
+                self._rate.submitted(len(run.keys), self.clock())
             else:
                 self._finish(run, [BlockEnd(outcome)] * len(run.keys))
 
@@ -216,6 +223,7 @@ class Onboarder:
         run = self._in_flight.pop(completion.job_id, None)
         if run is None:
             return False
+        self._rate.ended(len(run.keys), self.clock())
         if completion.bytes_moved:
             bytes_moved = completion.bytes_moved
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="disk", target="host")

@@ -75,6 +75,7 @@ class Requests:
                 sources=found,
                 no_room=no_room,
                 refused=refused,
+                arrival_s=engine.space.arrival_s(lease),
             )
         )
 

@@ -139,6 +139,10 @@ class Space:
             return None
         return lease
 
+    def arrival_s(self, lease: Lease) -> float:
+        """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""
+        return self.disk.onboarder.arrival_s(lease) if self.disk is not None else 0.0
+
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""
         return counted_as_disk(sources) if self.options.staging else sources

@@ -230,3 +230,18 @@ def test_slots_of_a_read_that_did_not_end_are_not_used(bench: Bench, monkeypatch
     assert bench.space.host_pool.counts().filling == 0
     assert bench.space.host_pool.find(KEYS[0]) is None
     assert bench.space.disk.pool.find(KEYS[0]) == SlotIndex(0)
+
+
+def test_the_arrival_of_a_lease_is_foretold_from_the_queue_and_the_speed_of_reads(bench: Bench) -> None:
+    bench.only_on_disk([*KEYS[:8], *OTHER[:6]])
+    first = look_up(bench, KEYS[:8])
+    assert bench.space.arrival_s(first) == 0.0, "nothing was read yet"
+    bench.clock.advance(2.0)
+    bench.tier.release(1)  # four blocks in two seconds
+    bench.space.pump()
+    second = look_up(bench, OTHER[:6], PEER)
+    assert bench.space.arrival_s(second) == pytest.approx((4 + 6) / 2), "behind those of the first"
+    bench.finish_all()
+    assert bench.space.arrival_s(second) == 0.0
+    again = look_up(bench, OTHER[:6])
+    assert bench.space.arrival_s(again) == 0.0, "they are here"
