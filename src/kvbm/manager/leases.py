@@ -55,8 +55,9 @@ class Lease:
 
     def pinned(self) -> list[int]:
         """The slots that the lease holds by now."""
-        if self.states.count(LeaseState.PINNED) == len(self.slots):
-            return self.slots
+        pinned = self.states.count(LeaseState.PINNED)
+        if pinned in (0, len(self.slots)):
+            return self.slots if pinned else []
         pairs = zip(self.slots, self.states, strict=False)
         return [slot for slot, state in pairs if state == LeaseState.PINNED]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
 
@@ -196,12 +196,14 @@ class SlotPool(Generic[KeyT]):
         if needed > 0:
             self._make_room(needed, () if insist else keys, parent_slot, now_s)
             keys = keys[: len(self._free)]
-        slots = sorted(self._free.pop() for _ in keys)  # in order: a chain shall lie in as few runs as can be
+        first = len(self._free) - len(keys)
+        slots = sorted(self._free[first:])  # in order: a chain shall lie in as few runs as can be
+        del self._free[first:]
         if self._parents is not None:
             for slot, before in zip(slots, (parent, *keys), strict=False):
                 self._parents[slot] = before
         self._fill(slots, keys, parent_slot, now_s)
-        return [SlotIndex(slot) for slot in slots]
+        return list(cast(Sequence[SlotIndex], slots))
 
     def recover(self, found: Sequence[tuple[KeyT, KeyT | None, int]], now_s: float) -> None:
         """Fill an empty pool with blocks found after a restart: (key, parent, slot), oldest first, keys distinct."""

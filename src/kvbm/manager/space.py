@@ -171,7 +171,14 @@ class Space:
         sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
         if run < len(wanted) and (disk_pool := self._disk_pool_if_on()) is not None:
             rest = wanted[run:]
-            for slot, below in zip(self.host_pool.find_all(rest), disk_pool.find_all(rest), strict=True):
+            on_host, on_disk = self.host_pool.find_all(rest), disk_pool.find_all(rest)
+            first = on_disk.index(None) if None in on_disk else len(rest)
+            if on_host.count(None) == len(rest):  # the common case without a step of Python per block
+                slots += [NO_SLOT] * first
+                sources += bytes((Tier.DISK,)) * first
+                states += bytes((LeaseState.ONBOARDING,)) * first
+                rest = []
+            for slot, below in zip(on_host, on_disk, strict=True) if rest else ():
                 if slot is None and below is None:
                     break
                 slots.append(NO_SLOT if slot is None else slot)

@@ -228,8 +228,7 @@ class DiskTier:
         targets: Sequence[Buffer],
         is_run: bool,
     ) -> Outcome:
-        for key in keys:
-            assert len(key) == KEY_BYTES
+        assert set(map(len, keys)) == {KEY_BYTES}
         self._check(slot, len(keys), targets)
         self._watch()
         if self._fault or self._closed:

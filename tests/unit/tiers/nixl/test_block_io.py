@@ -12,11 +12,12 @@ import pytest
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import ManualClock
-from kvbm.layout import Namespace
+from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
+from kvbm.testing.run_tier_contract import load_run, outcomes, store_run
 from kvbm.testing.tier_contract import (
     LAYOUT,
     NAMESPACE,
@@ -324,4 +325,39 @@ def test_a_failure_costs_no_block_of_its_neighbours(tmp_path: Path, agent: Model
     agent.fate = "done"
     assert tier.heal()
     assert len(by_slot(tier.recovered())) == 3
+    tier.close(keep=False)
+
+
+def test_runs_go_both_ways_and_a_failure_costs_one_block_of_a_run(tmp_path: Path, agent: ModelAgent) -> None:
+    """Of several shards each block's buffers are transfers of their own, so that it is known which one failed."""
+    tier = open_tier(tmp_path, agent, "POSIX")
+    assert outcomes(store_run(tier, LAYOUT, range(4), 1)) == [Outcome.HIT] * 4
+    assert outcomes(load_run(tier, LAYOUT, range(4), 1)) == [Outcome.HIT] * 4
+    agent.fate = "error"
+    failed = load_run(tier, LAYOUT, range(4), 1)
+    assert (outcomes(failed), failed.still_in_use) == ([Outcome.RETRY] * 4, True)
+    agent.fate = "done"
+    assert tier.heal()
+    assert sorted(by_slot(tier.recovered())) == [2, 3, 4]
+    tier.close(keep=False)
+
+
+def test_a_run_of_one_shard_is_one_transfer(
+    tmp_path: Path, agent: ModelAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = BlockLayout(block_tokens=16, shard_bytes=4096)
+    io = NixlBlockIo("POSIX", agent, HostMemory())
+    tier = open_disk_tier(tmp_path, layout, NAMESPACE, capacity_blocks=8, io_threads=1, io=io)
+    store_run(tier, layout, range(4), 1)
+    operations: list[str] = []
+    genuine = agent.prepare
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "prepare", lambda *what: (operations.append(what[0]), genuine(*what))[1])
+        assert outcomes(load_run(tier, layout, range(4), 1)) == [Outcome.HIT] * 4
+    assert operations == ["READ"]
+    agent.fate = "error"
+    load_run(tier, layout, range(4), 1)
+    agent.fate = "done"
+    assert tier.heal()
+    assert list(tier.recovered()) == [], "any of them may be the one that cannot be read"
     tier.close(keep=False)
