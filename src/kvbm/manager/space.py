@@ -194,19 +194,22 @@ class Space:
         keys: Sequence[BlockKey],
         hashes: bytes = b"",
         group: int = 0,
+        more: bool = False,
     ) -> list[int]:
         """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others.
 
-        `hashes` has the engine's own name of each of them, 32 bytes each; empty where those are the keys.
+        `hashes` has the engine's own name of each of them, 32 bytes each; empty where those are the keys. `more`: these
+        blocks continue those of an earlier call with this number, and are committed with them.
         """
         now_s = self._clock()
-        if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
+        known = self.reservations.get(owner, number)
+        if (known.condemned or not more) if known else not self.reservations.has_room(owner):
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
             return self.refuse(keys)
         # A staging area only passes blocks on: those that have reached the disk need no slot in it again.
         below = self._disk_pool_if_on() if self.options.staging else None
         answer: list[int] = []
-        mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
+        mine = known or Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
         held = self._held(keys, below)
         while len(answer) < len(keys):
             done = len(answer)
@@ -235,7 +238,7 @@ class Space:
         if refused:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
             answer += [REFUSED] * refused
-        if mine.slots:
+        if mine.slots and known is None:
             self.reservations.add(mine)
         return answer
 
