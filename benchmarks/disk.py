@@ -2,7 +2,8 @@
 
     python -m benchmarks.disk [--output DIR] [--directory DIR]
 
-Both sides use memfd pages and as many threads. The tier also checks every byte and keeps its journal.
+Both sides use memfd pages and as many threads. The tier also checks every byte and keeps its journal. Small blocks are
+measured in a table of their own: see `benchmarks.disk_runs`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import disk_runs
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.present.tables import console, plain_table, save_json
@@ -138,8 +140,10 @@ def main() -> int:
                     samples[name].append(rate)
         plain.close()
         tier.close(keep=False)
+    small = disk_runs.measure(options.directory or options.output, options.threads)
     rows = _rows(samples)
-    save_json({"rows": rows, "samples": samples}, options.output / "disk.json")
+    result = {"rows": rows, "samples": samples, "small_rows": disk_runs.rows(small), "small_samples": small}
+    save_json(result, options.output / "disk.json")
     title = f"Host ⇄ disk, {options.threads} threads, {BLOCK_BYTES >> 20} MiB blocks"
     table = plain_table(("what", "budget", "GB/s", "ceiling", "ratio"), words={"what"}, title=title)
     for row in rows:
@@ -151,6 +155,7 @@ def main() -> int:
             f"{row['ratio']:.2f}",
         )
     console().print(table)
+    console().print(disk_runs.table(small, options.threads))
     return 0
 
 

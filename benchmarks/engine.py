@@ -46,25 +46,37 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     files: str | None = None
 
 
+def prepare_environment(scenario: Scenario) -> None:
+    """Set what vLLM reads from the environment, before it is imported: the same for every engine."""
+    os.environ.update(
+        {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
+            # By itself vLLM sets aside more cores with a connector than without: every engine gets the same.
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            **scenario.environment,
+        }
+    )
+
+
 class Engine:
     """A running `vllm.LLM`, to be used in a `with` statement. Not thread-safe."""
 
     def __init__(
-        self, model: str, scenario: Scenario, *, prompt_tokens: int, dtype: str = "bfloat16"
+        self,
+        model: str,
+        scenario: Scenario,
+        *,
+        prompt_tokens: int,
+        dtype: str = "bfloat16",
+        requests: int = 1,
     ) -> None:
+        """The device has room for `requests` requests of `prompt_tokens` at once, and a little."""
         self._scenario = scenario
-        os.environ.update(
-            {
-                "HF_HUB_OFFLINE": "1",
-                "TRANSFORMERS_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
-                # By itself vLLM sets aside more cores with a connector than without: every engine gets the same.
-                "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-                **scenario.environment,
-            }
-        )
+        prepare_environment(scenario)
         from vllm import LLM, SamplingParams
 
         blocks = -(-(prompt_tokens + BLOCK_TOKENS) // BLOCK_TOKENS)
@@ -76,10 +88,10 @@ class Engine:
             dtype=dtype,
             enforce_eager=True,
             max_model_len=blocks * BLOCK_TOKENS,
-            max_num_seqs=2,
+            max_num_seqs=max(2, requests),
             block_size=BLOCK_TOKENS,
-            # One request and a little: a device hit right after a request, and nothing older.
-            num_gpu_blocks_override=blocks + 4,
+            # With one request: a device hit right after it, and nothing older.
+            num_gpu_blocks_override=requests * blocks + 4,
             disable_log_stats=False,
             **arguments,
         )
@@ -97,6 +109,13 @@ class Engine:
         started = time.perf_counter()
         output = self._llm.generate({"prompt_token_ids": prompt}, self._sampling, use_tqdm=False)[0]
         return time.perf_counter() - started, int(output.num_cached_tokens or 0)
+
+    def all_answered_s(self, prompts: list[list[int]]) -> float:
+        """Seconds until every one of these prompts, sent together, has its first token."""
+        started = time.perf_counter()
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        self._llm.generate(asked, self._sampling, use_tqdm=False)
+        return time.perf_counter() - started
 
     def reset_device(self) -> None:
         """Empty the device's prefix cache and nothing below it. Blocks may still be held by a store: it retries."""

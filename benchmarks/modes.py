@@ -27,7 +27,7 @@ from benchmarks.engine import (
     passed_on,
     prompt,
 )
-from benchmarks.ttft import scenario
+from benchmarks.ttft import COLD_PROMPTS, scenario
 from kvbm.present.tables import console, plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
@@ -46,7 +46,8 @@ def measure(
     """One engine: seconds for all turns but the first, prompt tokens that were not computed, blocks copied down."""
     longest = options.turns * TURN_TOKENS
     blocks = options.conversations * -(-longest // BLOCK_TOKENS)
-    chosen = scenario("plain" if mode == "plain" else "kvbm-host", blocks, block_bytes, scratch)
+    name = "plain" if mode == "plain" else "kvbm-host"
+    chosen = scenario(name, blocks * (COLD_PROMPTS + 2), blocks + 2, block_bytes, scratch)
     chosen = msgspec.structs.replace(chosen, environment={**chosen.environment, **MODES[mode]})
     seconds = found = 0.0
     with Engine(model, chosen, prompt_tokens=longest, dtype=options.dtype) as engine:

@@ -28,7 +28,7 @@ from benchmarks.engine import (
     passed_on,
     prompt,
 )
-from benchmarks.ttft import scenario
+from benchmarks.ttft import COLD_PROMPTS, scenario
 from kvbm.present.tables import plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
@@ -44,7 +44,7 @@ def measure(
     Raises RuntimeError when a prompt hit anything.
     """
     blocks = options.tokens // BLOCK_TOKENS
-    chosen = scenario(side, blocks, block_bytes, scratch)
+    chosen = scenario(side, blocks * (COLD_PROMPTS + 2), blocks + 2, block_bytes, scratch)
     times: list[float] = []
     with Engine(model, chosen, prompt_tokens=options.tokens, dtype=options.dtype) as engine:
         for number in range(options.prompts + 1):

@@ -51,9 +51,8 @@ COLD_PROMPTS = 2
 WIDTH = 106
 
 
-def scenario(name: str, blocks: int, block_bytes: int, scratch: Path) -> Scenario:
-    """How an engine is set up for one row. Disk rows get host memory for one request and no more."""
-    roomy, tight = blocks * (COLD_PROMPTS + 2), blocks + 2
+def scenario(name: str, roomy: int, tight: int, block_bytes: int, scratch: Path) -> Scenario:
+    """How an engine is set up: its tier has `roomy` blocks, and host memory above a disk `tight` ones."""
     if name == "plain":
         return Scenario(name=name, tier=None)
     if name in NATIVE:
@@ -192,7 +191,9 @@ def main() -> int:
     )
     if options.scenario:
         with tempfile.TemporaryDirectory(prefix="ttft-", dir=options.output.absolute()) as scratch:
-            chosen = scenario(options.scenario, blocks, block_bytes, Path(scratch))
+            # Disk rows get host memory for one request and no more.
+            roomy, tight = blocks * (COLD_PROMPTS + 2), blocks + 2
+            chosen = scenario(options.scenario, roomy, tight, block_bytes, Path(scratch))
             Path(options.result).write_text(
                 json.dumps(measure(model, chosen, options.tokens, options.repeats, options.dtype))
             )

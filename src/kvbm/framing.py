@@ -76,10 +76,14 @@ class FramedSocket:
         if fds:
             assert not self.outgoing, "descriptors travel with the first message"
             data = data[socket.send_fds(self.connection, [data], list(fds)) :]
+        self.queue(data)
+        self.flush()
+
+    def queue(self, data: bytes) -> None:
+        """Keep a frame for the next `flush`. Raises OSError when too many bytes wait."""
         self.outgoing += data
         if len(self.outgoing) > OUTGOING_BYTES_MAX:
             raise OSError(errno.ENOBUFS, f"{len(self.outgoing)} bytes wait")
-        self.flush()
 
     def flush(self) -> None:
         """Send as many of the bytes that wait as the socket takes. Raises OSError."""

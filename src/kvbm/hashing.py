@@ -2,12 +2,14 @@
 
 `key = H(namespace fingerprint, parent key, token ids, extras)`, 32 bytes of blake3 in its keyed mode (the key is
 the fingerprint), deterministic across processes and restarts. Where an engine already has a deterministic chained
-hash that covers tokens and extras, that hash is the key; where it leaves something out, `derive_key` adds that to it.
-A `Chain` keeps the keys of a sequence while it grows.
+hash of 32 bytes that covers tokens and extras, that hash is the key; what it leaves out selects a *key space* inside
+the namespace: `keys_in_space` moves the hashes of thousands of blocks there at once. A hash of another length goes
+through `derive_key`. A `Chain` keeps the keys of a sequence while it grows.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +33,25 @@ def derive_key(fingerprint: bytes, engine_hash: bytes, extras: bytes = b"") -> B
         # A namespace of its own: no pair of hash and extras can be read as another one.
         fingerprint = blake3(b"extras" + extras, key=fingerprint).digest()
     return BlockKey(blake3(engine_hash, key=fingerprint).digest())
+
+
+@functools.lru_cache(maxsize=1024)
+def space_mask(fingerprint: bytes, extras: bytes) -> bytes:
+    """What tells the key space of these extras from the namespace's other ones: 32 bytes."""
+    return blake3(b"key space\0" + extras, key=fingerprint).digest()
+
+
+def keys_in_space(engine_hashes: bytes, mask: bytes) -> bytes:
+    """The keys in the space of `mask` (`space_mask`) of blocks whose chained hashes of 32 bytes an engine has.
+
+    Both are joined. A key is hash XOR mask: two blocks of different spaces have one key only if their hashes differ by
+    exactly what the masks differ by, which is as unlikely as that two hashes are equal.
+    """
+    import numpy as np  # not for the manager, which imports this module too
+
+    words = np.frombuffer(engine_hashes, dtype=np.uint64).reshape(-1, KEY_BYTES // 8)
+    moved: bytes = (words ^ np.frombuffer(mask, dtype=np.uint64)).tobytes()
+    return moved
 
 
 def chain_key(fingerprint: bytes, parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> BlockKey:

@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -174,6 +174,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     """To a leader: all ranks of its engine are attached (or, with `ready` false, no longer).
 
     `missing` has the ranks that were waited for in vain; another `Ready` follows should they come after all.
+    `lease_blocks` is the engine's share of host memory, in blocks, for the leases of its requests; 0 is no bound.
     """
 
     ready: bool
@@ -183,6 +184,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     lease_s: float = 0.0
     tiers: dict[str, int] = {}
     missing: tuple[int, ...] = ()
+    lease_blocks: int = 0
 
 
 class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
@@ -190,7 +192,8 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
 
     The first `ready` blocks lie verified in G2; the others are on their way and `Progress` follows. `sources` has
     one byte per block, the tier it was found in. Behind them the run went on: by `no_room` blocks that host memory has
-    no room for now, after `refused` ones that the tier below does not give.
+    no room for now, after `refused` ones that the tier below does not give. `arrival_s` is the number of seconds until
+    all blocks are expected in G2, behind the reads that were asked for before; 0 where that is not known.
     """
 
     lookup: int
@@ -200,6 +203,7 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     sources: bytes = b""
     no_room: int = 0
     refused: int = 0
+    arrival_s: float = 0.0
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):

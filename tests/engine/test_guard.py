@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvbm.protocol import LoadPlan, StepPlan
-from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.engine_start import engine_start_s
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.weights import changed_since
@@ -70,51 +68,6 @@ def test_a_defect_in_the_allocation_itself_is_owed_too() -> None:
     guard.allocated(REQUEST, TABLE, 64)
     assert [load.request for load in guard.step(None).loads] == ["r"]
     assert guard.step(None).loads == ()
-
-
-def test_an_adapter_that_changes_while_the_engine_runs_is_kept_no_more(tmp_path: Path) -> None:
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights.parent.mkdir()
-    weights.write_bytes(b"first")
-    os.utime(weights, ns=(1, 1))
-    adapters = Adapters(tmp_path / "memo.json")
-    first = adapters.extras(str(weights.parent))
-    assert adapters.extras(str(weights.parent)) == first
-    weights.write_bytes(b"other")
-    assert adapters.extras(str(weights.parent)) is None
-    weights.write_bytes(b"first")
-    assert adapters.extras(str(weights.parent)) is None, "whichever weights were loaded"
-
-
-def test_an_adapter_that_cannot_be_read_costs_the_cache_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And says so once, not with every request."""
-    adapters = Adapters(tmp_path / "memo.json")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    caplog.set_level("WARNING", "kvbm.vllm")
-    for path in ("org/on-a-hub", str(empty)):
-        assert [adapters.extras(path) for _ in range(3)] == [None] * 3
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
-        "org/on-a-hub",
-        str(empty),
-    ]
-
-
-def test_an_adapter_younger_than_the_engine_is_kept_for_this_engine_alone(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    """Nobody can say whether its files are those that were loaded."""
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights.parent.mkdir()
-    weights.write_bytes(b"first")
-    engines = [Adapters(tmp_path / "memo.json") for _ in range(2)]
-    extras = [engine.extras(str(weights.parent)) for engine in engines for _ in range(2)]
-    assert extras[0] == extras[1] != extras[2] == extras[3]
-    monkeypatch.setattr("kvbm.vllm_integration.engine_start.engine_start_s", lambda: time.time() + 10)
-    older = [Adapters(tmp_path / "memo.json").extras(str(weights.parent)) for _ in range(2)]
-    assert older[0] == older[1]
 
 
 def test_where_the_start_is_unknown_every_file_is_younger(

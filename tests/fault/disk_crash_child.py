@@ -1,4 +1,5 @@
-"""A process that stores, overwrites, forgets and loads blocks as fast as it can until it is killed.
+"""A process that stores, overwrites, forgets and loads blocks, singly and in runs, as fast as it can, until it is
+killed.
 
 Run as a program: ROOT LOG SEED WRITES ORDER. After WRITES writes it kills itself in the middle of the next one; a
 negative number leaves that to the parent. ORDER "right" is the tier as it is; "wrong" writes the record before the
@@ -22,6 +23,7 @@ from pathlib import Path
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.faults import FaultySyscalls
+from kvbm.tiers.contract import BlockEnd, BlockHead
 from kvbm.tiers.disk import block_io
 from kvbm.tiers.disk import medium as disk_medium
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
@@ -31,6 +33,7 @@ NAMESPACE = Namespace(model="crash", fields=())
 SLOT_COUNT = 24
 KEY_COUNT = 400
 IN_FLIGHT_MAX = 6
+RUN_BLOCKS_MAX = 4
 
 
 def make_key(number: int) -> BlockKey:
@@ -61,13 +64,14 @@ class Load:
         self.tier = tier
         self.log_fd = log_fd
         self.random = random.Random(seed)
-        memory = memoryview(mmap.mmap(-1, LAYOUT.block_bytes * IN_FLIGHT_MAX))
-        size = LAYOUT.slot_bytes
+        memory = memoryview(mmap.mmap(-1, LAYOUT.block_bytes * IN_FLIGHT_MAX * RUN_BLOCKS_MAX))
+        size = LAYOUT.slot_bytes * RUN_BLOCKS_MAX
         self.buffers = [
             [memory[(2 * i + shard) * size : (2 * i + shard + 1) * size] for shard in range(2)]
             for i in range(IN_FLIGHT_MAX)
         ]
-        self.pending: dict[int, tuple[int, int]] = {}
+        # For each job the slots, and the numbers of the blocks that it stores there; none for a load.
+        self.pending: dict[int, tuple[range, list[int]]] = {}
         self.resident: dict[int, int] = {}
 
     def log(self, text: str) -> None:
@@ -80,49 +84,57 @@ class Load:
                     self.begin(job)
             select.select([self.tier.fileno()], [], [], 10)
             for completion in self.tier.poll():
-                slot, number = self.pending.pop(completion.job_id)
-                if number < 0:
+                slots, numbers = self.pending.pop(completion.job_id)
+                if not numbers:
                     continue
-                assert completion.outcome is Outcome.HIT, completion
-                self.log(f"stored {slot} {number}")
-                self.resident[slot] = number
+                assert {end.outcome for end in completion.ends} == {Outcome.HIT}, completion
+                for slot, number in zip(slots, numbers, strict=True):
+                    self.log(f"stored {slot} {number}")
+                    self.resident[slot] = number
 
     def begin(self, job: int) -> None:
-        slot = self.random.randrange(SLOT_COUNT)
-        if any(slot == busy for busy, _ in self.pending.values()):
+        first, length = self.random.randrange(SLOT_COUNT), self.random.choice((1, 1, 2, RUN_BLOCKS_MAX))
+        slots = range(first, min(first + length, SLOT_COUNT))
+        if any(slot in busy for busy, _ in self.pending.values() for slot in slots):
             return
+        views = [view[: len(slots) * LAYOUT.slot_bytes] for view in self.buffers[job]]
         action = self.random.random()
-        if action < 0.2 and slot in self.resident:
-            self.tier.submit_load(job, make_key(self.resident[slot]), SlotIndex(slot), self.buffers[job])
-            self.pending[job] = (slot, -1)
+        if action < 0.2 and all(slot in self.resident for slot in slots):
+            keys = [make_key(self.resident[slot]) for slot in slots]
+            self.tier.submit_load_run(job, keys, SlotIndex(first), views)
+            self.pending[job] = (slots, [])
             return
-        self.log(f"begin {slot}")
-        self.resident.pop(slot, None)
+        for slot in slots:
+            self.log(f"begin {slot}")
+            self.resident.pop(slot, None)
         if action < 0.4:
-            self.tier.forget(SlotIndex(slot))
-            self.log(f"forgot {slot}")
+            self.tier.forget_run(SlotIndex(first), len(slots))
+            for slot in slots:
+                self.log(f"forgot {slot}")
             return
-        number = self.random.randrange(KEY_COUNT)
-        content = make_bytes(number)
-        for shard, view in enumerate(self.buffers[job]):
-            view[:] = content[shard * LAYOUT.slot_bytes : (shard + 1) * LAYOUT.slot_bytes]
-        self.tier.submit_store(job, make_key(number), None, SlotIndex(slot), self.buffers[job])
-        self.pending[job] = (slot, number)
+        numbers = self.random.sample(range(KEY_COUNT), len(slots))
+        size = LAYOUT.slot_bytes
+        for place, number in enumerate(numbers):
+            content = make_bytes(number)
+            for shard, view in enumerate(views):
+                view[place * size : (place + 1) * size] = content[shard * size : (shard + 1) * size]
+        heads = [BlockHead(make_key(number), None) for number in numbers]
+        if len(slots) == 1 and self.random.random() < 0.5:
+            self.tier.submit_store(job, heads[0].key, None, SlotIndex(first), views)
+        else:
+            self.tier.submit_store_run(job, heads, SlotIndex(first), views)
+        self.pending[job] = (slots, numbers)
 
 
-def store_in_the_wrong_order(medium, job):  # type: ignore[no-untyped-def]
+def store_in_the_wrong_order(medium, slot, blocks, sequence, memory):  # type: ignore[no-untyped-def]
     """A `DiskMedium.store` as it must never be."""
-    medium._journal.write(
-        disk_medium.BlockRecord(
-            slot=job.slot,
-            key=job.key,
-            parent=job.parent,
-            checksum=block_io.block_checksum(medium._fingerprint, job.key, job.sources),
-            length=LAYOUT.block_bytes,
-            sequence=job.sequence,
-        )
-    )
-    medium._slabs.write(job.slot, job.sources)
+    checksums = [
+        block_io.block_checksum(medium._fingerprint, block.key, part)
+        for block, part in zip(blocks, memory.blocks, strict=True)
+    ]
+    medium._journal.write_run(slot, blocks, checksums, sequence)
+    medium._slabs.write(slot, memory.whole)
+    return disk_medium.RunEnd([BlockEnd(Outcome.HIT)] * len(blocks))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from kvbm.block import BlockState
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.space import SpaceOptions
 from kvbm.policy import LeafFirstLru
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from model.manager_machine import (
@@ -153,7 +153,8 @@ class DepartingMachine(FakeTierMachine):
         departures, offloader = self.space.disk.departures, self.space.disk.offloader
         assert departures is not None
         assert not departures.writing.keys() & departures.ready.keys()
-        host, moving = self.space.host_pool, {block.host_slot for block in offloader.in_flight.values()}
+        host = self.space.host_pool
+        moving = {slot for run in offloader.in_flight.values() for slot in run.host_slots}
         for slot in (*departures.writing, *departures.ready):
             assert host.state_of(slot) is BlockState.RESIDENT
             assert not departures.inner._state[slot], "the inner policy has given it up"  # type: ignore[attr-defined]
@@ -168,6 +169,23 @@ class FarAheadMachine(DepartingMachine):
     """The same, with half of host memory prepared."""
 
     ahead = HOST_SLOTS // 2
+
+
+class RunsMachine(FakeTierMachine):
+    """The tier below moves runs."""
+
+    def make_tier(self) -> SlotTier | None:
+        return FakeRunTier(self.medium, pending_limit=3, run_blocks_max=3)
+
+
+class DepartingRunsMachine(DepartingMachine, RunsMachine):
+    """Runs, written when host memory gives blocks up."""
+
+    ahead = HOST_SLOTS // 2
+
+
+class StagedRunsMachine(StagingMachine, RunsMachine):
+    """Runs, and disk without host."""
 
 
 class DrainedTier:
@@ -220,6 +238,9 @@ def _case(machine: type[ManagerMachine], examples: int, steps: int) -> type:
 TestHostOnly = _case(HostOnlyMachine, 40, 40)
 TestFakeTier = _case(FakeTierMachine, 150, 60)
 TestStaging = _case(StagingMachine, 80, 50)
+TestRuns = _case(RunsMachine, 150, 60)
+TestDepartingRuns = _case(DepartingRunsMachine, 60, 60)
+TestStagedRuns = _case(StagedRunsMachine, 60, 50)
 TestDeparting = _case(DepartingMachine, 80, 60)
 TestFarAhead = _case(FarAheadMachine, 80, 60)
 TestDisk = _case(DiskMachine, 15, 40)

@@ -10,7 +10,7 @@ from kvbm.block import BlockKey, Tier
 from kvbm.client.channel import Channel
 from kvbm.clock import ManualClock
 from kvbm.framing import FrameBuffer, encode
-from kvbm.hashing import derive_key, split_keys
+from kvbm.hashing import keys_in_space, space_mask, split_keys
 from kvbm.leader.leader import Leader
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
@@ -138,7 +138,9 @@ class Bench:
         assert isinstance(lookup, Lookup)
         return lookup
 
-    def answer(self, lookup: Lookup, blocks: int, ready: int | None = None, disk: int = 0) -> None:
+    def answer(
+        self, lookup: Lookup, blocks: int, ready: int | None = None, disk: int = 0, arrival_s: float = 0.0
+    ) -> None:
         sources = bytes([Tier.HOST] * (blocks - disk) + [Tier.DISK] * disk)
         self.manager.send(
             LookupReply(
@@ -147,6 +149,7 @@ class Bench:
                 generations=tuple(range(50, 50 + blocks)),
                 ready=blocks if ready is None else ready,
                 sources=sources,
+                arrival_s=arrival_s,
             )
         )
 
@@ -201,4 +204,5 @@ class Bench:
 def keys(count: int, extras: bytes = b"") -> list[BlockKey]:
     if not extras:
         return [BlockKey(block_hash) for block_hash in HASHES[:count]]
-    return [derive_key(FINGERPRINT, block_hash, extras) for block_hash in HASHES[:count]]
+    mask = space_mask(FINGERPRINT, len(extras).to_bytes(4, "little") + extras)
+    return [BlockKey(keys_in_space(block_hash, mask)) for block_hash in HASHES[:count]]

@@ -10,7 +10,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, AdmitAll
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena
 
@@ -33,10 +33,14 @@ class Bench:
         admission: AdmissionPolicy | None = None,
         eviction: str = "lru",
         disk: bool = True,
+        run_blocks_max: int | None = None,
     ):
+        """`run_blocks_max`: the tier below moves runs of so many blocks; None: single blocks."""
         self.clock = ManualClock(100.0)
         self.medium = FakeMedium(LAYOUT, disk_slots)
         self.tier = FakeTier(self.medium, pending_limit)
+        if run_blocks_max is not None:
+            self.tier = FakeRunTier(self.medium, pending_limit, run_blocks_max=run_blocks_max)
         self.metrics = Metrics()
         self.progress: list[tuple[int, int, bool]] = []
         self.arena = HostArena(LAYOUT, host_slots, touch_threads=0)
@@ -48,7 +52,12 @@ class Bench:
             self.metrics,
             self.clock,
             self.progressed,
-            SpaceOptions(staging=staging, eviction=eviction, write_on_eviction=on_eviction, in_flight_max=4),
+            SpaceOptions(
+                staging=staging,
+                eviction=eviction,
+                write_on_eviction=on_eviction,
+                in_flight_max=4 if run_blocks_max is None else 16,
+            ),
         )
         self.numbers = iter(range(1, 1000))
         self.open = True

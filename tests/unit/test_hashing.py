@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.block import KEY_BYTES
-from kvbm.hashing import ROOT, Chain, chain_key, chain_keys, derive_key, join_keys, split_keys
+from kvbm.hashing import (
+    ROOT,
+    Chain,
+    chain_key,
+    chain_keys,
+    derive_key,
+    join_keys,
+    keys_in_space,
+    space_mask,
+    split_keys,
+)
 from kvbm.layout import BlockLayout, Namespace
 
 FINGERPRINT = bytes(range(32))
@@ -25,6 +35,7 @@ def test_keys_are_what_they_were() -> None:
     assert [key.hex()[:16] for key in keys] == ["110de778cc448914", "021a8720116f405f"]
     assert derive_key(FINGERPRINT, b"h" * 32).hex()[:16] == "30a1e58e24759985"
     assert derive_key(FINGERPRINT, b"h" * 32, b"adapter").hex()[:16] == "0cc2bc2216a1845c"
+    assert keys_in_space(b"h" * 32, space_mask(FINGERPRINT, b"adapter")).hex()[:16] == "1171e7d24b1c99b2"
 
 
 def test_keys_are_the_same_in_another_process() -> None:
@@ -75,6 +86,25 @@ def test_extras_cannot_be_forged_by_a_hash() -> None:
         derive_key(FINGERPRINT, b"h"),
     ]
     assert len(set(keys)) == len(keys)
+
+
+def test_key_spaces_share_no_key() -> None:
+    """The same hashes in the space of the namespace itself, of two adapters, and of another namespace."""
+    hashes = chain_keys(FINGERPRINT, list(range(100)), 2)
+    spaces = [(FINGERPRINT, b"one"), (FINGERPRINT, b"two"), (OTHER, b"one")]
+    named = [keys_in_space(join_keys(hashes), space_mask(*space)) for space in spaces]
+    found = [*hashes, *(key for keys in named for key in split_keys(keys))]
+    assert len(set(found)) == len(found) == 200
+
+
+@given(blocks=st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=9), extras=hashes)
+def test_a_key_of_a_space_is_the_hash_and_the_mask(blocks: list[bytes], extras: bytes) -> None:
+    """Each block for itself, whatever is asked with it: the newest block of a request is named alone."""
+    mask = space_mask(FINGERPRINT, extras)
+    moved = keys_in_space(join_keys(blocks), mask)
+    assert keys_in_space(moved, mask) == join_keys(blocks), "nothing of a hash is lost"
+    assert moved == b"".join(keys_in_space(block, mask) for block in blocks)
+    assert keys_in_space(bytes(KEY_BYTES), mask) == mask != bytes(KEY_BYTES)
 
 
 def test_tokens_and_extras_are_not_run_together() -> None:

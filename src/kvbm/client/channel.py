@@ -9,7 +9,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, ProtocolError
 from kvbm.framing import FramedSocket, encode
@@ -79,8 +79,23 @@ class Channel:
 
     def send_frame(self, frame: bytes) -> None:
         """`send`, of a message that is encoded."""
-        with _unavailable_on_error():
+        with _unavailable_on_error:
             self._wire.send(frame)
+
+    def queue(self, message: Message) -> None:
+        """Queue a message that leaves with the next `flush`, `send`, `receive` or `wait`."""
+        with _unavailable_on_error:
+            self._wire.queue(encode(message))
+
+    def flush(self) -> None:
+        """Send as many of the queued bytes as the socket takes."""
+        with _unavailable_on_error:
+            self._wire.flush()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that were queued and have not left."""
+        return len(self._wire.outgoing)
 
     def take_fds(self) -> list[int]:
         """The file descriptors that came; the caller closes them."""
@@ -89,8 +104,7 @@ class Channel:
 
     def receive(self) -> list[FromManager]:
         """The messages that have arrived; empty when there are none."""
-        with _unavailable_on_error():
-            self._wire.flush()
+        self.flush()
         self._read()
         messages = list(self._incoming)
         self._incoming.clear()
@@ -109,7 +123,7 @@ class Channel:
                 return False
             if events[0][1] & ~select.POLLOUT:
                 return True
-            with _unavailable_on_error():
+            with _unavailable_on_error:
                 self._wire.flush()
         return bool(readable_among([self.fileno()], deadline_s - time.monotonic()))
 
@@ -139,20 +153,25 @@ class Channel:
             os.close(fd)
 
     def _read(self) -> None:
-        with _unavailable_on_error():
+        with _unavailable_on_error:
             self._incoming.extend(decode_from_manager(frame) for frame in self._wire.receive())
         # Its last messages are delivered first: the next read finds the end again.
         if self._wire.ended and not self._incoming:
             raise ManagerUnavailable("the manager has gone: it closed the session")
 
 
-@contextlib.contextmanager
-def _unavailable_on_error() -> Iterator[None]:
-    """A socket that breaks, and bytes that are no message, end the session."""
-    try:
-        yield
-    except OSError as error:
-        state = "takes no messages" if error.errno == errno.ENOBUFS else "has gone"
-        raise ManagerUnavailable(f"the manager {state}: {error.strerror}") from None
-    except ProtocolError as error:
-        raise ManagerUnavailable(str(error)) from None
+class _UnavailableOnError:
+    """A socket that breaks, and bytes that are no message, end the session. A class: it is entered for each message."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            state = "takes no messages" if error.errno == errno.ENOBUFS else "has gone"
+            raise ManagerUnavailable(f"the manager {state}: {error.strerror}") from None
+        if isinstance(error, ProtocolError):
+            raise ManagerUnavailable(str(error)) from None
+
+
+_unavailable_on_error = _UnavailableOnError()

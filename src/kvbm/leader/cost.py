@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from functools import partial
 from statistics import median_low
 
+from kvbm.block import Tier
+
 _WEIGHT = 0.2
 _PREFILL_TOKENS_MIN = 64
 _POSITION_SPREAD_MIN = 64.0
@@ -71,7 +73,7 @@ class CostModel:
     block is worth loading (for tests and measurements)."""
 
     def __init__(self, block_tokens: int, always: bool = False) -> None:
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._always = always
         self._prefill = PrefillFit()
         # Seconds per block of each tier's latest loads.
@@ -107,18 +109,25 @@ class CostModel:
 
     def prefill_s(self, blocks: int, first: int = 0) -> float | None:
         """Expected seconds to compute this many blocks after the prompt's first `first`; None while it is unknown."""
-        tokens = self._block_tokens
+        tokens = self.block_tokens
         return self._prefill.span_s(first * tokens, (first + blocks) * tokens)
 
-    def worth_loading(self, sources: bytes, first: int = 0) -> int:
+    def worth_loading(self, sources: bytes, first: int = 0, arrival_s: float = 0.0) -> int:
         """How many leading blocks of a run to load; the run begins after the prompt's first `first` blocks. The rest
-        is computed sooner than loaded. Of cuts that take equally long the deepest is taken: it spares the engine."""
-        if self._always or self.load_s(sources) is None or self.prefill_s(1) is None:
+        is computed sooner than loaded. Of cuts that take equally long the deepest is taken: it spares the engine.
+
+        The manager expects the blocks that are below host memory there in `arrival_s` seconds. That is known also
+        before any load was measured, and counts where it is longer than loads took so far.
+        """
+        if self._always or self.prefill_s(1) is None or (self.load_s(sources) is None and not arrival_s):
             return len(sources)
         # Inside a run of one tier every block takes equally long to load, and each takes longer to compute than the
         # one before it. So the best cut is at one of the run's ends.
         found, depth, load_s = len(sources), 0, 0.0
         per_block_s = {tier: self._per_block_s(tier) or 0.0 for tier in set(sources)}
+        if below := len(sources) - sources.count(Tier.HOST):
+            for tier in per_block_s.keys() - {Tier.HOST}:
+                per_block_s[tier] = max(per_block_s[tier], arrival_s / below)
         best, best_s = 0, self._compute_s(first, first + found)
         for tier, blocks in _runs(sources):
             depth += blocks

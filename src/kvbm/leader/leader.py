@@ -10,22 +10,24 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 
-from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.block import Tier
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.joint_loads import JointLoads
+from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.lookups import Lookups, Search
+from kvbm.leader.lookups import Lookups
+from kvbm.leader.offers import Offers
+from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
-from kvbm.leader.tracked import Answer, Scheduled, Tracked
+from kvbm.leader.tracked import Answer, Keep, Scheduled, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
-    KEYS_PER_MESSAGE_MAX,
-    STORED_KEYS_MAX,
     Finished,
     Hello,
     LoadPlan,
@@ -45,8 +47,6 @@ IDLE_WAIT_S = 0.005
 """How long an engine step without work waits for the answer to a lookup."""
 LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
-LEAVING_BLOCKS = 512
-"""How many blocks ahead lazy offload looks, and about how many it stores in one step at most."""
 
 
 class Leader:
@@ -82,16 +82,20 @@ class Leader:
         self.stores = Stores(self._link, clock, hello.rank_count, first)
         self._layerwise = layerwise
         self._device = device
-        self._unsaved = Unsaved(device) if lazy and device is not None else None
         self._unconfirmed = Unconfirmed()
+        self.joint_loads = JointLoads()
         self.requests: dict[str, Tracked] = {}
+        self._salt = KeySalt(weights_version)
+        self._keys = RequestKeys(self._link, self._salt)
+        self._questions = Questions(self._link, self.lookups, self.requests, self._keys)
+        unsaved = Unsaved(device) if lazy and device is not None else None
+        self._offers = Offers(self.stores, unsaved, self.requests, self._keys, clock)
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
-        self._salt = KeySalt(weights_version)
         self._weights = 0
         # The device's prefix cache may hold KV of earlier weights.
         self._device_mixed = False
-        self._life = 0
+        self._life = self._readied = 0
         self._wait_left_s = STEP_WAIT_S
         self._steps = StepTimes(self.cost, clock)
         self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
@@ -115,12 +119,28 @@ class Leader:
 
     # ---- a request comes
 
-    def request_added(self, request: str, hashes: Sequence[bytes], extras: bytes, on_device: int) -> None:
-        """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now."""
+    def request_added(
+        self,
+        request: str,
+        hashes: Sequence[bytes],
+        extras: bytes | None,
+        on_device: int,
+        keep: Keep | None = None,
+    ) -> None:
+        """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now.
+
+        Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed.
+        """
         self.receive()
-        tracked = Tracked(hashes, extras)
+        tracked = Tracked(hashes, extras, keep)
         self.requests[request] = tracked
-        self._ask(request, tracked, on_device)
+        self._questions.arrived(request, tracked, on_device)
+
+    def extras_known(self, request: str, extras: bytes) -> None:
+        """What was missing in the keys of a request that came without extras."""
+        tracked = self.requests.get(request)
+        if tracked is not None and tracked.extras is None:
+            tracked.extras = extras
 
     def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
         """How many blocks after the first `computed` can be loaded. May be asked many times; no answer is final.
@@ -136,19 +156,13 @@ class Leader:
         tracked.outdated = self._device_mixed and computed > 0
         if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # even without a manager: the ranks confirm them
-        if not self.ready:
+        if not self.ready or computed >= len(tracked.hashes):
             return Answer()
-        search = self.lookups.get(request)
-        if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
-            # Never asked, or the device has dropped blocks since that the question left out.
-            search = self._ask(request, tracked, computed)
+        if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
+            return Answer(later=True)
+        search = self._questions.search(request, tracked, computed)
         if search is None:
-            return Answer()
-        if self.lookups.stale(search, computed):
-            again = self._ask(request, tracked, computed, search.attempts + 1)
-            if again is None:
-                return Answer()
-            search = again
+            return Answer(later=self._questions.waits(request))
         promised = self.lookups.promised(search, computed)
         if promised is None and self._wait_left_s > 0.0:
             self._wait_a_little(self._wait_left_s)
@@ -178,13 +192,18 @@ class Leader:
         tracked = self.requests.get(request)
         if count <= 0:
             self.lookups.decline(request, tracked.computed if tracked is not None else 0)
+            self._questions.over(request)
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self.lookups.begin_load(request, computed, count, table, layerwise))
-        if tracked is not None:
-            tracked.begun = True
-        if layerwise and tracked is not None:
+        if tracked is None:
+            return
+        tracked.begun = True
+        if layerwise:
             self._unconfirmed.add(request, computed, tracked.hashes[computed])
+        else:
+            blocks = tracked.hashes[computed : computed + count]
+            self.joint_loads.begun(request, blocks, self._clock(), self.cost.prefill_s(count, computed))
 
     # ---- a step
 
@@ -205,7 +224,7 @@ class Leader:
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
-                tracked.stored = 0
+                tracked.offer_anew()
         may_wait = idle
         if self._gone and self.stores.unanswered:
             may_wait = False
@@ -218,9 +237,12 @@ class Leader:
         stores = self.stores.plan(self._gone, tag)
         released = self.stores.released(self._gone)
         self._gone.clear()
-        for entry in scheduled:
-            self._store(entry)
-        self._store_leaving()
+        with self._link.in_one_write():
+            for entry in scheduled:
+                self._ran(entry)
+            if self.ready:
+                self._offers.leaving()
+            self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S)
@@ -235,11 +257,12 @@ class Leader:
         if report is not None:
             if report.weights_changed:
                 self.weights_changed()  # first: these stores may have copied KV of other weights
-            self.stores.reported(report)
+            with self._link.in_one_write():
+                self.stores.reported(report)
         if invalid and self.lookups.note_failures(invalid):
             assert self._device is not None
             self.stores.doubt()
-            self._forget_stored()
+            self._offers.anew()
             # The engine recomputes these blocks in place, and would share them with other requests before that.
             self._device.forget_all()
         loaded = report.loaded if report is not None else {}
@@ -247,18 +270,23 @@ class Leader:
         by_layer = [request for request in loaded if self.lookups.loads_by_layer(request)]
         for request in loaded:
             self._unconfirmed.confirmed(request)
-        for request in (*arrived, *by_layer):
-            self._end_load(request, loaded.get(request, 0.0))
+        with self._link.in_one_write():
+            for request in (*arrived, *by_layer):
+                self.joint_loads.ended(request)
+                self._end_load(request, loaded.get(request, 0.0))
 
     def finished(self, request: str, output_tokens: int = 0) -> None:
         """The request ended, or was aborted; its device blocks are free after this step."""
-        self.lookups.drop(request)
-        tracked = self.requests.pop(request, None)
-        if tracked is None:
-            return
-        self._gone.add(request)
-        if tracked.asked_blocks and self.ready and (keys := self._keys(tracked, tracked.asked_blocks)):
-            self._link.send(Finished(key=keys[-1], output_tokens=output_tokens))
+        with self._link.in_one_write():
+            self.lookups.drop(request)
+            self._questions.over(request)
+            tracked = self.requests.pop(request, None)
+            if tracked is None:
+                return
+            self._gone.add(request)
+            last = tracked.asked_blocks
+            if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
+                self._link.send(Finished(key=key, output_tokens=output_tokens))
 
     # ---- all of it
 
@@ -299,18 +327,17 @@ class Leader:
     def unkeep(self, request: str) -> None:
         """Load and store nothing more for this request."""
         self.lookups.drop(request)
+        self._questions.over(request)
         self.requests.pop(request, None)
 
     def _forget_keys(self) -> None:
         """Keys have changed. Stores under the old keys are not committed: their device blocks may be overwritten before
         they are copied."""
         self.stores.doubt()
-        if self._unsaved is not None:
-            self._unsaved.clear()
+        self._offers.keys_changed()
         for request, tracked in self.requests.items():
             self.lookups.drop(request)
             tracked.asked_from = None
-            tracked.keyed_for = b""
             # A running request is computed from older KV: it is not stored until the engine computes it anew.
             tracked.outdated = tracked.begun
 
@@ -326,17 +353,16 @@ class Leader:
                 self.lookups.replied(message)
             elif isinstance(message, Progress):
                 self.lookups.progressed(message)
-            elif isinstance(message, ReserveReply):
-                self.stores.replied(message)
+            elif isinstance(message, ReserveReply) and (answer := self.stores.replied(message)) is not None:
+                self._offers.answered(answer)
         if self._life != self._link.life:
             self._life = self._link.life
             self.stores.lost()
-            self._forget_stored()
-
-    def _forget_stored(self) -> None:
-        """Offer all blocks of running requests anew; the manager's answers leave out those that it holds."""
-        for tracked in self.requests.values():
-            tracked.stored = 0
+            self._offers.anew()
+            self._questions.new_session()
+        if self._readied != self._link.readied:
+            self._readied = self._link.readied
+            self._questions.ready_again()
 
     def _wait_a_little(self, seconds: float) -> None:
         started_s = self._clock()
@@ -344,61 +370,12 @@ class Leader:
         self._wait_left_s -= self._clock() - started_s
         self.receive()
 
-    def _keys(self, tracked: Tracked, count: int) -> list[BlockKey]:
-        """The keys of the first `count` blocks, as far as the engine has hashed them."""
-        ready = self._link.ready
-        assert ready is not None
-        salt = self._salt.value
-        namespace = ready.fingerprint + salt
-        if tracked.keyed_for != namespace:
-            tracked.keys, tracked.keyed_for = [], namespace
-        tracked.extend_keys(count, ready.fingerprint, tracked.extras + salt)
-        return tracked.keys[:count]
-
-    def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
-        if not self.ready:
-            return None
-        tracked.asked_from = skip
-        keys = self._keys(tracked, min(len(tracked.hashes), KEYS_PER_MESSAGE_MAX))
-        search = self.lookups.ask(request, keys, skip, attempts)
-        if search is not None:
-            tracked.asked_blocks = len(keys)
-        return search
-
-    def _store(self, entry: Scheduled) -> None:
+    def _ran(self, entry: Scheduled) -> None:
         tracked = self.requests.get(entry.request)
-        if tracked is None:
-            return
-        tracked.begun = True
-        if tracked.outdated or not self.ready:
-            return
-        start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
-        if end <= start:
-            return
-        table = entry.device_blocks()
-        end = min(end, len(table), start + STORED_KEYS_MAX)
-        keys = self._keys(tracked, end)
-        parent = keys[start - 1] if start else None
-        if end <= start:
-            return
-        hashes = tracked.engine_hashes(start, end)
-        if self._unsaved is not None:
-            self._unsaved.note(parent, keys[start:end], table[start:end], hashes)
-            tracked.stored = end
-        elif self.stores.ask(entry.request, parent, keys[start:end], table[start:end], hashes=hashes):
-            tracked.stored = end
-
-    def _store_leaving(self) -> None:
-        """Lazy offload: ask for slots for the blocks that the engine is about to hand out."""
-        if self._unsaved is None or not self.ready:
-            return
-        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS):
-            for start in range(0, len(chain.keys), STORED_KEYS_MAX):
-                part = slice(start, start + STORED_KEYS_MAX)
-                parent = chain.keys[start - 1] if start else chain.parent
-                hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-                keys, blocks, tags = chain.keys[part], chain.device_blocks[part], chain.tags[part]
-                self.stores.ask("", parent, keys, blocks, tags, hashes)
+        if tracked is not None:
+            tracked.begun = True
+            if self.ready:
+                self._offers.complete(tracked, entry)
 
     def _end_load(self, request: str, seconds: float) -> None:
         arrived, failed = self.lookups.end_load(request, seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerFinder
@@ -12,11 +14,14 @@ from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome, 
 
 log = logging.getLogger("kvbm.leader")
 
+_COLLECTED_BYTES_MAX = 1 << 18
+
 
 class ManagerLink:
     """`ready` is the manager's message that all ranks of the engine are attached; without it nothing is asked.
 
-    `life` grows by one whenever the session begins or ends: questions of an earlier life get no answer.
+    `life` grows by one whenever the session begins or ends: questions of an earlier life get no answer. `readied` grows
+    whenever `ready` comes: questions that arrived while a rank was missing were answered with "nothing found".
     """
 
     def __init__(self, finder: ManagerFinder, hello: Hello, clock: Clock) -> None:
@@ -28,6 +33,10 @@ class ManagerLink:
         self._missing: tuple[int, ...] = ()
         self.ready: Ready | None = None
         self.life = 0
+        self.readied = 0
+        self._collecting = False
+        self.received_s = clock()
+        """When the latest message arrived."""
         self.staging = False
         """The manager has no host tier: its host memory is only the staging area of the disk."""
 
@@ -41,6 +50,8 @@ class ManagerLink:
         except ManagerUnavailable as error:
             self._lose(str(error))
             return []
+        if messages:
+            self.received_s = self._clock()
         return [message for message in messages if not self._is_own(message)]
 
     def send(self, message: Message) -> bool:
@@ -48,11 +59,30 @@ class ManagerLink:
         if self._channel is None:
             return False
         try:
-            self._channel.send(message)
+            self._channel.queue(message)
+            if not self._collecting or self._channel.queued_bytes > _COLLECTED_BYTES_MAX:
+                self._channel.flush()
         except ManagerUnavailable as error:
             self._lose(str(error))
             return False
         return True
+
+    @contextmanager
+    def in_one_write(self) -> Iterator[None]:
+        """What is sent inside leaves with one system call at the end, or before somebody waits for an answer.
+
+        Each call costs the engine's thread more than its message, and wakes the manager for that message alone.
+        """
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            if self._channel is not None:
+                try:
+                    self._channel.flush()
+                except ManagerUnavailable as error:
+                    self._lose(str(error))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a message, at most `timeout_s`; only where the engine has nothing else to do, or for the budget."""
@@ -82,6 +112,7 @@ class ManagerLink:
         """Take in a message about the session itself; False for any other message."""
         if isinstance(message, Ready):
             if message.ready and self.ready is None:
+                self.readied += 1
                 log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))
             self.ready = message if message.ready else None
             if message.tiers:

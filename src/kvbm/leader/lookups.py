@@ -7,15 +7,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 
-from kvbm.block import BlockKey, counted_as_disk
+from kvbm.block import KEY_BYTES, counted_as_disk
 from kvbm.clock import Clock
-from kvbm.hashing import join_keys
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
+from kvbm.leader.window import Window
 from kvbm.protocol import UNLOADED_REASONS, LoadPlan, Lookup, LookupReply, Progress, Release
 
 REPLY_DEADLINE_S = 0.25
-REPLY_DEADLINE_S_MAX = 2.0
+"""The manager's answer to a lookup is waited for at least this long."""
+REPLY_DEADLINE_S_MAX = 10.0
+SILENCE_S_MAX = 2.0
+"""A manager that has sent nothing at all for this long is not waited for."""
+ASSUMED_TOKENS_PER_S = 50_000.0
+"""How fast an engine computes a prompt, until its own steps were measured: faster than most do."""
 ARRIVAL_DEADLINE_S = 10.0
 LEASE_MARGIN_S = 30.0
 ASK_AGAIN_S = 1.0
@@ -36,10 +41,10 @@ class Stage(Enum):
 class Search:
     """The lookup of one request. Its first `skip` blocks were left out of the question; the run begins behind them.
 
-    `used` holds the tiers of the blocks being loaded. `arrived` is None until a rank reports a failure, then the
-    number of blocks before the first failed one. `missing` blocks were found but did not come to host memory in time,
-    for the reason `why_missing`; `why` is the reason for the others that are not promised. `unloaded` counts, by
-    reason, the blocks that were found and are computed all the same.
+    All its blocks are expected in host memory at `arrives_s`. `used` holds the tiers of the blocks being loaded.
+    `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
+    blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
+    others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
     """
 
     request: str
@@ -57,6 +62,7 @@ class Search:
     sources: bytes = b""
     ready: int = 0
     final: bool = True
+    arrives_s: float = 0.0
     plan: LoadPlan | None = None
     used: bytes = b""
     arrived: int | None = None
@@ -75,6 +81,7 @@ class Lookups:
     def __init__(
         self, link: ManagerLink, cost: CostModel, clock: Clock, promise_early: bool, first_number: int
     ) -> None:
+        self.window = Window()
         self._link = link
         self._cost = cost
         self._clock = clock
@@ -91,18 +98,21 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def ask(self, request: str, keys: Sequence[BlockKey], skip: int, attempts: int = 1) -> Search | None:
-        """Send a lookup for the blocks after the first `skip`; None without such blocks, or without a manager."""
+    def ask(self, request: str, keys: bytes, skip: int, attempts: int = 1) -> Search | None:
+        """Send a lookup for the blocks after the first `skip` of `keys`, which are joined; None without such blocks, or
+        without a manager."""
         self.drop(request)
-        if self._link.ready is None or skip >= len(keys):
+        wanted = len(keys) // KEY_BYTES
+        if self._link.ready is None or skip >= wanted:
             return None
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
-        search.wanted = len(keys)
-        if not self._link.send(Lookup(lookup=search.number, keys=join_keys(keys), skip=skip)):
+        search.wanted = wanted
+        if not self._link.send(Lookup(lookup=search.number, keys=keys, skip=skip)):
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search
+        self.window.enter(request, wanted - skip)
         return search
 
     def replied(self, reply: LookupReply) -> None:
@@ -117,8 +127,11 @@ class Lookups:
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
         search.no_room, search.refused = reply.no_room, reply.refused
+        search.arrives_s = self._clock() + reply.arrival_s
         search.stage = Stage.FOUND
-        if late is not None:
+        if late is None:
+            self.window.found(search.request, len(search.slots))
+        else:
             self._note_unloaded(search, late[1], 0)
             if search.unloaded:
                 self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
@@ -159,7 +172,7 @@ class Lookups:
         """
         now_s = self._clock()
         if search.stage is Stage.ASKED:
-            if now_s - search.asked_s < self._reply_deadline_s(search):
+            if not self._unanswered_too_long(search, now_s):
                 return None
             search.stage, search.why = Stage.OVER, "deadline"
             self._manager_slow = True
@@ -186,7 +199,8 @@ class Lookups:
         usable = max(0, held - offset)
         if not usable:
             return 0
-        worth = self._cost.worth_loading(sources[:usable], computed)
+        arrival_s = 0.0 if search.ready - offset >= usable else max(0.0, search.arrives_s - now_s)
+        worth = self._cost.worth_loading(sources[:usable], computed, arrival_s)
         if worth < usable:
             search.why = "cost"
         if not worth:
@@ -232,6 +246,7 @@ class Lookups:
             search.slots = search.generations = (0,) * count
             search.skip = computed
             self._by_request[request] = search
+        self.window.begin(request)
         offset = computed - search.skip
         end = offset + count
         search.plan = LoadPlan(
@@ -250,6 +265,11 @@ class Lookups:
             self._note_unloaded(search, computed, count)
         search.stage = Stage.LOADING
         return search.plan
+
+    def loads(self, request: str) -> bool:
+        """Whether the request's load runs."""
+        search = self._by_request.get(request)
+        return search is not None and search.stage is Stage.LOADING
 
     def loads_by_layer(self, request: str) -> bool:
         """Whether the request's load runs beside the forward pass that reads it."""
@@ -355,16 +375,29 @@ class Lookups:
         self._by_number.pop(search.number, None)
         if self._by_request.get(search.request) is search:
             del self._by_request[search.request]
+            self.window.leave(search.request)
 
-    def _reply_deadline_s(self, search: Search) -> float:
-        """How long to wait for the manager's answer: as long as computing the blocks would take, within bounds; the
-        least while the manager has not answered an earlier lookup in time."""
-        prefill_s = self._cost.prefill_s(search.wanted - search.skip, search.skip)
-        if self._manager_slow or prefill_s is None:
-            return REPLY_DEADLINE_S
-        return min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
+    def _unanswered_too_long(self, search: Search, now_s: float) -> bool:
+        """Whether to go on without the manager's answer.
+
+        Others may be served first: as long as the manager sends anything, its answer is waited for as long as computing
+        the blocks would take, within bounds. While it has not answered an earlier lookup in time, the least is enough.
+        """
+        if self._manager_slow:
+            return now_s - search.asked_s >= REPLY_DEADLINE_S
+        blocks = search.wanted - search.skip
+        prefill_s = self._cost.prefill_s(blocks, search.skip)
+        if prefill_s is None:
+            prefill_s = blocks * self._cost.block_tokens / ASSUMED_TOKENS_PER_S
+        deadline_s = min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
+        silent_s = now_s - max(search.asked_s, self._link.received_s)
+        return now_s - search.asked_s >= deadline_s or silent_s >= min(deadline_s, SILENCE_S_MAX)
 
     def _patience_s(self, search: Search, offset: int) -> float:
-        """How long to wait for blocks that are being read from disk: no longer than computing them takes."""
+        """How long to wait for blocks that are being read from disk: no longer than computing them takes, and not at
+        all where they are expected later than that."""
         prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
-        return ARRIVAL_DEADLINE_S if prefill_s is None else min(prefill_s, ARRIVAL_DEADLINE_S)
+        if prefill_s is None:
+            return ARRIVAL_DEADLINE_S
+        patience_s = min(prefill_s, ARRIVAL_DEADLINE_S)
+        return patience_s if search.arrives_s - search.asked_s <= patience_s else 0.0

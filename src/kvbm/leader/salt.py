@@ -21,6 +21,11 @@ class KeySalt:
         self._warned = False
         self.named = bool(version)
 
+    def beside(self, extras: bytes) -> bytes:
+        """What selects the key space of a request: its own extras and the weights; empty for neither."""
+        # With its length first, no pair of the two can be read as another one.
+        return len(extras).to_bytes(4, "little") + extras + self.value if extras or self.value else b""
+
     def renew(self) -> None:
         """Make keys that no engine had before and no other engine will have."""
         self.value = os.urandom(_SALT_BYTES)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
-from kvbm.block import BlockKey
+from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
-from kvbm.hashing import join_keys
 from kvbm.leader.link import ManagerLink
-from kvbm.protocol import Commit, Reserve, ReserveReply, StepReport, StorePlan
+from kvbm.leader.tracked import Keep
+from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply, StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
 OPEN_STORES_MAX = 2048
@@ -31,11 +32,31 @@ class _Store:
     device_blocks: tuple[int, ...]
     asked_s: float
     tags: tuple[Hashable, ...] = ()
+    first: int = 0
+    keep: Keep | None = None
+    asked: Reserve | None = None
     steps_planned: int = 0
     slots: tuple[int, ...] | None = None
     generations: tuple[int, ...] = ()
     planned_slots: int = 0
     ranks: int = 0
+
+
+class Answered(NamedTuple):
+    """The manager's answer to a reservation; its first `taken` blocks got slots or are held, the others were refused.
+
+    `first` is the number of the first block in the chain of `request`. A reservation for free blocks, which belong to
+    no request, has all that is needed to note them again.
+    """
+
+    request: str
+    first: int
+    taken: int
+    refused: bool
+    asked: Reserve | None
+    device_blocks: tuple[int, ...]
+    tags: tuple[Hashable, ...]
+    keep: Keep | None
 
 
 class Stores:
@@ -73,36 +94,54 @@ class Stores:
     def ask(
         self,
         request: str,
-        parent: BlockKey | None,
-        keys: Sequence[BlockKey],
+        parent: bytes,
+        keys: bytes,
         device_blocks: Sequence[int],
         tags: Sequence[Hashable] = (),
         hashes: bytes = b"",
+        first: int = 0,
+        keep: Keep | None = None,
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
+        `keys` are joined, `parent` is the key before the first or empty, and `hashes` is as in `Reserve`.
+        `first` is the number of the first block in its request; `keep` is asked before the blocks are committed.
         With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
-        `hashes` is as in `Reserve`.
         """
-        assert len(keys) == len(device_blocks) > 0
-        assert len(tags) in (0, len(keys))
+        assert len(keys) == KEY_BYTES * len(device_blocks) > 0
+        assert len(tags) in (0, len(device_blocks))
         ready = self._link.ready
         if ready is None or len(self) >= OPEN_STORES_MAX:
             return False
         number = next(self._numbers)
-        asked = Reserve(store=number, parent=parent or b"", keys=join_keys(keys), hashes=hashes)
+        asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes)
         if not self._link.send(asked):
             return False
         self._asked[number] = _Store(
-            number, self._link.life, ready.epoch, request, tuple(device_blocks), self._clock(), tuple(tags)
+            number,
+            self._link.life,
+            ready.epoch,
+            request,
+            tuple(device_blocks),
+            self._clock(),
+            tuple(tags),
+            first,
+            keep,
+            asked if tags else None,
         )
         return True
 
-    def replied(self, reply: ReserveReply) -> None:
-        """The manager's answer to a reservation. If the store was given up, so were its slots, unseen."""
+    def replied(self, reply: ReserveReply) -> Answered | None:
+        """The manager's answer to a reservation. If the store was given up, so were its slots, unseen: None then."""
         store = self._asked.get(reply.store)
-        if store is not None:
-            store.slots, store.generations = reply.slots, reply.generations
+        if store is None:
+            return None
+        store.slots, store.generations = reply.slots, reply.generations
+        refused = REFUSED in reply.slots
+        taken = reply.slots.index(REFUSED) if refused else len(reply.slots)
+        asked, store.asked = store.asked, None
+        blocks, tags = store.device_blocks, store.tags
+        return Answered(store.request, store.first, taken, refused, asked, blocks, tags, store.keep)
 
     def plan(
         self, gone: set[str], tag: Callable[[int], Hashable | None] | None = None
@@ -169,7 +208,8 @@ class Stores:
             self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
 
     def reported(self, report: StepReport) -> None:
-        """Ranks finished stores; a store that all ranks finished is committed."""
+        """Ranks finished stores; a store that all ranks finished is committed, if its blocks may still be kept."""
+        now_s = self._clock()
         for number, (ranks, failed, seconds) in report.stored.items():
             store = self._planned.get(number)
             if store is None:
@@ -180,6 +220,8 @@ class Stores:
             if store.ranks >= self._rank_count:
                 del self._planned[number]
                 del self._failed[number]
+                if store.keep is not None and not store.keep(now_s):
+                    bad.update(range(store.planned_slots))
                 if store.life == self._link.life:
                     self._link.send(Commit(store=number, failed=tuple(sorted(bad)), seconds=seconds))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
-from kvbm.block import KEY_BYTES, BlockKey
-from kvbm.hashing import derive_key
+from kvbm.block import KEY_BYTES
+from kvbm.hashing import derive_key, join_keys, keys_in_space, space_mask
+from kvbm.leader.retry import Retry
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,15 +36,28 @@ class Scheduled(NamedTuple):
     written_from: int = 0
 
 
+Keep = Callable[[float], bool]
+"""Whether blocks of a request may be kept, by a look at what shapes them that is not older than this time (seconds)."""
+
+
+class Named(NamedTuple):
+    """Blocks by their keys, joined; `hashes` is as in `Reserve`."""
+
+    keys: bytes
+    hashes: bytes
+
+
 @dataclass(slots=True)
 class Tracked:
     """One request of the engine, as far as the leader follows it."""
 
     hashes: Sequence[bytes]
-    extras: bytes
-    keys: list[BlockKey] = field(default_factory=list)
-    keyed_for: bytes = b""
+    extras: bytes | None
+    """None: it cannot be named yet, and is neither looked up nor stored."""
+    keep: Keep | None = None
     stored: int = 0
+    retry: Retry = field(default_factory=Retry)
+    refused_at: int = -1
     computed: int = 0
     layerwise: bool = False
     asked_from: int | None = None
@@ -52,26 +66,56 @@ class Tracked:
     outdated: bool = False
     """It is computed from KV that must not be stored under the present keys: none of its blocks is stored."""
 
-    def extend_keys(self, count: int, fingerprint: bytes, extras: bytes) -> None:
-        """Add the keys of blocks up to number `count`, as far as the engine has hashed them.
+    def offer_anew(self) -> None:
+        """Nothing of it counts as stored any more."""
+        self.stored, self.refused_at, self.retry = 0, -1, Retry()
 
-        The manager keeps namespaces apart. So the engine's own hash is the key, unless its length is not that of a key,
-        or there are `extras`, which the hash does not cover.
+    def refused(self, block: int, now_s: float) -> None:
+        """The manager had no slot for the block of this number, nor for those after it: they are offered again.
+
+        It also refuses blocks whose parent it does not hold, and the parent may have gone since. So each refusal in a
+        row reaches twice as far back; what the manager holds it only says so.
         """
-        fresh = cast(Sequence[BlockKey], self.hashes[len(self.keys) : count])
-        if not extras and set(map(len, fresh)) <= {KEY_BYTES}:
-            self.keys.extend(fresh)  # thousands at once, in the scheduler's thread
-            return
-        for block_hash in fresh:
-            whole = not extras and len(block_hash) == KEY_BYTES
-            self.keys.append(block_hash if whole else derive_key(fingerprint, block_hash, extras))
+        if now_s >= self.retry.due_s:  # else an answer to what was offered before the last refusal came
+            if block > self.refused_at:
+                self.retry.succeeded()
+            self.refused_at = block
+            self.retry.failed(now_s)
+            block = max(0, block + 1 - (1 << (self.retry.failures - 1)))
+        self.stored = min(self.stored, block)
 
-    def engine_hashes(self, start: int, end: int) -> bytes:
-        """`Reserve.hashes` of these blocks: the engine's own hash of each.
+    def named(self, start: int, end: int, fingerprint: bytes, extras: bytes) -> Named:
+        """The keys of the blocks from number `start` up to `end`, as far as the engine has hashed them.
 
-        Empty where the keys are those hashes; zeros for a hash that is not as long as a key.
+        The manager keeps namespaces apart. So the engine's own hash is the key where there are no `extras`, which the
+        hash does not cover; with extras it is moved to their key space. Nothing is kept: a request has thousands of
+        keys, and a step needs those of its newest blocks.
         """
-        own = list(self.hashes[start:end])
-        if own == self.keys[start:end]:
-            return b""
-        return b"".join(each if len(each) == KEY_BYTES else bytes(KEY_BYTES) for each in own)
+        hashes = self.hashes[start:end]
+        joined = join_keys(hashes)
+        if len(joined) == KEY_BYTES * len(hashes) and _of_key_length(self.hashes, hashes):
+            if not extras:
+                return Named(joined, b"")
+            return Named(keys_in_space(joined, space_mask(fingerprint, extras)), joined)
+        return _derived(hashes, fingerprint, extras)
+
+
+def _of_key_length(source: Sequence[bytes], hashes: Sequence[bytes]) -> bool:
+    """Whether all of these hashes of `source` are as long as keys; looked at one by one unless the source knows."""
+    return getattr(source, "of_key_length", False) or set(map(len, hashes)) <= {KEY_BYTES}
+
+
+def _derived(hashes: Sequence[bytes], fingerprint: bytes, extras: bytes) -> Named:
+    """The keys of blocks of which an engine has hashes of another length than keys."""
+    keys: list[bytes] = []
+    told: list[bytes] = []
+    for block_hash in hashes:
+        whole = len(block_hash) == KEY_BYTES
+        told.append(block_hash if whole else bytes(KEY_BYTES))
+        if not whole:
+            keys.append(derive_key(fingerprint, block_hash, extras))
+        elif extras:
+            keys.append(keys_in_space(block_hash, space_mask(fingerprint, extras)))
+        else:
+            keys.append(block_hash)
+    return Named(join_keys(keys), join_keys(told))

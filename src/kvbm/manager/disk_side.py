@@ -18,7 +18,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
-from kvbm.tiers.contract import Completion, SlotTier
+from kvbm.tiers.contract import BlockHead, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
 HEAL_INTERVAL_S = 10.0
@@ -33,7 +33,7 @@ class DiskSide:
     the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it works.
     """
 
-    medium: SlotTier
+    medium: RunTier
     host_pool: SlotPool[BlockKey]
     arena: HostArena
     names: EngineNames
@@ -50,6 +50,8 @@ class DiskSide:
     offloader: Offloader[BlockKey] = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
     _heal_at_s: float = field(default=0.0, init=False)
+    # Slots whose block was evicted and whose record is still there.
+    _to_void: list[int] = field(default_factory=list, init=False)
     # Polled and not yet looked at.
     _ended: deque[Completion] = field(default_factory=deque, init=False)
 
@@ -66,12 +68,27 @@ class DiskSide:
         """Blocks on their way between host memory and disk."""
         return self.onboarder.queued_count + self.offloader.queued_count
 
-    def write(
-        self, job_id: int, key: BlockKey, parent: BlockKey | None, source: SlotIndex, target: SlotIndex
+    @property
+    def run_blocks_max(self) -> int:
+        """As `offload.BlockWriter`."""
+        return self.medium.run_blocks_max
+
+    @property
+    def room(self) -> int:
+        """As `offload.BlockWriter`."""
+        return self.medium.store_room
+
+    def write_run(
+        self, job_id: int, keys: Sequence[BlockKey], parent: BlockKey | None, source: int, target: int
     ) -> Outcome:
         """As `offload.BlockWriter`."""
-        views, name = self.arena.slot_views(source), self.names.of(source, key)
-        return self.medium.submit_store(job_id, key, parent, target, views, *name)
+        self.void_emptied()  # before the slots hold other blocks
+        blocks, before = list[BlockHead](), parent
+        for slot, key in enumerate(keys, source):
+            blocks.append(BlockHead(key, before, *self.names.of(slot, key)))
+            before = key
+        views = self.arena.slot_views(source, len(keys))
+        return self.medium.submit_store_run(job_id, blocks, SlotIndex(target), views)
 
     def keep(self, key: BlockKey) -> None:
         """The block gets a continuation: room for that is not made of the block itself."""
@@ -80,6 +97,7 @@ class DiskSide:
 
     def collect(self, until_s: float = inf) -> bool:
         """Take the completions; until that time, but one in any case. Whether there are some left."""
+        self.void_emptied()
         self._ended += self.medium.poll()
         while self._ended:
             completion = self._ended.popleft()
@@ -95,6 +113,7 @@ class DiskSide:
         if self.departures is not None:
             self.departures.advance(self.clock())
         self.offloader.pump()
+        self.void_emptied()
         now_s = self.clock()
         if self.fault and not self.queued_count and now_s >= self._heal_at_s:
             self._heal_at_s = now_s + HEAL_INTERVAL_S
@@ -117,6 +136,7 @@ class DiskSide:
             before, queued = queued, self.offloader.queued_count
             if queued >= before or self.clock() >= deadline_s:
                 break
+        self.void_emptied()
         self.medium.close(keep)
 
     def _index(self) -> None:
@@ -151,6 +171,19 @@ class DiskSide:
             self.departures.attach(self.host_pool, self.offloader)
 
     def _emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
+        """The record may wait for its neighbours to go too: what it says stays true until the slot is written again."""
         if was_resident:
-            for slot in slots:
-                self.medium.forget(SlotIndex(slot))
+            self._to_void.extend(slots)
+
+    def void_emptied(self) -> None:
+        """Have the medium forget what was evicted, each stretch of slots in one write."""
+        if not self._to_void:
+            return
+        slots, self._to_void = sorted(self._to_void), []
+        first = end = slots[0]
+        for slot in slots:
+            if slot != end:
+                self.medium.forget_run(SlotIndex(first), end - first)
+                first = slot
+            end = slot + 1
+        self.medium.forget_run(SlotIndex(first), end - first)

@@ -22,8 +22,8 @@ class Engine:
     """One engine: a leader and `rank_count` workers that share a space.
 
     `leaving` has the workers' sessions, by number, that are served no more and whose other end is still open.
-    `announced` has the tiers in the latest message to its leader. Ranks have been missing since `incomplete_s`, if any
-    are; `missed` has those that were last named since then.
+    `announced` has the tiers in the latest message to its leader, `lease_blocks` its share of host memory there. Ranks
+    have been missing since `incomplete_s`, if any are; `missed` has those that were last named since then.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Engine:
     workers: dict[int, Session] = field(default_factory=dict)
     leaving: dict[Owner, Session] = field(default_factory=dict)
     announced: dict[str, int] = field(default_factory=dict)
+    lease_blocks: int = 0
     missed: tuple[int, ...] = ()
 
     @property

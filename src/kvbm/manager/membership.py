@@ -18,6 +18,8 @@ from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome, name_ranks
 log = logging.getLogger("kvbm.manager")
 
 RANKS_MAX = 1024
+LEASED_SHARE = 0.75
+"""Leases of all engines together may take this part of host memory. The rest is for stores."""
 ATTACH_S = 60.0
 """The ranks of an engine are waited for this long after the first has attached; then those missing are named.
 
@@ -145,9 +147,10 @@ class Membership:
                     self._on_unused(engine.space)
 
     def announce_tiers(self) -> None:
-        """Send the tiers to leaders whose tiers went off or came back."""
+        """Send the tiers to leaders whose tiers or share of them are others than they were."""
         for engine in self:
-            if engine.leader is not None and engine.announced != engine.space.tiers():
+            present = engine.space.tiers(), self._lease_blocks(engine.space)
+            if engine.leader is not None and (engine.announced, engine.lease_blocks) != present:
                 self._send_ready(engine)
 
     def expire(self) -> None:
@@ -231,6 +234,7 @@ class Membership:
     def _send_ready(self, engine: Engine) -> None:
         if engine.leader is not None:
             engine.announced = engine.space.tiers()
+            engine.lease_blocks = self._lease_blocks(engine.space)
             engine.leader.send(
                 Ready(
                     ready=engine.ready,
@@ -240,8 +244,14 @@ class Membership:
                     lease_s=LEASE_S,
                     tiers=engine.announced,
                     missing=engine.missing if engine.missed else (),
+                    lease_blocks=engine.lease_blocks,
                 )
             )
+
+    def _lease_blocks(self, space: Space) -> int:
+        """The part of host memory that each engine's leases may take: the rest is for stores."""
+        engines = sum(engine.space is space for engine in self)
+        return max(1, int(space.arena.slot_count * LEASED_SHARE / max(engines, 1)))
 
 
 def _log_missing(engine: str, missing: tuple[int, ...], rank_count: int) -> None:

@@ -32,20 +32,43 @@ class BlockWriter(Protocol[KeyT_contra]):
     def fault(self) -> str:
         """Empty while the disk works."""
 
-    def write(
-        self, job_id: int, key: KeyT_contra, parent: KeyT_contra | None, source: SlotIndex, target: SlotIndex
+    @property
+    def run_blocks_max(self) -> int:
+        """The longest run that it takes, in blocks."""
+
+    @property
+    def room(self) -> int:
+        """So many runs can be written now before one is THROTTLED; an upper bound."""
+
+    def write_run(
+        self,
+        job_id: int,
+        keys: Sequence[KeyT_contra],
+        parent: KeyT_contra | None,
+        source: SlotIndex,
+        target: SlotIndex,
     ) -> Outcome:
-        """Start writing the block in host slot `source` to disk slot `target`.
+        """Start writing a chain of blocks, the first one's parent being `parent`, from the host slots from `source` on
+        to the disk slots from `target` on.
 
         PENDING: a `Completion` with this job id follows. THROTTLED: the disk is busy, ask again. RETRY: it is off.
         """
 
 
 class _Offloading(NamedTuple):
-    """A block that is being written."""
+    """A run that is being written, in slots from these on."""
 
     host_slot: SlotIndex
     disk_slot: SlotIndex
+    length: int
+
+    @property
+    def host_slots(self) -> range:
+        return range(self.host_slot, self.host_slot + self.length)
+
+    @property
+    def disk_slots(self) -> range:
+        return range(self.disk_slot, self.disk_slot + self.length)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +92,7 @@ class Offloader(Generic[KeyT]):
     # Each block and the one before it, in the order in which they are written.
     queue: OrderedDict[KeyT, KeyT | None] = field(default_factory=OrderedDict, init=False)
     in_flight: dict[int, _Offloading] = field(default_factory=dict, init=False)
+    _in_flight_blocks: int = field(default=0, init=False)
 
     @property
     def _budget(self) -> WriteBudget | None:
@@ -76,7 +100,7 @@ class Offloader(Generic[KeyT]):
 
     @property
     def queued_count(self) -> int:
-        return len(self.queue) + len(self.in_flight)
+        return len(self.queue) + self._in_flight_blocks
 
     def committed(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None]) -> None:
         """These blocks, behind those of `parents`, came into host memory from the device."""
@@ -178,58 +202,108 @@ class Offloader(Generic[KeyT]):
         return False
 
     def pump(self) -> None:
-        """Submit as many blocks as the disk takes."""
-        while self.queue and len(self.in_flight) < self.in_flight_max:
-            key = next(iter(self.queue))
-            if not self._submit(key, self.queue[key]):
+        """Submit as many runs as the disk takes."""
+        while self.queue and (self.writer.room or self.writer.fault):
+            room = min(self.writer.run_blocks_max, self.in_flight_max - self._in_flight_blocks)
+            if room <= 0:
                 return
+            keys, host_slots = self._next_run(room)
+            if keys and not self._submit(keys, host_slots):
+                return
+
+    def _next_run(self, length_max: int) -> tuple[list[KeyT], list[SlotIndex]]:
+        """The first blocks of the queue that are a chain and lie in consecutive host slots; they stay in it.
+
+        Blocks before them that are not to be written any more leave it.
+        """
+        keys, slots, gone = list[KeyT](), list[SlotIndex](), list[KeyT]()
+        for key, parent in self.queue.items():
+            slot = self.host_pool.find(key)
+            if slot is None or self.disk_pool.holds(key) or self.writer.fault:
+                if keys:
+                    break
+                gone.append(key)
+                if slot is None:
+                    self._skip("evicted", admitted=True)
+                else:
+                    self._drop(slot, "tier_off" if self.writer.fault else None)
+                continue
+            if keys and (parent != keys[-1] or slot != slots[-1] + 1):
+                break
+            keys.append(key)
+            slots.append(slot)
+            if len(keys) == length_max:
+                break
+        for key in gone:
             del self.queue[key]
+        return keys, slots
+
+    def _submit(self, keys: list[KeyT], host_slots: list[SlotIndex]) -> bool:
+        """False when the disk is busy and blocks must wait; those that were submitted or skipped leave the queue."""
+        disk_slots = self.disk_pool.reserve_chain(keys, self.queue[keys[0]], self.clock())
+        if not disk_slots:
+            del self.queue[keys[0]]
+            self._drop(host_slots[0], "full")
+            return True
+        first = 0
+        while first < len(disk_slots):
+            end = first + 1
+            while end < len(disk_slots) and disk_slots[end] == disk_slots[end - 1] + 1:
+                end += 1
+            run = _Offloading(host_slots[first], disk_slots[first], end - first)
+            outcome = self._write(run, keys[first:end])
+            if outcome is Outcome.THROTTLED:
+                for disk_slot in reversed(disk_slots[first:]):
+                    self.disk_pool.abort(disk_slot)
+                return False
+            for key in keys[first:end]:
+                del self.queue[key]
+            if outcome is not Outcome.PENDING:
+                for disk_slot in reversed(disk_slots[first:end]):
+                    self.disk_pool.abort(disk_slot)
+                for slot in host_slots[first:end]:
+                    self._drop(slot, "tier_off")
+            first = end
+        return True
+
+    def _write(self, run: _Offloading, keys: list[KeyT]) -> Outcome:
+        job_id = next(self.job_ids)
+        parent = self.queue[keys[0]]
+        outcome = self.writer.write_run(job_id, keys, parent, run.host_slot, run.disk_slot)
+        if outcome is Outcome.PENDING:
+            if not self.staging:
+                self.host_pool.lease_all(run.host_slots)
+            self.in_flight[job_id] = run
+            self._in_flight_blocks += run.length
+        return outcome
 
     def completed(self, completion: Completion) -> bool:
         """Take a completion; False when it is not of a write."""
-        block = self.in_flight.pop(completion.job_id, None)
-        if block is None:
+        run = self.in_flight.pop(completion.job_id, None)
+        if run is None:
             return False
-        self.host_pool.unlease(block.host_slot)
-        if completion.outcome is Outcome.HIT:
-            self.disk_pool.commit(block.disk_slot)
+        self._in_flight_blocks -= run.length
+        self.host_pool.unlease_all(run.host_slots)
+        hits, failed = list[int](), list[int]()
+        for disk_slot, end in zip(run.disk_slots, completion.ends, strict=True):
+            (hits if end.outcome is Outcome.HIT else failed).append(disk_slot)
+        self.disk_pool.commit_all(hits)
+        for disk_slot in reversed(failed):
+            self.disk_pool.abort(disk_slot)
+        if hits:
             bytes_moved = completion.bytes_moved
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
-            self.metrics.add("kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d")
-        elif completion.outcome is Outcome.RETRY and not self.writer.fault:
-            self.disk_pool.abort(block.disk_slot)
-            self._skip("full", admitted=True)  # the medium has no room for it, and goes on with what it has
-        else:
-            self.disk_pool.abort(block.disk_slot)
-            self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
-        self._note_end(block.host_slot)
-        return True
-
-    def _submit(self, key: KeyT, parent: KeyT | None) -> bool:
-        """False when the disk is busy and the block must wait; True when it was submitted or skipped."""
-        host_slot = self.host_pool.find(key)
-        if host_slot is None:
-            self._skip("evicted", admitted=True)
-            return True
-        if self.disk_pool.holds(key) or self.writer.fault:
-            self._drop(host_slot, "tier_off" if self.writer.fault else None)
-            return True
-        disk_slot = self.disk_pool.reserve(key, parent, self.clock())
-        if disk_slot is None:
-            self._drop(host_slot, "full")
-            return True
-        job_id = next(self.job_ids)
-        outcome = self.writer.write(job_id, key, parent, host_slot, disk_slot)
-        if outcome is Outcome.PENDING:
-            if not self.staging:
-                self.host_pool.lease(host_slot)
-            self.in_flight[job_id] = _Offloading(host_slot, disk_slot)
-            return True
-        self.disk_pool.abort(disk_slot)
-        if outcome is Outcome.THROTTLED:
-            return False
-        self._drop(host_slot, "tier_off")
+            name = "kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d"
+            self.metrics.add(name, len(hits))
+        for disk_slot in failed:
+            if completion.ends[disk_slot - run.disk_slot].outcome is Outcome.RETRY and not self.writer.fault:
+                # The medium has no room for it, and goes on with what it has.
+                self._skip("full", admitted=True)
+            else:
+                self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
+        for host_slot in run.host_slots:
+            self._note_end(SlotIndex(host_slot))
         return True
 
     def _drop(self, host_slot: SlotIndex, reason: str | None) -> None:

@@ -1,57 +1,104 @@
 """G3 → G2: bring leased blocks up, in the order in which they will be needed.
 
-Each block being brought up fills one host slot and pins its disk slot. Leases that want the same block wait for it
-together. A block that the disk refuses for now stays queued; one that fails is dropped from both tiers, as a miss.
+The unit is a run: blocks of a chain whose slots follow one another on disk and in host memory. Each of its blocks fills
+one host slot and pins its disk slot. Leases that want the same blocks wait for them together. A run that the disk
+refuses for now stays queued; a block that fails is dropped from both tiers, as a miss, and costs no other block.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
 from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
+from kvbm.manager.read_rate import ReadRate
 from kvbm.observe.metrics import Metrics
-from kvbm.tiers.contract import Completion, SlotTier
+from kvbm.tiers.contract import BlockEnd, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
 
-@dataclass(slots=True)
-class _Onboarding:
-    """A block that is queued or being read, and the leases that want it, each with the block's index there."""
+class _Wanted(NamedTuple):
+    """A lease that waits for `length` blocks of a run from `place` on; the first of them is its block `start`."""
 
-    key: BlockKey
-    host_slot: SlotIndex
-    disk_slot: SlotIndex
-    waiting: list[tuple[Lease, int]] = field(default_factory=list)
+    lease: Lease
+    start: int
+    place: int
+    length: int
+
+    def still(self) -> int:
+        """How many of them it still waits for: the first ones, because a lease is cut from its end."""
+        return self.lease.states.count(LeaseState.ONBOARDING, self.start, self.start + self.length)
+
+
+@dataclass(slots=True, eq=False)
+class _Rising:
+    """A run that is queued or being read, in slots from these on, and the leases that want blocks of it."""
+
+    keys: list[BlockKey]
+    host_slot: int
+    disk_slot: int
+    waiting: list[_Wanted]
+
+    @property
+    def host_slots(self) -> range:
+        return range(self.host_slot, self.host_slot + len(self.keys))
+
+    @property
+    def disk_slots(self) -> range:
+        return range(self.disk_slot, self.disk_slot + len(self.keys))
+
+    def wanted(self) -> tuple[int, int]:
+        """The first place of a block that a lease still waits for, and the one after the last; equal for none."""
+        spans = [(each.place, each.place + still) for each in self.waiting if (still := each.still())]
+        if not spans:
+            return 0, 0
+        return min(first for first, _ in spans), max(end for _, end in spans)
+
+    def part(self, first: int, end: int) -> _Rising:
+        """The blocks from `first` to before `end`."""
+        waiting = []
+        for lease, start, place, length in self.waiting:
+            low, high = max(place, first), min(place + length, end)
+            if low < high:
+                waiting.append(_Wanted(lease, start + low - place, low - first, high - low))
+        slots = self.host_slot + first, self.disk_slot + first
+        return _Rising(self.keys[first:end], *slots, waiting)
 
 
 @dataclass(slots=True, eq=False)
 class Onboarder:
-    """The queue of blocks on their way up. Owned by the manager's thread."""
+    """The queue of runs on their way up. Owned by the manager's thread."""
 
     host_pool: SlotPool[BlockKey]
     disk_pool: SlotPool[BlockKey]
-    medium: SlotTier
+    medium: RunTier
     arena: HostArena
     names: EngineNames
     metrics: Metrics
     clock: Clock
     on_progress: Callable[[Lease], None]
     job_ids: Iterator[int]
-    _by_host_slot: dict[int, _Onboarding] = field(default_factory=dict, init=False)
-    _queue: deque[_Onboarding] = field(default_factory=deque, init=False)
-    _in_flight: dict[int, _Onboarding] = field(default_factory=dict, init=False)
+    _by_host_slot: dict[int, _Rising] = field(default_factory=dict, init=False)
+    _queue: deque[_Rising] = field(default_factory=deque, init=False)
+    _in_flight: dict[int, _Rising] = field(default_factory=dict, init=False)
+    _rate: ReadRate = field(default_factory=ReadRate, init=False)
     # Host slots of failed reads that the medium may still write to.
     _unusable: list[SlotIndex] = field(default_factory=list, init=False)
 
     @property
     def queued_count(self) -> int:
+        """Blocks that are queued or being read."""
         return len(self._by_host_slot)
+
+    def arrival_s(self, lease: Lease) -> float:
+        """Expected seconds until all blocks of a new lease are here, behind all that is queued; 0 if unknown."""
+        return 0.0 if lease.final else self._rate.seconds_for(self.queued_count)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
         """Give a host slot to every block of the lease that is only on disk; the run ends at the first that gets none.
@@ -59,76 +106,135 @@ class Onboarder:
         `before` is the block before the run. Where the run is longer than host memory, its own end makes room for
         the blocks before.
         """
-        i = -1
-        while (i := lease.states.find(LeaseState.ONBOARDING, i + 1)) >= 0:
-            key = lease.keys[i]
-            filling = self.host_pool.find_filling(key)
-            if filling is not None and filling not in self._by_host_slot:
-                slot = None  # an engine is storing the same block right now
-            elif filling is not None:
-                slot = int(filling)
+        i = 0
+        while (i := lease.states.find(LeaseState.ONBOARDING, i)) >= 0:
+            filling = self.host_pool.find_filling(lease.keys[i])
+            if filling is None:
+                count = self._enqueue(lease, i, lease.keys[i - 1] if i else before)
+            elif filling in self._by_host_slot:
+                count = self._join(lease, i, int(filling))
             else:
-                parent = lease.keys[i - 1] if i else before
-                slot = self._enqueue(key, parent)
-                while slot is None and (last := lease.states.rfind(LeaseState.PINNED, i + 1)) > 0:
-                    self._cut(lease, last)
-                    slot = self._enqueue(key, parent)
-            if slot is None:
+                count = 0  # an engine is storing the same block right now
+            if not count:
                 self._cut(lease, i)
                 return
-            lease.slots[i] = slot
-            self._by_host_slot[slot].waiting.append((lease, i))
+            i += count
 
-    def _enqueue(self, key: BlockKey, parent: BlockKey | None) -> int | None:
-        """Queue a block that is resident on disk. Returns its host slot, or None when host memory has no room."""
-        disk_slot = self.disk_pool.find(key)
-        assert disk_slot is not None
-        self.disk_pool.lease(disk_slot)
-        # Loads from disk go through host memory, whatever its policy says of the block.
-        host_slot = self.host_pool.reserve(key, parent, self.clock(), insist=True)
-        if host_slot is None:
-            self.disk_pool.unlease(disk_slot)
-            return None
-        block = _Onboarding(key, host_slot, disk_slot)
-        self._by_host_slot[host_slot] = block
-        self._queue.append(block)
-        return host_slot
+    def _join(self, lease: Lease, i: int, host_slot: int) -> int:
+        """Wait for a block that is on its way to this slot, and for those behind it; how many they are."""
+        run = self._by_host_slot[host_slot]
+        place = host_slot - run.host_slot
+        wanted = lease.keys[i : i + len(run.keys) - place]
+        count = len(wanted)
+        if run.keys[place : place + count] != wanted or lease.states[i : i + count].strip(_ONBOARDING):
+            same = (
+                run.keys[place + n] == wanted[n] and lease.states[i + n] == LeaseState.ONBOARDING
+                for n in range(count)
+            )
+            count = next((n for n, is_same in enumerate(same) if not is_same), count)
+        lease.slots[i : i + count] = range(host_slot, host_slot + count)
+        run.waiting.append(_Wanted(lease, i, place, count))
+        return count
+
+    def _enqueue(self, lease: Lease, i: int, parent: BlockKey | None) -> int:
+        """Queue the blocks from the i-th on that are only on disk; how many got host slots."""
+        keys, disk_slots = self._only_on_disk(lease, i)
+        # Loads from disk go through host memory, whatever its policy says of the blocks.
+        host_slots = self.host_pool.reserve_chain(keys, parent, self.clock(), insist=True)
+        while not host_slots and self._give_back(lease, i + len(keys), len(keys)):
+            host_slots = self.host_pool.reserve_chain(keys, parent, self.clock(), insist=True)
+        count = len(host_slots)
+        disk_slots = disk_slots[:count]
+        self.disk_pool.lease_all(disk_slots)
+        lease.slots[i : i + count] = host_slots
+        for first, end in _neighbours(host_slots, disk_slots, self.medium.run_blocks_max):
+            waiting = [_Wanted(lease, i + first, 0, end - first)]
+            run = _Rising(keys[first:end], host_slots[first], disk_slots[first], waiting)
+            self._by_host_slot.update(dict.fromkeys(run.host_slots, run))
+            self._queue.append(run)
+        return count
+
+    def _give_back(self, lease: Lease, start: int, count: int) -> bool:
+        """End the lease before the last `count` blocks from `start` on that are in host memory; False when none are."""
+        cut = len(lease.states)
+        for _ in range(count):
+            if (last := lease.states.rfind(LeaseState.PINNED, start, cut)) < 0:
+                break
+            cut = last
+        if cut == len(lease.states):
+            return False
+        self._cut(lease, cut)
+        return True
+
+    def _only_on_disk(self, lease: Lease, i: int) -> tuple[list[BlockKey], list[int]]:
+        """The blocks from the i-th on that are on disk, and neither in host memory nor on their way there; distinct."""
+        states = lease.states
+        end = len(states) - len(states[i:].lstrip(_ONBOARDING))
+        keys = lease.keys[i:end]
+        if self.host_pool.holds_any(keys):
+            keys = keys[: next(n for n, key in enumerate(keys) if self.host_pool.holds(key))]
+        disk_slots = [slot for slot in self.disk_pool.find_all(keys) if slot is not None]
+        assert len(disk_slots) == len(keys)
+        if len(set(disk_slots)) < len(
+            disk_slots
+        ):  # no engine's chain has a block twice, a hostile client's may
+            before: set[int] = set()
+            for slot in disk_slots:
+                if slot in before:
+                    break
+                before.add(slot)
+            keys, disk_slots = keys[: len(before)], disk_slots[: len(before)]
+        return keys, disk_slots
 
     def pump(self) -> None:
-        """Submit as many blocks as the disk takes."""
-        while self._queue:
-            block = self._queue[0]
-            if not any(lease.states[index] == LeaseState.ONBOARDING for lease, index in block.waiting):
-                # Every request that wanted it has gone: do not spend the disk on it.
-                self._queue.popleft()
-                self._finish(block, Outcome.THROTTLED)
+        """Submit as many runs as the disk takes."""
+        while self._queue and self.medium.load_room:
+            run = self._trimmed(self._queue.popleft())
+            if run is None:
                 continue
             job_id = next(self.job_ids)
-            targets = self.arena.slot_views(block.host_slot)
-            outcome = self.medium.submit_load(job_id, block.key, block.disk_slot, targets)
+            targets = self.arena.slot_views(run.host_slot, len(run.keys))
+            outcome = self.medium.submit_load_run(job_id, run.keys, SlotIndex(run.disk_slot), targets)
             if outcome is Outcome.THROTTLED:
+                self._queue.appendleft(run)
                 return
-            self._queue.popleft()
             if outcome is Outcome.PENDING:
-                self._in_flight[job_id] = block
+                self._in_flight[job_id] = run
+                self._rate.submitted(len(run.keys), self.clock())
             else:
-                self._finish(block, outcome)
+                self._finish(run, [BlockEnd(outcome)] * len(run.keys))
+
+    def _trimmed(self, run: _Rising) -> _Rising | None:
+        """The run without the blocks at its ends that nobody waits for any more: the disk is not spent on those."""
+        first, end = run.wanted()
+        if (first, end) == (0, len(run.keys)):
+            return run
+        for gone in (run.part(end, len(run.keys)), run.part(0, first)):
+            if gone.keys:
+                self._finish(gone, [BlockEnd(Outcome.THROTTLED)] * len(gone.keys))
+        if first == end:
+            return None
+        run = run.part(first, end)
+        self._by_host_slot.update(dict.fromkeys(run.host_slots, run))
+        return run
 
     def completed(self, completion: Completion) -> bool:
         """Take a completion; False when it is not of a read."""
-        block = self._in_flight.pop(completion.job_id, None)
-        if block is None:
+        run = self._in_flight.pop(completion.job_id, None)
+        if run is None:
             return False
-        if completion.outcome is Outcome.HIT:
+        self._rate.ended(len(run.keys), self.clock())
+        if completion.bytes_moved:
             bytes_moved = completion.bytes_moved
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="disk", target="host")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
-            self.names.brought(block.host_slot, block.key, completion.engine_hash, completion.group)
-        elif completion.corrupt:
-            self.metrics.add("kvbm_failures_total", tier="disk", kind="corrupt")
-        else:
-            self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
-        self._finish(block, completion.outcome, completion.still_in_use)
+        ends = completion.ends
+        for place, end in enumerate(ends):
+            if end.outcome is Outcome.HIT:
+                self.names.brought(run.host_slot + place, run.keys[place], end.engine_hash, end.group)
+            else:
+                self.metrics.add("kvbm_failures_total", tier="disk", kind="corrupt" if end.corrupt else "io")
+        self._finish(run, ends, completion.still_in_use)
         return True
 
     def healed(self) -> None:
@@ -136,35 +242,69 @@ class Onboarder:
         while self._unusable:
             self.host_pool.abort(self._unusable.pop())
 
-    def _finish(self, block: _Onboarding, outcome: Outcome, in_use: bool = False) -> None:
-        """The read of a block has ended, or there will be none. `in_use`: the medium may still write to its slot."""
-        del self._by_host_slot[block.host_slot]
-        self.disk_pool.unlease(block.disk_slot)
-        if outcome is Outcome.HIT:
-            self.host_pool.commit(block.host_slot)
-        elif in_use:
-            self._unusable.append(block.host_slot)  # it stays filling: no block may go there yet
-        else:
-            self.host_pool.abort(block.host_slot)
-        if outcome is Outcome.MISS and not self.disk_pool.is_leased(block.disk_slot):
-            self.disk_pool.evict(block.disk_slot)
-        for lease, index in block.waiting:
-            if lease.states[index] != LeaseState.ONBOARDING:
-                continue  # released meanwhile
-            if outcome is Outcome.HIT:
-                self.host_pool.lease(block.host_slot)
-                lease.states[index] = LeaseState.PINNED
-                if lease.advance():
-                    self.on_progress(lease)
+    def _finish(self, run: _Rising, ends: Sequence[BlockEnd], in_use: bool = False) -> None:
+        """The read of a run has ended, or there will be none. `in_use`: the medium may still write to its slots."""
+        for slot in run.host_slots:
+            del self._by_host_slot[slot]
+        self.disk_pool.unlease_all(run.disk_slots)
+        missed = [place for place, end in enumerate(ends) if end.outcome is not Outcome.HIT]
+        hits: Sequence[int] = run.host_slots
+        if missed:
+            hits = [run.host_slot + place for place, end in enumerate(ends) if end.outcome is Outcome.HIT]
+        self.host_pool.commit_all(hits)
+        for place in reversed(missed):  # a chain's last block first
+            host_slot, disk_slot = SlotIndex(run.host_slot + place), run.disk_slot + place
+            if in_use:
+                self._unusable.append(host_slot)  # it stays filling: no block may go there yet
             else:
-                self._cut(lease, index)
-                lease.advance()
-                self.on_progress(lease)
+                self.host_pool.abort(host_slot)
+            if ends[place].outcome is Outcome.MISS and not self.disk_pool.is_leased(disk_slot):
+                self.disk_pool.evict(disk_slot)
+        for wanted in run.waiting:
+            self._answer(run, wanted, missed)
+
+    def _answer(self, run: _Rising, wanted: _Wanted, missed: Sequence[int]) -> None:
+        """Tell a lease how the blocks that it waits for have ended: the first that failed ends its run."""
+        lease, start, first, _ = wanted
+        still = wanted.still()
+        if not still:
+            return  # released meanwhile
+        end = next((place for place in missed if first <= place < first + still), first + still)
+        arrived = end - first
+        if arrived:
+            self.host_pool.lease_all(run.host_slots[first:end])
+            lease.states[start : start + arrived] = _PINNED * arrived
+        if arrived < still:
+            self._cut(lease, start + arrived)
+        if lease.advance() or arrived < still:
+            self.on_progress(lease)
 
     def _cut(self, lease: Lease, index: int) -> None:
         """The run ends before `index`: give back the lease's slots from there on."""
-        for i in range(index, len(lease.slots)):
-            if lease.states[i] == LeaseState.PINNED:
-                self.host_pool.unlease(lease.slots[i])
-            lease.states[i] = LeaseState.DROPPED
-        del lease.slots[index:], lease.keys[index:], lease.sources[index:]
+        states, slots = lease.states, lease.slots
+        pinned = [slots[i] for i in range(index, len(slots)) if states[i] == LeaseState.PINNED]
+        self.host_pool.unlease_all(pinned)
+        states[index:] = _DROPPED * (len(states) - index)
+        del slots[index:], lease.keys[index:], lease.sources[index:]
+
+
+_ONBOARDING, _PINNED, _DROPPED = (bytes((state,)) for state in LeaseState)
+
+
+def _neighbours(
+    host_slots: Sequence[int], disk_slots: Sequence[int], length_max: int
+) -> Iterable[tuple[int, int]]:
+    """Where to split a chain so that in each part, as (first, end), the slots follow one another in both tiers."""
+    first, total = 0, len(host_slots)
+    while first < total:
+        host, disk = host_slots[first], disk_slots[first]
+        end = min(first + length_max, total)
+        # Comparing slices takes no step of Python for each block, and mostly finds what it hopes for.
+        if host_slots[first:end] != list(range(host, host + end - first)) or disk_slots[first:end] != list(
+            range(disk, disk + end - first)
+        ):
+            end = first + 1
+            while host_slots[end] == host + end - first and disk_slots[end] == disk + end - first:
+                end += 1
+        yield first, end
+        first = end

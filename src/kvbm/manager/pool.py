@@ -196,7 +196,7 @@ class SlotPool(Generic[KeyT]):
         if needed > 0:
             self._make_room(needed, () if insist else keys, parent_slot, now_s)
             keys = keys[: len(self._free)]
-        slots = [self._free.pop() for _ in keys]
+        slots = sorted(self._free.pop() for _ in keys)  # in order: a chain shall lie in as few runs as can be
         if self._parents is not None:
             for slot, before in zip(slots, (parent, *keys), strict=False):
                 self._parents[slot] = before

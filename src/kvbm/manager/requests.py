@@ -76,6 +76,7 @@ class Requests:
                 sources=found,
                 no_room=no_room,
                 refused=refused,
+                arrival_s=engine.space.arrival_s(lease),
             )
         )
 

@@ -26,6 +26,7 @@ from kvbm.policy.departures import Departures
 from kvbm.protocol import HELD, REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
+from kvbm.tiers.runs import with_runs
 
 LEASE_S = 120.0
 RESERVATION_S = 120.0
@@ -88,7 +89,7 @@ class Space:
         self.disk: DiskSide | None = None
         if medium is not None:
             self.disk = DiskSide(
-                medium=medium,
+                medium=with_runs(medium),
                 host_pool=self.host_pool,
                 arena=arena,
                 names=self._names,
@@ -137,6 +138,10 @@ class Space:
             self.release(owner, number)
             return None
         return lease
+
+    def arrival_s(self, lease: Lease) -> float:
+        """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""
+        return self.disk.onboarder.arrival_s(lease) if self.disk is not None else 0.0
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""
@@ -346,6 +351,8 @@ class Space:
             if tier in ("", pool.tier.name.lower()):
                 gone, kept = pool.clear()
                 dropped, in_use = dropped + gone, in_use + kept
+        if self.disk is not None:
+            self.disk.void_emptied()
         return dropped, in_use
 
     @property

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from blake3 import blake3
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout
-from kvbm.tiers.contract import Completion, RecoveredBlock
+from kvbm.tiers.contract import BlockEnd, BlockHead, Completion, RecoveredBlock
 from kvbm.tiers.host import HostArena
 
 _SCRIBBLE = b"\xa5"
@@ -56,16 +56,23 @@ class FakeMedium:
 
 
 @dataclass(slots=True)
+class _PendingBlock:
+    slot: int
+    head: BlockHead
+    views: Sequence[memoryview]
+    digest: bytes
+
+
+@dataclass(slots=True)
 class _Pending:
     job_id: int
-    key: BlockKey
-    slot: SlotIndex
-    views: Sequence[memoryview]
-    parent: BlockKey | None = None
-    digest: bytes = b""
-    is_store: bool = field(default=False)
-    engine_hash: bytes = b""
-    group: int = 0
+    blocks: list[_PendingBlock]
+    is_store: bool
+    is_run: bool
+
+    @property
+    def slots(self) -> range:
+        return range(self.blocks[0].slot, self.blocks[0].slot + len(self.blocks))
 
 
 class FakeTier:
@@ -144,16 +151,16 @@ class FakeTier:
         engine_hash: bytes = b"",
         group: int = 0,
     ) -> Outcome:
-        digest = _digest(sources)
-        return self._submit(_Pending(job_id, key, slot, sources, parent, digest, True, engine_hash, group))
+        head = BlockHead(key, parent, engine_hash, group)
+        return self._submit(job_id, [head], slot, sources, is_store=True)
 
     def submit_load(
         self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
     ) -> Outcome:
-        return self._submit(_Pending(job_id, key, slot, targets))
+        return self._submit(job_id, [BlockHead(key, None)], slot, targets, is_store=False)
 
     def forget(self, slot: SlotIndex) -> None:
-        assert all(pending.slot != slot for pending in self._pending), "forgotten while in use"
+        assert all(slot not in pending.slots for pending in self._pending), "forgotten while in use"
         self.forgotten.append(slot)
         self.medium.entries.pop(slot, None)
 
@@ -194,65 +201,84 @@ class FakeTier:
 
     # ---- inside
 
-    def _submit(self, pending: _Pending) -> Outcome:
-        assert 0 <= pending.slot < self.slot_count
-        assert len(pending.views) == self.medium.layout.shard_count
-        assert all(view.nbytes == self.medium.layout.slot_bytes for view in pending.views)
+    def _submit(
+        self,
+        job_id: int,
+        heads: Sequence[BlockHead],
+        slot: int,
+        buffers: Sequence[memoryview],
+        is_store: bool,
+        is_run: bool = False,
+    ) -> Outcome:
+        size, count = self.medium.layout.slot_bytes, len(heads)
+        assert count and 0 <= slot <= self.slot_count - count
+        assert len(buffers) == self.medium.layout.shard_count
+        assert all(buffer.nbytes == count * size for buffer in buffers)
         if self._fault or self._closed:
             return Outcome.RETRY
-        if self.throttled or len(self._pending) + len(self._done) >= self.pending_limit:
+        if self._room == 0:
             return Outcome.THROTTLED
-        if pending.is_store:
-            self.medium.entries.pop(pending.slot, None)
-        else:
-            for view in pending.views:
-                view[:] = _SCRIBBLE * len(view)
-        self._pending.append(pending)
+        blocks = []
+        for place, head in enumerate(heads):
+            views = [buffer[place * size : (place + 1) * size] for buffer in buffers]
+            blocks.append(_PendingBlock(slot + place, head, views, _digest(views) if is_store else b""))
+            if is_store:
+                self.medium.entries.pop(slot + place, None)
+            else:
+                for view in views:
+                    view[:] = _SCRIBBLE * len(view)
+        self._pending.append(_Pending(job_id, blocks, is_store, is_run))
         if not self._by_hand:
             self.release()
         return Outcome.PENDING
 
+    @property
+    def _room(self) -> int:
+        return 0 if self.throttled else max(0, self.pending_limit - len(self._pending) - len(self._done))
+
     def _complete(self, pending: _Pending) -> None:
-        size = self.medium.layout.block_bytes
         if self._fault:
-            completion = Completion(job_id=pending.job_id, outcome=Outcome.RETRY, error=self._fault)
-        elif pending.is_store:
-            self._write(pending)
-            completion = Completion(job_id=pending.job_id, outcome=Outcome.HIT, bytes_moved=size)
+            ends = [BlockEnd(Outcome.RETRY)] * len(pending.blocks)
         else:
-            entry = self.medium.entries.get(pending.slot)
-            if entry is None or entry.key != pending.key:
-                completion = Completion(job_id=pending.job_id, outcome=Outcome.MISS)
-            else:
-                for source, target in zip(self.medium.views(pending.slot), pending.views, strict=True):
-                    target[:] = source
-                right = _digest(pending.views) == entry.digest
-                outcome = Outcome.HIT if right else Outcome.MISS
-                completion = Completion(
-                    job_id=pending.job_id,
-                    outcome=outcome,
-                    corrupt=not right,
-                    bytes_moved=size if right else 0,
-                    engine_hash=entry.engine_hash,
-                    group=entry.group,
-                )
-                if not right:
-                    del self.medium.entries[pending.slot]
+            ends = [self._write(block) if pending.is_store else self._read(block) for block in pending.blocks]
+        missed = [end for end in ends if end.outcome is not Outcome.HIT]
         if not self._done:
             os.eventfd_write(self._event, 1)
-        self._done.append(completion)
-
-    def _write(self, pending: _Pending) -> None:
-        assert _digest(pending.views) == pending.digest, "the sources of a store changed before it ended"
-        if self.lose:
-            return
-        medium = self.medium
-        for source, target in zip(pending.views, medium.views(pending.slot), strict=True):
-            target[:] = source
-        medium.sequence += 1
-        medium.entries[pending.slot] = _Entry(
-            pending.key, pending.parent, medium.sequence, pending.digest, pending.engine_hash, pending.group
+        self._done.append(
+            Completion(
+                job_id=pending.job_id,
+                outcome=missed[0].outcome if missed else Outcome.HIT,
+                bytes_moved=(len(ends) - len(missed)) * self.medium.layout.block_bytes,
+                corrupt=any(end.corrupt for end in missed),
+                error=self._fault,
+                engine_hash=b"" if pending.is_run else ends[0].engine_hash,
+                group=0 if pending.is_run else ends[0].group,
+                blocks=ends if pending.is_run else (),
+            )
         )
+
+    def _read(self, block: _PendingBlock) -> BlockEnd:
+        entry = self.medium.entries.get(block.slot)
+        if entry is None or entry.key != block.head.key:
+            return BlockEnd(Outcome.MISS)
+        for source, target in zip(self.medium.views(block.slot), block.views, strict=True):
+            target[:] = source
+        if _digest(block.views) != entry.digest:
+            del self.medium.entries[block.slot]
+            return BlockEnd(Outcome.MISS, corrupt=True)
+        return BlockEnd(Outcome.HIT, False, entry.engine_hash, entry.group)
+
+    def _write(self, block: _PendingBlock) -> BlockEnd:
+        assert _digest(block.views) == block.digest, "the sources of a store changed before it ended"
+        if not self.lose:
+            medium, head = self.medium, block.head
+            for source, target in zip(block.views, medium.views(block.slot), strict=True):
+                target[:] = source
+            medium.sequence += 1
+            medium.entries[block.slot] = _Entry(
+                head.key, head.parent, medium.sequence, block.digest, head.engine_hash, head.group
+            )
+        return BlockEnd(Outcome.HIT)
 
     def _recover(self) -> list[RecoveredBlock]:
         """The blocks of the medium; of two blocks with one key the newer."""
@@ -274,6 +300,55 @@ class FakeTier:
         if self._event >= 0:
             os.close(self._event)
             self._event = -1
+
+
+class FakeRunTier(FakeTier):
+    """A `FakeTier` that is a `RunTier` too; a run is one submission, and `release` completes it whole."""
+
+    def __init__(
+        self, medium: FakeMedium, pending_limit: int = 8, by_hand: bool = True, run_blocks_max: int = 4
+    ) -> None:
+        super().__init__(medium, pending_limit, by_hand)
+        self.run_blocks_max = run_blocks_max
+        self.runs: list[int] = []
+        """The lengths of the runs that were accepted."""
+
+    @property
+    def load_room(self) -> int:
+        return self._room
+
+    @property
+    def store_room(self) -> int:
+        return self._room
+
+    def submit_store_run(
+        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
+    ) -> Outcome:
+        return self._submit_run(job_id, blocks, slot, sources, is_store=True)
+
+    def submit_load_run(
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
+    ) -> Outcome:
+        heads = [BlockHead(key, None) for key in keys]
+        return self._submit_run(job_id, heads, slot, targets, is_store=False)
+
+    def forget_run(self, slot: SlotIndex, count: int) -> None:
+        for each in range(slot, slot + count):
+            self.forget(SlotIndex(each))
+
+    def _submit_run(
+        self,
+        job_id: int,
+        heads: Sequence[BlockHead],
+        slot: int,
+        buffers: Sequence[memoryview],
+        is_store: bool,
+    ) -> Outcome:
+        assert len(heads) <= self.run_blocks_max
+        outcome = self._submit(job_id, heads, slot, buffers, is_store, is_run=True)
+        if outcome is Outcome.PENDING:
+            self.runs.append(len(heads))
+        return outcome
 
 
 def _digest(views: Sequence[memoryview]) -> bytes:

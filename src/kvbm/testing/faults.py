@@ -48,7 +48,8 @@ class Fault(enum.Enum):
 class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     """The calls in which it goes wrong: those of `operation` on files whose name contains `file`.
 
-    The first `skip` such calls are spared, then each is struck with `chance`, at most `times` in all.
+    The first `skip` such calls are spared, then each is struck with `chance`, at most `times` in all. `offset`: only
+    reads and writes that touch this byte of the file.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     skip: int = 0
     times: int | None = None
     chance: float = 1.0
+    offset: int | None = None
 
 
 class FaultySyscalls(Syscalls):
@@ -105,7 +107,7 @@ class FaultySyscalls(Syscalls):
         return fd
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        fault = self._strike("preadv", self._names.get(fd, ""))
+        fault = self._strike("preadv", self._names.get(fd, ""), _extent(buffers, offset))
         if fault is Fault.SHORT:
             return self._in_part(super().preadv, fd, buffers, offset)
         moved = super().preadv(fd, buffers, offset)
@@ -114,7 +116,7 @@ class FaultySyscalls(Syscalls):
         return moved
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        fault = self._strike("pwritev", self._names.get(fd, ""))
+        fault = self._strike("pwritev", self._names.get(fd, ""), _extent(buffers, offset))
         self._maybe_cut(fd, buffers, offset)
         if fault is Fault.SHORT:
             return self._in_part(super().pwritev, fd, buffers, offset)
@@ -153,14 +155,15 @@ class FaultySyscalls(Syscalls):
     def free_bytes(self, path: str) -> int:
         return 0 if self._strike("free_bytes", path) is Fault.SHORT else super().free_bytes(path)
 
-    def _strike(self, operation: str, name: str) -> Fault | None:
+    def _strike(self, operation: str, name: str, extent: range = range(0)) -> Fault | None:
         """Raise the error that is due, or return the other fault that is due."""
         with self._lock:
             self.calls[operation] = self.calls.get(operation, 0) + 1
             dark = self.power_off
             rule = None
             if not dark:
-                rule = next((rule for rule in self._rules if self._is_due(rule, operation, name)), None)
+                due = (rule for rule in self._rules if self._is_due(rule, operation, name, extent))
+                rule = next(due, None)
             if rule is not None:
                 self.struck[rule] += 1
         if dark and self._kill:
@@ -174,8 +177,10 @@ class FaultySyscalls(Syscalls):
             raise OSError(code, os.strerror(code))
         return rule.fault
 
-    def _is_due(self, rule: FaultRule, operation: str, name: str) -> bool:
+    def _is_due(self, rule: FaultRule, operation: str, name: str, extent: range) -> bool:
         if rule.operation != operation or rule.file not in name:
+            return False
+        if rule.offset is not None and rule.offset not in extent:
             return False
         self._seen[rule] += 1
         if self._seen[rule] <= rule.skip or (rule.times is not None and self.struck[rule] >= rule.times):
@@ -216,6 +221,11 @@ class FaultySyscalls(Syscalls):
             buffer = self._random.choice(buffers)
             place, bit = self._random.randrange(buffer.nbytes), self._random.randrange(8)
         buffer[place] ^= 1 << bit
+
+
+def _extent(buffers: Sequence[memoryview], offset: int) -> range:
+    """The bytes of the file that a call is about."""
+    return range(offset, offset + sum(buffer.nbytes for buffer in buffers))
 
 
 def _head(buffers: Sequence[memoryview], count: int) -> list[memoryview]:

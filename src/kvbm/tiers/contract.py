@@ -5,11 +5,15 @@ again after a restart, and decides nothing else. Every method is called by the m
 none of them may block on the medium: work is submitted, and its completion is collected by `poll`. With each block a
 tier keeps the engine's own hash and the group, which mean nothing to it, and hands them back.
 
+`SlotTier` moves single blocks. A `RunTier` also moves *runs*, blocks in consecutive slots, each run as one submission
+with one completion; `runs.with_runs` makes one of any `SlotTier`.
+
 Guarantees that every tier gives, checked by `kvbm.testing.tier_contract`:
 
 - a completed load with HIT returned exactly the bytes that were stored under that key, verified by checksum;
   anything else (torn, stale, flipped, foreign) is MISS, never wrong bytes;
 - it keeps at most `pending_limit` submissions; beyond that it answers THROTTLED and does nothing;
+- in a run each block ends for itself: one that is missing or corrupt costs no other;
 - every accepted submission completes exactly once, also when the medium fails or the tier closes;
 - what it uses on the medium never exceeds the bytes it was given.
 """
@@ -17,11 +21,33 @@ Guarantees that every tier gives, checked by `kvbm.testing.tier_contract`:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
+
+RUN_BYTES_MAX = 1 << 20
+"""The bytes of a run: so many blocks, or one that is larger. More would gain nothing, and the first block of a run has
+arrived only when the last one has."""
+
+
+class BlockHead(NamedTuple):
+    """What a tier keeps of a block beside its bytes: see `SlotTier.submit_store`."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    engine_hash: bytes = b""
+    group: int = 0
+
+
+class BlockEnd(NamedTuple):
+    """How one block of a run ended: as the fields of the same names in `Completion`."""
+
+    outcome: Outcome
+    corrupt: bool = False
+    engine_hash: bytes = b""
+    group: int = 0
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +57,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     `corrupt` is True) or RETRY (the medium failed; `error` says how, in one line). `still_in_use`: the medium may
     still write to the targets of a load, which must not be used again before `heal` returned True. A load with HIT
     brings the `engine_hash` and `group` that the block was stored with.
+
+    Of a run, `blocks` tells how each block ended, in order; then `outcome` is that of the first block that is no HIT,
+    `bytes_moved` counts the blocks with HIT, and `error` speaks of those with RETRY. With `still_in_use` none is a HIT.
     """
 
     job_id: int
@@ -42,6 +71,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     still_in_use: bool = False
     engine_hash: bytes = b""
     group: int = 0
+    blocks: Sequence[BlockEnd] = ()
+
+    @property
+    def ends(self) -> Sequence[BlockEnd]:
+        """How each block ended, of a run or of a single one."""
+        return self.blocks or (BlockEnd(self.outcome, self.corrupt, self.engine_hash, self.group),)
 
 
 class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,3 +142,34 @@ class SlotTier(Protocol):
 
     def close(self, keep: bool) -> None:
         """Finish pending work, release the medium; with `keep` false, remove the stored blocks."""
+
+
+class RunTier(SlotTier, Protocol):
+    """A `SlotTier` that moves runs: n blocks, 1 <= n <= `run_blocks_max`, in the n slots from `slot` on.
+
+    Targets and sources are one page-aligned buffer per shard with the n blocks' parts of that shard one after the
+    other, as n consecutive slots lie in host memory.
+    """
+
+    run_blocks_max: int
+
+    def submit_store_run(
+        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
+    ) -> Outcome:
+        """As `submit_store`, for a run. The keys are distinct."""
+
+    def submit_load_run(
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
+    ) -> Outcome:
+        """As `submit_load`, for a run."""
+
+    def forget_run(self, slot: SlotIndex, count: int) -> None:
+        """`forget` for the `count` slots from `slot` on."""
+
+    @property
+    def load_room(self) -> int:
+        """So many loads, blocks or runs, can be submitted now before one is THROTTLED; an upper bound."""
+
+    @property
+    def store_room(self) -> int:
+        """As `load_room`, for stores."""

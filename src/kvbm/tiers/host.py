@@ -103,10 +103,10 @@ class HostArena:
             self._touchers.append(thread)
             thread.start()
 
-    def slot_views(self, slot: int) -> list[memoryview]:
-        """The slot's bytes, one page-aligned writable view per shard."""
+    def slot_views(self, slot: int, count: int = 1) -> list[memoryview]:
+        """The bytes of the slot, or of `count` slots from it on: one page-aligned writable view per shard."""
         size = self.layout.slot_bytes
-        return [view[slot * size : (slot + 1) * size] for view in self._views]
+        return [view[slot * size : (slot + count) * size] for view in self._views]
 
     def region(self, shard: int) -> mmap.mmap:
         """The mapping of one shard's region, for copies inside this process."""

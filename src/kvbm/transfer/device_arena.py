@@ -70,10 +70,10 @@ class DeviceArena:
         self.tensor = self.bytes[:size].view(slot_count, layout.slot_bytes)
         """uint8 `[slots, slot_bytes]`, as copiers take it."""
 
-    def slot_views(self, slot: int) -> list[DeviceSpan]:
-        """The slot's bytes: one page-aligned span."""
+    def slot_views(self, slot: int, count: int = 1) -> list[DeviceSpan]:
+        """The bytes of the slot, or of `count` slots from it on: one page-aligned span."""
         size = self.layout.slot_bytes
-        return [DeviceSpan(self.bytes.data_ptr() + slot * size, size)]
+        return [DeviceSpan(self.bytes.data_ptr() + slot * size, count * size)]
 
     def invalidate(self, slot: int) -> None:
         """Does nothing: only this process reads the slots, and it holds a lease while it does."""

@@ -27,6 +27,9 @@ def hashes_are_deterministic(vllm_config: Any) -> bool:
 class EngineHashes(Sequence[bytes]):
     """A live view of `request.block_hashes`, which grows as blocks fill."""
 
+    of_key_length = True
+    """32 bytes each: sha256, or keys of our own (`hashes_are_deterministic` says which)."""
+
     def __init__(self, request: Any) -> None:
         self._request = request
 

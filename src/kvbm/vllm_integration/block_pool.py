@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import takewhile
 from typing import Any
 
 
@@ -47,7 +46,25 @@ class PoolBlocks:
             self.pool.evict_blocks(set(range(len(self.pool.blocks))))
 
     def on_device(self, block_hashes: Sequence[Any]) -> int:
-        """How many leading blocks of a request are in the prefix cache at this moment; a hint, not a promise."""
+        """How many leading blocks of a request are in the prefix cache at this moment; a hint, not a promise.
+
+        A chain loses its last blocks first, so a few blocks tell where it ends. Where one is missing in its middle, the
+        hint is too large: the leader asks again once vLLM has counted.
+        """
         if self.pool is None:
             return 0
-        return sum(1 for _ in takewhile(lambda key: self.pool.get_cached_block(key, [0]), block_hashes))
+        held, ahead, count = 0, 1, len(block_hashes)
+        while held < count and self._is_cached(block_hashes[min(held + ahead, count) - 1]):
+            held = min(held + ahead, count)
+            ahead *= 2
+        missing = min(held + ahead, count)  # the block before this one is not there, unless all are
+        while missing - held > 1:
+            middle = (held + missing) // 2
+            if self._is_cached(block_hashes[middle - 1]):
+                held = middle
+            else:
+                missing = middle
+        return held
+
+    def _is_cached(self, block_hash: Any) -> bool:
+        return bool(self.pool.get_cached_block(block_hash, [0]))

@@ -1,8 +1,41 @@
-"""Which device blocks a request has, in every vLLM we serve."""
+"""Which device blocks a request has, in every vLLM we serve. It has thousands: no step lists them all."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
+
+
+class AllocatedBlocks(Sequence[int]):
+    """The numbers of a request's device blocks, each looked up when it is asked for: a view of vLLM's list of blocks.
+
+    vLLM only appends to that list while the request has its blocks, and leaves it as it is when it takes them back.
+    """
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [block.block_id for block in self._blocks[index]]
+        number: int = self._blocks[index].block_id
+        return number
+
+
+def table_of(allocated: Any) -> Sequence[int]:
+    """The block table in a `KVCacheBlocks` of vLLM, whose own `get_block_ids` lists every block."""
+    groups = getattr(allocated, "blocks", None)
+    if groups is not None:
+        return AllocatedBlocks(groups[0])
+    numbers: list[int] = allocated.get_block_ids()[0]
+    return numbers
 
 
 class BlockTables:
@@ -32,12 +65,17 @@ class BlockTables:
             else:
                 self._tables.setdefault(request_id, []).extend(added[0])
 
-    def get(self, request_id: str) -> list[int]:
+    def get(self, request_id: str) -> Sequence[int]:
         """The request's device blocks in order; empty when vLLM gives none."""
-        if self._state is not None:
-            found = self._state.get_block_ids(request_id)
-            return found[0] if found else []
-        return self._tables.get(request_id, [])
+        if self._state is None:
+            return self._tables.get(request_id, ())
+        # The step's state is a way to the cache manager's `get_block_ids`; its `get_blocks` lists nothing.
+        manager = getattr(getattr(self._state, "resolve_block_ids", None), "__self__", None)
+        blocks_of = getattr(manager, "get_blocks", None)
+        if blocks_of is not None and request_id in getattr(self._state, "req_ids", ()):
+            return table_of(blocks_of(request_id))
+        found = self._state.get_block_ids(request_id)
+        return found[0] if found else ()
 
     def drop(self, request_id: str) -> None:
         self._tables.pop(request_id, None)

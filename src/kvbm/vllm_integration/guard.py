@@ -7,10 +7,11 @@ scheduler was promised by then are handed to the ranks and fail there, so that n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvbm.protocol import LoadPlan, StepPlan, StepReport
+from kvbm.vllm_integration.block_tables import table_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.stats import KvbmStats
 
@@ -27,8 +28,8 @@ class GuardedScheduler:
     def __init__(self, side: SchedulerSide) -> None:
         self.side = side
         self._off = False
-        # Device blocks of loads that the scheduler was promised and that no plan has carried yet.
-        self._owed: dict[str, tuple[int, ...]] = {}
+        # Loads that the scheduler was promised and that no plan has carried yet: block table, first block and end.
+        self._owed: dict[str, tuple[Sequence[int], int, int]] = {}
         # Those of them for which the scheduler does not wait, because the step itself reads their blocks.
         self._by_layer: set[str] = set()
         self._computed_tokens: dict[str, int] = {}
@@ -62,7 +63,7 @@ class GuardedScheduler:
         if tokens > 0:
             first = computed // self.side.block_tokens
             end = first - (-tokens // self.side.block_tokens)
-            self._owed[request.request_id] = tuple(blocks.get_block_ids()[0][first:end])
+            self._owed[request.request_id] = table_of(blocks), first, end
         self._call(None, self.side.allocated, request, blocks, tokens)
 
     def step(self, output: Any) -> StepPlan:
@@ -72,7 +73,8 @@ class GuardedScheduler:
             self._owed.pop(load.request, None)
         if self._off and self._owed:
             failing = tuple(
-                _failing(request, blocks, request in self._by_layer) for request, blocks in self._owed.items()
+                _failing(request, tuple(table[first:end]), request in self._by_layer)
+                for request, (table, first, end) in self._owed.items()
             )
             self._owed.clear()
             return StepPlan(loads=failing)

@@ -19,7 +19,7 @@ from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
-from kvbm.vllm_integration.block_tables import BlockTables
+from kvbm.vllm_integration.block_tables import BlockTables, table_of
 from kvbm.vllm_integration.support import layerwise_refusal
 
 try:
@@ -39,8 +39,11 @@ class SchedulerSide:
         transfer = vllm_config.kv_transfer_config
         self.block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
-        self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json")
+        self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json", time.monotonic)
         self._requests: dict[str, Any] = {}
+        # Requests whose adapter's digest is not made yet.
+        self._unnamed: dict[str, Any] = {}
+        self._digests_seen = 0
         self._tables = BlockTables()
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
@@ -87,20 +90,27 @@ class SchedulerSide:
         """A request arrived: ask the manager now, long before it is scheduled."""
         self._notice_reset()
         self._requests[request.request_id] = request
-        extras = self._extras(request)
-        if extras is None:
-            return
+        lora = request.lora_request
+        extras: bytes | None = b""
+        keep = None
+        if lora is not None:
+            extras = self._adapter_extras(lora)
+            if extras is None and not self._may_keep(lora):
+                return
+            if extras is None:
+                self._unnamed[request.request_id] = request
+            keep = partial(self._adapters.unchanged, lora.lora_path)
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
         on_device = self._blocks.on_device(request.block_hashes)
-        self.leader.request_added(request.request_id, hashes, extras, on_device)
+        self.leader.request_added(request.request_id, hashes, extras, on_device, keep)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones can be loaded (None: ask again), and whether the request waits."""
         self._notice_reset()
         if request.request_id not in self._requests:
             self.added(request)
-        elif request.lora_request is not None and self._extras(request) is None:
-            self.leader.unkeep(request.request_id)  # its adapter changed while it waited
+        elif request.lora_request is not None:
+            self._look_at_adapter(request)
         before_tail = (request.num_tokens - 1) // self.block_tokens
         answer = self.leader.matched(
             request.request_id, num_computed_tokens // self.block_tokens, before_tail
@@ -122,7 +132,7 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has device blocks now: plan its load, or drop its lookup."""
         count = -(-num_external_tokens // self.block_tokens)
-        table = blocks.get_block_ids()[0] if count > 0 else ()
+        table = table_of(blocks) if count > 0 else ()
         self.leader.allocated(request.request_id, count, table)
 
     def step(self, output: Any) -> StepPlan:
@@ -131,6 +141,10 @@ class SchedulerSide:
         if not self._sizes_checked and self.leader.tiers:
             self._sizes_checked = True
             self._warn_of_sizes(self.leader.tiers.get("host", 0))
+        if self._unnamed and self._digests_seen != self._adapters.digests_made:
+            self._digests_seen = self._adapters.digests_made
+            for request in list(self._unnamed.values()):
+                self._look_at_adapter(request)
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
         entries = []
@@ -165,6 +179,7 @@ class SchedulerSide:
     def finished(self, request: Any) -> None:
         """The request ended or was aborted."""
         self._requests.pop(request.request_id, None)
+        self._unnamed.pop(request.request_id, None)
         self._tables.drop(request.request_id)
         self.leader.finished(request.request_id, request.num_output_tokens)
 
@@ -208,11 +223,21 @@ class SchedulerSide:
         for line in lines:
             log.warning("%s", line)
 
-    def _extras(self, request: Any) -> bytes | None:
-        """The part of the key that vLLM's block hash lacks: an adapter's content. None: the request is not stored."""
-        lora = request.lora_request
-        if lora is None:
-            return b""
-        if getattr(lora, "lora_tensors", None) is not None:
-            return None  # weights without a file
-        return self._adapters.extras(lora.lora_path)
+    def _may_keep(self, lora: Any) -> bool:
+        """Whether blocks of requests with this adapter can be kept at all: weights without a file have no name."""
+        return getattr(lora, "lora_tensors", None) is None and not self._adapters.refused(lora.lora_path)
+
+    def _adapter_extras(self, lora: Any) -> bytes | None:
+        """The part of the key that vLLM's block hash lacks, an adapter's content; None while it is not known."""
+        return self._adapters.extras(lora.lora_path, lora.lora_int_id) if self._may_keep(lora) else None
+
+    def _look_at_adapter(self, request: Any) -> None:
+        """The request goes on: its adapter may have been digested meanwhile, or have changed."""
+        lora, name = request.lora_request, request.request_id
+        extras = self._adapter_extras(lora)
+        if extras is not None:
+            self._unnamed.pop(name, None)
+            self.leader.extras_known(name, extras)
+        elif not self._may_keep(lora):
+            self._unnamed.pop(name, None)
+            self.leader.unkeep(name)

@@ -228,3 +228,15 @@ def test_it_finds_the_line_behind_noisy_steps() -> None:
         fit.add(tokens, tokens * (30e-6 + 1e-9 * position) * noise.uniform(0.95, 1.05), position)
     assert fitted(fit, 0) == pytest.approx(30e-6, rel=0.15)
     assert fitted(fit, 60_000) == pytest.approx(90e-6, rel=0.1)
+
+
+def test_a_long_queue_before_the_disk_decides_as_slow_loads_do() -> None:
+    cost = CostModel(10)
+    cost.prefilled(1000, 1.0)  # 0.01 s a block
+    assert cost.worth_loading(DISK * 10, arrival_s=0.09) == 10
+    assert cost.worth_loading(DISK * 10, arrival_s=0.11) == 0, "no load was measured, but its queue is known"
+    known(cost, HOST * 10, 0.01)
+    known(cost, DISK * 10, 0.05)
+    assert cost.worth_loading(HOST * 5 + DISK * 10, arrival_s=0.0) == 15
+    assert cost.worth_loading(HOST * 5 + DISK * 10, arrival_s=0.5) == 5, "those in host memory do not wait"
+    assert cost.worth_loading(HOST * 15, arrival_s=0.5) == 15

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from kvbm.block import BlockKey
 from kvbm.framing import encode
 from kvbm.hashing import derive_key, join_keys, split_keys
+from kvbm.leader.salt import KeySalt
 from kvbm.protocol import (
     KEYS_PER_MESSAGE_MAX,
     MESSAGE_BYTES_MAX,
@@ -69,6 +71,71 @@ def test_a_hash_of_another_length_is_no_key_and_not_told(
     assert split_keys(lookup.keys) == [HASHES[1], derive_key(FINGERPRINT, short)]
     assert split_keys(reserve.keys) == split_keys(lookup.keys)
     assert reserve.hashes == HASHES[1] + bytes(32)
+
+
+def test_hashes_of_other_lengths_that_are_as_long_together_as_keys_are_told_apart(
+    make_bench: Callable[..., Bench],
+) -> None:
+    odd = [b"x" * 31, b"y" * 33]
+    lookup, _ = asked(make_bench(), odd)
+    assert split_keys(lookup.keys) == [derive_key(FINGERPRINT, block_hash) for block_hash in odd]
+
+
+def test_beside_an_adapter_a_hash_of_another_length_is_derived_with_it(
+    make_bench: Callable[..., Bench],
+) -> None:
+    lookup, reserve = asked(make_bench(), [HASHES[0], b"64 bits!"], ADAPTER)
+    whole, derived = split_keys(lookup.keys)
+    assert whole == keys(1, ADAPTER)[0]
+    assert derived not in (
+        derive_key(FINGERPRINT, b"64 bits!"),
+        derive_key(FINGERPRINT, b"64 bits!", b"other"),
+    )
+    assert reserve.hashes == HASHES[0] + bytes(32)
+
+
+def test_an_adapters_extras_and_the_salt_are_not_run_together(make_bench: Callable[..., Bench]) -> None:
+    """The end of one adapter's extras is no salt of another's request."""
+    bench = make_bench(weights_version="one")
+    salt = KeySalt("one").value
+    found = set()
+    for number, (extras, version) in enumerate(((ADAPTER, "one"), (ADAPTER + salt, "two"), (b"", "one"))):
+        bench.leader.weights_named(version)
+        bench.leader.request_added(str(number), HASHES[:1], extras, 0)
+        found.add(bench.manager.said()[-1].keys)
+    plain = make_bench()
+    plain.leader.request_added("r", HASHES[:1], ADAPTER + salt, 0)
+    found.add(plain.manager.said()[-1].keys)
+    assert len(found) == 4
+
+
+class WatchedHashes(Sequence[bytes]):
+    """An engine's hashes; notes which are read."""
+
+    def __init__(self, hashes: list[bytes]) -> None:
+        self._hashes = hashes
+        self.read: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read.update(range(len(self))[index] if isinstance(index, slice) else [index])
+        return self._hashes[index]
+
+
+@pytest.mark.parametrize("extras", [b"", ADAPTER])
+def test_a_step_reads_the_hashes_of_the_blocks_that_it_completes(
+    make_bench: Callable[..., Bench], extras: bytes
+) -> None:
+    bench = make_bench()
+    hashes = WatchedHashes(HASHES[:30])
+    bench.leader.request_added("r", hashes, extras, 0)
+    bench.step({"r": 20})
+    hashes.read.clear()
+    bench.step({"r": 21})
+    assert split_keys(bench.manager.said()[-1].keys) == [keys(21, extras)[20]]
+    assert hashes.read == {19, 20}, "the block, and the one before it"
 
 
 @pytest.mark.parametrize("extras", [b"", ADAPTER])

@@ -106,6 +106,47 @@ def test_after_a_reconnect_it_hits_again(bench: Bench, caplog: pytest.LogCapture
     assert [r.getMessage() for r in caplog.records if "manager lost" in r.getMessage()]
 
 
+def test_a_request_whose_answer_was_lost_is_asked_again_of_the_next_manager(bench: Bench) -> None:
+    for request, answered in (("unanswered", False), ("found", True), ("not found", True)):
+        lookup = bench.add(request)
+        if answered:
+            bench.answer(lookup, 3 if request == "found" else 0)
+    bench.manager.die()
+    bench.step()
+    for request in list(bench.leader.requests):
+        assert bench.leader.matched(request, 0) == Answer()
+    bench.reconnect()
+    for request in list(bench.leader.requests):
+        assert bench.leader.matched(request, 0).later
+        (again,) = bench.manager.said()
+        bench.answer(again, 4)
+        assert bench.leader.matched(request, 0) == Answer(blocks=4)
+
+
+def test_a_request_that_found_nothing_while_a_rank_was_missing_is_asked_again(bench: Bench) -> None:
+    bench.answer(bench.add("begun"), 0)
+    bench.step({"begun": 1})
+    bench.manager.said()
+    early, found, held = (bench.add(name) for name in ("early", "found", "held"))
+    bench.manager.ready(False)
+    bench.answer(early, 0)  # the manager answers so when a rank is missing
+    bench.answer(held, 5)
+    bench.step()
+    bench.manager.ready()
+    bench.step()
+    bench.manager.said()
+    assert bench.leader.matched("early", 0).later
+    (again,) = bench.manager.said()
+    bench.answer(again, 4)
+    assert bench.leader.matched("early", 0) == Answer(blocks=4)
+    assert bench.leader.matched("held", 0) == Answer(blocks=5), "its lease holds"
+    assert bench.leader.matched("found", 0).later, "its answer is on its way"
+    assert bench.leader.matched("begun", 0) == Answer()
+    assert bench.manager.said() == []
+    bench.answer(found, 2)
+    assert bench.leader.matched("found", 0) == Answer(blocks=2)
+
+
 # ---- a lookup
 
 

@@ -122,7 +122,7 @@ def test_a_store_in_three_steps(bench: Bench) -> None:
     assert bench.step({"r": 3}).stores == ()
     (reserve,) = bench.manager.said()
     assert (reserve.parent, split_keys(reserve.keys)) == (b"", keys(3))
-    bench.grant(reserve, (HELD, 4, REFUSED))
+    bench.grant(reserve, (HELD, 4, HELD))
     (plan,) = bench.step({"r": 3}).stores
     assert plan == StorePlan(
         store=reserve.store, epoch=7, slots=(4,), generations=(74,), device_blocks=(101,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -13,7 +14,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, LeafFirstLru, WriteBudget
 from kvbm.policy.departures import Departures
-from kvbm.tiers.contract import Completion
+from kvbm.tiers.contract import BlockEnd, Completion
 
 SKIPPED = "kvbm_skipped_offloads_total"
 
@@ -21,25 +22,36 @@ SKIPPED = "kvbm_skipped_offloads_total"
 class Writer:
     """Takes up to `limit` writes and ends them when the test says so."""
 
-    def __init__(self, limit: int = 8) -> None:
+    def __init__(self, limit: int = 8, run_blocks_max: int = 1) -> None:
         self.fault = ""
         self.limit = limit
+        self.run_blocks_max = run_blocks_max
+        self.asked = 0
+        self.runs: list[int] = []
         self.writing: dict[int, tuple[int, int | None]] = {}
         self.written: list[tuple[int, int | None]] = []
 
-    def write(
-        self, job_id: int, key: int, parent: int | None, source: SlotIndex, target: SlotIndex
+    @property
+    def room(self) -> int:
+        return self.limit - len(self.writing)
+
+    def write_run(
+        self, job_id: int, keys: Sequence[int], parent: int | None, source: SlotIndex, target: SlotIndex
     ) -> Outcome:
+        self.asked += 1
         if len(self.writing) >= self.limit:
             return Outcome.THROTTLED
-        self.writing[job_id] = key, parent
+        assert len(keys) <= self.run_blocks_max
+        self.runs.append(len(keys))
+        self.writing[job_id] = keys[0], parent
         return Outcome.PENDING
 
-    def finish(self, offloader: Offloader[int], outcome: Outcome = Outcome.HIT) -> None:
-        """The oldest write ends."""
+    def finish(self, offloader: Offloader[int], outcome: Outcome = Outcome.HIT, count: int = 1) -> None:
+        """The oldest write ends, of so many blocks."""
         job_id = next(iter(self.writing))
         self.written.append(self.writing.pop(job_id))
-        assert offloader.completed(Completion(job_id=job_id, outcome=outcome, bytes_moved=1))
+        blocks = [BlockEnd(outcome)] * count
+        assert offloader.completed(Completion(job_id=job_id, outcome=outcome, bytes_moved=1, blocks=blocks))
 
 
 class Rig:
@@ -138,3 +150,73 @@ def test_on_eviction_victims_are_written_with_the_blocks_before_them() -> None:
     assert rig.disk.find(1) is not None
     assert rig.host.find(2) is None
     assert rig.metrics.value(SKIPPED, reason="evicted") == 1
+
+
+def test_a_chain_is_written_in_runs() -> None:
+    rig = Rig()
+    rig.writer.run_blocks_max = 3
+    rig.store(0, 1, 2, 3)
+    assert (rig.writer.runs, list(rig.writer.writing.values())) == ([3, 1], [(0, None), (3, 2)])
+    assert rig.offloader.queued_count == 4
+    rig.writer.finish(rig.offloader, Outcome.HIT, 3)
+    assert [rig.disk.find(key) is not None for key in range(4)] == [True, True, True, False]
+    assert (rig.offloader.queued_count, rig.host.counts().leased) == (1, 1)
+
+
+def test_blocks_that_are_no_chain_are_no_run() -> None:
+    rig = Rig()
+    rig.writer.run_blocks_max = 3
+    rig.writer.limit = 0
+    rig.store(0)
+    rig.store(1)
+    rig.store(2, parent=1)
+    rig.writer.limit = 8
+    rig.offloader.pump()
+    assert (rig.writer.runs, list(rig.writer.writing.values())) == ([1, 2], [(0, None), (1, None)])
+
+
+def test_runs_count_by_their_blocks_against_what_may_be_in_flight() -> None:
+    rig = Rig()
+    rig.writer.run_blocks_max = 3
+    rig.offloader.in_flight_max = 2
+    rig.store(0, 1, 2)
+    assert rig.writer.runs == [2]
+    rig.writer.finish(rig.offloader, Outcome.HIT, 2)
+    rig.offloader.pump()
+    assert rig.writer.runs == [2, 1]
+
+
+def test_a_disk_without_room_is_not_asked_and_no_slot_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.writer.limit = 0
+    monkeypatch.setattr(rig.disk, "reserve_chain", lambda *_: pytest.fail("a slot was reserved in vain"))
+    rig.store(0, 1, 2)
+    for _ in range(3):
+        rig.offloader.pump()
+    assert (rig.writer.asked, rig.offloader.queued_count) == (0, 3)
+
+
+def test_runs_are_split_where_disk_slots_do_not_follow_one_another() -> None:
+    rig = Rig()
+    rig.writer.run_blocks_max = 4
+    for slot in rig.disk.reserve_chain(range(100, 116), None, 0.0)[::2]:
+        rig.disk.abort(slot)
+    rig.store(0, 1, 2, 3)
+    assert rig.writer.runs == [1, 1, 1, 1]
+    assert [parent for _, parent in rig.writer.writing.values()] == [None, 0, 1, 2]
+
+
+def test_what_is_refused_in_the_middle_of_a_run_waits() -> None:
+    """The room that a writer names is an upper bound."""
+    rig = Rig()
+    rig.writer.run_blocks_max = 4
+    rig.writer.limit = 1
+    for slot in rig.disk.reserve_chain(range(100, 116), None, 0.0)[::2]:
+        rig.disk.abort(slot)
+    rig.store(0, 1, 2)
+    assert (rig.writer.runs, rig.offloader.queued_count) == ([1], 3)
+    assert rig.disk.counts().filling == 8 + 1
+    while rig.writer.writing:
+        rig.writer.finish(rig.offloader)
+        rig.offloader.pump()
+    assert [rig.disk.find(key) is not None for key in range(3)] == [True] * 3

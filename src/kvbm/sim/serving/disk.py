@@ -71,6 +71,9 @@ class SimulatedDisk:
     """
 
     fault = ""
+    run_blocks_max = 1
+    room = 1
+    """It takes whatever the queue sends, block by block: how long that takes is the link's part."""
 
     def __init__(
         self,
@@ -127,8 +130,8 @@ class SimulatedDisk:
         self._offloader.used(blocks[:stop], None)
         self._advance(_ADVANCES)
 
-    def write(
-        self, job_id: int, key: int, parent: int | None, source: SlotIndex, target: SlotIndex
+    def write_run(
+        self, job_id: int, keys: Sequence[int], parent: int | None, source: SlotIndex, target: SlotIndex
     ) -> Outcome:
         """As `offload.BlockWriter`."""
         self._events.at(self._link.send(self._events.now_s, self._block_bytes), self._written, job_id)

@@ -1,4 +1,4 @@
-"""How a disk tier moves one block between memory and a slab file, and how it computes the block's checksum.
+"""How a disk tier moves blocks between memory and a slab file, and how it computes a block's checksum.
 
 `HostBlockIo` is the ordinary way: vectored system calls between the page-aligned views of host memory and the file,
 xxh3 over the bytes. `nixl.block_io.NixlBlockIo` is the direct one: a driver moves the bytes, which may lie on a GPU.
@@ -7,7 +7,7 @@ xxh3 over the bytes. `nixl.block_io.NixlBlockIo` is the direct one: a driver mov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -33,6 +33,42 @@ class DeviceSpan(msgspec.Struct, frozen=True):
 
 Buffer = memoryview | DeviceSpan
 
+
+class RunBuffers(NamedTuple):
+    """The memory of a run: each block's buffers, one per shard, and all of it in the order in which it lies on disk."""
+
+    blocks: Sequence[Sequence[Buffer]]
+    whole: Sequence[Buffer]
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[Buffer], count: int) -> RunBuffers:
+        """From one buffer per shard with the parts of `count` blocks one after the other."""
+        if count == 1:
+            return cls((shards,), shards)
+        size = shards[0].nbytes // count
+        if len(shards) == 1:
+            shard = shards[0]
+            return cls([(_part(shard, i * size, size),) for i in range(count)], shards)
+        return cls.of_blocks([[_part(shard, i * size, size) for shard in shards] for i in range(count)])
+
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[Sequence[Buffer]]) -> RunBuffers:
+        """From the buffers of each block, wherever they lie."""
+        return cls(blocks, [buffer for block in blocks for buffer in block])
+
+    def part(self, first: int, end: int) -> RunBuffers:
+        """The blocks from `first` to before `end`."""
+        if end - first == len(self.blocks):
+            return self
+        return RunBuffers.of_blocks(self.blocks[first:end])
+
+
+def _part(buffer: Buffer, start: int, size: int) -> Buffer:
+    if isinstance(buffer, DeviceSpan):
+        return DeviceSpan(buffer.address + start, size)
+    return buffer[start : start + size]
+
+
 Checksum = Callable[[bytes, BlockKey, Sequence[memoryview]], bytes]
 """(fingerprint, key, the block's bytes in order) → 16 bytes."""
 
@@ -42,11 +78,20 @@ class DirectRefused(TierError):
 
 
 class BufferStillInUse(OSError):
-    """A transfer failed, and the device may still touch its buffer: do not use that before `BlockIo.idle` is True."""
+    """A transfer failed, and the device may still touch its buffer: do not use that before `BlockIo.idle` is True.
+
+    Of several buffers the one that failed begins `moved_bytes` after the first and has `buffer_bytes`; 0: any of them.
+    """
+
+    moved_bytes = 0
+    buffer_bytes = 0
 
 
 class BlockIo(Protocol):
-    """Reads and writes whole slots. `read`, `write` and `checksum` are called by several threads at once."""
+    """Reads and writes whole slots, one or several that are neighbours on disk.
+
+    `read`, `write` and `checksum` are called by several threads at once.
+    """
 
     checksum_kind: str
 
@@ -96,7 +141,8 @@ class HostBlockIo:
         write_fully(self._syscalls, fd, _views(sources), offset)
 
     def checksum(self, fingerprint: bytes, key: BlockKey, buffers: Sequence[Buffer]) -> bytes:
-        return block_checksum(fingerprint, key, _views(buffers))
+        # Not through `_views`: this is called for each of many small blocks, and xxh3 takes nothing but memory.
+        return block_checksum(fingerprint, key, cast(Sequence[memoryview], buffers))
 
     def idle(self) -> bool:
         return True

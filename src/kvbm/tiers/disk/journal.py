@@ -23,7 +23,8 @@ offset bytes
 ====== ===== ==========================================================================
 
 256 zero bytes are the void record: the slot holds nothing. Anything else that does not decode is *damaged* and
-counts as void. The order of writes is `DiskMedium`'s: void, then bytes, then record.
+counts as void. The order of writes is `DiskMedium`'s: void, then bytes, then record. The records of consecutive slots
+are read and written in one call; a call that ends half-way leaves some of them as they were, and at most one torn.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import xxhash
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, BlockState, SlotIndex
+from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.syscalls import Syscalls, read_fully, write_fully
 
 _RECORD = struct.Struct("<4sHBBQ32s32s16sQQ8s32sH98x")
 _CRC = struct.Struct("<I")
+_HELD = struct.Struct("<7sx8x32s32x16sQQ8s32sH98xI")
+"""The same record with its crc, as a load needs it: magic, version and state are one field; flags, sequence and
+parent are left out."""
 _MAGIC = b"KVBR"
 _VERSION = 2
 _HAS_PARENT = 1
@@ -49,7 +55,8 @@ _SCAN_BYTES = 1 << 20
 _NO_HASH = bytes(KEY_BYTES)
 CHECKSUM_BYTES = 16
 
-assert _RECORD.size + _CRC.size == RECORD_BYTES
+assert _RECORD.size + _CRC.size == _HELD.size == RECORD_BYTES
+_RESIDENT = struct.pack("<4sHB", _MAGIC, _VERSION, BlockState.RESIDENT)
 
 
 class DamagedRecord(Exception):
@@ -70,6 +77,20 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0
 
 
+def is_void(raw: bytes) -> bool:
+    """Whether this record says that its slot holds nothing."""
+    return raw == _VOID
+
+
+class HeldBlock(NamedTuple):
+    """What a load needs of a whole record: as `BlockRecord`."""
+
+    key: bytes
+    checksum: bytes
+    engine_hash: bytes
+    group: int
+
+
 def block_checksum(fingerprint: bytes, key: BlockKey, buffers: Sequence[memoryview]) -> bytes:
     """16 bytes: xxh3_128 over fingerprint, key, and the block's bytes in order.
 
@@ -84,22 +105,30 @@ def block_checksum(fingerprint: bytes, key: BlockKey, buffers: Sequence[memoryvi
 
 def encode_record(record: BlockRecord, fingerprint: bytes) -> bytes:
     """The record's 256 bytes."""
-    assert len(record.key) == KEY_BYTES and len(record.checksum) == CHECKSUM_BYTES
-    assert len(record.engine_hash) in (0, KEY_BYTES) and 0 <= record.group <= GROUP_MAX
+    head = BlockHead(record.key, record.parent, record.engine_hash, record.group)
+    return _pack(record.slot, head, record.checksum, record.length, record.sequence, fingerprint)
+
+
+def _pack(
+    slot: int, block: BlockHead, checksum: bytes, length: int, sequence: int, fingerprint: bytes
+) -> bytes:
+    key, parent, engine_hash, group = block
+    assert len(key) == KEY_BYTES and len(checksum) == CHECKSUM_BYTES
+    assert len(engine_hash) in (0, KEY_BYTES) and 0 <= group <= GROUP_MAX
     body = _RECORD.pack(
         _MAGIC,
         _VERSION,
         BlockState.RESIDENT,
-        0 if record.parent is None else _HAS_PARENT,
-        record.sequence,
-        record.key,
-        record.parent or bytes(KEY_BYTES),
-        record.checksum,
-        record.length,
-        record.slot,
+        0 if parent is None else _HAS_PARENT,
+        sequence,
+        key,
+        parent or _NO_HASH,
+        checksum,
+        length,
+        slot,
         fingerprint[:8],
-        record.engine_hash or _NO_HASH,
-        record.group,
+        engine_hash or _NO_HASH,
+        group,
     )
     return body + _CRC.pack(zlib.crc32(body))
 
@@ -149,18 +178,55 @@ class Journal:
 
     def read(self, slot: SlotIndex) -> BlockRecord | None:
         """The slot's record, None when void. Raises DamagedRecord, OSError."""
-        assert 0 <= slot < self._slot_count
-        raw = bytearray(RECORD_BYTES)
+        return decode_record(self.read_raw(slot, 1), slot, self._block_bytes, self._fingerprint)
+
+    def read_raw(self, slot: int, count: int) -> bytes:
+        """The records of `count` slots from `slot` on, as they are in the file. Raises OSError."""
+        assert 0 <= slot and slot + count <= self._slot_count
+        raw = bytearray(count * RECORD_BYTES)
         read_fully(self._syscalls, self._fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)
-        return decode_record(bytes(raw), slot, self._block_bytes, self._fingerprint)
+        return bytes(raw)
+
+    def held(self, raw: bytes, slot: int) -> list[HeldBlock | None]:
+        """The blocks of `read_raw(slot, ...)`: of each record that is neither void nor damaged, what a load needs."""
+        length, prefix = self._block_bytes, self._fingerprint[:8]
+        found: list[HeldBlock | None] = []
+        start = 0
+        # One step of Python for each of many small blocks: no objects but the result.
+        for state, key, checksum, size, place, origin, engine_hash, group, crc in _HELD.iter_unpack(raw):
+            if (
+                state == _RESIDENT
+                and crc == zlib.crc32(raw[start : start + _RECORD.size])
+                and place == slot
+                and size == length
+                and origin == prefix
+            ):
+                name = b"" if engine_hash == _NO_HASH else engine_hash
+                found.append(HeldBlock(key, checksum, name, group))
+            else:
+                found.append(None)
+            start += RECORD_BYTES
+            slot += 1
+        return found
 
     def write(self, record: BlockRecord) -> None:
         """Replace the slot's record. Raises OSError."""
         self._put(record.slot, encode_record(record, self._fingerprint))
 
-    def void(self, slot: SlotIndex) -> None:
-        """The slot holds nothing from now on. Raises OSError."""
-        self._put(slot, _VOID)
+    def write_run(
+        self, slot: int, blocks: Sequence[BlockHead], checksums: Sequence[bytes], sequence: int
+    ) -> None:
+        """Replace the records of consecutive slots in one write; `sequence` is the first one's. Raises OSError."""
+        length, fingerprint = self._block_bytes, self._fingerprint
+        records = [
+            _pack(slot + i, block, checksums[i], length, sequence + i, fingerprint)
+            for i, block in enumerate(blocks)
+        ]
+        self._put(slot, b"".join(records))
+
+    def void(self, slot: int, count: int = 1) -> None:
+        """These slots hold nothing from now on; one write. Raises OSError."""
+        self._put(slot, _VOID * count)
 
     def scan(self) -> Iterator[BlockRecord | SlotIndex]:
         """Every resident slot's record and, of every damaged record, the slot; one sequential read. Raises OSError."""
@@ -181,6 +247,6 @@ class Journal:
                     if record is not None:
                         yield record
 
-    def _put(self, slot: SlotIndex, raw: bytes) -> None:
-        assert 0 <= slot < self._slot_count
+    def _put(self, slot: int, raw: bytes) -> None:
+        assert 0 <= slot and slot * RECORD_BYTES + len(raw) <= self._slot_count * RECORD_BYTES
         write_fully(self._syscalls, self._fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)

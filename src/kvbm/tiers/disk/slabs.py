@@ -1,4 +1,4 @@
-"""The slab files: preallocated, whole slots only, read and written block by block through a `BlockIo`."""
+"""The slab files: preallocated, whole slots only, read and written through a `BlockIo`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvbm.block import SlotIndex
 from kvbm.layout import PAGE_BYTES
@@ -30,7 +30,7 @@ class SlabFiles:
     """The slabs of one directory, open. `direct` tells whether O_DIRECT is in use, `sparse` whether the filesystem
     could not reserve their bytes.
 
-    Thread-safe after `open`: reads and writes share nothing but descriptors, and `has_bytes` a byte for each slot.
+    Thread-safe after `open`: reads and writes share nothing but descriptors, and `lacking` a byte for each slot.
     """
 
     def __init__(
@@ -68,27 +68,37 @@ class SlabFiles:
         files = [(fd, self._geometry.slab_bytes(slab)) for slab, fd in enumerate(self._fds)]
         self._io.attach(dir_fd, files, self.direct)
 
+    def pieces(self, slot: SlotIndex, wanted: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The places in `wanted`, rising, of a run that begins at `slot`, as (first, end) of what one call can move."""
+        first = end = wanted[0]
+        for place in wanted:
+            if place != end or (place > first and (slot + place) % self._geometry.slab_slots == 0):
+                yield first, end
+                first = place
+            end = place + 1
+        yield first, end
+
     def read(self, slot: SlotIndex, targets: Sequence[Buffer]) -> None:
-        """Fill the targets with the slot's bytes. Raises OSError."""
+        """Fill the targets with the bytes of this slot and the next ones in its slab. Raises OSError."""
         self._transfer(self._io.read, slot, targets)
 
     def write(self, slot: SlotIndex, sources: Sequence[Buffer]) -> None:
-        """Write the sources into the slot. Raises OSError."""
-        self._transfer(self._io.write, slot, sources)
-        self.note_bytes(slot)
+        """Write the sources into this slot and the next ones in its slab. Raises OSError."""
+        count = self._transfer(self._io.write, slot, sources)
+        self.note_bytes(slot, count)
 
-    def has_bytes(self, slot: SlotIndex) -> bool:
-        """True when the slot takes nothing more from the filesystem when it is written.
+    def lacking(self, slot: SlotIndex, count: int) -> int:
+        """How many of these slots take more bytes from the filesystem when they are written.
 
-        In sparse files: a slot written since they were opened, or known to have been before. Asking the filesystem
+        In sparse files: those not written since they were opened, nor known to have been before. Asking the filesystem
         for holes would not do: one without fallocate may call the whole file data.
         """
-        return not self.sparse or bool(self._written[slot])
+        return self._written.count(0, slot, slot + count) if self.sparse else 0
 
-    def note_bytes(self, slot: SlotIndex) -> None:
-        """The slot was written, now or by an earlier owner."""
+    def note_bytes(self, slot: SlotIndex, count: int = 1) -> None:
+        """The slots were written, now or by an earlier owner."""
         if self.sparse:
-            self._written[slot] = 1
+            self._written[slot : slot + count] = b"\1" * count
 
     def vanished(self) -> str:
         """Empty, or one phrase saying which file was removed or cut short. Raises OSError."""
@@ -167,9 +177,12 @@ class SlabFiles:
 
     def _transfer(
         self, call: Callable[[int, Sequence[Buffer], int], None], slot: SlotIndex, buffers: Sequence[Buffer]
-    ) -> None:
+    ) -> int:
+        """Move whole slots; how many they were."""
         slab, offset = self._geometry.locate(slot)
-        assert sum(buffer.nbytes for buffer in buffers) == self._geometry.block_bytes
+        size = sum(buffer.nbytes for buffer in buffers)
+        assert size > 0 and size % self.block_bytes == 0
+        assert offset + size <= self._geometry.slab_bytes(slab)
         direct = self.direct  # another thread may fall back while this call is on its way
         try:
             call(self._fds[slab], buffers, offset)
@@ -178,6 +191,7 @@ class SlabFiles:
                 raise
             self._fall_back("a transfer with O_DIRECT was refused")
             call(self._fds[slab], buffers, offset)
+        return size // self.block_bytes
 
     def _fall_back(self, reason: str) -> None:
         """Go on through the page cache. May be called by several I/O threads at once: it is idempotent."""

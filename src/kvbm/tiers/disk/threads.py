@@ -1,4 +1,7 @@
-"""The I/O threads: a bounded queue in, a bounded queue of completions and an eventfd out."""
+"""The I/O threads: a bounded queue in, a bounded queue of completions and an eventfd out.
+
+A thread takes queued jobs whose slots follow one another as one run: who submits block by block gets the speed of runs.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,57 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
 from kvbm.block import BlockKey, SlotIndex
-from kvbm.tiers.contract import Completion
+from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk.block_io import Buffer
 
 
-class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One block to read."""
+class LoadJob(msgspec.Struct):
+    """Blocks to read from the slots from `slot` on; `is_run`: submitted as a run, and completed as one."""
 
     job_id: int
-    key: BlockKey
     slot: SlotIndex
+    keys: Sequence[BlockKey]
     targets: Sequence[Buffer]
+    is_run: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.keys)
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        return self.targets
 
 
-class StoreJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One block to write."""
+class StoreJob(msgspec.Struct):
+    """Blocks to write to the slots from `slot` on; `sequence` is the first one's."""
 
     job_id: int
-    key: BlockKey
-    parent: BlockKey | None
     slot: SlotIndex
+    blocks: Sequence[BlockHead]
     sequence: int
     sources: Sequence[Buffer]
-    engine_hash: bytes = b""
-    group: int = 0
+    is_run: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        return self.sources
 
 
 Job = LoadJob | StoreJob
 """Loads are urgent: a request waits for them."""
+
+JobT = TypeVar("JobT", LoadJob, StoreJob)
 
 LOADS_IN_A_ROW_MAX = 8
 """After so many loads one store goes first: stores pin host slots, so they may be slow but must not starve."""
@@ -48,20 +70,23 @@ class IoThreads:
     """Runs jobs in `thread_count` daemon threads. At most `limit` jobs are accepted and not collected yet.
 
     `submit`, `collect`, `wait_idle` and `stop` belong to one owner thread. `execute` runs in the I/O threads and must
-    not raise; `abandon` makes the completion of a job that `stop` has abandoned.
+    not raise; it gets jobs of one kind whose slots follow one another, together at most `run_blocks_max` blocks or one
+    job, and returns a completion for each. `abandon` makes the completion of a job that `stop` has abandoned.
     """
 
     def __init__(
         self,
-        execute: Callable[[Job], Completion],
+        execute: Callable[[Sequence[Job]], list[Completion]],
         abandon: Callable[[Job], Completion],
         thread_count: int,
         limit: int,
+        run_blocks_max: int = 1,
     ) -> None:
-        assert thread_count > 0 and limit > 0
+        assert thread_count > 0 and limit > 0 and run_blocks_max > 0
         self._execute = execute
         self._abandon = abandon
         self._limit = limit
+        self._run_blocks_max = run_blocks_max
         self._uncollected = 0
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -69,7 +94,8 @@ class IoThreads:
         # Guarded by the lock:
         self._loads: deque[LoadJob] = deque()
         self._stores: deque[StoreJob] = deque()
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, Sequence[Job]] = {}
+        self._sleepers = 0
         self._loads_in_a_row = 0
         self._stopping = False
         # Appended under the lock before the eventfd is signalled, emptied by the owner without it.
@@ -92,11 +118,12 @@ class IoThreads:
         assert self._uncollected < self._limit and not self._stopping
         self._uncollected += 1
         with self._lock:
-            if isinstance(job, LoadJob):
-                self._loads.append(job)
-            else:
-                self._stores.append(job)
-            self._work.notify()
+            queue = self._loads if isinstance(job, LoadJob) else self._stores
+            # A job that goes with the one before it needs no thread of its own; if it does not go with it after all,
+            # the thread that takes that one wakes another.
+            if self._sleepers and not (queue and self._joins(queue[-1], queue[-1].count, job)):
+                self._work.notify()
+            queue.append(job)  # type: ignore[arg-type]
 
     def collect(self) -> list[Completion]:
         """The completions since the last call; never blocks."""
@@ -133,7 +160,7 @@ class IoThreads:
             self._work.notify_all()
         idle = self.wait_idle(deadline_s)
         with self._lock:
-            left: list[Job] = [*self._loads, *self._stores, *self._running.values()]
+            left: list[Job] = [*self._loads, *self._stores, *chain.from_iterable(self._running.values())]
             self._loads.clear()
             self._stores.clear()
             self._running.clear()
@@ -149,28 +176,45 @@ class IoThreads:
         return not (self._loads or self._stores or self._running)
 
     def _serve(self) -> None:
-        while (job := self._take()) is not None:
-            completion = self._execute(job)
+        while (jobs := self._take()) is not None:
+            completions = self._execute(jobs)
             with self._lock:
-                if self._running.pop(id(job), None) is None:
+                if self._running.pop(id(jobs), None) is None:
                     return  # abandoned by `stop`
-                self._completions.append(completion)
+                self._completions.extend(completions)
                 os.eventfd_write(self._eventfd, 1)
                 if self._is_idle():
                     self._idle.notify_all()
 
-    def _take(self) -> Job | None:
+    def _take(self) -> Sequence[Job] | None:
         with self._lock:
             while not (self._loads or self._stores):
                 if self._stopping:
                     return None
+                self._sleepers += 1
                 self._work.wait()
-            job: Job
+                self._sleepers -= 1
+            jobs: Sequence[Job]
             if self._loads and not (self._stores and self._loads_in_a_row >= LOADS_IN_A_ROW_MAX):
                 self._loads_in_a_row += 1
-                job = self._loads.popleft()
+                jobs = self._take_run(self._loads)
             else:
                 self._loads_in_a_row = 0
-                job = self._stores.popleft()
-            self._running[id(job)] = job
-            return job
+                jobs = self._take_run(self._stores)
+            self._running[id(jobs)] = jobs
+            if self._sleepers and (self._loads or self._stores):
+                self._work.notify()
+            return jobs
+
+    def _take_run(self, queue: deque[JobT]) -> list[JobT]:
+        """The first job, and those after it that go with it."""
+        jobs = [queue.popleft()]
+        count = jobs[0].count
+        while queue and self._joins(jobs[-1], count, queue[0]):
+            jobs.append(queue.popleft())
+            count += jobs[-1].count
+        return jobs
+
+    def _joins(self, last: Job, count: int, job: Job) -> bool:
+        """Whether a job goes with `count` blocks that end with those of `last`."""
+        return last.slot + last.count == job.slot and count + job.count <= self._run_blocks_max

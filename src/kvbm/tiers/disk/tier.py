@@ -17,12 +17,20 @@ from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
-from kvbm.tiers.contract import Completion, RecoveredBlock
-from kvbm.tiers.disk.block_io import BlockIo, Buffer, BufferStillInUse, HostBlockIo, disk_namespace
+from kvbm.tiers.contract import RUN_BYTES_MAX, BlockHead, Completion, RecoveredBlock
+from kvbm.tiers.disk.block_io import (
+    BlockIo,
+    Buffer,
+    BufferStillInUse,
+    HostBlockIo,
+    disk_namespace,
+)
+from kvbm.tiers.disk.completions import abandoned, completions_of, memory_of
 from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskSetting
-from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, open_medium, plan
+from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
+from kvbm.tiers.disk.opening import open_medium, plan
 from kvbm.tiers.disk.room import NoRoom
-from kvbm.tiers.disk.syscalls import Syscalls
+from kvbm.tiers.disk.syscalls import VECTOR_BUFFERS_MAX, Syscalls
 from kvbm.tiers.disk.threads import IoThreads, Job, LoadJob, StoreJob
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
@@ -95,7 +103,7 @@ def open_disk_tier(
 
 
 class DiskTier:
-    """A `SlotTier` on local disk. All methods belong to one owner thread.
+    """A `RunTier` on local disk. All methods belong to one owner thread.
 
     Beyond the contract: after a fault the owner must forget all it knew of the slots, and after a `heal` that
     returned True take `recovered()` anew. A submission counts against `pending_limit` until its completion is polled;
@@ -121,6 +129,12 @@ class DiskTier:
         self.slot_count = plan(options).slot_count
         self.pending_limit = pending_limit
         self._store_limit = max(1, pending_limit - pending_limit // 4)
+        layout = options.layout
+        self._slot_bytes, self._shard_count = layout.slot_bytes, layout.shard_count
+        self._block_bytes = layout.block_bytes
+        assert self._slot_bytes % PAGE_BYTES == 0
+        in_bytes, in_buffers = RUN_BYTES_MAX // self._block_bytes, VECTOR_BUFFERS_MAX // self._shard_count
+        self.run_blocks_max = max(1, min(in_bytes, in_buffers))
         self._fault_lock = threading.Lock()
         self._fault = ""
         self._sequence = 0
@@ -129,7 +143,9 @@ class DiskTier:
         self._medium: DiskMedium | None = None
         self._recovered: list[RecoveredBlock] = []
         self._attach(open_medium(options, syscalls, io, clock))
-        self._threads = IoThreads(self._execute, self._abandon, io_threads, pending_limit)
+        self._threads = IoThreads(
+            self._execute, self._abandon, io_threads, pending_limit, self.run_blocks_max
+        )
 
     @property
     def path(self) -> Path | None:
@@ -149,6 +165,14 @@ class DiskTier:
         found, self._recovered = self._recovered, []
         return found
 
+    @property
+    def load_room(self) -> int:
+        return max(0, self.pending_limit - self._threads.uncollected_count)
+
+    @property
+    def store_room(self) -> int:
+        return max(0, self._store_limit - self._threads.uncollected_count)
+
     def submit_store(
         self,
         job_id: int,
@@ -159,51 +183,76 @@ class DiskTier:
         engine_hash: bytes = b"",
         group: int = 0,
     ) -> Outcome:
-        assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
-        assert len(engine_hash) in (0, KEY_BYTES) and 0 <= group <= GROUP_MAX
-        self._check_buffers(sources)
+        return self._store(job_id, (BlockHead(key, parent, engine_hash, group),), slot, sources, False)
+
+    def submit_store_run(
+        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[Buffer]
+    ) -> Outcome:
+        return self._store(job_id, blocks, slot, sources, True)
+
+    def submit_load(self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> Outcome:
+        return self._load(job_id, (key,), slot, targets, False)
+
+    def submit_load_run(
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[Buffer]
+    ) -> Outcome:
+        return self._load(job_id, keys, slot, targets, True)
+
+    def _store(
+        self,
+        job_id: int,
+        blocks: Sequence[BlockHead],
+        slot: SlotIndex,
+        sources: Sequence[Buffer],
+        is_run: bool,
+    ) -> Outcome:
+        for block in blocks:
+            assert len(block.key) == KEY_BYTES
+            assert len(block.engine_hash) in (0, KEY_BYTES) and 0 <= block.group <= GROUP_MAX
+        self._check(slot, len(blocks), sources)
         self._watch()
         if self._fault or self._closed:
             return Outcome.RETRY
         if self._threads.uncollected_count >= self._store_limit:
             return Outcome.THROTTLED
-        self._sequence += 1
-        self._threads.submit(
-            StoreJob(
-                job_id=job_id,
-                key=key,
-                parent=parent,
-                slot=slot,
-                sequence=self._sequence,
-                sources=tuple(sources),
-                engine_hash=engine_hash,
-                group=group,
-            )
-        )
+        first = self._sequence + 1
+        self._sequence += len(blocks)
+        self._threads.submit(StoreJob(job_id, slot, tuple(blocks), first, tuple(sources), is_run))
         return Outcome.PENDING
 
-    def submit_load(self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> Outcome:
-        assert len(key) == KEY_BYTES and 0 <= slot < self.slot_count
-        self._check_buffers(targets)
+    def _load(
+        self,
+        job_id: int,
+        keys: Sequence[BlockKey],
+        slot: SlotIndex,
+        targets: Sequence[Buffer],
+        is_run: bool,
+    ) -> Outcome:
+        for key in keys:
+            assert len(key) == KEY_BYTES
+        self._check(slot, len(keys), targets)
         self._watch()
         if self._fault or self._closed:
             return Outcome.RETRY
         if self._threads.uncollected_count >= self.pending_limit:
             return Outcome.THROTTLED
-        self._threads.submit(LoadJob(job_id=job_id, key=key, slot=slot, targets=tuple(targets)))
+        self._threads.submit(LoadJob(job_id, slot, tuple(keys), tuple(targets), is_run))
         return Outcome.PENDING
 
     def forget(self, slot: SlotIndex) -> None:
-        assert 0 <= slot < self.slot_count
+        self.forget_run(slot, 1)
+
+    def forget_run(self, slot: SlotIndex, count: int) -> None:
+        assert count > 0 and 0 <= slot <= self.slot_count - count
         if self._closed:
             return
         if self._fault or self._medium is None:
-            self._voids_owed.add(slot)
+            self._voids_owed.update(map(SlotIndex, range(slot, slot + count)))
             return
         try:
-            self._medium.void(slot)
+            self._medium.void(slot, count)
         except OSError as error:
-            self._voids_owed.add(slot)
+            self._voids_owed.update(map(SlotIndex, range(slot, slot + count)))
             self._turn_off(f"voiding slot {slot} in the journal", error)
 
     def poll(self) -> list[Completion]:
@@ -276,55 +325,52 @@ class DiskTier:
         self._watched_s = self._clock()
         self._no_room_logged = False
 
-    def _execute(self, job: Job) -> Completion:
-        """In an I/O thread: run one job. Raises nothing."""
-        medium = self._medium
+    def _execute(self, jobs: Sequence[Job]) -> list[Completion]:
+        """In an I/O thread: run jobs whose slots follow one another. Raises nothing."""
+        medium, job = self._medium, jobs[0]
         if self._fault or medium is None:
-            return self._abandon(job)
+            return list(map(self._abandon, jobs))
         start_s = self._clock()
         try:
+            memory = memory_of(jobs)
             if isinstance(job, StoreJob):
-                medium.store(job)
-                return self._moved(job, start_s)
-            verdict = medium.load(job.key, job.slot, job.targets)
-        except NoRoom as error:
-            return self._refuse(job, medium, error)
-        except Exception as error:
-            verb = "writing" if isinstance(job, StoreJob) else "reading"
-            self._turn_off(f"{verb} slot {job.slot} in {medium.path}", error)
-            return self._abandon(job, still_in_use=isinstance(error, BufferStillInUse))
-        if verdict.outcome is Outcome.HIT:
-            return self._moved(job, start_s, verdict.engine_hash, verdict.group)
-        if verdict.corrupt:
-            log.warning("disk tier: slot %d in %s failed verification and was dropped", job.slot, medium.path)
-        return Completion(
-            job_id=job.job_id,
-            outcome=verdict.outcome,
-            corrupt=verdict.corrupt,
-            seconds=self._clock() - start_s,
-        )
+                heads = [head for each in jobs if isinstance(each, StoreJob) for head in each.blocks]
+                blocks, error = medium.store(job.slot, heads, job.sequence, memory)
+            else:
+                keys = [key for each in jobs if isinstance(each, LoadJob) for key in each.keys]
+                blocks, error = medium.load(job.slot, keys, memory)
+        except Exception as failure:
+            self._turn_off(self._named(job, job.slot, medium), failure)
+            in_use = isinstance(failure, BufferStillInUse)
+            return [self._abandon(each, in_use) for each in jobs]
+        text = ""
+        if isinstance(error, NoRoom):
+            text = self._log_no_room(medium, error)
+        elif error is not None:
+            place = next(i for i, end in enumerate(blocks) if end.outcome is Outcome.RETRY)
+            self._turn_off(self._named(job, job.slot + place, medium), error)
+            text = self._fault
+        seconds = self._clock() - start_s
+        for place, end in enumerate(blocks):
+            if end.corrupt:
+                slot = job.slot + place
+                log.warning("disk tier: slot %d in %s failed verification and was dropped", slot, medium.path)
+        return completions_of(jobs, blocks, self._block_bytes, seconds, text)
 
-    def _refuse(self, job: Job, medium: DiskMedium, error: NoRoom) -> Completion:
+    def _named(self, job: Job, slot: int, medium: DiskMedium) -> str:
+        verb = "writing" if isinstance(job, StoreJob) else "reading"
+        return f"{verb} slot {slot} in {medium.path}"
+
+    def _log_no_room(self, medium: DiskMedium, error: NoRoom) -> str:
         """A store that has no room ends alone: blocks on the disk can be read, and be replaced by others."""
         text = f"disk tier: no room for more blocks in {medium.path}: {error.strerror}"
         if not self._no_room_logged:
             self._no_room_logged = True
             log.warning("%s; logged once", text)
-        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=text)
-
-    def _moved(self, job: Job, start_s: float, engine_hash: bytes = b"", group: int = 0) -> Completion:
-        return Completion(
-            job_id=job.job_id,
-            outcome=Outcome.HIT,
-            bytes_moved=self._options.layout.block_bytes,
-            seconds=self._clock() - start_s,
-            engine_hash=engine_hash,
-            group=group,
-        )
+        return text
 
     def _abandon(self, job: Job, still_in_use: bool = False) -> Completion:
-        error = self._fault or "disk tier: closed before the transfer ended"
-        return Completion(job_id=job.job_id, outcome=Outcome.RETRY, error=error, still_in_use=still_in_use)
+        return abandoned(job, self._fault or "disk tier: closed before the transfer ended", still_in_use)
 
     def _turn_off(self, operation: str, error: Exception) -> None:
         """Any thread: the first failure names the fault, later ones are its consequences."""
@@ -350,11 +396,11 @@ class DiskTier:
         if what:
             self._declare(what)
 
-    def _check_buffers(self, buffers: Sequence[Buffer]) -> None:
-        layout = self._options.layout
-        assert len(buffers) == layout.shard_count, "one buffer per shard"
-        assert all(buffer.nbytes == layout.slot_bytes for buffer in buffers), "whole slots, padding included"
-        assert layout.slot_bytes % PAGE_BYTES == 0
+    def _check(self, slot: SlotIndex, count: int, buffers: Sequence[Buffer]) -> None:
+        assert 0 < count <= self.run_blocks_max and 0 <= slot <= self.slot_count - count
+        assert len(buffers) == self._shard_count, "one buffer per shard"
+        for buffer in buffers:
+            assert buffer.nbytes == count * self._slot_bytes, "whole slots, padding included"
 
 
 def _reason(error: Exception) -> str:

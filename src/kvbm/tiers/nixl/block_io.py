@@ -187,10 +187,16 @@ class NixlBlockIo:
     def _move(self, operation: Operation, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
         """One transfer per buffer, so that a failure is that buffer's own and nothing of it is left under way."""
         assert offset + sum(buffer.nbytes for buffer in buffers) <= self._file_bytes[fd]
+        moved_bytes = 0
         for buffer in buffers:
-            with self._turn():
-                self._transfer(operation, fd, buffer, offset, time.monotonic() + self._limit_s)
-            offset += buffer.nbytes
+            try:
+                with self._turn():
+                    end_s = time.monotonic() + self._limit_s
+                    self._transfer(operation, fd, buffer, offset + moved_bytes, end_s)
+            except BufferStillInUse as error:
+                error.moved_bytes, error.buffer_bytes = moved_bytes, buffer.nbytes
+                raise
+            moved_bytes += buffer.nbytes
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

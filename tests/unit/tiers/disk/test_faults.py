@@ -25,9 +25,10 @@ from kvbm.testing.tier_contract import (
     make_key,
     store,
 )
+from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk import tier as disk
+from kvbm.tiers.disk.block_io import RunBuffers
 from kvbm.tiers.disk.syscalls import Syscalls
-from kvbm.tiers.disk.threads import StoreJob
 from kvbm.tiers.disk.tier import WATCH_PERIOD_S, DiskTier, open_disk_tier
 
 SLOT_COUNT = 8
@@ -241,15 +242,8 @@ def test_a_block_overwritten_while_it_is_read_is_a_miss_and_no_corruption(tmp_pa
             if tier is not None and "slab" in os.readlink(f"/proc/self/fd/{fd}"):
                 self.overtake = None
                 assert tier._medium is not None
-                overwrite = StoreJob(
-                    job_id=9,
-                    key=make_key(2),
-                    parent=None,
-                    slot=SlotIndex(0),
-                    sequence=99,
-                    sources=BlockBuffers.of(make_key(2), LAYOUT).views,
-                )
-                tier._medium.store(overwrite)
+                memory = RunBuffers.of_shards(BlockBuffers.of(make_key(2), LAYOUT).views, 1)
+                tier._medium.store(SlotIndex(0), [BlockHead(make_key(2), None)], 99, memory)
                 moved = super().preadv(fd, buffers, offset)
             return moved
 

@@ -11,14 +11,17 @@ import pytest
 
 from kvbm.block import GROUP_MAX, BlockKey, SlotIndex
 from kvbm.testing.tier_contract import make_key
+from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.journal import (
     BlockRecord,
     DamagedRecord,
+    HeldBlock,
     Journal,
     block_checksum,
     decode_record,
     encode_record,
+    is_void,
 )
 from kvbm.tiers.disk.syscalls import Syscalls
 
@@ -141,3 +144,43 @@ def test_a_damaged_record_is_reported_by_its_slot(journal: Journal, tmp_path: Pa
     assert list(journal.scan()) == [5, make_record(6)]
     with pytest.raises(DamagedRecord):
         journal.read(SlotIndex(5))
+
+
+def test_records_of_a_run_are_those_of_its_blocks(journal: Journal) -> None:
+    blocks = [
+        BlockHead(make_key(0), None),
+        BlockHead(make_key(1), make_key(0), bytes(range(32)), 3),
+        BlockHead(make_key(2), make_key(1), b"", GROUP_MAX),
+    ]
+    checksums = [bytes([number] * 16) for number in range(3)]
+    journal.write_run(5, blocks, checksums, 40)
+    for place, head in enumerate(blocks):
+        record = journal.read(SlotIndex(5 + place))
+        assert record is not None
+        assert BlockHead(record.key, record.parent, record.engine_hash, record.group) == head
+        assert (record.slot, record.sequence, record.length) == (5 + place, 40 + place, LENGTH)
+        assert record.checksum == checksums[place]
+    raw = journal.read_raw(SlotIndex(4), 5)
+    held = [
+        HeldBlock(head.key, checksum, head.engine_hash, head.group)
+        for head, checksum in zip(blocks, checksums, strict=True)
+    ]
+    assert journal.held(raw, 4) == [None, *held, None]
+    assert is_void(raw[:RECORD_BYTES]) and not is_void(raw[RECORD_BYTES : 2 * RECORD_BYTES])
+    journal.void(6, 2)
+    assert [journal.read(SlotIndex(slot)) is None for slot in (5, 6, 7)] == [False, True, True]
+
+
+def test_a_load_believes_what_is_whole_and_in_its_place_and_nothing_else(journal: Journal) -> None:
+    """As `decode_record` does, bit by bit."""
+    raw = encode_record(make_record(3), FINGERPRINT)
+    assert journal.held(raw, 3) != [None]
+    for place in range(RECORD_BYTES):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << place % 8
+        assert journal.held(bytes(flipped), 3) == [None]
+    assert journal.held(raw, 4) == [None]
+    for length, fingerprint in ((LENGTH + 4096, FINGERPRINT), (LENGTH, bytes(32))):
+        assert Journal(Syscalls(), -1, SLOT_COUNT, length, fingerprint).held(raw, 3) == [None]
+    version = msgspec.structs.replace(make_record(3), sequence=8)
+    assert journal.held(encode_record(version, FINGERPRINT), 3) == journal.held(raw, 3)

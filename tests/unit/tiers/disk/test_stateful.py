@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvbm.block import Outcome, SlotIndex
 from kvbm.layout import BlockLayout
 from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
+from kvbm.testing.run_tier_contract import load_run, outcomes, store_run
 from kvbm.testing.tier_contract import DEADLINE_S, NAMESPACE, BlockBuffers, by_slot, load, make_key, store
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
@@ -108,6 +109,45 @@ class DiskTierMachine(RuleBasedStateMachine):
         slot = self.in_range(slot)
         self.tier.forget(slot)
         self.expect(slot, None)
+
+    @rule(slot=slots, run=st.lists(numbers, min_size=1, max_size=4, unique=True))
+    def store_run(self, slot: int, run: list[int]) -> None:
+        assert self.tier is not None
+        slot = self.in_range(slot)
+        run = run[: self.tier.slot_count - slot]
+        assert set(outcomes(store_run(self.tier, LAYOUT, run, slot))) == {Outcome.HIT}
+        for place, number in enumerate(run):
+            self.expect(slot + place, number)
+
+    @rule(slot=slots, known=st.lists(st.booleans(), min_size=1, max_size=4), number=numbers)
+    def load_run(self, slot: int, known: list[bool], number: int) -> None:
+        """Of each slot the block that must be there, or another one."""
+        assert self.tier is not None
+        slot = self.in_range(slot)
+        run = [
+            self.must.get(slot + place, number) if is_known else number
+            for place, is_known in enumerate(known)
+        ]
+        run = run[: self.tier.slot_count - slot]
+        for place, end in enumerate(load_run(self.tier, LAYOUT, run, slot).blocks):
+            if end.outcome is Outcome.HIT:
+                assert run[place] in self.may[slot + place], "found what was forgotten or overwritten"
+                self.expect(slot + place, run[place])
+            else:
+                assert end.outcome is Outcome.MISS
+                assert self.must.get(slot + place) != run[place], "a block was lost"
+                assert not end.corrupt or slot + place not in self.must, "a sound block was called corrupt"
+                if end.corrupt:
+                    self.expect(slot + place, None)
+
+    @rule(slot=slots, count=st.integers(1, 4))
+    def forget_run(self, slot: int, count: int) -> None:
+        assert self.tier is not None
+        slot = self.in_range(slot)
+        count = min(count, self.tier.slot_count - slot)
+        self.tier.forget_run(slot, count)
+        for each in range(slot, slot + count):
+            self.expect(each, None)
 
     @rule(seed=st.integers(0, 2**32), slot_count=st.integers(1, SLOT_COUNT_MAX))
     def restart_with_another_capacity(self, seed: int, slot_count: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import make_key
-from kvbm.tiers.contract import Completion
+from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk import threads as disk_io
 from kvbm.tiers.disk.syscalls import STALLS_MAX, Syscalls, read_fully, write_fully
 from kvbm.tiers.disk.threads import IoThreads, Job, LoadJob, StoreJob
@@ -81,14 +81,16 @@ class Gate:
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.together: list[list[int]] = []
         self.entered = threading.Semaphore(0)
         self.passes = threading.Semaphore(0)
 
-    def execute(self, job: Job) -> Completion:
-        self.begun.append(job.job_id)
+    def execute(self, jobs: Sequence[Job]) -> list[Completion]:
+        self.begun += [job.job_id for job in jobs]
+        self.together.append([job.job_id for job in jobs])
         self.entered.release()
         assert self.passes.acquire(timeout=DEADLINE_S)
-        return Completion(job_id=job.job_id, outcome=Outcome.HIT)
+        return [Completion(job_id=job.job_id, outcome=Outcome.HIT) for job in jobs]
 
     def open(self, count: int = 1000) -> None:
         self.passes.release(count)
@@ -98,12 +100,13 @@ def abandon(job: Job) -> Completion:
     return Completion(job_id=job.job_id, outcome=Outcome.RETRY)
 
 
-def load_job(job_id: int) -> LoadJob:
-    return LoadJob(job_id=job_id, key=make_key(0), slot=SlotIndex(0), targets=())
+def load_job(job_id: int, slot: int = 0, count: int = 1) -> LoadJob:
+    return LoadJob(job_id=job_id, slot=SlotIndex(slot), keys=(make_key(0),) * count, targets=())
 
 
-def store_job(job_id: int) -> StoreJob:
-    return StoreJob(job_id=job_id, key=make_key(0), parent=None, slot=SlotIndex(0), sequence=1, sources=())
+def store_job(job_id: int, slot: int = 0) -> StoreJob:
+    block = BlockHead(make_key(0), None)
+    return StoreJob(job_id=job_id, slot=SlotIndex(slot), blocks=(block,), sequence=1, sources=())
 
 
 def test_loads_overtake_stores_and_do_not_starve_them() -> None:
@@ -150,3 +153,50 @@ def test_what_never_ends_is_given_up_and_completes_once() -> None:
     assert sorted(((done.job_id, done.outcome) for done in threads.collect()), key=lambda pair: pair[0]) == [
         (job_id, Outcome.RETRY) for job_id in range(3)
     ]
+
+
+def test_queued_jobs_whose_slots_follow_one_another_go_together() -> None:
+    gate = Gate()
+    threads = IoThreads(gate.execute, abandon, thread_count=1, limit=100, run_blocks_max=4)
+    threads.submit(store_job(0))
+    assert gate.entered.acquire(timeout=DEADLINE_S)
+    for job_id, slot, count in ((1, 0, 1), (2, 1, 2), (3, 3, 1), (4, 4, 1), (5, 6, 1), (6, 7, 3), (7, 3, 1)):
+        threads.submit(load_job(job_id, slot, count))
+    for job_id, slot in ((8, 5), (9, 6), (10, 6)):
+        threads.submit(store_job(job_id, slot))
+    gate.open()
+    assert threads.wait_idle(DEADLINE_S)
+    assert gate.together == [[0], [1, 2, 3], [4], [5, 6], [7], [8, 9], [10]]
+    assert sorted(done.job_id for done in threads.collect()) == list(range(11))
+    assert threads.stop(DEADLINE_S)
+
+
+@pytest.mark.parametrize("run_blocks_max", [1, 100])
+def test_jobs_that_do_not_go_together_wake_a_thread_each(run_blocks_max: int) -> None:
+    """All threads sleep at first; every one of them must be inside a job before the first may end."""
+    gate = Gate()
+    threads = IoThreads(gate.execute, abandon, thread_count=3, limit=8, run_blocks_max=run_blocks_max)
+    for _ in range(20):
+        for job_id in range(3):
+            threads.submit(load_job(job_id, slot=10 * job_id if run_blocks_max > 1 else job_id))
+        for _ in range(3):
+            assert gate.entered.acquire(timeout=DEADLINE_S)
+        gate.open(3)
+        assert threads.wait_idle(DEADLINE_S)
+        assert len(threads.collect()) == 3
+    assert threads.stop(DEADLINE_S)
+
+
+def test_jobs_that_went_together_and_never_end_are_given_up_each() -> None:
+    gate = Gate()
+    threads = IoThreads(gate.execute, abandon, thread_count=1, limit=8, run_blocks_max=8)
+    threads.submit(load_job(9, slot=50))
+    assert gate.entered.acquire(timeout=DEADLINE_S)
+    for job_id in range(3):
+        threads.submit(load_job(job_id, slot=job_id))
+    gate.open(1)
+    assert gate.entered.acquire(timeout=DEADLINE_S)
+    assert not threads.stop(0.0)
+    gate.open()
+    found = {done.job_id: done.outcome for done in threads.collect()}
+    assert found == {9: Outcome.HIT, 0: Outcome.RETRY, 1: Outcome.RETRY, 2: Outcome.RETRY}

@@ -1,0 +1,50 @@
+"""Requests that want what another request is loading wait for that load, and then find the blocks on the device.
+
+A second load of the same bytes would come later than the first one ends, and take device blocks of its own. The wait is
+bounded by the time that computing the blocks takes: a load that takes longer is not worth waiting for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+WAIT_S_MAX = 10.0
+
+
+class _Load(NamedTuple):
+    hashes: list[bytes]
+    until_s: float
+
+
+class JointLoads:
+    """The blocks of the loads that run, by the engine's hashes. Bounded by the number of device blocks."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, _Load] = {}
+        # The request that loads each block.
+        self._by_hash: dict[bytes, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begun(self, request: str, hashes: Sequence[bytes], now_s: float, compute_s: float | None) -> None:
+        """The request loads these blocks, which would take `compute_s` seconds to compute, if that is known."""
+        self.ended(request)
+        wait_s = WAIT_S_MAX if compute_s is None else min(compute_s, WAIT_S_MAX)
+        self._loads[request] = _Load(list(hashes), now_s + wait_s)
+        self._by_hash.update(dict.fromkeys(hashes, request))
+
+    def ended(self, request: str) -> None:
+        """The request's load has ended, well or not."""
+        load = self._loads.pop(request, None)
+        for each in load.hashes if load is not None else ():
+            if self._by_hash.get(each) == request:
+                del self._by_hash[each]
+
+    def awaited(self, request: str, hashes: Sequence[bytes], computed: int, now_s: float) -> bool:
+        """Whether the request should wait: another one loads the block after its first `computed`."""
+        if not self._by_hash or computed >= len(hashes):
+            return False
+        loader = self._by_hash.get(hashes[computed])
+        return loader is not None and loader != request and now_s < self._loads[loader].until_s

@@ -1,0 +1,122 @@
+"""When each request is looked up: on arrival where the window has room, otherwise when it is its turn, and again when
+the first answer no longer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvbm.leader.keys import RequestKeys
+from kvbm.leader.link import ManagerLink
+from kvbm.leader.lookups import Lookups, Search
+from kvbm.leader.tracked import Tracked
+from kvbm.protocol import KEYS_PER_MESSAGE_MAX
+
+STEP_BLOCKS = 8192
+"""A step looks up no more requests that waited for room once the keys of so many blocks went out."""
+
+
+class Questions:
+    """The leader's lookups in turn. `requests` is the leader's."""
+
+    def __init__(
+        self,
+        link: ManagerLink,
+        lookups: Lookups,
+        requests: Mapping[str, Tracked],
+        keys: RequestKeys,
+    ) -> None:
+        self._link = link
+        self._lookups = lookups
+        self._window = lookups.window
+        self._requests = requests
+        self._keys = keys
+
+    def arrived(self, request: str, tracked: Tracked, on_device: int) -> None:
+        """The request has come; its first `on_device` blocks need not be found."""
+        if tracked.extras is not None:
+            self._ask_in_turn(request, tracked, on_device)
+
+    def search(self, request: str, tracked: Tracked, computed: int) -> Search | None:
+        """The engine asks for what lies behind the request's first `computed` blocks: its lookup, sent now if need be.
+
+        None where it waits for room (`waits`), or where there is nothing to ask for.
+        """
+        if tracked.extras is None:
+            return None
+        for displaced in self._window.asked_about(request):
+            self._give_up(displaced)
+        search = self._lookups.get(request)
+        if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
+            # Never asked, or the device has dropped blocks since that the question left out.
+            search = self._ask_in_turn(request, tracked, computed)
+        if search is not None and self._lookups.stale(search, computed):
+            search = self._ask(request, tracked, computed, search.attempts + 1)
+        return search
+
+    def waits(self, request: str) -> bool:
+        """Whether the request is to be looked up later."""
+        return self._window.waits(request)
+
+    def ask_waiting(self) -> None:
+        """Look up requests that waited for room, as many as one step has time for."""
+        blocks = 0
+        while self._ready() and blocks < STEP_BLOCKS and (request := self._window.next_waiting()) is not None:
+            tracked = self._requests.get(request)
+            if tracked is None or tracked.begun or self._ask(request, tracked, 0) is None:
+                self._window.forget(request)
+            else:
+                blocks += len(tracked.hashes)
+
+    def over(self, request: str) -> None:
+        """The request is computed without us, or has ended; a load that runs keeps its room until it ends."""
+        if not self._lookups.loads(request):
+            self._window.forget(request)
+
+    def new_session(self) -> None:
+        """A session has begun or ended: requests that have not begun are looked up again when the engine asks."""
+        for tracked in self._requests.values():
+            if not tracked.begun:
+                tracked.asked_from = None
+
+    def ready_again(self) -> None:
+        """All ranks are there again. Requests that have not begun and found nothing are looked up again when the engine
+        asks: perhaps it was for want of a rank."""
+        for request, tracked in self._requests.items():
+            search = self._lookups.get(request)
+            if not tracked.begun and (search is None or (search.answered and not search.slots)):
+                self._lookups.drop(request)
+                tracked.asked_from = None
+
+    def _ready(self) -> bool:
+        ready = self._link.ready
+        self._window.capacity = ready.lease_blocks if ready is not None else 0
+        return ready is not None
+
+    def _ask_in_turn(self, request: str, tracked: Tracked, skip: int) -> Search | None:
+        blocks = len(tracked.hashes) - skip
+        if blocks <= 0:
+            self._window.forget(request)  # the device has them all by now
+        elif self._ready() and self._window.has_room(blocks):
+            return self._ask(request, tracked, skip)
+        else:
+            self._window.wait(request, blocks)
+            tracked.asked_from = None
+        return None
+
+    def _give_up(self, request: str) -> None:
+        """End a lookup for the sake of a request that the engine would run sooner; it waits for room again."""
+        tracked = self._requests.get(request)
+        self._lookups.drop(request)
+        if tracked is not None:
+            tracked.asked_from = None
+            self._window.wait(request, len(tracked.hashes))
+
+    def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
+        if not self._ready():
+            return None
+        tracked.asked_from = skip
+        keys = self._keys(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
+        search = self._lookups.ask(request, keys, skip, attempts)
+        if search is not None:
+            tracked.asked_blocks = search.wanted
+        return search

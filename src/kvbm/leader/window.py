@@ -1,0 +1,118 @@
+"""Which requests are looked up now: those next in line, as long as their leases keep to a share of host memory.
+
+A lookup leases the blocks that it finds, and starts reads from disk. If every queued request did that, thousands of
+them would pin all of host memory, and stores would be refused exactly then. So a request is looked up when it arrives
+if the window has room, and otherwise waits until those before it have gone on.
+
+The order in which the engine asks shows which requests it would run next. A request that is asked about again while the
+window is full takes the room of one that the engine has not asked about since it last asked about this one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class Window:
+    """The lookups that may hold leases, counted in blocks, and the requests that wait for room.
+
+    `capacity` is in blocks; 0 is no bound. One request is let in whatever its length. Owned by the engine's thread;
+    every call costs O(1), and `asked_about` O(1) more for each request that it names.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        # Lookups whose load has not begun, with their blocks: the one that was asked about longest ago is first, and
+        # of those that never were, the youngest.
+        self._open: OrderedDict[str, int] = OrderedDict()
+        # Lookups whose load runs: they cannot be given up.
+        self._loading: dict[str, int] = {}
+        self._held = 0
+        # Requests that are not looked up, with their blocks, in order of arrival.
+        self._waiting: OrderedDict[str, int] = OrderedDict()
+        # When the engine last asked about a request; the clock counts its questions.
+        self._asked_at: dict[str, int] = {}
+        self._questions = 0
+
+    def __len__(self) -> int:
+        """Requests that are known here."""
+        return len(self._open) + len(self._loading) + len(self._waiting)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks of the lookups that are open, or whose load runs."""
+        return self._held
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether a lookup of so many blocks may be sent now."""
+        return not self.capacity or not self._open or self._held + blocks <= self.capacity
+
+    def wait(self, request: str, blocks: int) -> None:
+        """The request, which may find so many blocks, is not looked up yet."""
+        self._waiting[request] = blocks
+
+    def waits(self, request: str) -> bool:
+        """Whether the request waits for room."""
+        return request in self._waiting
+
+    def next_waiting(self) -> str | None:
+        """The request that has waited longest, if there is room for it now."""
+        for request, blocks in self._waiting.items():
+            return request if self.has_room(blocks) else None
+        return None
+
+    def enter(self, request: str, blocks: int) -> None:
+        """The request is looked up, and may find so many blocks."""
+        self._waiting.pop(request, None)
+        self._held += blocks - self._open.get(request, 0)
+        self._open[request] = blocks
+        if request not in self._asked_at:
+            self._open.move_to_end(request, last=False)
+
+    def found(self, request: str, blocks: int) -> None:
+        """The lookup was answered: it holds so many blocks."""
+        if request in self._open:
+            self._held += blocks - self._open[request]
+            self._open[request] = blocks
+
+    def begin(self, request: str) -> None:
+        """The request's load begins."""
+        if request in self._open:
+            self._loading[request] = self._open.pop(request)
+
+    def leave(self, request: str) -> None:
+        """The request's lookup has ended."""
+        self._held -= self._open.pop(request, 0) + self._loading.pop(request, 0)
+
+    def forget(self, request: str) -> None:
+        """The request has gone, or is computed without us."""
+        self.leave(request)
+        self._waiting.pop(request, None)
+        self._asked_at.pop(request, None)
+
+    def asked_about(self, request: str) -> list[str]:
+        """The engine asks about this request: it would run it next.
+
+        Returns the requests whose lookups are to be given up for it, where it waits and the window is full.
+        """
+        waits = request in self._waiting
+        if not waits and request not in self._open:
+            return []
+        self._questions += 1
+        before, self._asked_at[request] = self._asked_at.get(request, 0), self._questions
+        if waits:
+            return self._displaced_by(self._waiting[request], before)
+        self._open.move_to_end(request)
+        return []
+
+    def _displaced_by(self, blocks: int, before: int) -> list[str]:
+        """The open lookups that make room for so many blocks, if enough were not asked about since `before`."""
+        held, displaced = self._held, list[str]()
+        for request, held_blocks in self._open.items():
+            if not self.capacity or held + blocks <= self.capacity:
+                break
+            if self._asked_at.get(request, 0) >= before:
+                return []
+            displaced.append(request)
+            held -= held_blocks
+        return displaced

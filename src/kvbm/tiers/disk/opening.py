@@ -1,0 +1,174 @@
+"""Opening a `DiskMedium`: the directory that it claims, the blocks that it keeps, and its size."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvbm.clock import Clock
+from kvbm.errors import TierError
+from kvbm.layout import PAGE_BYTES
+from kvbm.tiers.disk.block_io import BlockIo
+from kvbm.tiers.disk.directory import (
+    JOURNAL_NAME,
+    ClaimedDirectory,
+    DirectoryMeta,
+    claim_directory,
+    describe,
+    meta_bytes_bound,
+)
+from kvbm.tiers.disk.geometry import RECORD_BYTES, DiskGeometry, plan_geometry
+from kvbm.tiers.disk.journal import Journal
+from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, touch
+from kvbm.tiers.disk.room import Room, bound_unowned, require_space
+from kvbm.tiers.disk.slabs import SlabFiles, slab_name
+from kvbm.tiers.disk.syscalls import Syscalls
+
+log = logging.getLogger("kvbm.tiers.disk.tier")
+
+
+def plan(options: DiskOptions) -> DiskGeometry:
+    """The geometry that the options ask for. Raises SettingsError."""
+    meta_bytes = meta_bytes_bound(options.namespace, options.layout)
+    return plan_geometry(
+        options.layout, options.capacity_bytes, options.capacity_blocks, meta_bytes, options.setting
+    )
+
+
+def open_medium(
+    options: DiskOptions,
+    syscalls: Syscalls,
+    io: BlockIo,
+    clock: Clock,
+    within_s: float | None = None,
+    before: Path | None = None,
+) -> DiskMedium:
+    """Claim a directory, keep the blocks in it that may be kept, and make it as large as it should be.
+
+    Raises SettingsError for a directory or a capacity that cannot be used, TierError when the medium fails, is too
+    full, or is not ready after `within_s` seconds. A directory that was made here and cannot be used is removed, one
+    that was found is not. The directory `before`, which this tier had, is preferred.
+    """
+    geometry = plan(options)
+    deadline = None if within_s is None else clock() + within_s
+
+    def within_time() -> None:
+        if deadline is not None and clock() > deadline:
+            raise TierError(f"disk tier: {options.root} was not ready within {within_s:g} s")
+
+    meta = describe(options.namespace, options.layout, geometry, options.persist)
+    directory = claim_directory(options.root, meta, syscalls, before, options.setting.root)
+    found = directory.found
+    kept = found is not None and found.same_blocks(meta)
+    if found is not None and not kept:
+        log.warning("disk tier: %s starts empty: %s", directory.path, found.difference(meta))
+    tier_bytes = geometry.total_bytes(meta_bytes_bound(options.namespace, options.layout))
+    bound_unowned(options.root, directory.path, tier_bytes, options.unowned_bytes, options.setting)
+    try:
+        return _open_files(directory, options, meta, kept, syscalls, io, within_time)
+    except BaseException as error:
+        directory.release(remove=directory.created)
+        if isinstance(error, OSError):
+            text = error.strerror or str(error)
+            raise TierError(f"disk tier: cannot prepare {directory.path}: {text}") from error
+        raise
+
+
+def _open_files(
+    directory: ClaimedDirectory,
+    options: DiskOptions,
+    meta: DirectoryMeta,
+    kept: bool,
+    syscalls: Syscalls,
+    io: BlockIo,
+    within_time: Callable[[], None],
+) -> DiskMedium:
+    geometry = meta.geometry
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    journal_fd = syscalls.open(JOURNAL_NAME, flags, dir_fd=directory.dir_fd)
+    slabs = SlabFiles(syscalls, io, geometry, str(directory.path), options.o_direct)
+    try:
+        sparse = not (options.zerofill_fallback or _reserves(journal_fd, syscalls))
+        _find_space(directory, options, geometry, syscalls, sparse)
+        if not kept:
+            # Voids every record before anything else: later steps may be interrupted, and other geometry or
+            # another namespace must find nothing here.
+            syscalls.ftruncate(journal_fd, 0)
+        _trim(directory, geometry, journal_fd, syscalls)
+        room = Room(syscalls, directory.path)
+        try:
+            syscalls.fallocate(journal_fd, 0, geometry.journal_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            syscalls.ftruncate(journal_fd, geometry.journal_bytes)
+        require_room = _require_nothing if sparse else room.require
+        slabs.open(directory.dir_fd, options.zerofill_fallback, within_time, require_room)
+        if directory.found != meta:
+            directory.write_meta(meta)
+        touch(journal_fd, syscalls)
+    except BaseException:
+        slabs.close()
+        syscalls.close(journal_fd)
+        raise
+    fingerprint = options.namespace.fingerprint
+    journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
+    return DiskMedium(directory, journal_fd, journal, slabs, room, fingerprint, syscalls, io)
+
+
+def _reserves(journal_fd: int, syscalls: Syscalls) -> bool:
+    """Whether the filesystem can reserve bytes; asked with the page that every journal has. Raises OSError."""
+    try:
+        syscalls.fallocate(journal_fd, 0, PAGE_BYTES)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        if error.errno != errno.ENOSPC:
+            raise
+    return True
+
+
+def _find_space(
+    directory: ClaimedDirectory,
+    options: DiskOptions,
+    geometry: DiskGeometry,
+    syscalls: Syscalls,
+    sparse: bool,
+) -> None:
+    """Room for all slots, before anything is changed. Raises TierError and OSError as `require_space` does."""
+    try:
+        setting = options.setting
+        field = setting.size if options.capacity_blocks is None else setting.blocks
+        require_space(directory, options.root, geometry, syscalls, field)
+    except TierError:
+        # Sparse files need room for each block when it is stored, and `DiskMedium.store` asks for it then.
+        # Blocks that are there already must be found also on a filesystem that others have filled.
+        if not sparse:
+            raise
+
+
+def _require_nothing(size_bytes: int) -> None:
+    """In place of `Room.require` where opening takes nothing."""
+
+
+def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, syscalls: Syscalls) -> None:
+    """Give back the space beyond the geometry. Records go before the bytes that they promise."""
+    table_bytes = geometry.slot_count * RECORD_BYTES
+    if syscalls.fstat(journal_fd).st_size > table_bytes:
+        # To the record, not to the page: when the tier grows again, the rest of the page must read as void.
+        syscalls.ftruncate(journal_fd, table_bytes)
+    expected = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
+    for name in os.listdir(directory.dir_fd):
+        if not name.startswith("slab-"):
+            continue
+        if name not in expected:
+            syscalls.unlink(name, dir_fd=directory.dir_fd)
+        elif os.stat(name, dir_fd=directory.dir_fd, follow_symlinks=False).st_size > expected[name]:
+            fd = syscalls.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory.dir_fd)
+            try:
+                syscalls.ftruncate(fd, expected[name])
+            finally:
+                syscalls.close(fd)

@@ -1,0 +1,217 @@
+"""Blocks that the manager had no slot for are offered again while the device has them, and not in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvbm.hashing import split_keys
+from kvbm.leader.lazy import LEAVING_RETRY_S_MAX
+from kvbm.leader.retry import RETRY_S, RETRY_S_MAX, Retry
+from kvbm.protocol import HELD, REFUSED, Commit, Reserve
+from rigs.leader import HASHES, TABLE, Bench, ScriptedDevice, keys
+
+
+def offered(bench: Bench, complete: int, request: str = "r") -> list[Reserve]:
+    """A step in which so many of the request's blocks are complete: what slots are asked for."""
+    bench.step({request: complete})
+    return [message for message in bench.manager.said() if isinstance(message, Reserve)]
+
+
+def test_what_was_refused_is_offered_again_from_its_first_block_on(bench: Bench) -> None:
+    bench.add(blocks=10)
+    (reserve,) = offered(bench, 4)
+    bench.grant(reserve, (HELD, 3, REFUSED, REFUSED))
+    (plan,) = bench.step({"r": 4}).stores
+    assert plan.device_blocks == (TABLE[1],), "what got a slot is stored"
+    bench.clock.advance(RETRY_S)
+    (again,) = offered(bench, 6)
+    assert (again.parent, split_keys(again.keys)) == (keys(2)[1], keys(6)[2:])
+    bench.grant(again)
+    (plan,) = bench.step({"r": 6}).stores
+    assert plan.device_blocks == tuple(TABLE[2:6])
+
+
+def test_later_blocks_wait_with_it_and_no_step_asks_meanwhile(bench: Bench) -> None:
+    bench.add(blocks=10)
+    (reserve,) = offered(bench, 2)
+    bench.grant(reserve, (HELD, REFUSED))
+    for complete in (3, 4, 5):
+        assert offered(bench, complete) == []
+    bench.clock.advance(RETRY_S)
+    (again,) = offered(bench, 5)
+    assert split_keys(again.keys) == keys(5)[1:]
+
+
+def test_refused_again_and_again_it_is_offered_less_and_less_often(bench: Bench) -> None:
+    bench.add(blocks=10)
+    (reserve,) = offered(bench, 1)
+    waits = []
+    for _ in range(12):
+        bench.grant(reserve, (REFUSED,))
+        bench.step({"r": 1})
+        waited = 0.0
+        while not (again := offered(bench, 1)):
+            bench.clock.advance(RETRY_S)
+            waited += RETRY_S
+        (reserve,) = again
+        waits.append(round(waited / RETRY_S))
+    assert waits[:6] == [1, 2, 4, 8, 16, 32]
+    assert set(waits[7:]) <= {round(RETRY_S_MAX / RETRY_S), round(RETRY_S_MAX / RETRY_S) + 1}
+    bench.grant(reserve)
+    (plan,) = bench.step({"r": 1}).stores
+    assert plan.device_blocks == (TABLE[0],)
+
+
+def test_each_refusal_in_a_row_reaches_further_back(bench: Bench) -> None:
+    """The manager may have dropped the block before the refused one: without it, it refuses all that follow."""
+    bench.add(blocks=12)
+    (reserve,) = offered(bench, 9)
+    bench.grant(reserve)
+    bench.step({"r": 9})
+    (reserve,) = offered(bench, 10)
+    assert split_keys(reserve.keys) == keys(10)[9:]
+    firsts = []
+    for _ in range(5):
+        held = len(split_keys(reserve.keys)) - 1
+        bench.grant(reserve, (*(HELD,) * held, REFUSED))
+        bench.step({"r": 10})
+        bench.clock.advance(RETRY_S_MAX)
+        (reserve,) = offered(bench, 10)
+        firsts.append(10 - len(split_keys(reserve.keys)))
+    assert firsts == [9, 8, 6, 2, 0]
+
+
+def test_where_slots_come_block_by_block_it_goes_on_without_longer_waits(bench: Bench) -> None:
+    bench.add(blocks=10)
+    (reserve,) = offered(bench, 8)
+    for taken in range(1, 6):
+        bench.grant(reserve, (taken, *(REFUSED,) * (len(split_keys(reserve.keys)) - 1)))
+        bench.step({"r": 8})
+        bench.clock.advance(RETRY_S)
+        (reserve,) = offered(bench, 8)
+        assert split_keys(reserve.keys) == keys(8)[taken:]
+
+
+def test_answers_to_earlier_offers_are_one_refusal(bench: Bench) -> None:
+    """Several questions were on their way when the first was refused; the blocks after it cannot be stored either."""
+    bench.add(blocks=10)
+    reserves = [*offered(bench, 2), *offered(bench, 4), *offered(bench, 6)]
+    for reserve in reserves:
+        bench.grant(reserve, (REFUSED, REFUSED))
+    bench.clock.advance(RETRY_S / 2)
+    assert offered(bench, 6) == []
+    bench.clock.advance(RETRY_S)
+    (again,) = offered(bench, 6)
+    assert split_keys(again.keys) == keys(6)
+
+
+def test_a_new_manager_is_offered_everything_at_once(bench: Bench) -> None:
+    bench.add(blocks=10)
+    (reserve,) = offered(bench, 4)
+    bench.grant(reserve, (HELD, HELD, HELD, REFUSED))
+    bench.step({"r": 4})
+    bench.manager.die()
+    bench.step({"r": 4})
+    bench.reconnect()
+    (again,) = offered(bench, 4)
+    assert split_keys(again.keys) == keys(4)
+
+
+def test_a_refusal_for_a_request_that_has_ended_is_forgotten(bench: Bench) -> None:
+    bench.add("r")
+    (reserve,) = offered(bench, 2)
+    bench.leader.finished("r")
+    bench.grant(reserve, (REFUSED, REFUSED))
+    bench.step()
+    bench.clock.advance(RETRY_S_MAX)
+    bench.step()
+    assert [message for message in bench.manager.said() if isinstance(message, Reserve)] == []
+    assert len(bench.leader.stores) == 0
+
+
+# ---- lazy offload
+
+
+def leave(bench: Bench, engine: ScriptedDevice, *blocks: int) -> list[Reserve]:
+    """These blocks come next: what the leader asks slots for."""
+    engine.free = list(blocks)
+    bench.step()
+    return [message for message in bench.manager.said() if isinstance(message, Reserve)]
+
+
+@pytest.fixture
+def engine() -> ScriptedDevice:
+    return ScriptedDevice()
+
+
+@pytest.fixture
+def lazy(make_bench: Callable[..., Bench], engine: ScriptedDevice) -> Bench:
+    """A request has filled four blocks and ended; nothing is stored."""
+    bench = make_bench(lazy=True, device=engine)
+    bench.leader.request_added("r", HASHES[:4], b"adapter", 0)
+    bench.step({"r": 4})
+    bench.leader.finished("r")
+    bench.step()
+    bench.manager.said()
+    return bench
+
+
+def test_a_free_block_that_was_refused_is_noted_again(lazy: Bench, engine: ScriptedDevice) -> None:
+    (reserve,) = leave(lazy, engine, TABLE[3])
+    lazy.grant(reserve, (5, HELD, REFUSED, REFUSED))
+    assert leave(lazy, engine, TABLE[3]) == [], "not in every step"
+    lazy.clock.advance(RETRY_S)
+    (again,) = leave(lazy, engine, TABLE[3])
+    assert again.parent == split_keys(reserve.keys)[1]
+    assert again.keys == reserve.keys[2 * 32 :]
+    assert again.hashes == reserve.hashes[2 * 32 :] != b""
+    lazy.grant(again)
+    engine.free = []
+    (plan,) = lazy.step().stores
+    assert plan.device_blocks == tuple(TABLE[2:4])
+
+
+def test_a_refused_block_that_was_handed_out_is_not_noted_again(lazy: Bench, engine: ScriptedDevice) -> None:
+    (reserve,) = leave(lazy, engine, TABLE[3])
+    engine.holds[TABLE[2]] = "something else"
+    lazy.grant(reserve, (REFUSED,) * 4)
+    lazy.step()
+    lazy.clock.advance(RETRY_S)
+    (again,) = leave(lazy, engine, TABLE[2], TABLE[1])
+    assert split_keys(again.keys) == split_keys(reserve.keys)[:2]
+
+
+def test_free_blocks_do_not_wait_for_long(lazy: Bench, engine: ScriptedDevice) -> None:
+    (reserve,) = leave(lazy, engine, TABLE[3])
+    for _ in range(12):
+        lazy.grant(reserve, (REFUSED,) * 4)
+        lazy.step()
+        lazy.clock.advance(LEAVING_RETRY_S_MAX)
+        (reserve,) = leave(lazy, engine, TABLE[3])
+
+
+def test_after_a_reset_a_refused_block_is_not_noted_under_its_old_key(
+    lazy: Bench, engine: ScriptedDevice
+) -> None:
+    (reserve,) = leave(lazy, engine, TABLE[3])
+    lazy.leader.reset()
+    lazy.grant(reserve, (REFUSED,) * 4)
+    lazy.step()
+    lazy.clock.advance(RETRY_S_MAX)
+    assert leave(lazy, engine, *TABLE[:4]) == []
+    assert any(isinstance(message, Commit) for message in lazy.manager.said()) is False
+
+
+def test_a_success_makes_the_next_wait_short_again() -> None:
+    def wait_after(*events: Any) -> float:
+        retry, now_s = Retry(), 0.0
+        for event in events:
+            now_s = max(now_s, retry.due_s)
+            retry.failed(now_s) if event == "refused" else retry.succeeded()
+        return retry.due_s - now_s
+
+    assert wait_after("refused", "refused", "refused") == pytest.approx(4 * RETRY_S)
+    assert wait_after("refused", "refused", "taken", "refused") == pytest.approx(RETRY_S)
