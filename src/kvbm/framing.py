@@ -16,7 +16,7 @@ from kvbm.protocol import MESSAGE_BYTES_MAX, Message
 
 LENGTH_BYTES = 4
 OUTGOING_BYTES_MAX = 32 << 20
-RECEIVE_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 18
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -318,16 +318,15 @@ class Space:
             self.disk.collect()
         while self._usage.tell():
             pass
-        if self.disk is not None:
-            self.disk.advance()
+        while self.disk is not None and self.disk.advance():
+            pass
 
     def move(self, until_s: float) -> bool:
-        """Take completions until that time, one in any case, and submit queued blocks. Whether completions are left."""
+        """Take completions until that time, one in any case, and submit queued blocks. Whether something is left."""
         if self.disk is None:
             return False
         left = self.disk.collect(until_s)
-        self.disk.advance()
-        return left
+        return self.disk.advance() or left
 
     def tell_policies(self) -> bool:
         """Tell the policies a slice of what happened, when nobody waits for an answer. False: nothing was left."""
