@@ -11,6 +11,7 @@ PARTS = {
     "copy": "benchmarks.transfer_copy",
     "disk": "benchmarks.disk",
     "manager": "benchmarks.manager",
+    "crowd": "benchmarks.crowd_manager",
     "scheduler": "benchmarks.scheduler_thread",
     "ttft": "benchmarks.ttft",
     "overhead": "benchmarks.overhead",

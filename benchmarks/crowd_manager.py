@@ -32,6 +32,7 @@ from kvbm.clock import monotonic
 from kvbm.hashing import chain_key, join_keys
 from kvbm.leader import Leader
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.garbage import collected_when_idle
 from kvbm.manager.server import Server
 from kvbm.manager.traffic import Traffic
 from kvbm.observe.metrics import Metrics
@@ -101,14 +102,16 @@ def _serve(listener: socket.socket, settings: Settings, commands: Connection) ->
     turns: list[float] = []
     asked: list[str] = []
     server.watch_descriptor(commands.fileno(), lambda: asked.append(commands.recv()))
-    while "end" not in asked:
-        began_s = time.thread_time()
-        server.step()
-        turns.append(time.thread_time() - began_s)
-        if asked == ["turns"]:
-            commands.send(turns)
-            turns.clear()
-            asked.clear()
+    with collected_when_idle(monotonic) as turn_ended:
+        while "end" not in asked:
+            began_s = time.thread_time()
+            server.step()
+            turn_ended(server.idle)
+            turns.append(time.thread_time() - began_s)
+            if asked == ["turns"]:
+                commands.send(turns)
+                turns.clear()
+                asked.clear()
     server.close(keep=False)
 
 

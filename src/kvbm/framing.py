@@ -16,7 +16,7 @@ from kvbm.protocol import MESSAGE_BYTES_MAX, Message
 
 LENGTH_BYTES = 4
 OUTGOING_BYTES_MAX = 32 << 20
-RECEIVE_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 18
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -39,15 +39,18 @@ class FrameBuffer:
         self._data += data
         frames: list[bytes] = []
         start = 0
-        while len(self._data) - start >= LENGTH_BYTES:
-            length = int.from_bytes(self._data[start : start + LENGTH_BYTES], "little")
-            if length > MESSAGE_BYTES_MAX:
-                raise ProtocolError(f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes")
-            end = start + LENGTH_BYTES + length
-            if len(self._data) < end:
-                break
-            frames.append(bytes(self._data[start + LENGTH_BYTES : end]))
-            start = end
+        with memoryview(self._data) as view:  # a slice of it copies nothing
+            while len(view) - start >= LENGTH_BYTES:
+                length = int.from_bytes(view[start : start + LENGTH_BYTES], "little")
+                if length > MESSAGE_BYTES_MAX:
+                    raise ProtocolError(
+                        f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes"
+                    )
+                end = start + LENGTH_BYTES + length
+                if len(view) < end:
+                    break
+                frames.append(bytes(view[start + LENGTH_BYTES : end]))
+                start = end
         del self._data[:start]
         return frames
 

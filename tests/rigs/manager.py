@@ -58,10 +58,12 @@ def worker_hello(engine: str = "e", **hello: Any) -> Hello:
 class ManagerBench:
     """The manager under test. `clock` is moved by hand; nothing happens but in `step`."""
 
-    def __init__(self, directory: Path, namespaces: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, namespaces: int = 1, clock: ManualClock | None = None, **settings: Any
+    ) -> None:
         self.path = str(directory / "m.sock")
         self.settings = Settings(**{"host_blocks": 16, "runtime_dir": str(directory), **settings})
-        self.clock = ManualClock(50.0)
+        self.clock = clock or ManualClock(50.0)
         self.metrics = Metrics()
         self._namespaces = namespaces
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -107,12 +107,12 @@ class DiskSide:
                 break
         return bool(self._ended)
 
-    def advance(self) -> None:
-        """Submit queued blocks; try a medium that is off again when that is due."""
+    def advance(self) -> bool:
+        """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
         self.onboarder.pump()
         if self.departures is not None:
             self.departures.advance(self.clock())
-        self.offloader.pump()
+        again = self.offloader.pump()
         self.void_emptied()
         now_s = self.clock()
         if self.fault and not self.queued_count and now_s >= self._heal_at_s:
@@ -120,6 +120,7 @@ class DiskSide:
             if self.medium.heal():
                 self.onboarder.healed()
                 self._index()
+        return again
 
     def offer_all(self) -> None:
         """Host memory is about to go: offer to disk the blocks that are only written on eviction."""

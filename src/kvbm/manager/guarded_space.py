@@ -47,9 +47,10 @@ class GuardedSpace(Space):
         keys: Sequence[BlockKey],
         hashes: bytes = b"",
         group: int = 0,
+        more: bool = False,
     ) -> list[int]:
         refused = self.refuse(keys)
-        return self._try(refused, super().reserve, owner, number, parent, keys, hashes, group)
+        return self._try(refused, super().reserve, owner, number, parent, keys, hashes, group, more)
 
     def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
         return self._try(0, super().commit, owner, number, failed)

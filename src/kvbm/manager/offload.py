@@ -23,6 +23,8 @@ from kvbm.policy.contract import hit_all, offer_all
 from kvbm.tiers.contract import Completion
 
 QUEUE_BLOCKS_MAX = 65_536
+GONE_MAX = 512
+"""Blocks that leave the queue unwritten in one go."""
 
 
 class BlockWriter(Protocol[KeyT_contra]):
@@ -201,26 +203,32 @@ class Offloader(Generic[KeyT]):
             return True
         return False
 
-    def pump(self) -> None:
-        """Submit as many runs as the disk takes."""
+    def pump(self) -> bool:
+        """Submit as many runs as the disk takes. True when it stopped before that, as it met too many blocks that are
+        not to be written any more: call it again."""
         while self.queue and (self.writer.room or self.writer.fault):
             room = min(self.writer.run_blocks_max, self.in_flight_max - self._in_flight_blocks)
             if room <= 0:
-                return
+                return False
             keys, host_slots = self._next_run(room)
-            if keys and not self._submit(keys, host_slots):
-                return
+            if not keys:
+                return bool(self.queue)
+            if not self._submit(keys, host_slots):
+                return False
+        return False
 
     def _next_run(self, length_max: int) -> tuple[list[KeyT], list[SlotIndex]]:
         """The first blocks of the queue that are a chain and lie in consecutive host slots; they stay in it.
 
-        Blocks before them that are not to be written any more leave it.
+        Blocks before them that are not to be written any more leave it, so many at a time.
         """
         keys, slots, gone = list[KeyT](), list[SlotIndex](), list[KeyT]()
         for key, parent in self.queue.items():
             slot = self.host_pool.find(key)
             if slot is None or self.disk_pool.holds(key) or self.writer.fault:
                 if keys:
+                    break
+                if len(gone) == GONE_MAX:
                     break
                 gone.append(key)
                 if slot is None:

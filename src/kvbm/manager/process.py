@@ -23,6 +23,7 @@ from kvbm.client.finder import ERROR_SUFFIX
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.garbage import collected_when_idle
 from kvbm.manager.server import Server
 from kvbm.manager.traffic import Traffic
 from kvbm.observe.exporter import MetricsServer, bind_nearby
@@ -85,14 +86,16 @@ def serve(
         on_listening()
         started_s = clock()
         seen_engine = False
-        while not signals.received:
-            server.step()
-            seen_engine = seen_engine or server.engine_count > 0
-            # An engine that was refused does not start: no other one will come.
-            patience_s = grace_s if seen_engine or server.refused_count else PRIVATE_FIRST_ENGINE_S
-            idle_s = clock() - max(server.last_busy_s, started_s)
-            if private and idle_s > patience_s and not server.engine_count:
-                break
+        with collected_when_idle(clock) as turn_ended:
+            while not signals.received:
+                server.step()
+                turn_ended(server.idle)
+                seen_engine = seen_engine or server.engine_count > 0
+                # An engine that was refused does not start: no other one will come.
+                patience_s = grace_s if seen_engine or server.refused_count else PRIVATE_FIRST_ENGINE_S
+                idle_s = clock() - max(server.last_busy_s, started_s)
+                if private and idle_s > patience_s and not server.engine_count:
+                    break
         traffic.summarize()
         server.close(keep=settings.disk_persist)
         log.info("stop role=manager pid=%d", os.getpid())

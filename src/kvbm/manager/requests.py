@@ -1,8 +1,8 @@
-"""The requests of leaders and workers: one method per message, answered at once."""
+"""The requests of leaders and workers: one method per message, answered at once, or after some turns of the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.errors import ProtocolError
@@ -28,6 +28,7 @@ from kvbm.protocol import (
 )
 
 OUTPUT_TOKENS_MAX = 1 << 31
+RESERVED_AT_ONCE = 1024
 
 
 class Requests:
@@ -95,8 +96,8 @@ class Requests:
         self._traffic.matched(engine.space.layout, max(0, message.loaded) + max(0, message.failed))
         self._traffic.unloaded(message.unloaded)
 
-    def reserve(self, session: Session, message: Reserve) -> None:
-        """Slots for blocks that are not held yet."""
+    def reserve(self, session: Session, message: Reserve) -> Iterator[None]:
+        """Slots for blocks that are not held yet; so many at once that other sessions need not wait for long."""
         keys, parents = _keys(message.keys), _keys(message.parent)
         hashes, group = message.hashes, message.group
         if len(hashes) not in (0, len(message.keys)):
@@ -105,13 +106,25 @@ class Requests:
             )
         if not 0 <= group <= GROUP_MAX:
             raise ProtocolError(f"reserve group={group} cannot be served: 0 to {GROUP_MAX}")
-        engine = self._membership.led_by(session)
-        if engine is None:
-            slots = [REFUSED] * len(keys)
-        else:
-            slots = engine.space.reserve(
-                session.number, message.store, parents[-1] if parents else None, keys, hashes, group
+        slots: list[int] = []
+        parent = parents[-1] if parents else None
+        for start in range(0, len(keys), RESERVED_AT_ONCE):
+            if start:
+                yield
+            engine = self._membership.led_by(session)  # it may have lost a rank meanwhile
+            if engine is None or slots[-1:] == [REFUSED]:
+                rest = len(keys) - start
+                slots += [REFUSED] * rest
+                if engine is not None:
+                    self._traffic.metrics.add("kvbm_skipped_offloads_total", rest, reason="full")
+                break
+            end = start + RESERVED_AT_ONCE
+            part, names = keys[start:end], hashes[start * KEY_BYTES : end * KEY_BYTES]
+            slots += engine.space.reserve(
+                session.number, message.store, parent, part, names, group, more=start > 0
             )
+            parent = part[-1]
+        engine = self._membership.led_by(session)
         generations = engine.space.arena.generations([slot for slot in slots if slot >= 0]) if engine else ()
         session.send(ReserveReply(store=message.store, slots=tuple(slots), generations=generations))
 

@@ -19,7 +19,7 @@ import logging
 import os
 import selectors
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -57,7 +57,7 @@ from kvbm.settings import variable
 log = logging.getLogger("kvbm.manager")
 
 TICK_S = 0.5
-TURN_S = 0.002
+TURN_S = 0.001
 """How long a turn of the loop begins new work; what it has begun then, it ends."""
 ANSWERS_FIRST = 8
 """While clients ask without a pause, the policies are told in one of so many turns."""
@@ -103,8 +103,8 @@ class Server:
         self._accepting = True
         self._accept_failed = False
         self._tick_at_s = clock()
-        # Each takes the message of its type.
-        self._handlers: dict[type, Callable[[Session, Any], None]] = {
+        # Each takes the message of its type. One that takes long leaves the rest to an iterator, in slices.
+        self._handlers: dict[type, Callable[[Session, Any], Iterator[None] | None]] = {
             Hello: self._hello,
             Lookup: requests.lookup,
             Release: requests.release,
@@ -121,6 +121,11 @@ class Server:
     @property
     def engine_count(self) -> int:
         return len(self.membership)
+
+    @property
+    def idle(self) -> bool:
+        """The latest turn left nothing over: the next one waits."""
+        return not self._unfinished
 
     def watch_descriptor(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back, in the loop, when `fd` is readable (a signal's wake-up pipe)."""
@@ -220,14 +225,17 @@ class Server:
         return answered
 
     def _answer_one(self, session: Session) -> bool:
-        """Handle the session's next message; False when there is none."""
+        """Handle the session's next message, or go on with its last one; False when there is none."""
         try:
-            message = session.take()
-            if message is None:
-                return False
-            if session.hello is None and not isinstance(message, Hello):
-                raise ProtocolError(f"{type(message).__name__} before Hello")
-            self._handlers[type(message)](session, message)
+            if session.work is None:
+                message = session.take()
+                if message is None:
+                    return False
+                if session.hello is None and not isinstance(message, Hello):
+                    raise ProtocolError(f"{type(message).__name__} before Hello")
+                session.work = self._handlers[type(message)](session, message)
+            if session.work is not None and next(session.work, session) is session:
+                session.work = None
         except KvbmError as error:
             log.warning("session %d refused: %s", session.number, error)
             session.refuse(str(error))
@@ -244,7 +252,7 @@ class Server:
         Whether there was something to tell. The spaces take turns.
         """
         self._turns_untold += 1
-        if answered and self._turns_untold < ANSWERS_FIRST:
+        if (answered or self._clock() >= until_s) and self._turns_untold < ANSWERS_FIRST:
             return False
         self._turns_untold = 0
         told = False

@@ -33,6 +33,8 @@ class Session:
         self.closed = False
         self.ended_by_peer = False
         self.lingering = False
+        self.work: Iterator[None] | None = None
+        """What is left to do for the message that was taken last; the next one waits for that."""
         self._wire = FramedSocket(connection)
         self._frames: deque[bytes] = deque()
 
@@ -51,8 +53,8 @@ class Session:
 
     @property
     def waiting(self) -> bool:
-        """Whole messages were read and not taken yet."""
-        return bool(self._frames)
+        """A message is being answered, or whole ones were read and not taken yet."""
+        return self.work is not None or bool(self._frames)
 
     def take(self) -> ToManager | None:
         """The next message, or None. The socket is read only when no message waits, so that they wait in its buffers.
@@ -72,6 +74,7 @@ class Session:
     def fail(self) -> None:
         """It is served no more; messages that wait are dropped."""
         self.closed = True
+        self.work = None
         self._frames.clear()
 
     def discard(self) -> None:

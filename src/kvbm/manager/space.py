@@ -206,19 +206,22 @@ class Space:
         keys: Sequence[BlockKey],
         hashes: bytes = b"",
         group: int = 0,
+        more: bool = False,
     ) -> list[int]:
         """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others.
 
-        `hashes` has the engine's own name of each of them, 32 bytes each; empty where those are the keys.
+        `hashes` has the engine's own name of each of them, 32 bytes each; empty where those are the keys. `more`: these
+        blocks continue those of an earlier call with this number, and are committed with them.
         """
         now_s = self._clock()
-        if not self.reservations.has_room(owner) or self.reservations.get(owner, number):
+        known = self.reservations.get(owner, number)
+        if (known.condemned or not more) if known else not self.reservations.has_room(owner):
             self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
             return self.refuse(keys)
         # A staging area only passes blocks on: those that have reached the disk need no slot in it again.
         below = self._disk_pool_if_on() if self.options.staging else None
         answer: list[int] = []
-        mine = Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
+        mine = known or Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
         held = self._held(keys, below)
         while len(answer) < len(keys):
             done = len(answer)
@@ -247,7 +250,7 @@ class Space:
         if refused:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
             answer += [REFUSED] * refused
-        if mine.slots:
+        if mine.slots and known is None:
             self.reservations.add(mine)
         return answer
 
@@ -322,16 +325,15 @@ class Space:
             self.disk.collect()
         while self._usage.tell():
             pass
-        if self.disk is not None:
-            self.disk.advance()
+        while self.disk is not None and self.disk.advance():
+            pass
 
     def move(self, until_s: float) -> bool:
-        """Take completions until that time, one in any case, and submit queued blocks. Whether completions are left."""
+        """Take completions until that time, one in any case, and submit queued blocks. Whether something is left."""
         if self.disk is None:
             return False
         left = self.disk.collect(until_s)
-        self.disk.advance()
-        return left
+        return self.disk.advance() or left
 
     def tell_policies(self) -> bool:
         """Tell the policies a slice of what happened, when nobody waits for an answer. False: nothing was left."""

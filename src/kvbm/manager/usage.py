@@ -15,8 +15,8 @@ from kvbm.clock import Clock
 from kvbm.manager.offload import Offloader
 from kvbm.manager.pool import SlotPool
 
-OFFERED_AT_ONCE = 1024
-"""Blocks offered to disk in one slice, which takes well below a millisecond."""
+OFFERED_AT_ONCE = 512
+"""Blocks offered to disk in one slice, which takes about a millisecond where all of them are admitted."""
 _PENDING_KEYS_MAX = 1 << 22
 
 

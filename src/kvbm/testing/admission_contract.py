@@ -27,6 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from kvbm.block import BlockKey
 from kvbm.policy import AdmissionFactory, AdmissionPolicy
+from kvbm.policy.contract import hit_all, offer_all
 
 SLOT_COUNT = 64
 YEARS_S = float(1 << 29)
@@ -61,14 +62,18 @@ class CheckedAdmission:
     ) -> None:
         self.now_s = start_s
         self._key_of = key_of
-        self._policies: tuple[AdmissionPolicy, ...] = (
+        self._policies: tuple[AdmissionPolicy, AdmissionPolicy] = (
             make_policy(slot_count, start_s),
             make_policy(slot_count, start_s),
         )
 
     def offered(self, number: int) -> bool:
         """The block could be stored below: whether it may."""
-        answers = [policy.offered(self._key(number), self.now_s) for policy in self._policies]
+        key = self._key(number)
+        one, other = self._policies
+        # The second is asked in the form for many blocks, where it has that.
+        answers = [one.offered(key, self.now_s), *offer_all(other, [key], self.now_s)]
+        assert len(answers) == 2, "an offer of one block has one answer"
         for answer in answers:
             assert isinstance(answer, bool), f"an offer is answered with True or False, not {answer!r}"
         assert answers[0] is answers[1], "two policies answered the same calls differently"
@@ -76,8 +81,10 @@ class CheckedAdmission:
 
     def hit(self, number: int) -> None:
         """The block was used again."""
-        for policy in self._policies:
-            policy.hit(self._key(number), self.now_s)
+        key = self._key(number)
+        one, other = self._policies
+        one.hit(key, self.now_s)
+        hit_all(other, [key], self.now_s)
 
     def insist(self, number: int, offers_max: int) -> None:
         """Offer the block until it is admitted, which takes no more than so many offers."""

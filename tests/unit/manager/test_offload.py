@@ -220,3 +220,20 @@ def test_what_is_refused_in_the_middle_of_a_run_waits() -> None:
         rig.writer.finish(rig.offloader)
         rig.offloader.pump()
     assert [rig.disk.find(key) is not None for key in range(3)] == [True] * 3
+
+
+def test_blocks_that_are_not_to_be_written_any_more_leave_the_queue_in_portions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbm.manager.offload.GONE_MAX", 2)
+    rig = Rig(limit=1)
+    rig.store(0)
+    rig.store(1, 2, 3)
+    for key in (3, 2, 1):
+        rig.evict(key)
+    rig.writer.finish(rig.offloader)
+    assert rig.offloader.pump(), "to be called again"
+    assert rig.metrics.value(SKIPPED, reason="evicted") == 2
+    assert not rig.offloader.pump()
+    assert rig.metrics.value(SKIPPED, reason="evicted") == 3
+    assert rig.offloader.queued_count == 0

@@ -82,6 +82,8 @@ class DiskFilter:
 
     def _count_all(self, keys: Sequence[Hashable], now_s: float) -> None:
         """`_count` for keys that fit: one step of Python for each frequency among them, not for each key."""
+        if not keys:
+            return
         self._decay_if_due(now_s)
         before = list(map(self._end.get, keys))
         after: dict[int | None, int] = {}

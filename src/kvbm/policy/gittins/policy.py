@@ -254,7 +254,26 @@ class Gittins:
             room = min(tree.length[run] - tree.resident[run], end - done)
             tree.fill(run, slots[done : done + room])
             done += room
-            behind = run
+            behind = self._rejoin(behind, run)
+
+    def _rejoin(self, behind: int, run: int) -> int:
+        """Undo the cut between two resident runs that nothing tells apart; the run to go on from.
+
+        A chain may come into a tier block by block. Its blocks are not to become runs of their own by that.
+        """
+        tree, turns = self.tree, self.turns
+        if behind < 0 or tree.parent[run] != behind or tree.branches[behind] or tree.weight[run]:
+            return run
+        same = (tree.turn, tree.kind, tree.early_kind, tree.uses, tree.used_s)
+        if any(field[behind] != field[run] for field in same) or not self._can_merge(behind, run):
+            return run
+        if tree.start[behind] + tree.length[behind] != tree.start[run]:
+            return run  # joining them would copy both
+        at = turns.find(tree.turn[run])
+        if at >= 0 and turns.last_run[at] == run:
+            turns.last_run[at] = behind
+        tree.merge(behind, run)
+        return behind
 
     def _run_to_fill(self, behind: int, names: array[int], done: int, now_s: float) -> int:
         """The run to which the blocks from `names[done]` on belong: none of them is resident, all before them are."""

@@ -146,4 +146,5 @@ class SimulatedDisk:
         if self._departures is not None:
             for _ in range(times):
                 self._departures.advance(self._events.now_s)
-        self._offloader.pump()
+        while self._offloader.pump():
+            pass

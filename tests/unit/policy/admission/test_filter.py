@@ -146,3 +146,35 @@ def test_without_a_filter_everything_enters() -> None:
     admission = AdmitAll()
     assert admission.offered(key(1), 0.0)
     admission.hit(key(1), 0.0)
+
+
+@settings(max_examples=200)
+@given(
+    entries_max=st.integers(1, 12),
+    calls=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 9), max_size=8),
+            st.booleans(),
+            st.sampled_from([0.0, 0.0, 1.0, 599.0, 600.0, 1800.0]),
+        ),
+        max_size=30,
+    ),
+)
+def test_many_at_once_are_as_one_after_the_other(
+    entries_max: int, calls: list[tuple[list[int], bool, float]]
+) -> None:
+    one_by_one, at_once = DiskFilter(0.0, entries_max), DiskFilter(0.0, entries_max)
+    now_s = 0.0
+    for numbers, offers, seconds in calls:
+        now_s += seconds
+        keys = [key(number) for number in numbers]
+        if offers:
+            assert list(at_once.offered_all(keys, now_s)) == [one_by_one.offered(k, now_s) for k in keys]
+        else:
+            at_once.hit_all(keys, now_s)
+            for k in keys:
+                one_by_one.hit(k, now_s)
+        assert len(at_once) == len(one_by_one)
+        assert {k: n - at_once._decays for k, n in at_once._end.items() if n > at_once._decays} == {
+            k: n - one_by_one._decays for k, n in one_by_one._end.items() if n > one_by_one._decays
+        }

@@ -317,3 +317,21 @@ def test_blocks_that_came_without_a_request_do_not_disturb_the_duel() -> None:
         assert duel._kept == sum(duel._blocks[request % 64] for request in recent) <= 30
         assert duel._cutoff <= duel._latest
     assert duel.deficit < 400
+
+
+def test_a_chain_that_comes_block_by_block_is_as_one_that_came_at_once() -> None:
+    """A disk takes the blocks of a chain one after the other: they are one run, and go in the same order."""
+    blocks = list(range(1, 301))
+    at_once, one_by_one = Gittins(400), Gittins(400)
+    for policy in (at_once, one_by_one):
+        policy.requested(blocks, [-1] * len(blocks), 1.0)
+    at_once.inserted(blocks, list(range(300)), -1, 2.0)
+    for slot, block in enumerate(blocks):
+        one_by_one.inserted((block,), (slot,), slot - 1, 2.0)
+    assert len(one_by_one.tree) == len(at_once.tree)
+    for policy in (at_once, one_by_one):
+        policy.evictable(range(300))
+        policy.finished(blocks[-1], 10, 3.0)
+        policy.requested(blocks, list(range(300)), 4.0)
+    orders = [policy.victims(200, (), (), 5.0) for policy in (at_once, one_by_one)]
+    assert orders[0] == orders[1] == list(range(299, 99, -1))

@@ -1,0 +1,37 @@
+"""Python's collection of reference cycles, kept out of the manager's turns.
+
+It looks at every list that came since the last time, and leases of long requests have thousands of entries: one
+collection can take longer than answering ten requests. Requests leave no cycles behind, so that it is only needed now
+and then, and happens when nobody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+from kvbm.clock import Clock
+
+COLLECT_EVERY_S = 60.0
+
+
+@contextlib.contextmanager
+def collected_when_idle(clock: Clock) -> Iterator[Callable[[bool], None]]:
+    """Gives a function to be called after every turn, with whether there is nothing left to do."""
+    gc.collect()
+    gc.freeze()  # what was imported and made by now stays
+    gc.disable()
+    due_s = clock() + COLLECT_EVERY_S
+
+    def turn_ended(idle: bool) -> None:
+        nonlocal due_s
+        if idle and clock() >= due_s:
+            gc.collect()
+            due_s = clock() + COLLECT_EVERY_S
+
+    try:
+        yield turn_ended
+    finally:
+        gc.unfreeze()
+        gc.enable()

@@ -1,0 +1,171 @@
+"""Turns of the manager's loop: bounded, fair between sessions, and answers before what policies learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm.clock import ManualClock
+from kvbm.hashing import chain_keys, join_keys
+from kvbm.manager.requests import RESERVED_AT_ONCE
+from kvbm.manager.server import ANSWERS_FIRST
+from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Reserve, ReserveReply
+from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, store
+
+LONG = chain_keys(
+    bytes(31) + b"L", range((2 * RESERVED_AT_ONCE + 100) * LAYOUT.block_tokens), LAYOUT.block_tokens
+)
+
+
+class HurriedClock(ManualClock):
+    """While `hurried`, every look at it takes longer than a turn may: no turn has time for a second message."""
+
+    hurried = False
+
+    def __call__(self) -> float:
+        if self.hurried:
+            self.advance(0.01)
+        return super().__call__()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[ManagerBench]:
+    bench = ManagerBench(tmp_path, clock=HurriedClock(50.0), host_blocks=2 * RESERVED_AT_ONCE + 200)
+    yield bench
+    bench.check()
+    bench.close()
+
+
+def hurry(manager: ManagerBench) -> None:
+    assert isinstance(manager.clock, HurriedClock)
+    manager.clock.hurried = True
+
+
+def arrived(client: Client) -> list[FromManager]:
+    """The client's messages by now; the manager does nothing meanwhile."""
+    return client.channel.receive()
+
+
+def lookups(client: Client, count: int, keys: list[Any]) -> None:
+    """Many questions in one go, without a turn in between."""
+    for number in range(1, count + 1):
+        client.channel.send(Lookup(lookup=number, keys=join_keys(keys)))
+
+
+def test_one_session_asks_much_and_the_other_is_answered_at_its_turn(manager: ManagerBench) -> None:
+    crowd, crowd_worker = manager.engine("crowd")
+    other, _ = manager.engine("other")
+    store(crowd, crowd_worker, 1, KEYS[:4])
+    lookups(crowd, 50, KEYS[:4])
+    lookups(other, 1, KEYS[:4])
+    hurry(manager)
+    for _ in range(4):
+        manager.server.step(0.0)
+    (answer,) = arrived(other)
+    assert isinstance(answer, LookupReply)
+    assert len(answer.slots) == 4
+    assert 0 < len(arrived(crowd)) <= 4, "a turn ends when its time is over"
+    for _ in range(80):
+        manager.server.step(0.0)
+    assert [m.lookup for m in arrived(crowd) if isinstance(m, LookupReply)][-1] == 50, "none is lost"
+
+
+def test_messages_sent_before_the_end_of_a_session_are_handled(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    manager.engine("other")
+    hurry(manager)
+    lookups(leader, 20, KEYS[:4])
+    leader.close()
+    for _ in range(60):
+        manager.server.step(0.0)
+    assert manager.metrics.value("kvbm_lookups_total", outcome="hit") == 20
+    assert manager.space().host_pool.counts().leased == 0, "and then its leases end"
+
+
+class Recorder:
+    """A policy that says when it learns of requests."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def requested(self, *args: Any) -> None:
+        self.requests += 1
+        self.inner.requested(*args)
+
+
+def test_policies_learn_of_requests_when_nobody_asks(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    manager.step()
+    pool = manager.space().host_pool
+    pool.policy = recorder = Recorder(pool.policy)
+    hurry(manager)
+    lookups(leader, 3, KEYS[:4])
+    for _ in range(3):
+        manager.server.step(0.0)
+    assert len(arrived(leader)) == 3
+    assert recorder.requests == 0
+    assert not manager.server.idle, "the next turn does not wait"
+    for _ in range(60):
+        manager.server.step(0.0)
+    assert recorder.requests == 3
+    assert manager.server.idle
+
+
+def test_policies_learn_of_requests_although_clients_never_stop(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    manager.step()
+    pool = manager.space().host_pool
+    pool.policy = recorder = Recorder(pool.policy)
+    hurry(manager)
+    lookups(leader, 4 * ANSWERS_FIRST, KEYS[:4])
+    for _ in range(3 * ANSWERS_FIRST):
+        manager.server.step(0.0)
+    assert len(arrived(leader)) < 4 * ANSWERS_FIRST, "questions are left"
+    assert recorder.requests >= 2
+
+
+def test_room_for_a_long_chain_is_made_in_slices(manager: ManagerBench) -> None:
+    leader, _ = manager.engine()
+    other, other_worker = manager.engine("other")
+    store(other, other_worker, 1, KEYS[:4])
+    hurry(manager)
+    leader.channel.send(Reserve(store=7, parent=b"", keys=join_keys(LONG)))
+    lookups(other, 1, KEYS[:4])
+    turns = 0
+    while not (answers := arrived(leader)):
+        manager.server.step(0.0)
+        turns += 1
+        if others := arrived(other):
+            assert isinstance(others[0], LookupReply)
+            assert turns < 4, "it does not wait for the whole chain"
+    assert turns > 3
+    (answer,) = answers
+    assert isinstance(answer, ReserveReply)
+    assert len(set(answer.slots)) == len(LONG) == len(answer.generations)
+    held = manager.space().reservations.of(next(iter(manager.server.sessions.values())).number)
+    assert [len(reservation.slots) for reservation in held] == [len(LONG)], (
+        "one reservation, to be committed once"
+    )
+    assert held[0].parents == [None, *LONG[:-1]]
+
+
+def test_a_long_chain_without_room_is_refused_from_one_block_on(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    kept = store(leader, worker, 1, KEYS[:200])
+    assert leader.lookup(1, KEYS[:200]).ready == len(kept)
+    other = chain_keys(bytes(31) + b"M", range(len(LONG) * LAYOUT.block_tokens), LAYOUT.block_tokens)
+    assert min(leader.reserve(2, LONG)) >= REFUSED
+    slots = leader.reserve(3, other)
+    first = slots.index(REFUSED)
+    assert set(slots[first:]) == {REFUSED}
+    assert manager.metrics.value("kvbm_skipped_offloads_total", reason="full") >= len(other) - first
