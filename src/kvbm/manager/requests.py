@@ -125,6 +125,8 @@ class Requests:
             )
             parent = part[-1]
         engine = self._membership.led_by(session)
+        if engine is None:  # what was reserved by then ends with the session, or at its deadline
+            slots = [REFUSED] * len(keys)
         generations = engine.space.arena.generations([slot for slot in slots if slot >= 0]) if engine else ()
         session.send(ReserveReply(store=message.store, slots=tuple(slots), generations=generations))
 

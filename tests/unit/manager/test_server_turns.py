@@ -169,3 +169,22 @@ def test_a_long_chain_without_room_is_refused_from_one_block_on(manager: Manager
     first = slots.index(REFUSED)
     assert set(slots[first:]) == {REFUSED}
     assert manager.metrics.value("kvbm_skipped_offloads_total", reason="full") >= len(other) - first
+
+
+def test_a_rank_that_goes_meanwhile_takes_the_room_with_it(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    hurry(manager)
+    leader.channel.send(Reserve(store=7, parent=b"", keys=join_keys(LONG)))
+    manager.server.step(0.0)
+    assert manager.space().host_pool.counts().filling == RESERVED_AT_ONCE
+    worker.close()
+    answers: list[FromManager] = []
+    for _ in range(20):
+        manager.server.step(0.0)
+        answers += arrived(leader)
+    (answer,) = [message for message in answers if isinstance(message, ReserveReply)]
+    assert set(answer.slots) == {REFUSED}
+    leader.close()
+    for _ in range(20):
+        manager.server.step(0.0)
+    assert manager.space().host_pool.counts().filling == 0

@@ -94,6 +94,7 @@ def test_a_policy_that_raises_ends_its_namespace_alone(
     assert set(bad_leader.reserve(6, KEYS[20:22])) == {REFUSED}
     assert [bad_worker.read(slot) for slot in held.slots] == before, "what is being copied stays as it is"
 
+    assert manager.metrics.value("kvbm_tier_up", tier="host") == 0
     assert good_leader.lookup(2, KEYS[:4]).ready == 4
     assert min(good_leader.reserve(3, KEYS[10:12])) >= 0
     assert len(lines(caplog)) == 1

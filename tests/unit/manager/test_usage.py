@@ -107,3 +107,21 @@ def test_the_oldest_news_are_forgotten_where_there_are_too_many(
         bench.space.lookup(ME, number, LONG[:count], 0)
     bench.space.pump()
     assert requests == [8, 7, 2]
+
+
+def test_completions_are_taken_as_long_as_there_is_time(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=16, disk_slots=16)
+    for number in range(3):  # three writes: the blocks belong to no chain
+        bench.store([LONG[10 * number]])
+    bench.space.move(bench.clock())
+    while bench.tier.release():
+        pass
+    assert bench.space.disk is not None
+    pool = bench.space.disk.pool
+    written = []
+    while True:
+        left = bench.space.move(bench.clock())  # the time is over: one in any case
+        written.append(pool.counts().resident)
+        if not left:
+            break
+    assert written == [1, 2, 3]
