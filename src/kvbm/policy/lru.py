@@ -63,6 +63,11 @@ class LeafFirstLru:
     def evictable(self, slots: Iterable[int]) -> None:
         """Queue those of the slots that are leaves and not queued already."""
         queued, child, state = self._queued, self.tree.child, self._state
+        if isinstance(slots, range) and slots.step == 1:
+            # A long chain as a whole: most of its blocks have continuations.
+            state[slots.start : slots.stop] = bytes((_RESIDENT,)) * len(slots)
+            below = child[slots.start : slots.stop]
+            slots = [slot for slot, first in zip(slots, below, strict=True) if first < 0]
         for slot in slots:
             state[slot] = _RESIDENT
             if child[slot] < 0 and not queued[slot]:
