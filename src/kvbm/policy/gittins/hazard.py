@@ -178,7 +178,8 @@ class HazardModel:
         found = self._index[kinds, bins]
         unknown = np.isnan(found)
         if unknown.any():
-            cells = np.unique(kinds[unknown] * BIN_COUNT + bins[unknown])
+            # `np.unique` would import modules at its first call: 9 ms in which a full tier makes room.
+            cells = np.array(sorted({*(kinds[unknown] * BIN_COUNT + bins[unknown]).tolist()}))
             self._compute(cells // BIN_COUNT, cells % BIN_COUNT)
             found = self._index[kinds, bins]
         return found
