@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from kvbm.block import BlockKey
-from kvbm.errors import KvbmError
 from kvbm.manager.leases import Cut, Lease, Owner, Reservation
 from kvbm.manager.space import Space
 
@@ -95,9 +94,7 @@ class GuardedSpace(Space):
         if not self.failure:
             try:
                 return method(*args, **kwargs)
-            except KvbmError:
-                raise  # a client's mistake, in one line
-            except Exception as error:
+            except Exception as error:  # a `KvbmError` too: what a client got wrong was refused before
                 self._fail(error)
         return otherwise
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvbm.errors import TierError
 from kvbm.hashing import join_keys
 from kvbm.protocol import (
     REFUSED,
@@ -59,7 +60,12 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "error", [AssertionError("the tree is torn"), ZeroDivisionError("a policy of theirs")]
+    "error",
+    [
+        AssertionError("the tree is torn"),
+        ZeroDivisionError("a policy of theirs"),
+        TierError("with our errors"),
+    ],
 )
 @pytest.mark.parametrize("method", ["requested", "victims", "inserted", "evictable", "finished"])
 def test_a_policy_that_raises_ends_its_namespace_alone(
@@ -124,8 +130,9 @@ def test_the_next_engine_of_a_failed_namespace_gets_a_new_space(
     assert len(lines(caplog)) == 1
 
 
+@pytest.mark.parametrize("error", [RuntimeError("as a block arrives"), TierError("as a block arrives")])
 def test_those_that_wait_for_blocks_of_a_failed_space_are_told(
-    make_manager: MakeBench, below: FakeTier, caplog: pytest.LogCaptureFixture
+    make_manager: MakeBench, below: FakeTier, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     manager = make_manager(host_blocks=16, disk_blocks=32, disk_admission="all")
     leader, worker = manager.engine()
@@ -137,7 +144,7 @@ def test_those_that_wait_for_blocks_of_a_failed_space_are_told(
     assert (len(found.slots), found.ready) == (4, 0)
     worker.send(Watch(lookup=1))
     assert not worker.expect(Progress).final
-    break_policy(manager, 0, "evictable", RuntimeError("as a block arrives"))
+    break_policy(manager, 0, "evictable", error)
     assert below.release()
     manager.until(lambda: manager.space().failure)
     assert worker.expect(Progress).final
