@@ -229,9 +229,10 @@ class Onboarder:
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="disk", target="host")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
         ends = completion.ends
-        for place, end in enumerate(ends):
+        # Strict: a block whose end a tier does not tell must never count as one that came.
+        for slot, key, end in zip(run.host_slots, run.keys, ends, strict=True):
             if end.outcome is Outcome.HIT:
-                self.names.brought(run.host_slot + place, run.keys[place], end.engine_hash, end.group)
+                self.names.brought(slot, key, end.engine_hash, end.group)
             else:
                 self.metrics.add("kvbm_failures_total", tier="disk", kind="corrupt" if end.corrupt else "io")
         self._finish(run, ends, completion.still_in_use)

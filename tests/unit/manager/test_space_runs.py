@@ -212,6 +212,30 @@ def test_a_recovered_chain_has_its_parents(bench: Bench) -> None:
     assert by_key == {KEYS[0]: None, **{after: before for before, after in pairwise(KEYS[:7])}}
 
 
+@pytest.mark.parametrize("told", [0, 3, 5])
+def test_blocks_whose_end_the_tier_does_not_tell_are_never_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, told: int
+) -> None:
+    """An installed tier that completes a run as if it were a block must not bring what the slots held before."""
+    bench.only_on_disk(KEYS[:4])
+    genuine = bench.tier.poll
+
+    def careless(done: Completion) -> Completion:
+        return Completion(
+            job_id=done.job_id, outcome=Outcome.HIT, bytes_moved=1, blocks=[BlockEnd(Outcome.HIT)] * told
+        )
+
+    monkeypatch.setattr(bench.tier, "poll", lambda: list(map(careless, genuine())))
+    lease = look_up(bench, KEYS[:4])
+    bench.tier.release()
+    with pytest.raises(ValueError, match="zip"):
+        bench.space.pump()
+    assert lease.ready == 0
+    assert [bench.space.host_pool.find(key) for key in KEYS[:4]] == [None] * 4
+    bench.tier.kill()
+    monkeypatch.undo()
+
+
 def test_slots_of_a_read_that_did_not_end_are_not_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.only_on_disk(KEYS[:4])
     genuine = bench.tier.poll
