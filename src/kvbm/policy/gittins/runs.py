@@ -224,6 +224,9 @@ class RunTree:
     def remove(self, slot: int) -> None:
         """One block leaves out of turn. The blocks that continue it stay, as the first of a chain of their own."""
         run = self.run_of[slot]
+        if slot == self.tail_slot(run) and not self.resident_children[run]:
+            self.trim(run, 1)  # a chain that is given up from its end, as stores and loads that fail are
+            return
         offset = self.slots(run).index(slot)
         if offset == 0 and self.length[run] > 1:
             self._drop_first(run)

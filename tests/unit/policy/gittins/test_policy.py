@@ -277,6 +277,28 @@ def test_a_long_chain_is_cleared_from_its_front_without_cutting_it_every_time(
     assert policy.tree.resident_blocks == 0
 
 
+def test_a_long_chain_that_is_given_up_from_its_end_is_not_cut_nor_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store that fails gives back its slots, the last block's first."""
+    policy, count = Gittins(2000), 2000
+    blocks = list(range(1, count + 1))
+    policy.requested(blocks, [-1] * count, 0.0)
+    policy.inserted(blocks, list(range(count)), -1, 0.0)
+    tree, runs = policy.tree, len(policy.tree)
+    with monkeypatch.context() as patch:
+        patch.setattr(tree, "cut", lambda *_: pytest.fail("cut"))
+        patch.setattr(tree, "slots", lambda *_: pytest.fail("searched"))
+        policy.removed(reversed(range(1000, count)))
+    check(tree)
+    assert (tree.resident_blocks, len(tree)) == (1000, runs)
+    policy.removed((500,))
+    check(tree)
+    policy.removed((499,))
+    check(tree)
+    assert tree.resident_blocks == 998
+
+
 def test_many_chains_that_grow_by_turns_are_not_copied_each_time() -> None:
     """As after a restart, when the blocks of a disk are inserted in the order in which they were written."""
     chains, length = 20, 400
