@@ -261,14 +261,12 @@ class Offloader(Generic[KeyT]):
             run = _Offloading(host_slots[first], disk_slots[first], end - first)
             outcome = self._write(run, keys[first:end])
             if outcome is Outcome.THROTTLED:
-                for disk_slot in reversed(disk_slots[first:]):
-                    self.disk_pool.abort(disk_slot)
+                self.disk_pool.abort_all(disk_slots[first:][::-1])
                 return False
             for key in keys[first:end]:
                 del self.queue[key]
             if outcome is not Outcome.PENDING:
-                for disk_slot in reversed(disk_slots[first:end]):
-                    self.disk_pool.abort(disk_slot)
+                self.disk_pool.abort_all(disk_slots[first:end][::-1])
                 for slot in host_slots[first:end]:
                     self._drop(slot, "tier_off")
             first = end
@@ -296,8 +294,7 @@ class Offloader(Generic[KeyT]):
         for disk_slot, end in zip(run.disk_slots, completion.ends, strict=True):
             (hits if end.outcome is Outcome.HIT else failed).append(disk_slot)
         self.disk_pool.commit_all(hits)
-        for disk_slot in reversed(failed):
-            self.disk_pool.abort(disk_slot)
+        self.disk_pool.abort_all(failed[::-1])
         if hits:
             bytes_moved = completion.bytes_moved
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")

@@ -89,7 +89,7 @@ class Onboarder:
     _in_flight: dict[int, _Rising] = field(default_factory=dict, init=False)
     _rate: ReadRate = field(default_factory=ReadRate, init=False)
     # Host slots of failed reads that the medium may still write to.
-    _unusable: list[SlotIndex] = field(default_factory=list, init=False)
+    _unusable: list[int] = field(default_factory=list, init=False)
 
     @property
     def queued_count(self) -> int:
@@ -240,8 +240,8 @@ class Onboarder:
 
     def healed(self) -> None:
         """The disk works again: nothing writes any more to the host slots of reads that failed without an end."""
-        while self._unusable:
-            self.host_pool.abort(self._unusable.pop())
+        lost, self._unusable = self._unusable, []
+        self.host_pool.abort_all(lost)
 
     def _finish(self, run: _Rising, ends: Sequence[BlockEnd], in_use: bool = False) -> None:
         """The read of a run has ended, or there will be none. `in_use`: the medium may still write to its slots."""
@@ -253,12 +253,13 @@ class Onboarder:
         if missed:
             hits = [run.host_slot + place for place, end in enumerate(ends) if end.outcome is Outcome.HIT]
         self.host_pool.commit_all(hits)
-        for place in reversed(missed):  # a chain's last block first
-            host_slot, disk_slot = SlotIndex(run.host_slot + place), run.disk_slot + place
-            if in_use:
-                self._unusable.append(host_slot)  # it stays filling: no block may go there yet
-            else:
-                self.host_pool.abort(host_slot)
+        lost = [run.host_slot + place for place in reversed(missed)]  # a chain's last block first
+        if in_use:
+            self._unusable += lost  # they stay filling: no blocks may go there yet
+        else:
+            self.host_pool.abort_all(lost)
+        for place in reversed(missed):
+            disk_slot = run.disk_slot + place
             if ends[place].outcome is Outcome.MISS and not self.disk_pool.is_leased(disk_slot):
                 self.disk_pool.evict(disk_slot)
         for wanted in run.waiting:

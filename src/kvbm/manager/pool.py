@@ -225,8 +225,12 @@ class SlotPool(Generic[KeyT]):
 
     def abort(self, slot: int) -> None:
         """The slot's bytes never became complete: it is free again."""
-        self.policy.removed((slot,))
-        self._empty((slot,), Transition.ABORT)
+        self.abort_all((slot,))
+
+    def abort_all(self, slots: Sequence[int]) -> None:
+        """`abort` for many slots at once; of a chain the last block first."""
+        self.policy.removed(slots)
+        self._empty(slots, Transition.ABORT)
 
     def evict(self, slot: int) -> None:
         """Drop a resident block without leases."""

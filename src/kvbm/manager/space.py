@@ -265,9 +265,8 @@ class Space:
             return 0
         self.reservations.pop(owner, number)
         bad = set(range(len(mine.slots))) if mine.stale else set(failed)
-        for i in reversed(range(len(mine.slots)) if bad else ()):
-            if i in bad:
-                self.host_pool.abort(mine.slots[i])
+        if bad:
+            self.host_pool.abort_all([slot for i, slot in enumerate(mine.slots) if i in bad][::-1])
         good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
         self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
         self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
@@ -290,8 +289,7 @@ class Space:
     def abort(self, reservation: Reservation) -> None:
         """Free a reservation's slots. The caller knows that no worker writes to them any more."""
         self.reservations.pop(reservation.owner, reservation.number)
-        for slot in reversed(reservation.slots):
-            self.host_pool.abort(slot)
+        self.host_pool.abort_all(reservation.slots[::-1])
 
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
