@@ -109,10 +109,10 @@ class DiskSide:
 
     def advance(self) -> bool:
         """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
-        self.onboarder.pump()
+        again = self.onboarder.pump()
         if self.departures is not None:
             self.departures.advance(self.clock())
-        again = self.offloader.pump()
+        again = self.offloader.pump() or again
         self.void_emptied()
         now_s = self.clock()
         if self.fault and not self.queued_count and now_s >= self._heal_at_s:

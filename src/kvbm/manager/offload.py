@@ -204,8 +204,8 @@ class Offloader(Generic[KeyT]):
         return False
 
     def pump(self) -> bool:
-        """Submit as many runs as the disk takes. True when it stopped before that, as it met too many blocks that are
-        not to be written any more: call it again."""
+        """Submit as many runs as the disk takes. True when it stopped before that, as it met blocks that cannot be
+        written, or too many that are not to be any more: call it again."""
         while self.queue and (self.writer.room or self.writer.fault):
             room = min(self.writer.run_blocks_max, self.in_flight_max - self._in_flight_blocks)
             if room <= 0:
@@ -213,7 +213,11 @@ class Offloader(Generic[KeyT]):
             keys, host_slots = self._next_run(room)
             if not keys:
                 return bool(self.queue)
-            if not self._submit(keys, host_slots):
+            disk_slots = self.disk_pool.reserve_chain(keys, self.queue[keys[0]], self.clock())
+            if not disk_slots:
+                self._refuse(keys, host_slots)
+                return bool(self.queue)
+            if not self._submit(keys, host_slots, disk_slots):
                 return False
         return False
 
@@ -246,13 +250,15 @@ class Offloader(Generic[KeyT]):
             del self.queue[key]
         return keys, slots
 
-    def _submit(self, keys: list[KeyT], host_slots: list[SlotIndex]) -> bool:
-        """False when the disk is busy and blocks must wait; those that were submitted or skipped leave the queue."""
-        disk_slots = self.disk_pool.reserve_chain(keys, self.queue[keys[0]], self.clock())
-        if not disk_slots:
-            del self.queue[keys[0]]
-            self._drop(host_slots[0], "full")
-            return True
+    def _refuse(self, keys: list[KeyT], host_slots: list[SlotIndex]) -> None:
+        """No slot on disk is to be had for a chain, not even for its first block; the others are no use without it."""
+        for key, slot in zip(keys, host_slots, strict=True):
+            del self.queue[key]
+            self._drop(slot, "full")
+
+    def _submit(self, keys: list[KeyT], host_slots: list[SlotIndex], disk_slots: Sequence[SlotIndex]) -> bool:
+        """Write a chain as far as it has slots on disk. False when the disk is busy and blocks must wait; those that
+        were submitted or skipped leave the queue."""
         first = 0
         while first < len(disk_slots):
             end = first + 1

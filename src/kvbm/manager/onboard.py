@@ -22,6 +22,9 @@ from kvbm.observe.metrics import Metrics
 from kvbm.tiers.contract import BlockEnd, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
+UNREAD_MAX = 1024
+"""Blocks that leave the queue unread in one go, or a run of them."""
+
 
 class _Wanted(NamedTuple):
     """A lease that waits for `length` blocks of a run from `place` on; the first of them is its block `start`."""
@@ -186,23 +189,31 @@ class Onboarder:
             keys, disk_slots = keys[: len(before)], disk_slots[: len(before)]
         return keys, disk_slots
 
-    def pump(self) -> None:
-        """Submit as many runs as the disk takes."""
+    def pump(self) -> bool:
+        """Submit as many runs as the disk takes. True when it stopped before that, as it met too many blocks that are
+        not read: call it again."""
+        unread = 0
         while self._queue and self.medium.load_room:
-            run = self._trimmed(self._queue.popleft())
+            if unread >= UNREAD_MAX:
+                return True
+            queued = self._queue.popleft()
+            run = self._trimmed(queued)
             if run is None:
+                unread += len(queued.keys)
                 continue
             job_id = next(self.job_ids)
             targets = self.arena.slot_views(run.host_slot, len(run.keys))
             outcome = self.medium.submit_load_run(job_id, run.keys, SlotIndex(run.disk_slot), targets)
             if outcome is Outcome.THROTTLED:
                 self._queue.appendleft(run)
-                return
+                return False
             if outcome is Outcome.PENDING:
                 self._in_flight[job_id] = run
                 self._rate.submitted(len(run.keys), self.clock())
             else:
                 self._finish(run, [BlockEnd(outcome)] * len(run.keys))
+                unread += len(run.keys)
+        return False
 
     def _trimmed(self, run: _Rising) -> _Rising | None:
         """The run without the blocks at its ends that nobody waits for any more: the disk is not spent on those."""

@@ -237,3 +237,22 @@ def test_blocks_that_are_not_to_be_written_any_more_leave_the_queue_in_portions(
     assert not rig.offloader.pump()
     assert rig.metrics.value(SKIPPED, reason="evicted") == 3
     assert rig.offloader.queued_count == 0
+
+
+def test_a_chain_that_gets_no_slot_on_disk_leaves_the_queue_as_a_whole_one_at_a_time() -> None:
+    """A full disk may refuse thousands of blocks: a turn of the loop does not wait for all of them."""
+    rig = Rig()
+    rig.writer.run_blocks_max = 4
+    rig.writer.limit = 0
+    rig.store(0, 1)
+    rig.store(10, 11)
+    taken = rig.disk.reserve_chain(range(100, 116), None, 0.0)
+    rig.writer.limit = 8
+    assert rig.offloader.pump(), "to be called again"
+    assert (rig.metrics.value(SKIPPED, reason="full"), rig.offloader.queued_count) == (2, 2)
+    assert not rig.offloader.pump()
+    assert (rig.metrics.value(SKIPPED, reason="full"), rig.offloader.queued_count) == (4, 0)
+    rig.disk.abort_all(taken[::-1])
+    rig.offloader.used([0, 1], None)
+    assert not rig.offloader.pump()
+    assert rig.writer.runs == [2]

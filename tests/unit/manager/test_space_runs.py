@@ -118,6 +118,24 @@ def test_a_request_that_is_gone_costs_the_disk_nothing(make: Callable[..., Bench
     assert bench.space.host_pool.counts().filling == 0
 
 
+def test_queued_reads_of_requests_that_are_gone_end_in_portions(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that dies may leave thousands of blocks in the queue: a turn of the loop does not wait for all."""
+    monkeypatch.setattr("kvbm.manager.onboard.UNREAD_MAX", 4)
+    bench = make(host_slots=16, disk_slots=32, run_blocks_max=2, pending_limit=1)
+    bench.only_on_disk(KEYS[:14])
+    lease = look_up(bench, KEYS[:14])
+    bench.space.release(ME, lease.number)
+    pool = bench.space.host_pool
+    assert pool.counts().filling == 14
+    bench.tier.release()
+    left = []
+    while bench.space.move(0.0):
+        left.append(pool.counts().filling)
+    assert (left, pool.counts().filling) == ([8, 4], 0)
+
+
 def test_of_a_queued_run_only_what_is_still_wanted_is_read(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=16, disk_slots=32, run_blocks_max=4, pending_limit=1)
     bench.only_on_disk(KEYS[:8])
