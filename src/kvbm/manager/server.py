@@ -7,8 +7,8 @@ report through its descriptor. The loop never waits for a client. For a medium i
 
 - a tier is opened when the first engine of a namespace comes, and again when it heals: files without an owner are
   removed, its own are prepared (when it heals, for about a second at most), its journal is read and indexed;
-- a slot of the disk tier is emptied: its journal record is voided, 256 bytes into the page cache. `Reset` does that
-  once for each block that it drops from disk;
+- slots of the disk tier are emptied: their journal records, 256 bytes each, are voided in the page cache, with one
+  write for each stretch of slots. `Reset` does that for all the blocks that it drops from disk;
 - every few seconds each tier checks that its files are still there;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
 """
