@@ -58,7 +58,8 @@ class AdmissionPolicy(Protocol):
 
 class ManyAtOnce(AdmissionPolicy, Protocol):
     """What an `AdmissionPolicy` may have besides: the same for many blocks in one call, with the same outcome as one
-    call for each in this order. Others are called block by block."""
+    call for each in this order. Others are called block by block, and so is a subclass that replaces `offered` or `hit`
+    and inherits the form for many."""
 
     def offered_all(self, keys: Sequence[Hashable], now_s: float) -> Sequence[bool]:
         """`offered` for each."""
@@ -69,18 +70,31 @@ class ManyAtOnce(AdmissionPolicy, Protocol):
 
 def offer_all(policy: AdmissionPolicy, keys: Sequence[Hashable], now_s: float) -> Sequence[bool]:
     """Offer the blocks to a policy of either kind."""
-    many: ManyAtOnce | None = policy if hasattr(policy, "offered_all") else None  # type: ignore[assignment]
-    return many.offered_all(keys, now_s) if many else [policy.offered(key, now_s) for key in keys]
+    if _takes_many(policy, "offered"):
+        many: ManyAtOnce = policy  # type: ignore[assignment]
+        return many.offered_all(keys, now_s)
+    return [policy.offered(key, now_s) for key in keys]
 
 
 def hit_all(policy: AdmissionPolicy, keys: Sequence[Hashable], now_s: float) -> None:
     """Tell a policy of either kind that the blocks were used again."""
-    many: ManyAtOnce | None = policy if hasattr(policy, "hit_all") else None  # type: ignore[assignment]
-    if many:
+    if _takes_many(policy, "hit"):
+        many: ManyAtOnce = policy  # type: ignore[assignment]
         many.hit_all(keys, now_s)
         return
     for key in keys:
         policy.hit(key, now_s)
+
+
+def _takes_many(policy: AdmissionPolicy, method: str) -> bool:
+    """Whether the policy has this method for many blocks too, and a subclass did not replace the one for one block
+    alone: then that one decides."""
+    for kind in type(policy).__mro__:
+        if f"{method}_all" in vars(kind):
+            return True
+        if method in vars(kind):
+            return False
+    return False
 
 
 def none_leased(leased: Container[int], slots: Collection[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from copy import deepcopy
 
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from kvbm.block import BlockKey
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.policy.admission.filter import ADMIT_FREQUENCY, DECAY_INTERVAL_S, ENTRIES_MAX, FREQUENCY_MAX
+from kvbm.policy.contract import hit_all, offer_all
 
 EVENTS = st.lists(
     st.tuples(st.integers(0, 9), st.booleans(), st.sampled_from([0.0, 0.0, 1.0, 599.0, 600.0, 1800.0])),
@@ -178,3 +180,33 @@ def test_many_at_once_are_as_one_after_the_other(
         assert {k: n - at_once._decays for k, n in at_once._end.items() if n > at_once._decays} == {
             k: n - one_by_one._decays for k, n in one_by_one._end.items() if n > one_by_one._decays
         }
+
+
+class OddOnly(DiskFilter):
+    """An installed policy that knew nothing of many blocks at once."""
+
+    def offered(self, key: Hashable, now_s: float) -> bool:
+        return isinstance(key, bytes) and key[0] % 2 == 1 and super().offered(key, now_s)
+
+
+class Deaf(AdmitAll):
+    """It replaces the other method alone, and takes many in the form that it brings itself."""
+
+    def __init__(self) -> None:
+        self.heard: list[Hashable] = []
+
+    def hit(self, key: Hashable, now_s: float) -> None:
+        self.heard.append(key)
+
+    def offered_all(self, keys: Sequence[Hashable], now_s: float) -> list[bool]:
+        return [False] * len(keys)
+
+
+def test_a_subclass_that_replaces_the_decision_on_one_block_decides_on_many() -> None:
+    keys = [key(number) for number in range(4)]
+    odd = OddOnly(0.0)
+    assert list(offer_all(odd, keys, 0.0)) == [False] * 4
+    assert list(offer_all(odd, keys, 1.0)) == [False, True, False, True]
+    deaf = Deaf()
+    hit_all(deaf, keys, 0.0)
+    assert (deaf.heard, list(offer_all(deaf, keys, 0.0))) == (keys, [False] * 4)
