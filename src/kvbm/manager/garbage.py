@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from kvbm.clock import Clock
 
 COLLECT_EVERY_S = 60.0
+COLLECT_AT_THE_LATEST_S = 600.0
+"""An installed policy or tier may leave cycles behind, and a manager may have work without a pause."""
 
 
 @contextlib.contextmanager
@@ -22,13 +24,13 @@ def collected_when_idle(clock: Clock) -> Iterator[Callable[[bool], None]]:
     gc.collect()
     gc.freeze()  # what was imported and made by now stays
     gc.disable()
-    due_s = clock() + COLLECT_EVERY_S
+    collected_s = clock()
 
     def turn_ended(idle: bool) -> None:
-        nonlocal due_s
-        if idle and clock() >= due_s:
+        nonlocal collected_s
+        if clock() - collected_s >= (COLLECT_EVERY_S if idle else COLLECT_AT_THE_LATEST_S):
             gc.collect()
-            due_s = clock() + COLLECT_EVERY_S
+            collected_s = clock()
 
     try:
         yield turn_ended

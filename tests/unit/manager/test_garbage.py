@@ -1,4 +1,4 @@
-"""Reference cycles are collected when the manager is idle, and never in a turn."""
+"""Reference cycles are collected when the manager is idle, and only where it never is between two turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from kvbm.clock import ManualClock
-from kvbm.manager.garbage import COLLECT_EVERY_S, collected_when_idle
+from kvbm.manager.garbage import COLLECT_AT_THE_LATEST_S, COLLECT_EVERY_S, collected_when_idle
 
 
 class Ring:
@@ -31,6 +31,18 @@ def test_a_collection_waits_until_it_is_due_and_nobody_waits() -> None:
         turn_ended(True)
         assert left() is None
     assert gc.isenabled()
+
+
+def test_a_manager_without_a_pause_collects_all_the_same() -> None:
+    clock = ManualClock(5.0)
+    with collected_when_idle(clock) as turn_ended:
+        left = weakref.ref(Ring())
+        clock.advance(COLLECT_AT_THE_LATEST_S - 1.0)
+        turn_ended(False)
+        assert left() is not None
+        clock.advance(1.0)
+        turn_ended(False)
+        assert left() is None
 
 
 def test_python_collects_by_itself_again_after_a_failure() -> None:
