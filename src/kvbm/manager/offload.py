@@ -107,7 +107,7 @@ class Offloader(Generic[KeyT]):
     def committed(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None]) -> None:
         """These blocks, behind those of `parents`, came into host memory from the device."""
         if self.on_write_ended is None:
-            self._offer(keys, parents)
+            self._offer(keys, parents, stored=True)
 
     def used(self, keys: Sequence[KeyT], parent: KeyT | None) -> None:
         """Consecutive blocks of a chain, which are held somewhere, were asked for again; `parent` is before them."""
@@ -152,8 +152,11 @@ class Offloader(Generic[KeyT]):
             key = before
         return missing[::-1]
 
-    def _offer(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None]) -> None:
-        """Offer blocks to the policy, or count a use of those that disk has already; queue what is admitted."""
+    def _offer(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None], stored: bool = False) -> None:
+        """Offer blocks to the policy, or count a use of those that disk has already; queue what is admitted.
+
+        `stored`: they came into host memory, and one that is not there has been evicted since.
+        """
         now_s, below = self.clock(), self.disk_pool.held(keys)
         if any(below):
             hit_all(self.admission, list(compress(keys, below)), now_s)
@@ -167,18 +170,21 @@ class Offloader(Generic[KeyT]):
         if self._budget is not None:
             for key, parent in new:
                 if self._admits(key):
-                    self._queue_up(key, parent)
+                    self._queue_up(key, parent, stored)
             return
         answers = offer_all(self.admission, [key for key, _ in new], now_s)
         if refused := len(new) - sum(answers):
             self.metrics.add("kvbm_skipped_offloads_total", refused, reason="filter")
         for key, parent in compress(new, answers):
             if self._takes():
-                self._queue_up(key, parent)
+                self._queue_up(key, parent, stored)
 
-    def _queue_up(self, key: KeyT, parent: KeyT | None) -> None:
+    def _queue_up(self, key: KeyT, parent: KeyT | None, stored: bool) -> None:
         """Queue an admitted block, if it is in host memory and not queued."""
         slot = self.host_pool.find(key)
+        if slot is None and stored:
+            self._skip("evicted", admitted=True)
+            return
         if slot is None or key in self.queue:
             self._refund()
             return

@@ -256,3 +256,13 @@ def test_a_chain_that_gets_no_slot_on_disk_leaves_the_queue_as_a_whole_one_at_a_
     rig.offloader.used([0, 1], None)
     assert not rig.offloader.pump()
     assert rig.writer.runs == [2]
+
+
+def test_a_block_that_was_evicted_before_it_was_offered_is_counted() -> None:
+    """Long stores are offered some turns after they came."""
+    rig = Rig()
+    rig.offloader.committed([7], [None])
+    assert rig.metrics.value(SKIPPED, reason="evicted") == 1
+    rig.offloader.used([8], None)
+    assert rig.metrics.value(SKIPPED, reason="evicted") == 1, "it may have been on the device alone"
+    assert rig.offloader.queued_count == 0
