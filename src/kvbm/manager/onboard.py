@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
@@ -22,6 +23,8 @@ from kvbm.observe.metrics import Metrics
 from kvbm.tiers.contract import BlockEnd, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
+LOOKED_AT_MAX = 512
+"""Queued runs among which a new lease's last one is looked for, from the end."""
 UNREAD_MAX = 1024
 """Blocks that leave the queue unread in one go, or a run of them."""
 
@@ -100,8 +103,15 @@ class Onboarder:
         return len(self._by_host_slot)
 
     def arrival_s(self, lease: Lease) -> float:
-        """Expected seconds until all blocks of a new lease are here, behind all that is queued; 0 if unknown."""
-        return 0.0 if lease.final else self._rate.seconds_for(self.queued_count)
+        """Expected seconds until all blocks of the newest lease are here, behind what is queued; 0 if unknown."""
+        if lease.final:
+            return 0.0
+        behind = 0  # where it only waits for what others asked for, much may be queued behind that
+        for run in islice(reversed(self._queue), LOOKED_AT_MAX):
+            if run.waiting[-1].lease is lease:
+                break
+            behind += len(run.keys)
+        return self._rate.seconds_for(self.queued_count - behind)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
         """Give a host slot to every block of the lease that is only on disk; the run ends at the first that gets none.

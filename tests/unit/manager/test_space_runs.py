@@ -287,3 +287,22 @@ def test_the_arrival_of_a_lease_is_foretold_from_the_queue_and_the_speed_of_read
     assert bench.space.arrival_s(second) == 0.0
     again = look_up(bench, OTHER[:6])
     assert bench.space.arrival_s(again) == 0.0, "they are here"
+
+
+def test_a_lease_that_waits_for_what_another_asked_for_arrives_before_what_is_queued_behind(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(host_slots=16, disk_slots=32, run_blocks_max=4, pending_limit=1)
+    bench.only_on_disk([*KEYS[:6], *OTHER[:8]])
+    look_up(bench, KEYS[:6])
+    bench.clock.advance(2.0)
+    bench.tier.release(1)  # four blocks in two seconds
+    bench.space.pump()
+    behind = look_up(bench, OTHER[:8])
+    assert bench.space.arrival_s(behind) == pytest.approx((2 + 8) / 2)
+    reading = look_up(bench, KEYS[:6], PEER)
+    assert bench.space.arrival_s(reading) == pytest.approx(2 / 2), "it is being read already"
+    part = look_up(bench, OTHER[:2], PEER)
+    assert bench.space.arrival_s(part) == pytest.approx((2 + 4) / 2), "in front of the second run"
+    bench.finish_all()
+    assert (reading.ready, part.ready, behind.ready) == (6, 2, 8)
