@@ -3,8 +3,9 @@
     python -m benchmarks.crowd_manager [--requests 256] [--chains 7] [--blocks 8192] [--output DIR]
 
 A real leader asks a real manager, in a process of its own, over a socket; host memory holds all chains and a disk lies
-below. Three phases: the requests arrive together; single long hits, one after the other; chains are stored although
-host memory is full and the disk has a backlog. A turn is one `Server.step`, in processor time of the loop's thread.
+below. Four phases: the requests arrive together; single long hits, one after the other; the same chains from disk;
+chains are stored although host memory is full and the disk has a backlog. A turn is one `Server.step`, in processor
+time of the loop's thread.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ from kvbm.protocol import (
     Hello,
     Lookup,
     LookupReply,
+    Progress,
     Ready,
     Release,
     Reserve,
     ReserveReply,
+    Reset,
+    ResetReply,
+    Watch,
 )
 from kvbm.settings import Settings, process_environment
 
@@ -162,11 +167,27 @@ class Engine:
         return sum(slot >= 0 for slot in reply.slots)
 
     def hit(self, keys: bytes) -> int:
-        """Look a chain up and release it. Returns the blocks that were found."""
+        """Look a chain up, wait until it is in host memory and release it. Returns the blocks that were found."""
         number = next(self._numbers)
         reply = ask(self.leader, Lookup(lookup=number, keys=keys), LookupReply)
+        self._await(number, reply.ready == len(reply.slots))
         self.leader.send(Release(lookup=number, loaded=len(reply.slots), seconds=0.01))
         return len(reply.slots)
+
+    def _await(self, number: int, arrived: bool) -> None:
+        """Until the blocks of a lookup that are on disk are in host memory."""
+        deadline_s = time.monotonic() + QUIET_S
+        while not arrived and time.monotonic() < deadline_s:
+            self.leader.wait(1.0)
+            told = [m for m in self.leader.receive() if isinstance(m, Progress) and m.lookup == number]
+            arrived = any(progress.final for progress in told)
+            if not told:  # it may have come together with the answer
+                self.leader.send(Watch(lookup=number))
+        assert arrived, "blocks did not come from disk"
+
+    def clear_host(self) -> None:
+        """Drop all blocks from host memory; those on disk stay."""
+        ask(self.leader, Reset(tier="host"), ResetReply)
 
 
 def chain(number: int, blocks: int) -> list[bytes]:
@@ -259,6 +280,11 @@ def measure(
             assert filler.hit(joined[number % chain_count]) == blocks
             time.sleep(0.02)
         rows.append(distribution("single long hits", child.turns() + child.settle()))
+        filler.clear_host()
+        child.settle()
+        for keys in joined:
+            assert filler.hit(keys) == blocks, "not all of the chain is on disk"
+        rows.append(distribution("long hits from disk", child.turns() + child.settle()))
         for keys in new:
             filler.store(keys)
             filler.hit(keys)  # the second offer: the disk filter lets the chain in
