@@ -29,6 +29,10 @@ UNREAD_MAX = 1024
 """Blocks that leave the queue unread in one go, or a run of them."""
 
 
+WAITING_CHECKED_EACH = 64
+"""After so many leases that joined a read, those that have ended are dropped from it."""
+
+
 class _Wanted(NamedTuple):
     """A lease that waits for `length` blocks of a run from `place` on; the first of them is its block `start`."""
 
@@ -146,6 +150,9 @@ class Onboarder:
             )
             count = next((n for n, is_same in enumerate(same) if not is_same), count)
         lease.slots[i : i + count] = range(host_slot, host_slot + count)
+        if len(run.waiting) % WAITING_CHECKED_EACH == 0:
+            # A disk that hangs must not keep all the leases that were taken and given up meanwhile.
+            run.waiting = [each for each in run.waiting if each.still()]
         run.waiting.append(_Wanted(lease, i, place, count))
         return count
 

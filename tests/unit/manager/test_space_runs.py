@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.manager.leases import Lease
+from kvbm.manager.onboard import WAITING_CHECKED_EACH
 from kvbm.testing.fake_tier import FakeRunTier
 from kvbm.tiers.contract import BlockEnd, Completion
 from rigs.space import KEYS, ME, OTHER, PEER, Bench
@@ -306,3 +308,16 @@ def test_a_lease_that_waits_for_what_another_asked_for_arrives_before_what_is_qu
     assert bench.space.arrival_s(part) == pytest.approx((2 + 4) / 2), "in front of the second run"
     bench.finish_all()
     assert (reading.ready, part.ready, behind.ready) == (6, 2, 8)
+
+
+def test_leases_that_end_while_a_read_hangs_are_not_kept(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:4])
+    kept = look_up(bench, KEYS[:4])
+    ended = []
+    for _ in range(4 * WAITING_CHECKED_EACH):
+        ended.append(look_up(bench, KEYS[:4], PEER))
+        bench.space.release(PEER, ended[-1].number)
+    ours = 3  # the list's reference, the loop's and the call's
+    assert sum(sys.getrefcount(lease) > ours for lease in ended) <= WAITING_CHECKED_EACH
+    bench.finish_all()
+    assert (kept.ready, holds(bench, kept)) == (4, True)
