@@ -15,6 +15,8 @@ PARTS = {
     "scheduler": "benchmarks.scheduler_thread",
     "ttft": "benchmarks.ttft",
     "overhead": "benchmarks.overhead",
+    "shared": "benchmarks.shared_prefix",
+    "conversations": "benchmarks.conversations",
     "policies": "benchmarks.policies",
     "simulator": "benchmarks.simulator",
     "modes": "benchmarks.modes",

@@ -4,6 +4,7 @@ the first answer no longer holds."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.link import ManagerLink
@@ -13,6 +14,10 @@ from kvbm.protocol import KEYS_PER_MESSAGE_MAX
 
 STEP_BLOCKS = 8192
 """A step looks up no more requests that waited for room once the keys of so many blocks went out."""
+
+
+COMPARED_MAX = 64
+"""So many requests that have not begun are compared with one whose load could run beside its forward pass."""
 
 
 class Questions:
@@ -56,6 +61,14 @@ class Questions:
     def waits(self, request: str) -> bool:
         """Whether the request is to be looked up later."""
         return self._window.waits(request)
+
+    def wanted_by_others(self, request: str, block_hash: bytes, place: int) -> bool:
+        """Whether another request that has not begun has this block at this place; looks at the oldest few of them."""
+        others = ((name, tracked) for name, tracked in self._requests.items() if not tracked.begun)
+        return any(
+            name != request and place < len(tracked.hashes) and tracked.hashes[place] == block_hash
+            for name, tracked in islice(others, COMPARED_MAX)
+        )
 
     def ask_waiting(self) -> None:
         """Look up requests that waited for room, as many as one step has time for."""
