@@ -96,7 +96,7 @@ class Questions:
         blocks = len(tracked.hashes) - skip
         if blocks <= 0:
             self._window.forget(request)  # the device has them all by now
-        elif self._ready() and self._window.has_room(blocks):
+        elif self._ready() and self._window.has_room(request, blocks):
             return self._ask(request, tracked, skip)
         else:
             self._window.wait(request, blocks)
@@ -117,6 +117,8 @@ class Questions:
         tracked.asked_from = skip
         keys = self._keys(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
         search = self._lookups.ask(request, keys, skip, attempts)
-        if search is not None:
+        if search is None:
+            self._window.forget(request)  # nothing can be asked for: it must not wait for that
+        else:
             tracked.asked_blocks = search.wanted
         return search
