@@ -224,6 +224,8 @@ class Leader:
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
+                # It is looked up in turn again. After a reset it may have come back, and load, within this very step.
+                tracked.begun = self.lookups.loads(request)
                 tracked.offer_anew()
         may_wait = idle
         if self._gone and self.stores.unanswered:

@@ -73,10 +73,12 @@ class Questions:
             self._window.forget(request)
 
     def new_session(self) -> None:
-        """A session has begun or ended: requests that have not begun are looked up again when the engine asks."""
-        for tracked in self._requests.values():
+        """A session has begun or ended: requests that have not begun are looked up again when the engine asks. Their
+        lookups have no leases any more, and keep nobody out."""
+        for request, tracked in self._requests.items():
             if not tracked.begun:
                 tracked.asked_from = None
+                self._window.leave(request)
 
     def ready_again(self) -> None:
         """All ranks are there again. Requests that have not begun and found nothing are looked up again when the engine
