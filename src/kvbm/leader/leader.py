@@ -380,7 +380,11 @@ class Leader:
                 self._offers.complete(tracked, entry)
 
     def _end_load(self, request: str, seconds: float) -> None:
+        held = self.lookups.holds_loaded(request)
         arrived, failed = self.lookups.end_load(request, seconds)
+        tracked = self.requests.get(request)
+        if tracked is not None and held and not failed:
+            self._offers.loaded(tracked, len(arrived))
         for source in arrived:
             self.loaded_blocks[Tier(source)] += 1
         self.failed_blocks += failed

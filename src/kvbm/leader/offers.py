@@ -59,6 +59,15 @@ class Offers:
         elif self._stores.ask(entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep):
             tracked.stored = end
 
+    def loaded(self, tracked: Tracked, blocks: int) -> None:
+        """So many blocks of the request have come from the manager, which need not be asked whether it holds them.
+
+        Not with lazy offload: by the time they leave the device the manager may have dropped them. Nor behind blocks
+        that were on the device already, of which it is not known whether the manager has them.
+        """
+        if self._unsaved is None and tracked.computed == 0:
+            tracked.stored = max(tracked.stored, blocks)
+
     def leaving(self) -> None:
         """Lazy offload: offer the blocks that the engine is about to hand out."""
         if self._unsaved is None:
