@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvbm.block import KEY_BYTES
+from kvbm.framing import OUTGOING_BYTES_MAX
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
@@ -13,6 +15,10 @@ from kvbm.protocol import KEYS_PER_MESSAGE_MAX
 
 STEP_BLOCKS = 8192
 """A step looks up no more requests that waited for room once the keys of so many blocks went out."""
+
+OPEN_BLOCKS_MAX = OUTGOING_BYTES_MAX // KEY_BYTES // 2
+"""Lookups ask for no more blocks at a time, however large the host memory: the session ends if too many bytes wait for
+the manager to read them."""
 
 
 class Questions:
@@ -91,7 +97,8 @@ class Questions:
 
     def _ready(self) -> bool:
         ready = self._link.ready
-        self._window.capacity = ready.lease_blocks if ready is not None else 0
+        share = ready.lease_blocks if ready is not None else 0
+        self._window.capacity = min(share or OPEN_BLOCKS_MAX, OPEN_BLOCKS_MAX)
         return ready is not None
 
     def _ask_in_turn(self, request: str, tracked: Tracked, skip: int) -> Search | None:

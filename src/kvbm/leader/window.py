@@ -18,7 +18,7 @@ class Window:
     """The lookups that may hold leases, counted in blocks, and the requests that wait for room.
 
     `capacity` is in blocks; 0 is no bound. One request is let in whatever its length. Owned by the engine's thread;
-    every call costs O(1), and `asked_about` O(1) more for each request that it names.
+    every call costs O(1), but `asked_about` of the request that is to enter next goes through the open lookups.
     """
 
     def __init__(self) -> None:

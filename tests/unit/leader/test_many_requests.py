@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from tests.rigs.leader import FINGERPRINT, HASHES, LEASE_S, TABLE, Bench
 
+from kvbm.block import KEY_BYTES
+from kvbm.framing import OUTGOING_BYTES_MAX
 from kvbm.hashing import split_keys
 from kvbm.leader.joint_loads import WAIT_S_MAX, JointLoads
 from kvbm.leader.lookups import (
@@ -100,6 +102,17 @@ def test_every_request_of_a_crowd_is_answered(make_bench: Callable[..., Bench]) 
             bench.answer(lookup, 8)
         waiting = [request for request in waiting if bench.leader.matched(request, 0).later]
     assert waiting == []
+
+
+def test_a_burst_of_long_requests_does_not_end_the_session(make_bench: Callable[..., Bench]) -> None:
+    """Host memory has room for the leases of all, and the manager reads nothing meanwhile."""
+    bench = make_bench()
+    narrow(bench, 1 << 30)
+    hashes = HASHES[:1] * (OUTGOING_BYTES_MAX // KEY_BYTES // 20)
+    for number in range(25):
+        bench.leader.request_added(f"r{number}", hashes, b"", 0)
+    assert bench.leader.ready
+    assert bench.leader.matched("r24", 0).later
 
 
 def test_a_request_that_ends_leaves_the_window(make_bench: Callable[..., Bench]) -> None:
