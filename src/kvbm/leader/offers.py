@@ -72,7 +72,9 @@ class Offers:
         """Lazy offload: offer the blocks that the engine is about to hand out."""
         if self._unsaved is None:
             return
-        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS, self._clock()):
+        # What is taken out here and cannot be asked for would be lost; a chain has one block at least.
+        blocks_max = min(LEAVING_BLOCKS, self._stores.room)
+        for chain in self._unsaved.leaving(LEAVING_BLOCKS, blocks_max, self._clock()):
             for start in range(0, len(chain.keys), STORED_KEYS_MAX):
                 part = slice(start, start + STORED_KEYS_MAX)
                 parent = chain.keys[start - 1] if start else chain.parent or b""

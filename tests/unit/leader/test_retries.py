@@ -229,6 +229,18 @@ def test_free_blocks_do_not_wait_for_long(lazy: Bench, engine: ScriptedDevice) -
         (reserve,) = leave(lazy, engine, TABLE[3])
 
 
+def test_free_blocks_that_cannot_be_asked_for_now_are_not_lost(
+    lazy: Bench, engine: ScriptedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.leader.stores.OPEN_STORES_MAX", 1)
+    (reserve,) = leave(lazy, engine, TABLE[1])
+    assert leave(lazy, engine, TABLE[3]) == []
+    lazy.grant(reserve, (HELD, HELD))
+    lazy.step()
+    (reserve,) = leave(lazy, engine, TABLE[3])
+    assert len(split_keys(reserve.keys)) == 2
+
+
 def test_after_a_reset_a_refused_block_is_not_noted_under_its_old_key(
     lazy: Bench, engine: ScriptedDevice
 ) -> None:
