@@ -75,8 +75,9 @@ class Load:
 
 @dataclass(slots=True)
 class User:
-    """One conversation: its tokens so far, how many rounds were asked, and when the last one was due."""
+    """One conversation: its number, its tokens so far, how many rounds were asked, and when the last one was due."""
 
+    number: int
     tokens: list[int]
     asked: int
     last_s: float
@@ -119,13 +120,13 @@ class Users:
             if not user.waits and now_s - user.last_s >= self.load.pause_s:
                 user.last_s, user.waits = now_s, True
                 user.asked += 1
-                user.tokens += _tokens(f"{id(user)}-{user.asked}", QUESTION_TOKENS)
+                user.tokens += _tokens(f"{self.seed}-{user.number}-{user.asked}", QUESTION_TOKENS)
                 yield user
 
     def _join(self, asked: int, last_s: float) -> None:
-        own = _tokens(f"{self.seed}-{self._created}", self.load.user_tokens)
-        self._created += 1
-        self.present.append(User([*self._shared, *own], asked, last_s))
+        number, self._created = self._created, self._created + 1
+        own = _tokens(f"{self.seed}-{number}", self.load.user_tokens)
+        self.present.append(User(number, [*self._shared, *own], asked, last_s))
 
 
 def _tokens(seed: str, count: int) -> list[int]:
@@ -134,11 +135,14 @@ def _tokens(seed: str, count: int) -> list[int]:
 
 
 async def serve(engine: Any, load: Load, seed: int) -> list[Sent]:
-    """Run the load against an `AsyncLLM`; every request that was answered."""
+    """Run the load against an `AsyncLLM`; every request, answered.
+
+    Raises RuntimeError when some are not answered `DRAIN_S_MAX` after the last was sent, and what a request raised.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=load.answer_tokens, temperature=0.0, ignore_eos=True)
-    users, sent, tasks = Users(load, seed), list[Sent](), set[asyncio.Task[None]]()
+    users, sent, tasks = Users(load, seed), list[Sent](), list[asyncio.Task[None]]()
     start_s = time.perf_counter()
 
     async def ask(user: User, number: int) -> None:
@@ -158,12 +162,13 @@ async def serve(engine: Any, load: Load, seed: int) -> list[Sent]:
     while (now_s := time.perf_counter() - start_s) < load.seconds:
         for user in users.due(now_s):
             number += 1
-            task = asyncio.create_task(ask(user, number))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks.append(asyncio.create_task(ask(user, number)))
         await asyncio.sleep(0.02)
-    if tasks:
-        await asyncio.wait(tasks, timeout=DRAIN_S_MAX)
+    answered, unanswered = await asyncio.wait(tasks, timeout=DRAIN_S_MAX) if tasks else (set(), set())
+    for task in answered:
+        task.result()
+    if unanswered:
+        raise RuntimeError(f"{len(unanswered)} of {len(tasks)} requests were not answered")
     return sent
 
 
