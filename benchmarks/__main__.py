@@ -14,6 +14,8 @@ PARTS = {
     "crowd": "benchmarks.crowd_manager",
     "scheduler": "benchmarks.scheduler_thread",
     "ttft": "benchmarks.ttft",
+    "shared": "benchmarks.shared_prefix",
+    "multiround": "benchmarks.conversations",
     "overhead": "benchmarks.overhead",
     "policies": "benchmarks.policies",
     "simulator": "benchmarks.simulator",

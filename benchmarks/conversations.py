@@ -4,7 +4,7 @@ The client has the shape of that benchmark: every user has a prompt of its own b
 asks again at a fixed pace, and waits for its last answer first; a user who is through is replaced by a new one, and the
 first users begin in the middle of their conversations. Engines take turns, each in a process of its own:
 
-    python -m benchmarks.conversations [--users 10] [--rate 1.2] [--only plain,kvbm-host,native-host] [--turns 3]
+    python -m benchmarks.conversations [--users 10,16] [--rate 1.2,2.4] [--only plain,kvbm-host,native-host] [--turns 3]
 
 The tiers are large enough for all conversations of one run, the device cache is not.
 """
@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -37,12 +37,15 @@ from benchmarks.engine import (
     prepare_environment,
 )
 from benchmarks.ttft import SCENARIOS, TITLES, scenario
+from kvbm.present.tables import plain_table
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 TOKENS_ABOVE = 4000
 """Tokens of prompts are numbers from 10 up to this."""
 QUESTION_TOKENS = 20
 DRAIN_S_MAX = 120.0
+BUDGETS = {"kvbm-host": 0.9, "kvbm-disk": 1.0}
+"""Mean and 95th percentile against vLLM's own offloading from host memory."""
 PASSED_ON = (
     *("users", "rate", "rounds", "seconds", "shared-tokens", "user-tokens", "answer-tokens", "max-model-len"),
     *("max-num-seqs", "device-blocks", "host-blocks", "disk-blocks", "tight-blocks"),
@@ -206,9 +209,9 @@ async def measure(model: str, chosen: Scenario, options: argparse.Namespace) -> 
 def load_of(options: argparse.Namespace) -> Load:
     """The load that was asked for."""
     return Load(
-        options.users,
+        options.users[0],
         options.rounds,
-        options.rate,
+        options.rate[0],
         options.shared_tokens,
         options.user_tokens,
         options.answer_tokens,
@@ -223,16 +226,19 @@ def set_up(options: argparse.Namespace, block_bytes: int, scratch: Path) -> Scen
     return scenario(options.scenario, roomy, options.tight_blocks, block_bytes, scratch)
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
-    """The table: times in seconds, and against vLLM's own host tier."""
-    table = Table(title="Conversations: time to first token", title_justify="left")
-    for column in ("engine", "requests", "mean s", "p50 s", "p95 s", "cached", "mean ×", "p95 ×"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
+def render(rows: list[dict[str, Any]], users: int, rate: float) -> Table:
+    """The table: times in seconds, and against vLLM's own host tier, where the budget is on both ratios."""
+    title = f"Conversations of {users} users, {rate:g} requests/s: time to first token"
+    columns = ("engine", "requests", "mean s", "p50 s", "p95 s", "cached", "budget", "mean ×", "p95 ×")
+    table = plain_table(columns, words={"engine"}, title=title)
     peer = next((row for row in rows if row["scenario"] == "native-host"), None)
     for row in rows:
         ratios = [f"{row[key] / peer[key]:.2f}" if peer else "–" for key in ("mean_s", "p95_s")]
         times = [f"{row[key]:.3f}" for key in ("mean_s", "p50_s", "p95_s")]
-        table.add_row(TITLES[row["scenario"]], str(row["requests"]), *times, f"{row['cached']:.0%}", *ratios)
+        budget = BUDGETS.get(row["scenario"])
+        allowed = f"≤ {budget} ×" if budget else "–"
+        name, requests, cached = TITLES[row["scenario"]], f"{row['requests']:g}", f"{row['cached']:.0%}"
+        table.add_row(name, requests, *times, cached, allowed, *ratios)
     return table
 
 
@@ -271,20 +277,35 @@ def main() -> int:
         rows = [[row.sent_s, row.prompt_tokens, row.first_s, row.cached_tokens] for row in sent]
         Path(options.result).write_text(json.dumps(rows))
         return 0
+    loads, tables = [], []
+    for users, rate in zip(options.users, options.rate, strict=True):
+        measured = take_turns(options, users, rate, console)
+        rows = [summarise(name, turns) for name, turns in measured.items()]
+        loads.append({"users": users, "rate": rate, "rows": rows, "requests": measured})
+        tables.append(render(rows, users, rate))
+        (options.output / "conversations.json").write_text(json.dumps(loads, indent=2) + "\n")
+    Console().print(*tables)
+    return 0
+
+
+def take_turns(
+    options: argparse.Namespace, users: int, rate: float, console: Console
+) -> dict[str, list[list[list[float]]]]:
+    """The requests of each engine's turns under one load."""
     measured: dict[str, list[list[list[float]]]] = {name: [] for name in options.only}
     for turn in range(options.turns):
         for name in options.only if turn % 2 == 0 else reversed(options.only):
             chosen = {key: getattr(options, key.replace("-", "_")) for key in PASSED_ON}
+            chosen |= {"users": users, "rate": rate}
             arguments = passed_on(options, **chosen, scenario=name, turn=turn)
             measured[name].append(in_own_process("benchmarks.conversations", arguments, options.timeout))
             row = summarise(name, measured[name][-1:])
             console.print(f"turn {turn + 1}, {name}: mean {row['mean_s']:.3f} s, p95 {row['p95_s']:.3f} s")
-    rows = [summarise(name, turns) for name, turns in measured.items()]
-    (options.output / "conversations.json").write_text(
-        json.dumps({"rows": rows, "requests": measured}, indent=2) + "\n"
-    )
-    Console().print(render(rows))
-    return 0
+    return measured
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[str], tuple[int | float, ...]]:
+    return lambda text: tuple(map(kind, text.split(",")))
 
 
 def _arguments() -> argparse.Namespace:
@@ -293,8 +314,13 @@ def _arguments() -> argparse.Namespace:
     )
     add_engine_arguments(parser)
     parser.set_defaults(size="demo")
-    parser.add_argument("--users", type=int, default=10, help="in conversation at a time")
-    parser.add_argument("--rate", type=float, default=1.2, help="requests a second, all users together")
+    parser.add_argument("--users", type=_numbers(int), default=(10, 16), help="in conversation at a time")
+    parser.add_argument(
+        "--rate",
+        type=_numbers(float),
+        default=(1.2, 2.4),
+        help="requests a second of all users, for each --users",
+    )
     parser.add_argument("--rounds", type=int, default=8, help="of one conversation")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of one run")
     parser.add_argument("--shared-tokens", type=int, default=500, help="of the prompt that all users share")
@@ -315,7 +341,10 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--scenario", choices=SCENARIOS, help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if len(options.users) != len(options.rate):
+        parser.error(f"--users has {len(options.users)} numbers and --rate {len(options.rate)}: one each")
+    return options
 
 
 if __name__ == "__main__":
