@@ -37,6 +37,7 @@ from benchmarks.engine import (
     prepare_environment,
 )
 from benchmarks.ttft import SCENARIOS, TITLES, scenario
+from kvbm.present.tables import console as console_of_tables
 from kvbm.present.tables import plain_table
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
@@ -284,7 +285,7 @@ def main() -> int:
         loads.append({"users": users, "rate": rate, "rows": rows, "requests": measured})
         tables.append(render(rows, users, rate))
         (options.output / "conversations.json").write_text(json.dumps(loads, indent=2) + "\n")
-    Console().print(*tables)
+    console_of_tables().print(*tables)
     return 0
 
 
