@@ -33,8 +33,8 @@ from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 MODES = {
     "plain": {},
-    "eager": {},
-    "lazy": {"DYN_KVBM_OFFLOAD_MODE": "lazy"},
+    "eager": {"DYN_KVBM_ONBOARD_MODE": "async"},
+    "lazy": {"DYN_KVBM_ONBOARD_MODE": "async", "DYN_KVBM_OFFLOAD_MODE": "lazy"},
     "layerwise": {"DYN_KVBM_ONBOARD_MODE": "layerwise"},
 }
 TURN_TOKENS = 1000

@@ -122,7 +122,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8000, help="length of a prompt")
     parser.add_argument("--prompts", type=int, default=4, help="measured prompts per engine")
     parser.add_argument("--rounds", type=int, default=3, help="how often the engines take turns")
-    parser.add_argument("--disk", action="store_true", help="also with little host memory and a disk")
+    parser.add_argument(
+        "--disk",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also with little host memory and a disk",
+    )
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()

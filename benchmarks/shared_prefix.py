@@ -29,7 +29,7 @@ from benchmarks.engine import (
     passed_on,
     prompt,
 )
-from benchmarks.ttft import SCENARIOS, TITLES, scenario
+from benchmarks.ttft import SCENARIOS, TITLES, WIDTH, scenario
 from kvbm.present.tables import plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
@@ -132,7 +132,7 @@ def main() -> int:
     rows = summarise(measured)
     save_json({"rows": rows, "times_s": measured}, options.output / "shared-prefix.json")
     title = f"{options.requests} requests share an evicted prefix of {options.tokens:,} tokens"
-    Console().print(render(rows, title))
+    Console(width=max(WIDTH, Console().width)).print(render(rows, title))
     return 0
 
 

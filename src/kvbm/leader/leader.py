@@ -173,6 +173,8 @@ class Leader:
             self._layerwise
             and 0 < promised <= before_tail - computed
             and self.lookups.all_ready(search, computed, promised)
+            # Others that want the same blocks may read them only when the load is confirmed: one load, then one step.
+            and not self._questions.wanted_by_others(request, tracked.hashes[computed], computed)
         )
         return Answer(blocks=promised, layerwise=tracked.layerwise)
 

@@ -4,6 +4,7 @@ the first answer no longer holds."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from kvbm.block import KEY_BYTES
 from kvbm.framing import OUTGOING_BYTES_MAX
@@ -19,6 +20,10 @@ STEP_BLOCKS = 8192
 OPEN_BLOCKS_MAX = OUTGOING_BYTES_MAX // KEY_BYTES // 2
 """Lookups ask for no more blocks at a time, however large the host memory: the session ends if too many bytes wait for
 the manager to read them."""
+
+
+COMPARED_MAX = 64
+"""So many requests that have not begun are compared with one whose load could run beside its forward pass."""
 
 
 class Questions:
@@ -62,6 +67,14 @@ class Questions:
     def waits(self, request: str) -> bool:
         """Whether the request is to be looked up later."""
         return self._window.waits(request)
+
+    def wanted_by_others(self, request: str, block_hash: bytes, place: int) -> bool:
+        """Whether another request that has not begun has this block at this place; looks at the oldest few of them."""
+        others = ((name, tracked) for name, tracked in self._requests.items() if not tracked.begun)
+        return any(
+            name != request and place < len(tracked.hashes) and tracked.hashes[place] == block_hash
+            for name, tracked in islice(others, COMPARED_MAX)
+        )
 
     def ask_waiting(self) -> None:
         """Look up requests that waited for room, as many as one step has time for."""

@@ -142,13 +142,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "when a hit is loaded: while loading is measured to be faster than computing, or always (for tests)",
     ] = "measured"
     onboard_mode: Annotated[
-        Literal["async", "layerwise"],
+        Literal["auto", "async", "layerwise"],
         Setting("DYN_KVBM_ONBOARD_MODE", ours=True, reader="engine"),
         "how a hit is loaded: before its request is scheduled (async), or layer by layer beside the forward "
         "pass, each layer before it is used, if a part of the prompt must be computed anyway and the whole hit "
         "lies in host memory (layerwise: CUDA graphs become piecewise; needs kv_load_failure_policy=fail, or "
-        "Model Runner V1 without asynchronous scheduling)",
-    ] = "async"
+        "Model Runner V1 without asynchronous scheduling); auto is layerwise where that costs no graphs and a "
+        "failed load is computed again, as on a CPU, and async elsewhere",
+    ] = "auto"
     offload_mode: Annotated[
         Literal["eager", "lazy"],
         Setting("DYN_KVBM_OFFLOAD_MODE", ours=True, reader="engine"),

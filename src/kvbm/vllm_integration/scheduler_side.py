@@ -20,7 +20,7 @@ from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables, table_of
-from kvbm.vllm_integration.support import layerwise_refusal
+from kvbm.vllm_integration.support import layerwise_is_free, layerwise_refusal
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -60,9 +60,11 @@ class SchedulerSide:
             engine=transfer.engine_id,
             rank_count=int(vllm_config.parallel_config.world_size),
         )
-        layerwise = settings.onboard_mode == "layerwise"
-        refusal = layerwise_refusal(vllm_config) if layerwise else ""
-        if refusal:
+        refusal = layerwise_refusal(vllm_config)
+        layerwise = settings.onboard_mode == "layerwise" or (
+            settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)
+        )
+        if layerwise and refusal:
             log.warning(
                 "hits are loaded before their requests, not layer by layer, though CUDA graphs stay piecewise: %s",
                 refusal,

@@ -99,6 +99,17 @@ def layerwise_refusal(vllm_config: Any) -> str:
     return ""
 
 
+def layerwise_is_free(vllm_config: Any) -> bool:
+    """Whether loads beside the forward pass cost this engine nothing: no graph is replayed for whole steps, and a load
+    that fails costs no request, only its computation."""
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    return (
+        vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        and not layerwise_refusal(vllm_config)
+        and getattr(mode, "name", "") == "NONE"
+    )
+
+
 def layout_notice(kv_layout: str, has_block_layouts: bool) -> str:
     """A warning, in one line, where this vLLM has no choice of layouts; empty where it has."""
     if kv_layout == "block" and not has_block_layouts:

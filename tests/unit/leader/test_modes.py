@@ -89,6 +89,17 @@ def test_which_loads_run_beside_the_forward_pass(
     assert not layerwise or plan.ready == len(plan.slots)
 
 
+def test_a_load_that_others_want_too_is_confirmed_before_their_step(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Beside its own forward pass it would keep them waiting for that pass as well."""
+    bench = make_bench(layerwise=True, device=ScriptedDevice())
+    bench.add("other")
+    assert promised(bench, 9) == Answer(blocks=5)
+    bench.leader.finished("other")
+    assert bench.leader.matched("r", 0, 9) == Answer(blocks=5, layerwise=True)
+
+
 def test_no_load_runs_beside_it_by_default(make_bench: Callable[..., Bench]) -> None:
     assert promised(make_bench(), 9) == Answer(blocks=5)
 

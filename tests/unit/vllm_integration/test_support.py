@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from kvbm.vllm_integration.runner import V1, V2, model_runner
-from kvbm.vllm_integration.support import layerwise_refusal, layout_notice, unsupported_reason
+from kvbm.vllm_integration.support import (
+    layerwise_is_free,
+    layerwise_refusal,
+    layout_notice,
+    unsupported_reason,
+)
 
 
 class FullAttentionSpec:
@@ -99,15 +104,22 @@ def test_a_layout_that_this_vllm_does_not_offer_is_said() -> None:
     assert layout_notice("engine", has_block_layouts=False) == ""
 
 
+@pytest.mark.parametrize("graphs", ["NONE", "PIECEWISE", "FULL", None])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("runner", [V1, V2])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_loads_beside_the_forward_pass(policy: str, runner: str, asynchronous: bool) -> None:
+def test_loads_beside_the_forward_pass(
+    policy: str, runner: str, asynchronous: bool, graphs: str | None
+) -> None:
     """V2 survives no failure of such a load, V1 none under asynchronous scheduling, where failures are recomputed."""
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
         use_v2_model_runner=runner == V2,
+        compilation_config=SimpleNamespace(cudagraph_mode=graphs and SimpleNamespace(name=graphs)),
+    )
+    assert layerwise_is_free(config) == (
+        (policy, runner, asynchronous, graphs) == ("recompute", V1, False, "NONE")
     )
     reason = layerwise_refusal(config)
     assert bool(reason) == (policy == "recompute" and (runner == V2 or asynchronous))
