@@ -4,7 +4,7 @@ The client has the shape of that benchmark: every user has a prompt of its own b
 asks again at a fixed pace, and waits for its last answer first; a user who is through is replaced by a new one, and the
 first users begin in the middle of their conversations. Engines take turns, each in a process of its own:
 
-    python -m benchmarks.conversations [--users 10] [--rate 1.2] [--only plain,kvbm-host,native-host] [--turns 3]
+    python -m benchmarks.conversations [--users 10,16] [--rate 1.2,2.4] [--only plain,kvbm-host,native-host] [--turns 3]
 
 The tiers are large enough for all conversations of one run, the device cache is not. Where the engine cannot compute
 the first rounds as fast as they come, every figure is that of a queue: ask for fewer tokens then (`--user-tokens`).
@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -79,8 +79,9 @@ class Load:
 
 @dataclass(slots=True)
 class User:
-    """One conversation: its tokens so far, how many rounds were asked, and when the last one was due."""
+    """One conversation: its number, its tokens so far, how many rounds were asked, and when the last one was due."""
 
+    number: int
     tokens: list[int]
     asked: int
     last_s: float
@@ -123,13 +124,13 @@ class Users:
             if not user.waits and now_s - user.last_s >= self.load.pause_s:
                 user.last_s, user.waits = now_s, True
                 user.asked += 1
-                user.tokens += _tokens(f"{id(user)}-{user.asked}", QUESTION_TOKENS)
+                user.tokens += _tokens(f"{self.seed}-{user.number}-{user.asked}", QUESTION_TOKENS)
                 yield user
 
     def _join(self, asked: int, last_s: float) -> None:
-        own = _tokens(f"{self.seed}-{self._created}", self.load.user_tokens)
-        self._created += 1
-        self.present.append(User([*self._shared, *own], asked, last_s))
+        number, self._created = self._created, self._created + 1
+        own = _tokens(f"{self.seed}-{number}", self.load.user_tokens)
+        self.present.append(User(number, [*self._shared, *own], asked, last_s))
 
 
 def _tokens(seed: str, count: int) -> list[int]:
@@ -138,11 +139,14 @@ def _tokens(seed: str, count: int) -> list[int]:
 
 
 async def serve(engine: Any, load: Load, seed: int) -> list[Sent]:
-    """Run the load against an `AsyncLLM`; every request that was answered."""
+    """Run the load against an `AsyncLLM`; every request, answered.
+
+    Raises RuntimeError when some are not answered `DRAIN_S_MAX` after the last was sent, and what a request raised.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=load.answer_tokens, temperature=0.0, ignore_eos=True)
-    users, sent, tasks = Users(load, seed), list[Sent](), set[asyncio.Task[None]]()
+    users, sent, tasks = Users(load, seed), list[Sent](), list[asyncio.Task[None]]()
     start_s = time.perf_counter()
 
     async def ask(user: User, number: int) -> None:
@@ -162,12 +166,13 @@ async def serve(engine: Any, load: Load, seed: int) -> list[Sent]:
     while (now_s := time.perf_counter() - start_s) < load.seconds:
         for user in users.due(now_s):
             number += 1
-            task = asyncio.create_task(ask(user, number))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks.append(asyncio.create_task(ask(user, number)))
         await asyncio.sleep(0.02)
-    if tasks:
-        await asyncio.wait(tasks, timeout=DRAIN_S_MAX)
+    answered, unanswered = await asyncio.wait(tasks, timeout=DRAIN_S_MAX) if tasks else (set(), set())
+    for task in answered:
+        task.result()
+    if unanswered:
+        raise RuntimeError(f"{len(unanswered)} of {len(tasks)} requests were not answered")
     return sent
 
 
@@ -205,9 +210,9 @@ async def measure(model: str, chosen: Scenario, options: argparse.Namespace) -> 
 def load_of(options: argparse.Namespace) -> Load:
     """The load that was asked for."""
     return Load(
-        options.users,
+        options.users[0],
         options.rounds,
-        options.rate,
+        options.rate[0],
         options.shared_tokens,
         options.user_tokens,
         options.answer_tokens,
@@ -222,12 +227,11 @@ def set_up(options: argparse.Namespace, block_bytes: int, scratch: Path) -> Scen
     return scenario(options.scenario, roomy, options.tight_blocks, block_bytes, scratch)
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
-    """The table: times in seconds, and against vLLM's own host tier."""
+def render(rows: list[dict[str, Any]], users: int, rate: float) -> Table:
+    """The table: times in seconds, and against vLLM's own host tier, where the budget is on both ratios."""
+    title = f"Conversations of {users} users, {rate:g} requests/s: time to first token, against vLLM's own"
     columns = ("engine", "budget", "requests", "mean s", "p50 s", "p95 s", "cached", "mean ×", "p95 ×")
-    table = plain_table(
-        columns, words={"engine"}, title="Conversations: time to first token, against vLLM's own"
-    )
+    table = plain_table(columns, words={"engine"}, title=title)
     peer = next((row for row in rows if row["scenario"] == "native-host"), None)
     for row in rows:
         ratios = [f"{row[key] / peer[key]:.2f}" if peer else "–" for key in ("mean_s", "p95_s")]
@@ -273,18 +277,35 @@ def main() -> int:
         rows = [[row.sent_s, row.prompt_tokens, row.first_s, row.cached_tokens] for row in sent]
         Path(options.result).write_text(json.dumps(rows))
         return 0
+    loads, tables = [], []
+    for users, rate in zip(options.users, options.rate, strict=True):
+        measured = take_turns(options, users, rate, console)
+        rows = [summarise(name, turns) for name, turns in measured.items()]
+        loads.append({"users": users, "rate": rate, "rows": rows, "requests": measured})
+        tables.append(render(rows, users, rate))
+        save_json(loads, options.output / "conversations.json")
+    Console(width=max(WIDTH, Console().width)).print(*tables)
+    return 0
+
+
+def take_turns(
+    options: argparse.Namespace, users: int, rate: float, console: Console
+) -> dict[str, list[list[list[float]]]]:
+    """The requests of each engine's turns under one load."""
     measured: dict[str, list[list[list[float]]]] = {name: [] for name in options.only}
     for turn in range(options.turns):
         for name in options.only if turn % 2 == 0 else reversed(options.only):
             chosen = {key: getattr(options, key.replace("-", "_")) for key in PASSED_ON}
+            chosen |= {"users": users, "rate": rate}
             arguments = passed_on(options, **chosen, scenario=name, turn=turn)
             measured[name].append(in_own_process("benchmarks.conversations", arguments, options.timeout))
             row = summarise(name, measured[name][-1:])
             console.print(f"turn {turn + 1}, {name}: mean {row['mean_s']:.3f} s, p95 {row['p95_s']:.3f} s")
-    rows = [summarise(name, turns) for name, turns in measured.items()]
-    save_json({"rows": rows, "requests": measured}, options.output / "conversations.json")
-    Console(width=max(WIDTH, Console().width)).print(render(rows))
-    return 0
+    return measured
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[str], tuple[int | float, ...]]:
+    return lambda text: tuple(map(kind, text.split(",")))
 
 
 def _arguments() -> argparse.Namespace:
@@ -293,8 +314,13 @@ def _arguments() -> argparse.Namespace:
     )
     add_engine_arguments(parser)
     parser.set_defaults(size="demo")
-    parser.add_argument("--users", type=int, default=10, help="in conversation at a time")
-    parser.add_argument("--rate", type=float, default=1.2, help="requests a second, all users together")
+    parser.add_argument("--users", type=_numbers(int), default=(10, 16), help="in conversation at a time")
+    parser.add_argument(
+        "--rate",
+        type=_numbers(float),
+        default=(1.2, 2.4),
+        help="requests a second of all users, for each --users",
+    )
     parser.add_argument("--rounds", type=int, default=8, help="of one conversation")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of one run")
     parser.add_argument("--shared-tokens", type=int, default=500, help="of the prompt that all users share")
@@ -315,7 +341,10 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--scenario", choices=SCENARIOS, help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if len(options.users) != len(options.rate):
+        parser.error(f"--users has {len(options.users)} numbers and --rate {len(options.rate)}: one each")
+    return options
 
 
 if __name__ == "__main__":

@@ -86,7 +86,9 @@ class Engine:
         )
         tokens_max = 2 * blocks * BLOCK_TOKENS
         self.cache = KVCacheManager(config, tokens_max, BLOCK_TOKENS, BLOCK_TOKENS)
-        settings = Settings(host_blocks=host_blocks, runtime_dir=directory, onboard="always")
+        settings = Settings(
+            host_blocks=host_blocks, runtime_dir=directory, onboard="always", onboard_mode="async"
+        )
         vllm_config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(engine_id=ENGINE, kv_load_failure_policy="recompute"),
             model_config=SimpleNamespace(max_model_len=tokens_max, enable_sleep_mode=False),

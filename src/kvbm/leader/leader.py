@@ -226,6 +226,8 @@ class Leader:
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
+                # It is looked up in turn again. After a reset it may have come back, and load, within this very step.
+                tracked.begun = self.lookups.loads(request)
                 tracked.offer_anew()
         may_wait = idle
         if self._gone and self.stores.unanswered:
@@ -380,7 +382,11 @@ class Leader:
                 self._offers.complete(tracked, entry)
 
     def _end_load(self, request: str, seconds: float) -> None:
+        held = self.lookups.holds_loaded(request)
         arrived, failed = self.lookups.end_load(request, seconds)
+        tracked = self.requests.get(request)
+        if tracked is not None and held and not failed:
+            self._offers.loaded(tracked, len(arrived))
         for source in arrived:
             self.loaded_blocks[Tier(source)] += 1
         self.failed_blocks += failed

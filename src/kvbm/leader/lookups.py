@@ -271,6 +271,10 @@ class Lookups:
         search = self._by_request.get(request)
         return search is not None and search.stage is Stage.LOADING
 
+    def holds_loaded(self, request: str) -> bool:
+        """Whether the manager of now holds what the request is loading."""
+        return (search := self._by_request.get(request)) is not None and search.life == self._link.life
+
     def loads_by_layer(self, request: str) -> bool:
         """Whether the request's load runs beside the forward pass that reads it."""
         search = self._by_request.get(request)

@@ -59,11 +59,22 @@ class Offers:
         elif self._stores.ask(entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep):
             tracked.stored = end
 
+    def loaded(self, tracked: Tracked, blocks: int) -> None:
+        """So many blocks of the request have come from the manager, which need not be asked whether it holds them.
+
+        Not with lazy offload: by the time they leave the device the manager may have dropped them. Nor behind blocks
+        that were on the device already, of which it is not known whether the manager has them.
+        """
+        if self._unsaved is None and tracked.computed == 0:
+            tracked.stored = max(tracked.stored, blocks)
+
     def leaving(self) -> None:
         """Lazy offload: offer the blocks that the engine is about to hand out."""
         if self._unsaved is None:
             return
-        for chain in self._unsaved.leaving(LEAVING_BLOCKS, LEAVING_BLOCKS, self._clock()):
+        # What is taken out here and cannot be asked for would be lost; a chain has one block at least.
+        blocks_max = min(LEAVING_BLOCKS, self._stores.room)
+        for chain in self._unsaved.leaving(LEAVING_BLOCKS, blocks_max, self._clock()):
             for start in range(0, len(chain.keys), STORED_KEYS_MAX):
                 part = slice(start, start + STORED_KEYS_MAX)
                 parent = chain.keys[start - 1] if start else chain.parent or b""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 
+from kvbm.block import KEY_BYTES
+from kvbm.framing import OUTGOING_BYTES_MAX
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups, Search
@@ -14,6 +16,10 @@ from kvbm.protocol import KEYS_PER_MESSAGE_MAX
 
 STEP_BLOCKS = 8192
 """A step looks up no more requests that waited for room once the keys of so many blocks went out."""
+
+OPEN_BLOCKS_MAX = OUTGOING_BYTES_MAX // KEY_BYTES // 2
+"""Lookups ask for no more blocks at a time, however large the host memory: the session ends if too many bytes wait for
+the manager to read them."""
 
 
 COMPARED_MAX = 64
@@ -86,10 +92,12 @@ class Questions:
             self._window.forget(request)
 
     def new_session(self) -> None:
-        """A session has begun or ended: requests that have not begun are looked up again when the engine asks."""
-        for tracked in self._requests.values():
+        """A session has begun or ended: requests that have not begun are looked up again when the engine asks. Their
+        lookups have no leases any more, and keep nobody out."""
+        for request, tracked in self._requests.items():
             if not tracked.begun:
                 tracked.asked_from = None
+                self._window.leave(request)
 
     def ready_again(self) -> None:
         """All ranks are there again. Requests that have not begun and found nothing are looked up again when the engine
@@ -102,14 +110,15 @@ class Questions:
 
     def _ready(self) -> bool:
         ready = self._link.ready
-        self._window.capacity = ready.lease_blocks if ready is not None else 0
+        share = ready.lease_blocks if ready is not None else 0
+        self._window.capacity = min(share or OPEN_BLOCKS_MAX, OPEN_BLOCKS_MAX)
         return ready is not None
 
     def _ask_in_turn(self, request: str, tracked: Tracked, skip: int) -> Search | None:
         blocks = len(tracked.hashes) - skip
         if blocks <= 0:
             self._window.forget(request)  # the device has them all by now
-        elif self._ready() and self._window.has_room(blocks):
+        elif self._ready() and self._window.has_room(request, blocks):
             return self._ask(request, tracked, skip)
         else:
             self._window.wait(request, blocks)
@@ -130,6 +139,8 @@ class Questions:
         tracked.asked_from = skip
         keys = self._keys(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
         search = self._lookups.ask(request, keys, skip, attempts)
-        if search is not None:
+        if search is None:
+            self._window.forget(request)  # nothing can be asked for: it must not wait for that
+        else:
             tracked.asked_blocks = search.wanted
         return search

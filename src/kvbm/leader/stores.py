@@ -87,6 +87,11 @@ class Stores:
         return any(store.asked_s > since_s for store in (*self._asked.values(), *self._planned.values()))
 
     @property
+    def room(self) -> int:
+        """How many more stores may be asked for now."""
+        return OPEN_STORES_MAX - len(self)
+
+    @property
     def plans_free_blocks(self) -> bool:
         """Whether the next plan may copy blocks that belong to no request."""
         return any(store.tags and store.slots is not None for store in self._asked.values())
@@ -111,7 +116,7 @@ class Stores:
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
         assert len(tags) in (0, len(device_blocks))
         ready = self._link.ready
-        if ready is None or len(self) >= OPEN_STORES_MAX:
+        if ready is None or self.room <= 0:
             return False
         number = next(self._numbers)
         asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes)

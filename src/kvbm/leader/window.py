@@ -5,7 +5,8 @@ them would pin all of host memory, and stores would be refused exactly then. So 
 if the window has room, and otherwise waits until those before it have gone on.
 
 The order in which the engine asks shows which requests it would run next. A request that is asked about again while the
-window is full takes the room of one that the engine has not asked about since it last asked about this one.
+window is full takes the room of one that the engine has not asked about since it last asked about this one. If there is
+none, it is the next to enter: shorter ones do not overtake it, or a stream of them would keep a long one out for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Window:
     """The lookups that may hold leases, counted in blocks, and the requests that wait for room.
 
     `capacity` is in blocks; 0 is no bound. One request is let in whatever its length. Owned by the engine's thread;
-    every call costs O(1), and `asked_about` O(1) more for each request that it names.
+    every call costs O(1), but `asked_about` of the request that is to enter next goes through the open lookups.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,8 @@ class Window:
         # When the engine last asked about a request; the clock counts its questions.
         self._asked_at: dict[str, int] = {}
         self._questions = 0
+        # One of those that wait, or None: it was asked about again, and nobody enters before it.
+        self._next: str | None = None
 
     def __len__(self) -> int:
         """Requests that are known here."""
@@ -43,9 +46,12 @@ class Window:
         """Blocks of the lookups that are open, or whose load runs."""
         return self._held
 
-    def has_room(self, blocks: int) -> bool:
-        """Whether a lookup of so many blocks may be sent now."""
-        return not self.capacity or not self._open or self._held + blocks <= self.capacity
+    def has_room(self, request: str, blocks: int) -> bool:
+        """Whether a lookup of so many blocks may be sent now for the request."""
+        if not self.capacity:
+            return True
+        fits = not self._open or self._held + blocks <= self.capacity
+        return fits and self._next in (None, request)
 
     def wait(self, request: str, blocks: int) -> None:
         """The request, which may find so many blocks, is not looked up yet."""
@@ -56,14 +62,13 @@ class Window:
         return request in self._waiting
 
     def next_waiting(self) -> str | None:
-        """The request that has waited longest, if there is room for it now."""
-        for request, blocks in self._waiting.items():
-            return request if self.has_room(blocks) else None
-        return None
+        """The request that is to enter next, or else the one that has waited longest, if there is room for it now."""
+        request = self._next or next(iter(self._waiting), None)
+        return request if request is not None and self.has_room(request, self._waiting[request]) else None
 
     def enter(self, request: str, blocks: int) -> None:
         """The request is looked up, and may find so many blocks."""
-        self._waiting.pop(request, None)
+        self._wait_no_more(request)
         self._held += blocks - self._open.get(request, 0)
         self._open[request] = blocks
         if request not in self._asked_at:
@@ -82,12 +87,14 @@ class Window:
 
     def leave(self, request: str) -> None:
         """The request's lookup has ended."""
+        if request in self._loading:
+            self._asked_at.pop(request, None)  # the engine asks about it no more, or all anew
         self._held -= self._open.pop(request, 0) + self._loading.pop(request, 0)
 
     def forget(self, request: str) -> None:
         """The request has gone, or is computed without us."""
         self.leave(request)
-        self._waiting.pop(request, None)
+        self._wait_no_more(request)
         self._asked_at.pop(request, None)
 
     def asked_about(self, request: str) -> list[str]:
@@ -100,13 +107,20 @@ class Window:
             return []
         self._questions += 1
         before, self._asked_at[request] = self._asked_at.get(request, 0), self._questions
-        if waits:
-            return self._displaced_by(self._waiting[request], before)
-        self._open.move_to_end(request)
-        return []
+        if not waits:
+            self._open.move_to_end(request)
+            return []
+        if before and (self._next is None or self._asked_at.get(self._next, 0) < before):
+            self._next = request
+        return self._displaced_by(self._waiting[request], before) if self._next == request else []
+
+    def _wait_no_more(self, request: str) -> None:
+        self._waiting.pop(request, None)
+        if self._next == request:
+            self._next = None
 
     def _displaced_by(self, blocks: int, before: int) -> list[str]:
-        """The open lookups that make room for so many blocks, if enough were not asked about since `before`."""
+        """The open lookups that make room for so many blocks, if none of them was asked about since `before`."""
         held, displaced = self._held, list[str]()
         for request, held_blocks in self._open.items():
             if not self.capacity or held + blocks <= self.capacity:

@@ -60,11 +60,11 @@ class SchedulerSide:
             engine=transfer.engine_id,
             rank_count=int(vllm_config.parallel_config.world_size),
         )
-        refusal = layerwise_refusal(vllm_config)
         layerwise = settings.onboard_mode == "layerwise" or (
             settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)
         )
-        if layerwise and refusal:
+        refusal = layerwise_refusal(vllm_config) if layerwise else ""
+        if refusal:
             log.warning(
                 "hits are loaded before their requests, not layer by layer, though CUDA graphs stay piecewise: %s",
                 refusal,

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import pytest
 from tests.rigs.leader import FINGERPRINT, HASHES, LEASE_S, TABLE, Bench
 
+from kvbm.block import KEY_BYTES
+from kvbm.framing import OUTGOING_BYTES_MAX
+from kvbm.hashing import split_keys
 from kvbm.leader.joint_loads import WAIT_S_MAX, JointLoads
 from kvbm.leader.lookups import (
     ASSUMED_TOKENS_PER_S,
@@ -101,6 +104,17 @@ def test_every_request_of_a_crowd_is_answered(make_bench: Callable[..., Bench]) 
     assert waiting == []
 
 
+def test_a_burst_of_long_requests_does_not_end_the_session(make_bench: Callable[..., Bench]) -> None:
+    """Host memory has room for the leases of all, and the manager reads nothing meanwhile."""
+    bench = make_bench()
+    narrow(bench, 1 << 30)
+    hashes = HASHES[:1] * (OUTGOING_BYTES_MAX // KEY_BYTES // 20)
+    for number in range(25):
+        bench.leader.request_added(f"r{number}", hashes, b"", 0)
+    assert bench.leader.ready
+    assert bench.leader.matched("r24", 0).later
+
+
 def test_a_request_that_ends_leaves_the_window(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     narrow(bench, 10)
@@ -110,6 +124,52 @@ def test_a_request_that_ends_leaves_the_window(make_bench: Callable[..., Bench])
         bench.leader.finished(request)
     bench.step()
     assert len(bench.leader.lookups.window) == 0
+
+
+def test_a_preempted_request_is_looked_up_in_its_turn_again(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    narrow(bench, 10)
+    bench.add("preempted")
+    bench.leader.allocated("preempted", 0, ())
+    bench.step({"preempted": 1}, preempted=())
+    bench.step(preempted=["preempted"])
+    bench.manager.said()
+    first = bench.add("first")
+    bench.answer(first, 8)
+    assert bench.leader.matched("first", 0) == Answer(blocks=8)
+    assert bench.leader.matched("preempted", 0) == Answer(later=True)
+    bench.leader.request_added("last", HASHES[:8], b"", 0)
+    bench.leader.allocated("first", 8, TABLE)
+    bench.step()
+    (lookup,) = lookups(bench)
+    bench.answer(lookup, 8)
+    bench.clock.advance(WAIT_S_MAX)  # it waits for the other's load no longer
+    assert bench.leader.matched("preempted", 0) == Answer(blocks=8)
+
+
+def test_a_preempted_request_that_loads_again_in_the_same_step_counts_as_begun(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """The engine preempts all when its cache is reset: what it loads under earlier keys must not be stored later."""
+    bench = make_bench()
+    bench.promise(5)
+    bench.leader.allocated("r", 5, TABLE)
+    bench.step(preempted=["r"])
+    bench.leader.weights_changed()
+    assert bench.leader.requests["r"].outdated
+
+
+def test_lookups_of_an_ended_session_keep_nobody_out(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    narrow(bench, 10)
+    bench.add("open")
+    bench.leader.request_added("waits", HASHES[8:16], b"", 0)
+    bench.manager.die()
+    bench.step()
+    assert bench.leader.lookups.window.held_blocks == 0
+    bench.reconnect()
+    (lookup,) = lookups(bench)
+    assert split_keys(lookup.keys) == HASHES[8:16]
 
 
 def test_a_waiting_request_is_asked_again_after_a_new_session(make_bench: Callable[..., Bench]) -> None:

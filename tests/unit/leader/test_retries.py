@@ -108,6 +108,42 @@ def test_answers_to_earlier_offers_are_one_refusal(bench: Bench) -> None:
     assert split_keys(again.keys) == keys(6)
 
 
+def test_what_came_from_the_manager_is_not_offered_to_it(bench: Bench) -> None:
+    bench.arrive(bench.load(5))
+    (reserve,) = offered(bench, 7)
+    assert (reserve.parent, split_keys(reserve.keys)) == (keys(5)[4], keys(7)[5:])
+    bench.grant(reserve, (REFUSED, REFUSED))  # the manager has dropped it since
+    for _ in range(3):
+        bench.step({"r": 7})
+        bench.clock.advance(RETRY_S_MAX)
+        (reserve,) = offered(bench, 7)
+        bench.grant(reserve, (REFUSED,) * len(split_keys(reserve.keys)))
+    bench.step({"r": 7})
+    bench.clock.advance(RETRY_S_MAX)
+    (reserve,) = offered(bench, 7)
+    assert split_keys(reserve.keys) == keys(7), "all of it, at last"
+
+
+@pytest.mark.parametrize("why", ["device", "failed", "session", "lazy"])
+def test_what_the_manager_may_not_hold_is_offered_from_the_first_block_on(
+    make_bench: Callable[..., Bench], why: str
+) -> None:
+    device = ScriptedDevice()
+    bench = make_bench(device=device, lazy=why == "lazy")
+    plan = bench.load(5, computed=1 if why == "device" else 0)
+    if why == "session":
+        bench.manager.die()
+        bench.step()
+        bench.reconnect()
+    bench.arrive(plan, {plan.device_blocks[3]} if why == "failed" else None)
+    reserves = offered(bench, 7)
+    if why == "lazy":
+        assert reserves == []
+        device.free = TABLE[:7]
+        reserves = offered(bench, 7)
+    assert split_keys(b"".join(reserve.keys for reserve in reserves)) == keys(7)
+
+
 def test_a_new_manager_is_offered_everything_at_once(bench: Bench) -> None:
     bench.add(blocks=10)
     (reserve,) = offered(bench, 4)
@@ -191,6 +227,18 @@ def test_free_blocks_do_not_wait_for_long(lazy: Bench, engine: ScriptedDevice) -
         lazy.step()
         lazy.clock.advance(LEAVING_RETRY_S_MAX)
         (reserve,) = leave(lazy, engine, TABLE[3])
+
+
+def test_free_blocks_that_cannot_be_asked_for_now_are_not_lost(
+    lazy: Bench, engine: ScriptedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.leader.stores.OPEN_STORES_MAX", 1)
+    (reserve,) = leave(lazy, engine, TABLE[1])
+    assert leave(lazy, engine, TABLE[3]) == []
+    lazy.grant(reserve, (HELD, HELD))
+    lazy.step()
+    (reserve,) = leave(lazy, engine, TABLE[3])
+    assert len(split_keys(reserve.keys)) == 2
 
 
 def test_after_a_reset_a_refused_block_is_not_noted_under_its_old_key(

@@ -18,7 +18,7 @@ def window() -> Window:
 
 def test_requests_enter_until_the_window_is_full_and_then_in_order(window: Window) -> None:
     window.enter("a", 6)
-    assert not window.has_room(5)
+    assert not window.has_room("new", 5)
     window.wait("b", 5)
     window.wait("c", 1)
     assert window.next_waiting() is None, "b is first, and has no room: c must not overtake it"
@@ -29,11 +29,11 @@ def test_requests_enter_until_the_window_is_full_and_then_in_order(window: Windo
 
 
 def test_one_request_is_let_in_whatever_its_length(window: Window) -> None:
-    assert window.has_room(1000)
+    assert window.has_room("new", 1000)
     window.enter("a", 1000)
-    assert not window.has_room(1)
+    assert not window.has_room("new", 1)
     window.begin("a")
-    assert window.has_room(1000), "a load that runs cannot be given up, and must not stop all others"
+    assert window.has_room("new", 1000), "a load that runs cannot be given up, and must not stop all others"
     window.leave("a")
     assert window.held_blocks == 0
 
@@ -41,7 +41,7 @@ def test_one_request_is_let_in_whatever_its_length(window: Window) -> None:
 def test_without_a_bound_nothing_waits() -> None:
     window = Window()
     window.enter("a", 1 << 30)
-    assert window.has_room(1 << 30)
+    assert window.has_room("new", 1 << 30)
 
 
 def test_a_request_that_the_engine_would_run_next_takes_the_room_of_one_that_it_passes_over(
@@ -62,6 +62,52 @@ def test_requests_that_the_engine_asks_about_keep_their_room(window: Window) -> 
         assert [window.asked_about(request) for request in "abc"] == [[], [], []]
     assert window.asked_about("a") == []
     assert window.asked_about("c") == ["b"], "the engine went past b"
+
+
+def test_short_requests_do_not_overtake_a_long_one_for_ever(window: Window) -> None:
+    """Each of them is asked about in every round until it is loaded, so none is displaced."""
+    window.enter("short 0", 5)
+    window.wait("long", 9)
+    entered: list[str] = []
+    for number in range(1, 5):
+        window.asked_about("long")
+        window.asked_about(f"short {number - 1}")
+        assert not window.has_room("long", 9)
+        if window.has_room(f"short {number}", 5):
+            window.enter(f"short {number}", 5)
+            entered.append(f"short {number}")
+        else:
+            window.wait(f"short {number}", 5)
+    assert entered == ["short 1"], "the engine had asked about the long one only once by then"
+    for request in ("short 0", "short 1"):
+        window.begin(request)
+        window.leave(request)
+    assert window.next_waiting() == "long", "though others have waited too"
+    window.enter("long", 9)
+    window.begin("long")
+    assert window.next_waiting() == "short 2"
+
+
+def test_the_next_to_enter_holds_up_nobody_once_the_engine_asks_about_others(window: Window) -> None:
+    window.enter("open", 9)
+    window.wait("passed over", 9)
+    for _ in range(2):
+        window.asked_about("passed over")
+        window.asked_about("open")
+    window.wait("urgent", 2)
+    window.leave("open")
+    window.asked_about("urgent")
+    assert not window.has_room("urgent", 2)
+    window.asked_about("urgent")
+    assert window.has_room("urgent", 2)
+
+
+def test_a_request_that_ends_while_its_load_runs_leaves_no_note(window: Window) -> None:
+    window.enter("a", 5)
+    window.asked_about("a")
+    window.begin("a")
+    window.leave("a")
+    assert window._asked_at == {}
 
 
 def test_what_is_being_loaded_is_never_displaced(window: Window) -> None:
@@ -96,7 +142,7 @@ def test_whoever_asks_again_and_again_gets_in(steps: list[tuple[str, int]], capa
     for step, number in steps:
         request, blocks = str(number), lengths[number]
         if step == "arrive":
-            if window.has_room(blocks):
+            if window.has_room(request, blocks):
                 window.enter(request, blocks)
             else:
                 window.wait(request, blocks)
@@ -112,4 +158,4 @@ def test_whoever_asks_again_and_again_gets_in(steps: list[tuple[str, int]], capa
     window.wait("next", 3)
     for displaced in (*window.asked_about("next"), *window.asked_about("next")):
         window.leave(displaced)
-    assert window.has_room(3)
+    assert window.has_room("next", 3)

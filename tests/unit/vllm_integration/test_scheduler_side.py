@@ -45,7 +45,8 @@ class Side:
             model_config=SimpleNamespace(max_model_len=400),
             parallel_config=SimpleNamespace(world_size=1),
         )
-        self.side = SchedulerSide(config, kv_cache, Settings(runtime_dir=str(tmp_path), **settings), {})
+        chosen = Settings(**{"runtime_dir": str(tmp_path), "onboard_mode": "async", **settings})
+        self.side = SchedulerSide(config, kv_cache, chosen, {})
         self.manager.ready()
         self.step()
         assert [type(message) for message in self.manager.said()] == [Hello]
