@@ -81,7 +81,7 @@ class Questions:
         blocks = 0
         while self._ready() and blocks < STEP_BLOCKS and (request := self._window.next_waiting()) is not None:
             tracked = self._requests.get(request)
-            if tracked is None or tracked.begun or self._ask(request, tracked, 0) is None:
+            if tracked is None or tracked.begun or self._ask(request, tracked, tracked.on_device) is None:
                 self._window.forget(request)
             else:
                 blocks += len(tracked.hashes)
@@ -122,7 +122,7 @@ class Questions:
             return self._ask(request, tracked, skip)
         else:
             self._window.wait(request, blocks)
-            tracked.asked_from = None
+            tracked.asked_from, tracked.on_device = None, skip
         return None
 
     def _give_up(self, request: str) -> None:

@@ -61,6 +61,8 @@ class Tracked:
     computed: int = 0
     layerwise: bool = False
     asked_from: int | None = None
+    on_device: int = 0
+    """How many of its first blocks were on the device when it last began to wait for its lookup."""
     asked_blocks: int = 0
     begun: bool = False
     outdated: bool = False

@@ -295,3 +295,20 @@ def test_an_engine_that_needs_verified_blocks_does_not_wait_for_late_ones(
     bench.answer(late, 8, ready=3, disk=5, arrival_s=5.0)
     assert bench.leader.matched("prompt", 0).later
     assert bench.leader.matched("late", 0) == Answer(blocks=3)
+
+
+def test_blocks_on_the_device_are_left_out_also_of_a_lookup_that_waited(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    narrow(bench, 10)
+    bench.leader.request_added("first", HASHES[:8], b"", 0)
+    bench.leader.request_added("second", HASHES[:8], b"", 3)
+    (first,) = lookups(bench)
+    bench.answer(first, 0)
+    bench.step()
+    (second,) = lookups(bench)
+    assert second.skip == 3
+    bench.answer(second, 0)
+    assert bench.leader.matched("second", 1).later, "the device has dropped two of them since"
+    assert lookups(bench)[-1].skip == 1
