@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -135,9 +136,10 @@ def run_and_signal(
 
 
 class _Copier:
-    """A copier with `before` and `after` each load and after each store, called with (device block, slot) pairs."""
+    """A copier with `before` each load and after each store, called with (device block, slot) pairs; `after` each load,
+    or each layer of one, is called with the layer's name too (None: all layers)."""
 
-    def __init__(self, inner: Any, before: _Hook, after: _Hook, stored: _Hook) -> None:
+    def __init__(self, inner: Any, before: _Hook, after: Callable[..., None], stored: _Hook) -> None:
         self._inner = inner
         self._before = before
         self._after = after
@@ -155,16 +157,16 @@ class _Copier:
         self._before(pairs)
         copying = self._inner.begin_load(pairs, after, layer)
         copying.wait()
-        self._after(pairs)
+        self._after(pairs, layer)
         return copying
 
 
-def _nothing(pairs: Any) -> None:
+def _nothing(pairs: Any, layer: Any = None) -> None:
     pass
 
 
 def _wrap_copier(
-    mover: Any, before: _Hook = _nothing, after: _Hook = _nothing, stored: _Hook = _nothing
+    mover: Any, before: _Hook = _nothing, after: Callable[..., None] = _nothing, stored: _Hook = _nothing
 ) -> None:
     make = mover._make_mapping
 
@@ -186,6 +188,7 @@ def audit_copies(child: Child) -> None:
     worker = engine.core.model_executor.driver_worker.worker
     caches = worker.model_runner.kv_caches
     seen: set[bytes] = set()
+    layers_there: Counter[Any] = Counter()
     _audit.clear()
 
     def digest(block: int) -> bytes:
@@ -196,8 +199,12 @@ def audit_copies(child: Child) -> None:
     def note(pairs: Any) -> None:
         seen.update(digest(block) for block, _ in pairs)
 
-    def compare(pairs: Any) -> None:
-        _audit.extend(digest(block) in seen for block, _ in pairs)
+    def compare(pairs: Any, layer: str | None) -> None:
+        blocks = tuple(block for block, _ in pairs)
+        layers_there[blocks] += 1
+        if layer is None or layers_there[blocks] == len(caches):
+            del layers_there[blocks]
+            _audit.extend(digest(block) in seen for block in blocks)
 
     _wrap_copier(_mover(engine), after=compare, stored=note)
 

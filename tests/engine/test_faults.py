@@ -154,7 +154,8 @@ def test_blocks_corrupted_in_place(launcher: Launcher, reference: Reference, tmp
 @pytest.mark.parametrize("manager_dies", [False, True])
 def test_abort_while_loading(launcher: Launcher, reference: Reference, manager_dies: bool) -> None:
     """Requests aborted while their loads are pending: the engine goes on, and gives everything back."""
-    engine = launcher.start(host())
+    # A load beside the forward pass would hold that at the gate.
+    engine = launcher.start({**host(), "DYN_KVBM_ONBOARD_MODE": "async"})
     engine.run(workload())
     engine.call(reach.reset, connector=False, timeout_s=20.0)
     engine.call(reach.gate_loads, timeout_s=20.0)
