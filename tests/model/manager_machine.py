@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbm.block import BlockKey, BlockState
+from kvbm.block import NO_SLOT, BlockKey, BlockState
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.leases import Lease, LeaseState, Reservation
-from kvbm.manager.space import LEASE_S, RESERVATION_S, Space, SpaceOptions
+from kvbm.manager.lookups import LEASE_S, LookingUp, advance
+from kvbm.manager.space import RESERVATION_S, Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED
@@ -63,7 +64,7 @@ class Writer:
 class ManagerMachine(RuleBasedStateMachine):
     """One space over real host memory; subclasses say what is below."""
 
-    options = SpaceOptions(in_flight_max=4)
+    options = SpaceOptions(in_flight_max=4, brought_at_once=1)
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +75,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.writers: dict[tuple[int, int], Writer] = {}
         self.fenced: list[Writer] = []
         self.promised: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.looking: dict[tuple[int, int], LookingUp] = {}
         self.admit_all = True
         self.calm_steps = 0
         self.metrics = Metrics()
@@ -142,6 +144,31 @@ class ManagerMachine(RuleBasedStateMachine):
         found_ready = next((i for i, slot in enumerate(before) if slot is None), len(before))
         assert lease.ready >= found_ready, "what lies in host memory is ready at once"
         self.promised[owner, number] = tuple(self.arena.generation(slot) for slot in lease.slots)
+
+    @rule(owner=owners, chain=chains, length=positions)
+    def begin_lookup(self, owner: int, chain: int, length: int) -> None:
+        """One that gives others their turn after every block."""
+        number = self._next()
+        self.looking[owner, number] = self.space.looking_up(owner, number, CHAINS[chain][: length + 1], 0)
+
+    @precondition(lambda self: self.looking)
+    @rule(which=pick)
+    def go_on_with_lookup(self, which: int) -> None:
+        name = list(self.looking)[which % len(self.looking)]
+        found = advance(self.looking[name])
+        if found is None:
+            return
+        del self.looking[name]
+        assert (self.space.leases.get(*name) is None) == (found.lease is None)
+        if found.lease is not None:
+            self.promised[name] = tuple(self.arena.generation(slot) for slot in found.lease.slots)
+
+    @precondition(lambda self: self.looking)
+    @rule(which=pick)
+    def give_up_lookup(self, which: int) -> None:
+        name = list(self.looking)[which % len(self.looking)]
+        self.looking.pop(name).close()
+        assert self.space.leases.get(*name) is None
 
     def _known(self) -> list[int]:
         """The prompts that begin with a block that is somewhere."""
@@ -268,8 +295,9 @@ class ManagerMachine(RuleBasedStateMachine):
             self.space.release(owner, lease.number)
         for key in [key for key in self.writers if key[0] == owner]:
             self._condemn(key)
-        for key in [key for key in self.promised if key[0] == owner]:
-            del self.promised[key]
+        for known in (self.promised, self.looking):
+            for key in [key for key in known if key[0] == owner]:
+                del known[key]
 
     @rule(seconds=st.sampled_from([1.0, HEAL_INTERVAL_S, LEASE_S / 2, LEASE_S, RESERVATION_S + 1.0]))
     def time_passes(self, seconds: float) -> None:
@@ -312,6 +340,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.writers.clear()
         self.fenced.clear()
         self.promised.clear()
+        self.looking.clear()
 
     @rule()
     def pump(self) -> None:
@@ -360,10 +389,15 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         held = 0
         for lease in self.space.leases:
-            generations = self.promised[lease.owner, lease.number]
+            name = lease.owner, lease.number
+            # A lookup that is not through has told nobody of its slots.
+            generations = self.promised.get(name)
+            assert (generations is None) == (name in self.looking)
             assert lease.ready <= len(lease.slots) == len(lease.keys) <= len(lease.states)
             for i, slot in enumerate(lease.slots):
-                assert self.arena.generation(slot) == generations[i], "a leased slot changed hands"
+                assert generations is None or self.arena.generation(slot) == generations[i], (
+                    "a leased slot changed hands"
+                )
                 assert lease.states[i] != LeaseState.DROPPED
                 if lease.states[i] == LeaseState.PINNED:
                     held += 1
@@ -371,7 +405,8 @@ class ManagerMachine(RuleBasedStateMachine):
                     assert self.space.host_pool.find(lease.keys[i]) == slot
                 else:
                     assert i >= lease.ready
-                    assert self.space.host_pool.find_filling(lease.keys[i]) == slot
+                    assert slot == NO_SLOT or self.space.host_pool.find_filling(lease.keys[i]) == slot
+                    assert slot != NO_SLOT or name in self.looking
         if not held and not self.space.busy:
             assert self.space.host_pool.counts().leased == 0, "a pin that no lease holds"
 

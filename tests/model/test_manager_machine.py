@@ -113,7 +113,7 @@ class FakeTierMachine(ManagerMachine):
 class StagingMachine(FakeTierMachine):
     """Disk without host: host memory is only the way there."""
 
-    options = SpaceOptions(staging=True, in_flight_max=4)
+    options = SpaceOptions(staging=True, in_flight_max=4, brought_at_once=1)
 
 
 class StrictLru(LeafFirstLru):
@@ -136,7 +136,7 @@ class StrictLru(LeafFirstLru):
 class DepartingMachine(FakeTierMachine):
     """Disk is written when host memory gives blocks up, a sixth of it ahead of need, or half."""
 
-    options = SpaceOptions(write_on_eviction=True, in_flight_max=4)
+    options = SpaceOptions(write_on_eviction=True, in_flight_max=4, brought_at_once=1)
     ahead = 1
 
     def _open(self) -> None:

@@ -34,6 +34,7 @@ class Bench:
         eviction: str = "lru",
         disk: bool = True,
         run_blocks_max: int | None = None,
+        brought_at_once: int = 512,
     ):
         """`run_blocks_max`: the tier below moves runs of so many blocks; None: single blocks."""
         self.clock = ManualClock(100.0)
@@ -57,6 +58,7 @@ class Bench:
                 eviction=eviction,
                 write_on_eviction=on_eviction,
                 in_flight_max=4 if run_blocks_max is None else 16,
+                brought_at_once=brought_at_once,
             ),
         )
         self.numbers = iter(range(1, 1000))

@@ -42,6 +42,7 @@ class DiskSide:
     eviction: str
     staging: bool
     in_flight_max: int
+    brought_at_once: int
     metrics: Metrics
     clock: Clock
     on_progress: Callable[[Lease], None]
@@ -62,6 +63,11 @@ class DiskSide:
     def fault(self) -> str:
         """Empty while the medium works; otherwise one line saying why it is off."""
         return self.medium.fault
+
+    @property
+    def pool_if_on(self) -> SlotPool[BlockKey] | None:
+        """The slots of the medium while it works; None while it is off."""
+        return None if self.fault else self.pool
 
     @property
     def queued_count(self) -> int:
@@ -156,6 +162,7 @@ class DiskSide:
             self.clock,
             self.on_progress,
             self._job_ids,
+            self.brought_at_once,
         )
         self.offloader = Offloader(
             *between,

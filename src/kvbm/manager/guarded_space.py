@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from kvbm.block import BlockKey
-from kvbm.manager.leases import Cut, Lease, Owner, Reservation
+from kvbm.manager.leases import Lease, Owner, Reservation
+from kvbm.manager.lookups import Found, LookingUp, advance
 from kvbm.manager.space import Space
 
 log = logging.getLogger("kvbm.manager")
@@ -32,8 +33,11 @@ class GuardedSpace(Space):
         super().__init__(*args, **kwargs)
         self._name = name
 
-    def lookup(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> Lease | None:
-        return self._try(None, super().lookup, owner, number, keys, skip)
+    def looking_up(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
+        looking = super().looking_up(owner, number, keys, skip)
+        while (found := self._try(Found(), advance, looking)) is None:
+            yield
+        return found
 
     def release(self, owner: Owner, number: int) -> Lease | None:
         return self._try(None, super().release, owner, number)
@@ -109,7 +113,6 @@ class GuardedSpace(Space):
             self.failure,
         )
         log.debug("namespace %s is off", self._name, exc_info=error)
-        self.cut = Cut(0, 0)
         for lease in list(self.leases):
             if not lease.final:  # no more blocks will become ready: say so to those that wait
                 del lease.slots[lease.ready :], lease.keys[lease.ready :], lease.sources[lease.ready :]

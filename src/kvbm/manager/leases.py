@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from kvbm.block import BlockKey
 
@@ -61,17 +61,14 @@ class Lease:
         pairs = zip(self.slots, self.states, strict=False)
         return [slot for slot, state in pairs if state == LeaseState.PINNED]
 
+    def drop(self) -> None:
+        """It has ended: blocks that arrive from now on are not for it."""
+        self.states = bytearray((LeaseState.DROPPED,)) * len(self.states)
+
     @property
     def final(self) -> bool:
         """No more blocks will become ready."""
         return self.ready == len(self.slots)
-
-
-class Cut(NamedTuple):
-    """Blocks by which a lookup's lease is shorter than the run that was found, and why."""
-
-    no_room: int
-    refused: int
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engines import Engine, Fences
 from kvbm.manager.leases import Lease
+from kvbm.manager.lookups import LEASE_S
 from kvbm.manager.session import Session
-from kvbm.manager.space import LEASE_S, Space
+from kvbm.manager.space import Space
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome, name_ranks
 
 log = logging.getLogger("kvbm.manager")

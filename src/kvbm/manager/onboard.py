@@ -94,6 +94,7 @@ class Onboarder:
     clock: Clock
     on_progress: Callable[[Lease], None]
     job_ids: Iterator[int]
+    brought_at_once: int
     _by_host_slot: dict[int, _Rising] = field(default_factory=dict, init=False)
     _queue: deque[_Rising] = field(default_factory=deque, init=False)
     _in_flight: dict[int, _Rising] = field(default_factory=dict, init=False)
@@ -117,25 +118,38 @@ class Onboarder:
             behind += len(run.keys)
         return self._rate.seconds_for(self.queued_count - behind)
 
-    def bring_up(self, lease: Lease, before: BlockKey | None) -> None:
+    def bring_up(self, lease: Lease, before: BlockKey | None) -> Iterator[None]:
         """Give a host slot to every block of the lease that is only on disk; the run ends at the first that gets none.
 
         `before` is the block before the run. Where the run is longer than host memory, its own end makes room for
-        the blocks before.
+        the blocks before. Of a long run it yields first, and after every `brought_at_once` blocks: what the lease does
+        not pin may have come or gone when it goes on.
         """
-        i = 0
+        i = brought = 0
+        if lease.states.count(LeaseState.ONBOARDING) > self.brought_at_once:
+            yield
         while (i := lease.states.find(LeaseState.ONBOARDING, i)) >= 0:
-            filling = self.host_pool.find_filling(lease.keys[i])
-            if filling is None:
-                count = self._enqueue(lease, i, lease.keys[i - 1] if i else before)
-            elif filling in self._by_host_slot:
-                count = self._join(lease, i, int(filling))
-            else:
-                count = 0  # an engine is storing the same block right now
+            count = self._bring_up_some(lease, i, lease.keys[i - 1] if i else before)
             if not count:
                 self._cut(lease, i)
                 return
-            i += count
+            i, brought = i + count, brought + count
+            if brought >= self.brought_at_once:
+                brought = 0
+                yield
+
+    def _bring_up_some(self, lease: Lease, i: int, parent: BlockKey | None) -> int:
+        """The next blocks from the i-th on; how many they are."""
+        filling = self.host_pool.find_filling(lease.keys[i])
+        if filling is not None:
+            # Where it is not on its way up, an engine is storing the same block right now.
+            return self._join(lease, i, int(filling)) if filling in self._by_host_slot else 0
+        slot = self.host_pool.find(lease.keys[i])
+        if slot is None:
+            return self._enqueue(lease, i, parent)
+        self.host_pool.lease(slot)  # it came since the lookup began
+        lease.slots[i], lease.states[i] = slot, LeaseState.PINNED
+        return 1
 
     def _join(self, lease: Lease, i: int, host_slot: int) -> int:
         """Wait for a block that is on its way to this slot, and for those behind it; how many they are."""
@@ -190,11 +204,11 @@ class Onboarder:
         """The blocks from the i-th on that are on disk, and neither in host memory nor on their way there; distinct."""
         states = lease.states
         end = len(states) - len(states[i:].lstrip(_ONBOARDING))
-        keys = lease.keys[i:end]
+        keys = lease.keys[i : min(end, i + self.brought_at_once)]
         if self.host_pool.holds_any(keys):
             keys = keys[: next(n for n, key in enumerate(keys) if self.host_pool.holds(key))]
-        disk_slots = [slot for slot in self.disk_pool.find_all(keys) if slot is not None]
-        assert len(disk_slots) == len(keys)
+        disk_slots = self.disk_pool.find_leading(keys)
+        keys = keys[: len(disk_slots)]
         if len(set(disk_slots)) < len(
             disk_slots
         ):  # no engine's chain has a block twice, a hostile client's may

@@ -49,9 +49,12 @@ class Requests:
         self._followers = followers
         self._session_by_number = session_by_number
         self._watchers: dict[tuple[int, int], set[int]] = {}
+        self._unanswered: set[tuple[int, int]] = (
+            set()
+        )  # lookups under way: their replies tell how far they are
 
-    def lookup(self, session: Session, message: Lookup) -> None:
-        """Find and lease the longest run; bring up its blocks that are on disk."""
+    def lookup(self, session: Session, message: Lookup) -> Iterator[None]:
+        """Find and lease the longest run; bring up its blocks that are on disk, a part of them in a turn."""
         keys = _keys(message.keys)
         if not 0 <= message.skip <= len(keys):
             raise ProtocolError(f"lookup skip={message.skip} cannot be served: 0 to {len(keys)}")
@@ -59,11 +62,20 @@ class Requests:
         if engine is None:
             session.send(LookupReply(lookup=message.lookup))
             return
-        lease = engine.space.lookup(session.number, message.lookup, keys, message.skip)
-        self._followers.asked(engine.space, message.keys)
+        space, name = engine.space, (session.number, message.lookup)
+        self._unanswered.add(name)
+        try:
+            lease, no_room, refused = yield from space.looking_up(
+                session.number, message.lookup, keys, message.skip
+            )
+        finally:
+            self._unanswered.discard(name)
+        if self._membership.led_by(session) is not engine:  # it lost a rank meanwhile
+            space.release(session.number, message.lookup)
+            lease = None
+        self._followers.asked(space, message.keys)
         found = bytes(lease.sources) if lease is not None else b""
-        self._traffic.looked_up(engine.name, len(keys) - message.skip, engine.space.counted_sources(found))
-        no_room, refused = engine.space.cut
+        self._traffic.looked_up(engine.name, len(keys) - message.skip, space.counted_sources(found))
         if lease is None:
             session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused))
             return
@@ -71,12 +83,12 @@ class Requests:
             LookupReply(
                 lookup=message.lookup,
                 slots=tuple(lease.slots),
-                generations=engine.space.arena.generations(lease.slots),
+                generations=space.arena.generations(lease.slots),
                 ready=lease.ready,
                 sources=found,
                 no_room=no_room,
                 refused=refused,
-                arrival_s=engine.space.arrival_s(lease),
+                arrival_s=space.arrival_s(lease),
             )
         )
 
@@ -163,6 +175,8 @@ class Requests:
 
     def announce(self, lease: Lease) -> None:
         """A lease's blocks arrived or failed: notify its leader and the workers that watch it."""
+        if (lease.owner, lease.number) in self._unanswered:
+            return
         progress = Progress(lookup=lease.number, ready=lease.ready, final=lease.final)
         for number in (lease.owner, *self._watchers.get((lease.owner, lease.number), ())):
             session = self._session_by_number(number)

@@ -6,17 +6,17 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from operator import or_
 
 import msgspec
 
-from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
+from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
-from kvbm.manager.leases import Cut, HoldTable, Lease, LeaseState, Owner, Reservation
+from kvbm.manager.leases import HoldTable, Lease, Owner, Reservation
+from kvbm.manager.lookups import LookingUp, Lookups, advance
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
@@ -28,7 +28,6 @@ from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.runs import with_runs
 
-LEASE_S = 120.0
 RESERVATION_S = 120.0
 
 
@@ -37,12 +36,14 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
     block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
+    `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
     """
 
     staging: bool = False
     eviction: str = "lru"
     write_on_eviction: bool = False
     in_flight_max: int = 64
+    brought_at_once: int = 512
 
 
 class Space:
@@ -73,7 +74,6 @@ class Space:
         self._clock = clock
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
-        self.cut = Cut(0, 0)
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self._names = EngineNames(arena.slot_count)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
@@ -98,46 +98,30 @@ class Space:
                 eviction=options.eviction,
                 staging=options.staging,
                 in_flight_max=options.in_flight_max,
+                brought_at_once=options.brought_at_once,
                 metrics=metrics,
                 clock=clock,
                 on_progress=on_progress,
             )
+        self._lookups = Lookups(
+            layout, self.host_pool, self.disk, self.leases, self._usage, options.staging, metrics, clock
+        )
 
     # ---- lookups
 
     def lookup(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> Lease | None:
         """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only on disk.
 
-        None when nothing was found, or the owner holds too many leases. `cut` counts the blocks that were found and are
-        not leased.
+        None when nothing was found, or the owner holds too many leases.
         """
-        now_s = self._clock()
-        self.cut = Cut(0, 0)
-        if not self.leases.has_room(owner) or self.leases.get(owner, number) is not None:
-            self._metrics.add("kvbm_lookups_total", outcome="throttled")
-            return None
-        lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
-        self._gather(lease, keys, skip)
-        found = len(lease.slots)
-        try:
-            if self.disk is not None:
-                self.disk.onboarder.bring_up(lease, keys[skip - 1] if skip else None)
-            kept = len(lease.slots)
-            self._usage.note(list(keys), skip + kept)
-            if lease.slots:
-                self.leases.add(lease)
-                lease.advance()
-                if self.disk is not None:
-                    self.disk.onboarder.pump()
-        except BaseException:
-            self._give_back(lease)
-            raise
-        self.cut = Cut(found - kept, kept - len(lease.slots))
-        self._account(lease, len(keys) - skip)
-        if not lease.slots:  # nothing was found, or the tier refused the first block just now
-            self.release(owner, number)
-            return None
-        return lease
+        looking = self.looking_up(owner, number, keys, skip)
+        while (found := advance(looking)) is None:
+            pass
+        return found.lease
+
+    def looking_up(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
+        """`lookup` in several turns (see `lookups`)."""
+        return self._lookups.begin(owner, number, keys, skip)
 
     def arrival_s(self, lease: Lease) -> float:
         """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""
@@ -145,56 +129,15 @@ class Space:
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""
-        return counted_as_disk(sources) if self.options.staging else sources
+        return self._lookups.counted_sources(sources)
 
     def release(self, owner: Owner, number: int) -> Lease | None:
         """End a lease. Returns it as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
         if lease is not None:
             self.host_pool.unlease_all(lease.pinned())
-            lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
+            lease.drop()
         return lease
-
-    def _give_back(self, lease: Lease) -> None:
-        """End the pins of a lookup that failed half-way."""
-        self.leases.pop(lease.owner, lease.number)
-        pinned = lease.pinned()
-        lease.states = bytearray((LeaseState.DROPPED,)) * len(lease.states)
-        with contextlib.suppress(Exception):  # what failed first is told
-            self.host_pool.unlease_all(pinned)
-
-    def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
-        """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""
-        wanted = list(keys[skip:])
-        slots = self.host_pool.find_leading(wanted)
-        run = len(slots)
-        sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
-        if run < len(wanted) and (disk_pool := self._disk_pool_if_on()) is not None:
-            rest = wanted[run:]
-            on_host, on_disk = self.host_pool.find_all(rest), disk_pool.find_all(rest)
-            first = on_disk.index(None) if None in on_disk else len(rest)
-            if on_host.count(None) == len(rest):  # the common case without a step of Python per block
-                slots += [NO_SLOT] * first
-                sources += bytes((Tier.DISK,)) * first
-                states += bytes((LeaseState.ONBOARDING,)) * first
-                rest = []
-            for slot, below in zip(on_host, on_disk, strict=True) if rest else ():
-                if slot is None and below is None:
-                    break
-                slots.append(NO_SLOT if slot is None else slot)
-                sources.append(Tier.DISK if slot is None else Tier.HOST)
-                states.append(LeaseState.ONBOARDING if slot is None else LeaseState.PINNED)
-        lease.keys, lease.slots = wanted[: len(slots)], slots
-        lease.sources, lease.states = sources, states
-        self.host_pool.lease_all(lease.pinned())
-
-    def _account(self, lease: Lease, queried: int) -> None:
-        hits, on_host = len(lease.slots), self.counted_sources(bytes(lease.sources)).count(Tier.HOST)
-        self._metrics.add("kvbm_queried_blocks_total", queried)
-        self._metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
-        for tier, blocks in (("host", on_host), ("disk", hits - on_host)):
-            self._metrics.add("kvbm_hit_blocks_total", blocks, tier=tier)
-            self._metrics.add("kvbm_hit_bytes_total", blocks * self.layout.block_bytes, tier=tier)
 
     # ---- stores
 
@@ -313,7 +256,7 @@ class Space:
         return any(pool.holds(key) for pool in self.pools)
 
     def _disk_pool_if_on(self) -> SlotPool[BlockKey] | None:
-        return self.disk.pool if self.disk is not None and not self.disk.fault else None
+        return self.disk.pool_if_on if self.disk is not None else None
 
     # ---- time
 

@@ -12,7 +12,7 @@ from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.manager.requests import RESERVED_AT_ONCE
 from kvbm.manager.server import ANSWERS_FIRST
-from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Reserve, ReserveReply
+from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Progress, Reserve, ReserveReply
 from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, store
 
 LONG = chain_keys(
@@ -188,3 +188,39 @@ def test_a_rank_that_goes_meanwhile_takes_the_room_with_it(manager: ManagerBench
     for _ in range(20):
         manager.server.step(0.0)
     assert manager.space().host_pool.counts().filling == 0
+
+
+def test_a_long_hit_from_disk_leaves_others_their_turn(tmp_path: Path) -> None:
+    """And its leader hears nothing of the blocks that come before the answer: that says how far they are."""
+    long = LONG[:1400]
+    bench = ManagerBench(
+        tmp_path,
+        clock=HurriedClock(50.0),
+        host_blocks=1500,
+        disk_blocks=1600,
+        disk_dir=str(tmp_path / "disk"),
+        disk_offload_filter=False,
+    )
+    leader, worker = bench.engine("crowd")
+    store(leader, worker, 1, long)
+    other, _ = bench.engine("other")
+    bench.until(lambda: not bench.space().busy, "all on disk")
+    bench.space().clear("host")
+    hurry(bench)
+    leader.channel.send(Lookup(lookup=1, keys=join_keys(long)))
+    bench.server.step(0.0)
+    assert arrived(leader) == [], "it is not through in one turn"
+    answered = []
+    for number in range(2, 5):
+        other.channel.send(Lookup(lookup=number, keys=join_keys(LONG[:1])))
+        for _ in range(2):
+            bench.server.step(0.0)
+        answered += [m.lookup for m in arrived(other) if isinstance(m, LookupReply)]
+    assert answered == [2, 3, 4], "each at its turn"
+    answer = leader.expect(LookupReply)
+    assert len(answer.slots) == 1400
+    ready = answer.ready
+    while ready < 1400:
+        ready = leader.expect(Progress).ready
+    bench.check()
+    bench.close()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from kvbm.block import BlockState, Outcome, Tier
-from kvbm.manager.space import LEASE_S, RESERVATION_S
+from kvbm.manager.lookups import LEASE_S
+from kvbm.manager.space import RESERVATION_S
 from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.oracle import block_bytes
 from rigs.space import KEYS, LAYOUT, ME, OTHER, PEER, Bench
