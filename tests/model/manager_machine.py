@@ -18,7 +18,7 @@ from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.leases import Lease, LeaseState, Reservation
-from kvbm.manager.lookups import LEASE_S, LookingUp, advance
+from kvbm.manager.lookups import LEASE_S, LookingUp
 from kvbm.manager.space import RESERVATION_S, Space, SpaceOptions
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
@@ -144,31 +144,6 @@ class ManagerMachine(RuleBasedStateMachine):
         found_ready = next((i for i, slot in enumerate(before) if slot is None), len(before))
         assert lease.ready >= found_ready, "what lies in host memory is ready at once"
         self.promised[owner, number] = tuple(self.arena.generation(slot) for slot in lease.slots)
-
-    @rule(owner=owners, chain=chains, length=positions)
-    def begin_lookup(self, owner: int, chain: int, length: int) -> None:
-        """One that gives others their turn after every block."""
-        number = self._next()
-        self.looking[owner, number] = self.space.looking_up(owner, number, CHAINS[chain][: length + 1], 0)
-
-    @precondition(lambda self: self.looking)
-    @rule(which=pick)
-    def go_on_with_lookup(self, which: int) -> None:
-        name = list(self.looking)[which % len(self.looking)]
-        found = advance(self.looking[name])
-        if found is None:
-            return
-        del self.looking[name]
-        assert (self.space.leases.get(*name) is None) == (found.lease is None)
-        if found.lease is not None:
-            self.promised[name] = tuple(self.arena.generation(slot) for slot in found.lease.slots)
-
-    @precondition(lambda self: self.looking)
-    @rule(which=pick)
-    def give_up_lookup(self, which: int) -> None:
-        name = list(self.looking)[which % len(self.looking)]
-        self.looking.pop(name).close()
-        assert self.space.leases.get(*name) is None
 
     def _known(self) -> list[int]:
         """The prompts that begin with a block that is somewhere."""

@@ -12,12 +12,14 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvbm.block import BlockState
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.lookups import advance
 from kvbm.manager.space import SpaceOptions
 from kvbm.policy import LeafFirstLru
 from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from model.manager_machine import (
+    CHAINS,
     DISK_SLOTS,
     HOST_SLOTS,
     LAYOUT,
@@ -57,6 +59,31 @@ class FakeTierMachine(ManagerMachine):
         for _ in range(4):
             self.fake.release()
             self.space.pump()
+
+    @rule(owner=owners, chain=chains, length=positions)
+    def begin_lookup(self, owner: int, chain: int, length: int) -> None:
+        """One that gives others their turn after every block."""
+        number = self._next()
+        self.looking[owner, number] = self.space.looking_up(owner, number, CHAINS[chain][: length + 1], 0)
+
+    @precondition(lambda self: self.looking)
+    @rule(which=pick)
+    def go_on_with_lookup(self, which: int) -> None:
+        name = list(self.looking)[which % len(self.looking)]
+        found = advance(self.looking[name])
+        if found is None:
+            return
+        del self.looking[name]
+        assert (self.space.leases.get(*name) is None) == (found.lease is None)
+        if found.lease is not None:
+            self.promised[name] = tuple(self.arena.generation(slot) for slot in found.lease.slots)
+
+    @precondition(lambda self: self.looking)
+    @rule(which=pick)
+    def give_up_lookup(self, which: int) -> None:
+        name = list(self.looking)[which % len(self.looking)]
+        self.looking.pop(name).close()
+        assert self.space.leases.get(*name) is None
 
     @rule(owner=owners, chain=chains)
     def store_prompt_to_the_end(self, owner: int, chain: int) -> None:

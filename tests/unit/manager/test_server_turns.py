@@ -12,7 +12,7 @@ from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.manager.requests import RESERVED_AT_ONCE
 from kvbm.manager.server import ANSWERS_FIRST
-from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Progress, Reserve, ReserveReply
+from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Reserve, ReserveReply
 from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, store
 
 LONG = chain_keys(
@@ -219,8 +219,7 @@ def test_a_long_hit_from_disk_leaves_others_their_turn(tmp_path: Path) -> None:
     assert answered == [2, 3, 4], "each at its turn"
     answer = leader.expect(LookupReply)
     assert len(answer.slots) == 1400
-    ready = answer.ready
-    while ready < 1400:
-        ready = leader.expect(Progress).ready
+    (lease,) = bench.space().leases
+    bench.until(lambda: lease.ready == 1400, "a block did not come")
     bench.check()
     bench.close()
