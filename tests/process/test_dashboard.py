@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -71,9 +72,14 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     program("prometheus")
     directory = tmp_path_factory.mktemp("prometheus")
     disk = ("--disk-blocks", "64", "--disk-dir", str(directory / "disk"), "--disk-admission", "all")
-    manager = SharedManager(directory, str(directory / "m.sock"), "--host-blocks", "16", *disk)
-    prometheus = Prometheus(directory, manager.metrics_port)
-    with kvbm.BlockManager.connect(manager.socket_path, layout(), NAMESPACE, join_timeout_s=30.0) as client:
+    with contextlib.ExitStack() as ends:
+        manager = SharedManager(directory, str(directory / "m.sock"), "--host-blocks", "16", *disk)
+        ends.callback(manager.close)
+        prometheus = Prometheus(directory, manager.metrics_port)
+        ends.callback(prometheus.close)
+        client = ends.enter_context(
+            kvbm.BlockManager.connect(manager.socket_path, layout(), NAMESPACE, join_timeout_s=30.0)
+        )
 
         def seen_under_load() -> bool:
             """Eight prompts of five blocks are more than host memory holds: each comes back from disk."""
@@ -84,8 +90,6 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
         wait_for(seen_under_load, SEEN_S, lambda: f"empty: {empty(prometheus)}")
         yield prometheus
-    prometheus.close()
-    manager.close()
 
 
 def answers(prometheus: Prometheus, panel: Panel) -> list[list[float]]:

@@ -50,7 +50,13 @@ class Prometheus:
         command += [f"--web.listen-address=127.0.0.1:{self._port}"]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_for(self._ready, START_S, lambda: f"Prometheus does not answer: {self._log.read_text()[-2000:]}")
+        try:
+            wait_for(
+                self._ready, START_S, lambda: f"Prometheus does not answer: {self._log.read_text()[-2000:]}"
+            )
+        except AssertionError:
+            self._process.kill()
+            raise
 
     def query(self, expression: str) -> list[float]:
         """The values of an instant query. Raises for an expression that cannot be evaluated."""
