@@ -357,7 +357,7 @@ FromManager: TypeAlias = (
 
 _to_manager = msgspec.msgpack.Decoder(ToManager)
 _from_manager = msgspec.msgpack.Decoder(FromManager)
-_MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
+MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -375,7 +375,7 @@ def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
     try:
         return cast(ToManager, _to_manager.decode(body))
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
 
@@ -383,5 +383,5 @@ def decode_from_manager(body: bytes) -> FromManager:
     """A typed message from the manager, or ProtocolError in one line."""
     try:
         return cast(FromManager, _from_manager.decode(body))
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None

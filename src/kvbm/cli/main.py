@@ -17,6 +17,9 @@ COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
     "config": "Show the settings and where each comes from.",
+    "status": "Show the running managers: tiers, engines, queues, faults.",
+    "inspect": "List what a running manager holds: blocks, leases, namespaces, queues.",
+    "reset": "Drop the blocks of a running manager that are not in use.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "simulate": "Try policies and tier sizes on traces, before you buy memory.",

@@ -25,6 +25,7 @@ from typing import Any
 
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
+from kvbm.manager.administration import Administration
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
@@ -94,6 +95,15 @@ class Server:
         self.sessions: dict[int, Session] = {}
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
+        administration = Administration(
+            self.spaces,
+            self.membership,
+            self.sessions,
+            traffic.metrics,
+            self.epoch,
+            lambda: self.refused_count,
+            clock,
+        )
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
@@ -116,6 +126,7 @@ class Server:
             Reset: self._reset,
             Follow: self._follow,
             StatusQuery: self._status,
+            **administration.handlers,
         }
 
     @property
