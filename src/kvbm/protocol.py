@@ -16,6 +16,7 @@ import msgspec
 
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
+from kvbm.snapshot import ManagerState
 
 PROTOCOL_VERSION = 4
 MESSAGE_BYTES_MAX = 8 << 20
@@ -79,6 +80,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The lease of `lookup` ends. `loaded` blocks from position `first` on reached the device within `seconds`;
     the next `failed` blocks were promised and did not. `unloaded` counts by reason (see `UNLOADED_REASONS`) the blocks
     that were found, that the device lacked, and that are computed all the same: it may come when the lease has ended.
+    `prefill_s` is how long the engine would have computed the blocks that reached the device; 0 where it cannot say.
     """
 
     lookup: int
@@ -87,6 +89,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     failed: int = 0
     seconds: float = 0.0
     unloaded: dict[str, int] = {}
+    prefill_s: float = 0.0
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
@@ -144,6 +147,10 @@ class Follow(Message, frozen=True, kw_only=True, tag="follow"):
 
 class StatusQuery(Message, frozen=True, kw_only=True, tag="status?"):
     """Ask for a `Status`."""
+
+
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
+    """Ask for a `SnapshotReply`."""
 
 
 # ---- manager → leader, worker, admin
@@ -262,6 +269,12 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
     spaces: tuple[dict[str, object], ...] = ()
 
 
+class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """All that a view of the manager needs."""
+
+    state: ManagerState
+
+
 # ---- leader → worker (inside the engine's own step message) and back
 
 
@@ -339,7 +352,18 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToManager: TypeAlias = (
-    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow | StatusQuery
+    Hello
+    | Lookup
+    | Release
+    | Reserve
+    | Commit
+    | Finished
+    | Watch
+    | FenceDone
+    | Reset
+    | Follow
+    | StatusQuery
+    | Snapshot
 )
 FromManager: TypeAlias = (
     Welcome
@@ -353,6 +377,7 @@ FromManager: TypeAlias = (
     | Ended
     | ResetReply
     | Status
+    | SnapshotReply
 )
 
 _to_manager = msgspec.msgpack.Decoder(ToManager)

@@ -32,6 +32,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.requests import Requests
 from kvbm.manager.session import Session
+from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.peers import is_trusted
@@ -48,6 +49,8 @@ from kvbm.protocol import (
     Reserve,
     Reset,
     ResetReply,
+    Snapshot,
+    SnapshotReply,
     Status,
     StatusQuery,
     Watch,
@@ -94,6 +97,7 @@ class Server:
         self.sessions: dict[int, Session] = {}
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
+        self._snapshots = Snapshots(self.membership, self.spaces, traffic.metrics, self.epoch, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
@@ -116,6 +120,7 @@ class Server:
             Reset: self._reset,
             Follow: self._follow,
             StatusQuery: self._status,
+            Snapshot: self._snapshot,
         }
 
     @property
@@ -318,6 +323,7 @@ class Server:
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
         self.traffic.tick(roles, [engine.name for engine in self.membership])
+        self._snapshots.tick()
 
     # ---- messages about the manager itself
 
@@ -345,6 +351,11 @@ class Server:
             for namespace, space in self.spaces
         )
         session.send(Status(epoch=self.epoch, spaces=described))
+
+    def _snapshot(self, session: Session, message: Message) -> Iterator[None]:
+        # The counters of a tick may be half a second old: bring them up to date.
+        publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
+        session.send(SnapshotReply(state=(yield from self._snapshots.take())))
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)
