@@ -27,6 +27,10 @@ class TierError(KvbmError):
     """A tier's medium failed (disk full, EIO, read-only, gone). The tier turns off, the engine goes on."""
 
 
+class SpaceFailed(KvbmError):
+    """A defect, ours or an installed policy's, while a namespace's blocks were indexed. Nobody else's are touched."""
+
+
 class DeviceLost(KvbmError):
     """The device's context has gone: nothing can be copied to or from it in this process any more."""
 

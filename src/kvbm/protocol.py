@@ -16,7 +16,6 @@ import msgspec
 
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.snapshot import ManagerState
 
 PROTOCOL_VERSION = 4
 MESSAGE_BYTES_MAX = 8 << 20
@@ -149,10 +148,6 @@ class StatusQuery(Message, frozen=True, kw_only=True, tag="status?"):
     """Ask for a `Status`."""
 
 
-class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
-    """Ask for a `SnapshotReply`."""
-
-
 # ---- manager → leader, worker, admin
 
 
@@ -269,12 +264,6 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
     spaces: tuple[dict[str, object], ...] = ()
 
 
-class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """All that a view of the manager needs."""
-
-    state: ManagerState
-
-
 # ---- leader → worker (inside the engine's own step message) and back
 
 
@@ -352,18 +341,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToManager: TypeAlias = (
-    Hello
-    | Lookup
-    | Release
-    | Reserve
-    | Commit
-    | Finished
-    | Watch
-    | FenceDone
-    | Reset
-    | Follow
-    | StatusQuery
-    | Snapshot
+    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow | StatusQuery
 )
 FromManager: TypeAlias = (
     Welcome
@@ -377,12 +355,11 @@ FromManager: TypeAlias = (
     | Ended
     | ResetReply
     | Status
-    | SnapshotReply
 )
 
 _to_manager = msgspec.msgpack.Decoder(ToManager)
 _from_manager = msgspec.msgpack.Decoder(FromManager)
-_MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
+MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -400,7 +377,7 @@ def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
     try:
         return cast(ToManager, _to_manager.decode(body))
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
 
@@ -408,5 +385,5 @@ def decode_from_manager(body: bytes) -> FromManager:
     """A typed message from the manager, or ProtocolError in one line."""
     try:
         return cast(FromManager, _from_manager.decode(body))
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None

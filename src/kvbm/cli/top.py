@@ -14,10 +14,9 @@ from rich.console import Console
 from kvbm.cli.top_picture import page
 from kvbm.client.snapshots import SnapshotSource
 from kvbm.errors import SettingsError
-from kvbm.observe.view import look
+from kvbm.observe.view import look, start_of
 from kvbm.present.tables import console, json_text
 from kvbm.settings import load_settings, process_environment
-from kvbm.snapshot import start_of
 
 ONCE_S, LIVE_S = 10.0, 3.0
 """The manager's answer is waited for this long."""

@@ -13,10 +13,11 @@ from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
+from kvbm.admin_protocol import SnapshotReply
 from kvbm.cli.top_picture import page
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.observe.view import look
-from kvbm.snapshot import ManagerState, Moment, start_of
+from kvbm.observe.view import look, start_of
+from kvbm.snapshot import Moment
 
 RECENT_S = 5.0
 """Flows and evictions are the mean over about so many seconds."""
@@ -30,7 +31,7 @@ class StateSource(Protocol):
 
     socket_path: str
 
-    def take(self) -> ManagerState:
+    def take(self) -> SnapshotReply:
         """The manager's state now; may block. Raises KvbmError in one line while there is none."""
         ...
 
@@ -54,7 +55,7 @@ class TopApp(App[None]):
         self._since_start = since_start
         self._paused = False
         self._trouble = ""
-        self._state: ManagerState | None = None
+        self._state: SnapshotReply | None = None
         self._recent: deque[Moment] = deque()
 
     def compose(self) -> ComposeResult:
@@ -90,7 +91,7 @@ class TopApp(App[None]):
             self._trouble = gone if isinstance(error, SettingsError) else str(error)
         else:
             self._trouble = ""
-            if self._state is not None and self._state.epoch != state.epoch:
+            if self._state is not None and self._state.manager.epoch != state.manager.epoch:
                 self._recent.clear()
             self._state = state
             self._recent.append(state.now)

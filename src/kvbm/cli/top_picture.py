@@ -80,15 +80,15 @@ def engines(view: View, rows: int) -> RenderableType:
         return Text("no engine is connected", style="dim")
     table = _table("engine", "model", "ranks", "leases", "blocks", words=2)
     for engine in view.engines[:rows]:
-        missing = engine.ranks < engine.rank_count
+        ranks = len(engine.ranks)
         table.add_row(
-            _short(engine.name, 16),
+            _short(engine.engine, 16),
             _short(engine.model, 28),
-            Text(f"{engine.ranks}/{engine.rank_count}", style="bold red" if missing else ""),
+            Text(f"{ranks}/{engine.rank_count}", style="bold red" if ranks < engine.rank_count else ""),
             f"{engine.leases:,}" if engine.led else "no leader",
             f"{engine.leased_blocks:,}",
         )
-    left_out = len(view.engines) - rows + view.engines_left_out
+    left_out = len(view.engines) - rows
     return Group(table, Text(f"and {left_out} more", style="dim")) if left_out > 0 else table
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from kvbm.block import BlockKey
+from kvbm.errors import KvbmError, SpaceFailed
 from kvbm.manager.leases import Lease, Owner, Reservation
 from kvbm.manager.lookups import Found, LookingUp, advance
 from kvbm.manager.space import Space
@@ -29,8 +30,17 @@ class GuardedSpace(Space):
     """A `Space` that turns an unexpected exception of its own into `failure`, one line, logged once."""
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """`name` is the namespace's short name, for the log; the others are `Space`'s. Raises as that does."""
-        super().__init__(*args, **kwargs)
+        """`name` is the namespace's short name, for the log; the others are `Space`'s.
+
+        Raises a KvbmError, also where an installed policy raises something else.
+        """
+        try:
+            super().__init__(*args, **kwargs)
+        except KvbmError:
+            raise
+        except Exception as error:
+            log.debug("namespace %s cannot be opened", name, exc_info=error)
+            raise SpaceFailed(f"namespace {name} cannot be opened: {_in_one_line(error)}") from error
         self._name = name
 
     def looking_up(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
@@ -103,9 +113,7 @@ class GuardedSpace(Space):
         return otherwise
 
     def _fail(self, error: Exception) -> None:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        self.failure = f"{what} ({os.path.basename(frame.filename)}:{frame.lineno})"
+        self.failure = _in_one_line(error)
         # One line; the traceback is for those who ask for it.
         log.error(
             "namespace %s is off, and its engines run without a KV cache until all of them have gone: %s",
@@ -117,3 +125,9 @@ class GuardedSpace(Space):
             if not lease.final:  # no more blocks will become ready: say so to those that wait
                 del lease.slots[lease.ready :], lease.keys[lease.ready :], lease.sources[lease.ready :]
                 self.on_progress(lease)
+
+
+def _in_one_line(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{what} ({os.path.basename(frame.filename)}:{frame.lineno})"

@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
+from kvbm.admin_protocol import Snapshot
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
+from kvbm.manager.administration import Administration
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
@@ -49,8 +51,6 @@ from kvbm.protocol import (
     Reserve,
     Reset,
     ResetReply,
-    Snapshot,
-    SnapshotReply,
     Status,
     StatusQuery,
     Watch,
@@ -97,7 +97,10 @@ class Server:
         self.sessions: dict[int, Session] = {}
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
-        self._snapshots = Snapshots(self.membership, self.spaces, traffic.metrics, self.epoch, clock)
+        administration = Administration(
+            self.spaces, self.membership, self.sessions, self.epoch, lambda: self.refused_count, clock
+        )
+        self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
@@ -120,7 +123,8 @@ class Server:
             Reset: self._reset,
             Follow: self._follow,
             StatusQuery: self._status,
-            Snapshot: self._snapshot,
+            Snapshot: self._snapshots.answer,
+            **administration.handlers,
         }
 
     @property
@@ -351,11 +355,6 @@ class Server:
             for namespace, space in self.spaces
         )
         session.send(Status(epoch=self.epoch, spaces=described))
-
-    def _snapshot(self, session: Session, message: Message) -> Iterator[None]:
-        # The counters of a tick may be half a second old: bring them up to date.
-        publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
-        session.send(SnapshotReply(state=(yield from self._snapshots.take())))
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)

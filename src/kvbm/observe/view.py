@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvbm.admin_protocol import EngineReport, SnapshotReply, SpaceReport
 from kvbm.observe.verdict import Finding, Signs, judge
-from kvbm.snapshot import EngineState, ManagerState, Moment, PrefixState, Series, SpaceState
+from kvbm.snapshot import Moment, PrefixState, Series
 
 FLOWS = (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
 _HOST, _DISK = "host", "disk"
@@ -77,9 +78,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     flows: tuple[FlowView, ...]
     flows_window_s: float
     queues: QueueView
-    spaces: tuple[SpaceState, ...]
-    engines: tuple[EngineState, ...]
-    engines_left_out: int
+    spaces: tuple[SpaceReport, ...]
+    engines: tuple[EngineReport, ...]
     prefixes: tuple[PrefixState, ...]
 
 
@@ -111,12 +111,12 @@ class Deltas:
         return self._after.get((name, labels), default)
 
 
-def look(state: ManagerState, before: Moment | None = None, recent: Moment | None = None) -> View:
+def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | None = None) -> View:
     """The view of the window from `before`, or from about a minute ago, to the state's moment. Flows and evictions,
     which change from second to second, begin at `recent` where it is given."""
     deltas = Deltas(_within(state, before) or state.earlier, state.now)
     lately = Deltas(_within(state, recent) or _within(state, before) or state.earlier, state.now)
-    lengths = {space.block_tokens for space in state.spaces}
+    lengths = {space.block_tokens for space in state.manager.spaces}
     one_length = len(lengths) <= 1
     tokens = lengths.pop() if len(lengths) == 1 else 1
     asked = deltas.grown("kvbm_queried_blocks_total") * tokens
@@ -128,9 +128,9 @@ def look(state: ManagerState, before: Moment | None = None, recent: Moment | Non
     hit = sum(hits.values()) * tokens
     tiers = _tiers(state, deltas, lately, hits)
     view = View(
-        version=state.version,
-        pid=state.pid,
-        uptime_s=state.uptime_s,
+        version=state.manager.version,
+        pid=state.manager.pid,
+        uptime_s=state.manager.uptime_s,
         window_s=deltas.seconds,
         unit="tokens" if one_length else "blocks",
         lookups_per_s=_share(deltas.total("kvbm_lookups_total"), deltas.seconds),
@@ -145,34 +145,33 @@ def look(state: ManagerState, before: Moment | None = None, recent: Moment | Non
         flows=_flows(lately),
         flows_window_s=lately.seconds,
         queues=QueueView(
-            onboarding=sum(space.onboarding for space in state.spaces),
-            offloading=sum(space.offloading for space in state.spaces),
-            leases=sum(space.leases for space in state.spaces),
-            reservations=sum(space.reservations for space in state.spaces),
+            onboarding=sum(space.onboard_blocks for space in state.manager.spaces),
+            offloading=sum(space.offload_blocks for space in state.manager.spaces),
+            leases=sum(space.leases for space in state.manager.spaces),
+            reservations=sum(space.reservations for space in state.manager.spaces),
         ),
-        spaces=state.spaces,
-        engines=state.engines,
-        engines_left_out=state.engines_left_out,
+        spaces=state.manager.spaces,
+        engines=state.manager.engines,
         prefixes=state.prefixes,
     )
     return msgspec.structs.replace(view, findings=judge(_signs(view, deltas)))
 
 
-def _within(state: ManagerState, moment: Moment | None) -> Moment | None:
+def _within(state: SnapshotReply, moment: Moment | None) -> Moment | None:
     """The moment, if it is an earlier one of this life of the manager; a millisecond is for rounding."""
-    began_s = state.now.at_s - state.uptime_s - 0.001
+    began_s = state.now.at_s - state.manager.uptime_s - 0.001
     return moment if moment is not None and began_s <= moment.at_s < state.now.at_s else None
 
 
 def _tiers(
-    state: ManagerState, deltas: Deltas, lately: Deltas, hits: dict[str, float]
+    state: SnapshotReply, deltas: Deltas, lately: Deltas, hits: dict[str, float]
 ) -> tuple[TierView, ...]:
     asked = deltas.grown("kvbm_queried_blocks_total")
-    found = {tier.name for space in state.spaces for tier in space.tiers}
+    found = {tier.tier for space in state.manager.spaces for tier in space.tiers}
     views = []
     for name in sorted(found, key=("host", "disk", "remote").index):
-        parts = [(space, tier) for space in state.spaces for tier in space.tiers if tier.name == name]
-        capacity = sum(tier.capacity for _, tier in parts)
+        parts = [(space, tier) for space in state.manager.spaces for tier in space.tiers if tier.tier == name]
+        capacity = sum(tier.blocks for _, tier in parts)
         used = sum(tier.resident + tier.filling for _, tier in parts)
         leased = sum(tier.leased for _, tier in parts)
         views.append(
@@ -182,7 +181,7 @@ def _tiers(
                 resident_blocks=sum(tier.resident for _, tier in parts),
                 filling_blocks=sum(tier.filling for _, tier in parts),
                 leased_blocks=leased,
-                capacity_bytes=sum(space.block_bytes * tier.capacity for space, tier in parts),
+                capacity_bytes=sum(space.block_bytes * tier.blocks for space, tier in parts),
                 used_bytes=sum(space.block_bytes * (tier.resident + tier.filling) for space, tier in parts),
                 used_share=_share(used, capacity),
                 leased_share=_share(leased, capacity),
@@ -190,7 +189,7 @@ def _tiers(
                 hit_share=_share(hits[name], asked),
                 evicted_per_s=lately.per_s("kvbm_evicted_blocks_total", name),
                 up=deltas.now("kvbm_tier_up", name, default=1.0) > 0,
-                staging=all(tier.staging for _, tier in parts),
+                staging=name == _HOST and all(space.staging for space, _ in parts),
             )
         )
     return tuple(views)
@@ -222,13 +221,18 @@ def _signs(view: View, deltas: Deltas) -> Signs:
         window_s=view.window_s,
         uptime_s=view.uptime_s,
         unit=view.unit,
-        engines=len(view.engines) + view.engines_left_out,
+        engines=len(view.engines),
         incomplete=tuple(
-            (engine.name, engine.rank_count - engine.ranks, engine.rank_count)
+            (engine.engine, engine.rank_count - len(engine.ranks), engine.rank_count)
             for engine in view.engines
-            if engine.ranks < engine.rank_count
+            if len(engine.ranks) < engine.rank_count
         ),
-        faults=tuple((space.namespace, space.fault) for space in view.spaces if space.fault),
+        faults=tuple(
+            (space.namespace, fault)
+            for space in view.spaces
+            for fault in (space.fault, *(f"{tier.tier}: {tier.fault}" for tier in space.tiers if tier.fault))
+            if fault
+        ),
         lookups=view.lookups_per_s * view.window_s,
         asked=view.asked,
         hit_rate=view.hit_rate,
@@ -264,3 +268,8 @@ def _flat(series: Series) -> tuple[str, ...]:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
+
+
+def start_of(state: SnapshotReply) -> Moment:
+    """The moment at which the manager began: nothing was counted yet."""
+    return Moment(at_s=state.now.at_s - state.manager.uptime_s)

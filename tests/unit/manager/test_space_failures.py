@@ -130,6 +130,31 @@ def test_the_next_engine_of_a_failed_namespace_gets_a_new_space(
     assert len(lines(caplog)) == 1
 
 
+def test_a_policy_that_raises_while_a_namespace_opens_costs_its_engine_one_line(
+    make_manager: MakeBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(namespaces=2, host_blocks=32)
+    good_leader, good_worker = manager.engine("good", namespace=OTHER)
+    store(good_leader, good_worker, 1, KEYS[:4])
+
+    def broken(name: str, slot_count: int) -> None:
+        raise ZeroDivisionError("a policy\nof theirs")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvbm.manager.space.make_policy", broken)
+        client = manager.client()
+        client.send(manager.worker_hello("bad"))
+        refused = client.expect(Refused)
+    assert refused.reason.startswith(
+        f"namespace {NAMESPACE.short} cannot be opened: ZeroDivisionError: a policy of theirs ("
+    )
+    assert all("\n" not in record.getMessage() and not record.exc_info for record in caplog.records)
+    assert good_leader.lookup(2, KEYS[:4]).ready == 4
+    leader, worker = manager.engine("mended")
+    store(leader, worker, 1, KEYS[:4])
+    assert leader.lookup(1, KEYS[:4]).ready == 4
+
+
 @pytest.mark.parametrize("error", [RuntimeError("as a block arrives"), TierError("as a block arrives")])
 def test_those_that_wait_for_blocks_of_a_failed_space_are_told(
     make_manager: MakeBench, below: FakeTier, caplog: pytest.LogCaptureFixture, error: Exception

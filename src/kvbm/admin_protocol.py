@@ -1,0 +1,188 @@
+"""The messages of an operator's session: one request, one reply, between a client of role `admin` and the manager.
+
+They use the same socket and frames as `protocol`, after the same `Hello`. `Reset` and `StatusQuery` are there, because
+engines send them too. Every reply is bounded: what may be long comes in pages.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+import msgspec
+
+from kvbm import protocol
+from kvbm.errors import ProtocolError
+from kvbm.protocol import Message
+from kvbm.snapshot import Moment, PrefixState
+
+PAGE_ROWS_MAX = 1000
+"""The most rows of one reply."""
+
+
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of a namespace: its slots by state, and the leased ones. `fault` is empty while it works."""
+
+    tier: str
+    blocks: int
+    free: int
+    filling: int
+    resident: int
+    leased: int
+    fault: str = ""
+
+
+class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One namespace of the manager: what it names, its tiers, and the blocks that are under way between them.
+
+    `fields` are the parts of its fingerprint, by name. `staging`: host memory is only the way to disk. `fault` is empty
+    unless the whole namespace is off. `onboard_blocks` are queued or being read from disk, `offload_blocks` queued or
+    being written to it.
+    """
+
+    namespace: str
+    fingerprint: bytes
+    model: str
+    fields: tuple[tuple[str, str], ...]
+    ephemeral: bool
+    staging: bool
+    block_tokens: int
+    block_bytes: int
+    tiers: tuple[TierReport, ...]
+    fault: str
+    onboard_blocks: int
+    offload_blocks: int
+    leases: int
+    reservations: int
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. `ranks` are attached, of `rank_count`; `led`: its leader (scheduler) is connected too.
+
+    `leases` and `leased_blocks` are those of its requests now; `lease_blocks_max` is its share of host memory.
+    """
+
+    engine: str
+    model: str
+    namespace: str
+    rank_count: int
+    ranks: tuple[int, ...]
+    led: bool
+    leases: int
+    leased_blocks: int
+    lease_blocks_max: int
+
+
+class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot that holds a block, or is being filled with it."""
+
+    slot: int
+    key: bytes
+    state: str
+    leased: bool
+
+
+class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease. `engine` is whose request took it; `ready` of its `blocks` lie in host memory by now."""
+
+    namespace: str
+    engine: str
+    lease: int
+    blocks: int
+    ready: int
+    ends_in_s: float
+
+
+# ---- admin → manager
+
+
+class Describe(Message, frozen=True, kw_only=True, tag="describe?"):
+    """Ask for a `Description`."""
+
+
+class ListBlocks(Message, frozen=True, kw_only=True, tag="blocks?"):
+    """Ask for the blocks in one tier (`host` or `disk`) of a namespace, from slot `start` on."""
+
+    fingerprint: bytes
+    tier: str
+    start: int = 0
+    limit: int = 100
+
+
+class ListLeases(Message, frozen=True, kw_only=True, tag="leases?"):
+    """Ask for the leases of all namespaces, after the first `start` of them."""
+
+    start: int = 0
+    limit: int = 100
+
+
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
+    """Ask for a `SnapshotReply`."""
+
+
+# ---- manager → admin
+
+
+class Description(Message, frozen=True, kw_only=True, tag="description"):
+    """The manager as it is now. `fences` are groups of slots that wait until a slow rank writes no more to them;
+    `refused` counts the sessions that were refused."""
+
+    version: str
+    pid: int
+    epoch: int
+    uptime_s: float
+    spaces: tuple[SpaceReport, ...]
+    engines: tuple[EngineReport, ...]
+    sessions: int
+    fences: int
+    refused: int
+
+
+class BlockPage(Message, frozen=True, kw_only=True, tag="blocks"):
+    """Rows, by slot. `next` is where the next page starts, -1 when there is none. `found` is false where there is no
+    such namespace or tier."""
+
+    rows: tuple[BlockRow, ...] = ()
+    next: int = -1
+    found: bool = True
+
+
+class LeasePage(Message, frozen=True, kw_only=True, tag="leases"):
+    """Rows, in the order in which they were taken; `total` is how many leases there are."""
+
+    rows: tuple[LeaseRow, ...]
+    total: int
+
+
+class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
+    prefixes that are asked for most, the hottest first."""
+
+    manager: Description
+    now: Moment
+    earlier: Moment
+    prefixes: tuple[PrefixState, ...] = ()
+
+
+AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot
+AdminReply: TypeAlias = Description | BlockPage | LeasePage | SnapshotReply
+ToManager: TypeAlias = protocol.ToManager | AdminRequest
+FromManager: TypeAlias = protocol.FromManager | AdminReply
+
+_to_manager = msgspec.msgpack.Decoder(ToManager)
+_from_manager = msgspec.msgpack.Decoder(FromManager)
+
+
+def decode_to_manager(body: bytes) -> ToManager:
+    """A typed message from any client, or ProtocolError in one line."""
+    try:
+        return cast(ToManager, _to_manager.decode(body))
+    except protocol.MALFORMED as error:
+        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
+
+
+def decode_from_manager(body: bytes) -> FromManager:
+    """A typed message to an admin, or ProtocolError in one line."""
+    try:
+        return cast(FromManager, _from_manager.decode(body))
+    except protocol.MALFORMED as error:
+        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
