@@ -13,7 +13,6 @@ import msgspec
 from kvbm import protocol
 from kvbm.errors import ProtocolError
 from kvbm.protocol import Message
-from kvbm.snapshot import Moment, PrefixState
 
 PAGE_ROWS_MAX = 1000
 """The most rows of one reply."""
@@ -92,6 +91,39 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     ends_in_s: float
 
 
+Series = tuple[str, tuple[str, ...]]
+"""A metric's name and its label values in the table's order; of a histogram, the name ends in `_count` or `_sum`."""
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """All counters and gauges at `at_s` on the manager's clock."""
+
+    at_s: float
+    values: tuple[tuple[str, tuple[str, ...], float], ...] = ()
+
+    def by_series(self) -> dict[Series, float]:
+        """The values by name and labels."""
+        return {(name, labels): value for name, labels, value in self.values}
+
+
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that requests share: they begin with the same block, and `name` is the head of that block's key.
+
+    `tokens` is the length that its last two requests have in common. Of its `requests` so far, `lost` found nothing
+    although an earlier one had the same first block. `tiers` has the tokens of it that each tier holds.
+    """
+
+    name: str
+    namespace: str
+    tokens: int
+    requests: int
+    lost: int
+    asked_tokens: int
+    found_tokens: int
+    heat: float
+    tiers: dict[str, int] = {}
+
+
 # ---- admin → manager
 
 
@@ -160,7 +192,7 @@ class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
     manager: Description
     now: Moment
     earlier: Moment
-    prefixes: tuple[PrefixState, ...] = ()
+    prefixes: tuple[PrefixReport, ...] = ()
 
 
 AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot

@@ -13,11 +13,10 @@ from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
-from kvbm.admin_protocol import SnapshotReply
+from kvbm.admin_protocol import Moment, SnapshotReply
 from kvbm.cli.top_picture import page
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.observe.view import look, start_of
-from kvbm.snapshot import Moment
 
 RECENT_S = 5.0
 """Flows and evictions are the mean over about so many seconds."""
@@ -57,6 +56,7 @@ class TopApp(App[None]):
         self._trouble = ""
         self._state: SnapshotReply | None = None
         self._recent: deque[Moment] = deque()
+        self._looking = asyncio.Lock()
 
     def compose(self) -> ComposeResult:
         """A page that scrolls where it is longer than the screen, and the keys."""
@@ -83,21 +83,26 @@ class TopApp(App[None]):
         self._draw()
 
     async def look(self) -> None:
-        """Look once. Reading a socket may block, so another thread does it."""
-        try:
-            state = await asyncio.to_thread(self._source.take)
-        except KvbmError as error:
-            gone = "the manager has gone" if self._state is not None else str(error)
-            self._trouble = gone if isinstance(error, SettingsError) else str(error)
-        else:
-            self._trouble = ""
-            if self._state is not None and self._state.manager.epoch != state.manager.epoch:
-                self._recent.clear()
-            self._state = state
-            self._recent.append(state.now)
-            while len(self._recent) > 2 and state.now.at_s - self._recent[1].at_s >= RECENT_S:
-                self._recent.popleft()
+        """Look once, after a look that is under way. Reading a socket may block, so another thread does it."""
+        async with self._looking:
+            try:
+                state = await asyncio.to_thread(self._source.take)
+            except KvbmError as error:
+                self._trouble = str(error)
+                if isinstance(error, SettingsError) and self._state is not None:
+                    self._trouble = "the manager has gone"
+            else:
+                self._seen(state)
         self._draw()
+
+    def _seen(self, state: SnapshotReply) -> None:
+        self._trouble = ""
+        if self._state is not None and self._state.manager.epoch != state.manager.epoch:
+            self._recent.clear()
+        self._state = state
+        self._recent.append(state.now)
+        while len(self._recent) > 2 and state.now.at_s - self._recent[1].at_s >= RECENT_S:
+            self._recent.popleft()
 
     async def _watch(self) -> None:
         while True:

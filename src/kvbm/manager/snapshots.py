@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kvbm.admin_protocol import Description, Snapshot, SnapshotReply
+from kvbm.admin_protocol import Description, Moment, PrefixReport, Snapshot, SnapshotReply
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.clock import Clock
 from kvbm.hashing import split_keys
@@ -21,10 +21,11 @@ from kvbm.manager.prefix_heat import HotPrefix
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Histogram, Metrics
-from kvbm.snapshot import PREFIXES_MAX, Moment, PrefixState
 
 KEPT_EVERY_S = 5.0
 KEPT_FOR_S = 60.0
+PREFIXES_MAX = 12
+"""The most prefixes in a snapshot."""
 _NAME_BYTES = 6
 
 
@@ -51,7 +52,7 @@ class Snapshots:
     def answer(self, session: Session, message: Snapshot) -> Iterator[None]:
         """Send a snapshot, made in slices."""
         refuse_other_roles(session, message)
-        prefixes: list[PrefixState] = []
+        prefixes: list[PrefixReport] = []
         for namespace, space in self._spaces:
             for key, prefix in () if space.failure else space.heat.hottest(PREFIXES_MAX):
                 prefixes.append(_prefix_state(namespace, space, key, prefix))
@@ -82,14 +83,14 @@ def _values(metrics: Metrics) -> Iterator[tuple[str, tuple[str, ...], float]]:
                 yield metric.name, labels, float(number)
 
 
-def _prefix_state(namespace: Namespace, space: Space, key: BlockKey, prefix: HotPrefix) -> PrefixState:
+def _prefix_state(namespace: Namespace, space: Space, key: BlockKey, prefix: HotPrefix) -> PrefixReport:
     tokens = space.layout.block_tokens
     keys = split_keys(prefix.chain[: max(prefix.shared, 1) * KEY_BYTES])
     held = {
         pool.tier.name.lower(): tokens * sum(pool.find(part) is not None for part in keys)
         for pool in space.pools
     }
-    return PrefixState(
+    return PrefixReport(
         name=key[:_NAME_BYTES].hex(),
         namespace=namespace.short,
         tokens=tokens * prefix.shared,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbm.admin_protocol import EngineReport, SnapshotReply, SpaceReport
+from kvbm.admin_protocol import EngineReport, Moment, PrefixReport, Series, SnapshotReply, SpaceReport
 from kvbm.observe.verdict import Finding, Signs, judge
-from kvbm.snapshot import Moment, PrefixState, Series
 
 FLOWS = (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
 _HOST, _DISK = "host", "disk"
@@ -80,7 +79,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     queues: QueueView
     spaces: tuple[SpaceReport, ...]
     engines: tuple[EngineReport, ...]
-    prefixes: tuple[PrefixState, ...]
+    prefixes: tuple[PrefixReport, ...]
 
 
 class Deltas:
