@@ -92,6 +92,39 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     ends_in_s: float
 
 
+Series = tuple[str, tuple[str, ...]]
+"""A metric's name and its label values in the table's order; of a histogram, the name ends in `_count` or `_sum`."""
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """All counters and gauges at `at_s` on the manager's clock."""
+
+    at_s: float
+    values: tuple[tuple[str, tuple[str, ...], float], ...] = ()
+
+    def by_series(self) -> dict[Series, float]:
+        """The values by name and labels."""
+        return {(name, labels): value for name, labels, value in self.values}
+
+
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that requests share: they begin with the same block, and `name` is the head of that block's key.
+
+    `tokens` is the length that its last two requests have in common. Of its `requests` so far, `lost` found nothing
+    although an earlier one had the same first block. `tiers` has the tokens of it that each tier holds.
+    """
+
+    name: str
+    namespace: str
+    tokens: int
+    requests: int
+    lost: int
+    asked_tokens: int
+    found_tokens: int
+    heat: float
+    tiers: dict[str, int] = {}
+
+
 # ---- admin → manager
 
 
@@ -113,6 +146,10 @@ class ListLeases(Message, frozen=True, kw_only=True, tag="leases?"):
 
     start: int = 0
     limit: int = 100
+
+
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
+    """Ask for a `SnapshotReply`."""
 
 
 # ---- manager → admin
@@ -153,8 +190,18 @@ class LeasePage(Message, frozen=True, kw_only=True, tag="leases"):
     total: int
 
 
-AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases
-AdminReply: TypeAlias = Description | BlockPage | LeasePage
+class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
+    prefixes that are asked for most, the hottest first."""
+
+    manager: Description
+    now: Moment
+    earlier: Moment
+    prefixes: tuple[PrefixReport, ...] = ()
+
+
+AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot
+AdminReply: TypeAlias = Description | BlockPage | LeasePage | SnapshotReply
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply
 

@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "status": "Show the running managers: tiers, engines, queues, faults.",
     "inspect": "List what a running manager holds: blocks, leases, namespaces, queues.",
     "reset": "Drop the blocks of a running manager that are not in use.",
+    "top": "Watch a running manager: tiers, flows, prefixes, engines, and what would help.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "simulate": "Try policies and tier sizes on traces, before you buy memory.",

@@ -70,30 +70,32 @@ class Administration:
         return {Describe: self.describe, ListBlocks: self.list_blocks, ListLeases: self.list_leases}
 
     def describe(self, session: Session, message: Describe) -> None:
+        """Answer with `description`."""
+        refuse_other_roles(session, message)
+        session.send(self.description())
+
+    def description(self) -> Description:
         """The manager, its namespaces and its engines."""
-        _refuse_other_roles(session, message)
-        session.send(
-            Description(
-                version=_version(),
-                pid=os.getpid(),
-                epoch=self._epoch,
-                uptime_s=self._clock() - self._started_s,
-                spaces=tuple(_report_space(namespace, space) for namespace, space in self._spaces),
-                engines=tuple(map(self._report_engine, self._membership)),
-                asked_blocks=int(self._metrics.value("kvbm_queried_blocks_total")),
-                hit_blocks={
-                    tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier))
-                    for tier in ("host", "disk")
-                },
-                sessions=len(self._sessions),
-                fences=len(self._membership.fences),
-                refused=self._refused_count(),
-            )
+        return Description(
+            version=_version(),
+            pid=os.getpid(),
+            epoch=self._epoch,
+            uptime_s=self._clock() - self._started_s,
+            spaces=tuple(_report_space(namespace, space) for namespace, space in self._spaces),
+            engines=tuple(map(self._report_engine, self._membership)),
+            asked_blocks=int(self._metrics.value("kvbm_queried_blocks_total")),
+            hit_blocks={
+                tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier))
+                for tier in ("host", "disk")
+            },
+            sessions=len(self._sessions),
+            fences=len(self._membership.fences),
+            refused=self._refused_count(),
         )
 
     def list_blocks(self, session: Session, message: ListBlocks) -> Iterator[None]:
         """A page of the blocks in one tier; a large tier is looked through in several turns."""
-        _refuse_other_roles(session, message)
+        refuse_other_roles(session, message)
         limit = _checked_limit(message.limit, message.start)
         pool = next(
             (
@@ -124,7 +126,7 @@ class Administration:
 
     def list_leases(self, session: Session, message: ListLeases) -> None:
         """A page of the leases, those of a namespace together."""
-        _refuse_other_roles(session, message)
+        refuse_other_roles(session, message)
         limit = _checked_limit(message.limit, message.start)
         now_s = self._clock()
         every = ((namespace, lease) for namespace, space in self._spaces for lease in space.leases)
@@ -196,7 +198,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
     )
 
 
-def _refuse_other_roles(session: Session, message: object) -> None:
+def refuse_other_roles(session: Session, message: object) -> None:
     """An engine's sessions have no part in this: what they may ask is theirs alone."""
     if session.hello is None or session.hello.role != "admin":
         raise ProtocolError(f"{type(message).__name__} cannot be served: only to a session of role admin")
