@@ -114,6 +114,13 @@ class ListLeases(Message, frozen=True, kw_only=True, tag="leases?"):
     limit: int = 100
 
 
+class WhyQuery(Message, frozen=True, kw_only=True, tag="why?"):
+    """Ask for a `WhyReply`: about requests whose id is, or begins with, this one; empty is all."""
+
+    request: str = ""
+    limit: int = 20
+
+
 # ---- manager → admin
 
 
@@ -148,8 +155,22 @@ class LeasePage(Message, frozen=True, kw_only=True, tag="leases"):
     total: int
 
 
-AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases
-AdminReply: TypeAlias = Description | BlockPage | LeasePage
+class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
+    """The newest requests of the `matching` ones, as the manager remembers them since `seconds` ago, at most `kept`.
+
+    `reasons` counts blocks that were computed, of all requests since then; they asked for `asked_blocks`.
+    """
+
+    seconds: float
+    kept: int
+    matching: int
+    requests: tuple[dict[str, object], ...]
+    reasons: dict[str, int]
+    asked_blocks: int
+
+
+AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | WhyQuery
+AdminReply: TypeAlias = Description | BlockPage | LeasePage | WhyReply
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply
 
