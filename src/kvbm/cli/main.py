@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "top": "Watch a running manager: tiers, flows, prefixes, engines, and what would help.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
+    "why": "Say why a request computed blocks instead of loading them.",
     "simulate": "Try policies and tier sizes on traces, before you buy memory.",
     "plan": "Find the cheapest tier sizes that meet a target on a trace.",
     "scale": "Simulate many nodes behind a router, to see how many are needed.",
