@@ -181,6 +181,38 @@ def test_config_show_with_a_bad_value(kvbm, monkeypatch):
     assert err.startswith("kvbm: DYN_KVBM_METRICS='maybe' cannot be used")
 
 
+def test_config_show_with_the_configuration_of_an_engine(kvbm, monkeypatch):
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "1.5")
+    code, out, _ = kvbm("config", "show", "--extra-config", '{"host_bytes": "20GB"}')
+    assert code == 0
+    assert out.splitlines()[0].split("  ")[0] == "host_bytes"
+    assert out.splitlines()[0].endswith("kv_connector_extra_config")
+    for text in ("{", "3", '{"host_byte": 1}'):
+        code, out, err = kvbm("config", "show", "--extra-config", text)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_config_check(kvbm, monkeypatch, tmp_path):
+    monkeypatch.setenv("DYN_KVBM_METRICS", "maybe")  # the file alone is looked at
+    file = tmp_path / "kvbm.toml"
+    file.write_text('host_bytes = "4GB"\ndisk_dir = "/x"\n')
+    code, out, err = kvbm("config", "check", str(file))
+    assert (code, out) == (0, f"{file} can be used\n")
+    assert err == "note: no effect without a disk tier (DYN_KVBM_DISK_CACHE_GB): DYN_KVBM_DISK_CACHE_DIR\n"
+    file.write_text('host_bytes = "4G"\nmetrics_port = 0\nmetric = true\n')
+    code, out, err = kvbm("config", "check", str(file))
+    assert (code, out) == (2, "")
+    assert [line.split()[2].split("=")[0] for line in err.splitlines()] == [
+        "host_bytes",
+        "metrics_port",
+        "metric",
+    ]
+    code, out, err = kvbm("config", "check", str(file), "--json")
+    assert (code, err, len(json.loads(out)["faults"])) == (2, "", 3)
+    code, out, err = kvbm("config", "check", str(tmp_path / "none.toml"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
 def test_the_installed_command_is_this_one():
     text = (ROOT / "pyproject.toml").read_text()
     assert 'kvbm = "openkvbm.entry:main"' in text, "which asks whose files these are, and runs kvbm.cli.main"
