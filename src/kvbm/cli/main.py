@@ -17,6 +17,7 @@ COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
     "config": "Show the settings and where each comes from; check a file.",
+    "doctor": "Try out what the settings ask for on this machine, and say what to do.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "simulate": "Try policies and tier sizes on traces, before you buy memory.",

@@ -2,6 +2,7 @@
 
 from kvbm.settings.advice import (
     admission_name,
+    admission_notices,
     available_memory_bytes,
     container_limit_bytes,
     disk_slots,
@@ -28,6 +29,7 @@ __all__ = [
     "Setting",
     "Settings",
     "admission_name",
+    "admission_notices",
     "available_memory_bytes",
     "container_limit_bytes",
     "disk_slots",

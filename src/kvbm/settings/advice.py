@@ -23,6 +23,9 @@ DEFAULT_HOST_MEMORY_SHARE = 4
 DISK_STORES_MAX = 48
 """The most blocks in flight to the disk tier at one time, so that its queue always has room for loads."""
 
+FILTERED_DISK_FACTOR = 8
+"""A disk tier this many times as large as the host tier is there for blocks that come back late."""
+
 _TRANSFER_FIELDS = ("max_concurrent_transfers", "max_transfer_batch_size")
 
 
@@ -63,6 +66,39 @@ def admission_name(settings: Settings) -> str:
     return settings.disk_admission or ("filter" if settings.disk_offload_filter else "all")
 
 
+def admission_notices(settings: Settings, block_bytes: int) -> list[tuple[str, str]]:
+    """(what is odd, what to do) where the frequency filter leaves a disk tier of this size nearly empty.
+
+    The filter admits a block at its second offer within some ten minutes. Most such blocks are in host memory still.
+    Of a disk tier whose size is set below that of the host tier, `notices` speaks.
+    """
+    filtered_disk = settings.host_on and settings.disk_on and admission_name(settings) == "filter"
+    if not filtered_disk or _disk_is_smaller(settings):
+        return []
+    host = settings.host_blocks * block_bytes if settings.host_blocks else settings.host_bytes or 0
+    disk = settings.disk_blocks * block_bytes if settings.disk_blocks else settings.disk_bytes or 0
+    sizes = f"a disk tier of {format_bytes(disk)} beside {format_bytes(host)} of host memory"
+    filtered = (
+        "with the policy `filter`, disk takes only blocks that are offered twice within some ten minutes"
+    )
+    field = variable("disk_admission")
+    if disk <= host:
+        return [
+            (
+                f"{filtered}, and host memory mostly holds these: {sizes} adds little",
+                f"set {field}=all, or make the disk tier larger than the host tier",
+            )
+        ]
+    if disk >= FILTERED_DISK_FACTOR * host:
+        return [
+            (
+                f"{filtered}: much of {sizes} will stay empty, as blocks that come back later are not written",
+                f"set {field}=ghost, which remembers for as long as the tier is large, or {field}=all",
+            )
+        ]
+    return []
+
+
 def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: int) -> int:
     assert block_bytes > 0
     if blocks:
@@ -91,8 +127,7 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         )
     if not settings.metrics:
         lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, _needing("metrics"))
-    counted = settings.host_blocks or settings.disk_blocks
-    if not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0):
+    if _disk_is_smaller(settings):
         lines.append(
             f"the disk tier ({format_bytes(settings.disk_bytes or 0)}) is smaller than the host tier"
             f" ({format_bytes(settings.host_bytes or 0)}) and will hold little that the host does not"
@@ -109,6 +144,12 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     if any(_asked(settings, origins, field) for field in _TRANSFER_FIELDS):
         lines.append(_transfer_line(settings))
     return lines
+
+
+def _disk_is_smaller(settings: Settings) -> bool:
+    """Whether both tiers are set by size, and the disk tier is the smaller one."""
+    counted = settings.host_blocks or settings.disk_blocks
+    return not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0)
 
 
 def _staging_notices(settings: Settings) -> list[str]:
