@@ -45,9 +45,10 @@ bench: setup  ## measure the budgets of the design and print them as a table
 support-matrix: setup  ## the engine tests on every supported vLLM; writes docs/reference/support-matrix.md
 	@$(BIN)/python scripts/support_matrix.py $(ARGS)
 
-reference: setup  ## write the generated pages of docs/reference
+reference: setup  ## write the generated pages of docs/reference, and the dashboard
 	@$(BIN)/python -m kvbm.settings.reference > docs/reference/settings.md
 	@$(BIN)/python -m kvbm.observe.reference > docs/reference/metrics.md
+	@$(BIN)/python scripts/dashboard.py > deploy/grafana/kvbm.json
 
 clean:  ## remove environments, caches and build results
 	rm -rf $(VENV) .venvs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

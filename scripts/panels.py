@@ -1,0 +1,242 @@
+"""What the dashboard shows: rows of panels, each with the queries over the metrics table that it draws.
+
+`scripts/dashboard.py` makes Grafana's file of it. Names and labels are looked up in the table, so that a panel of a
+metric that was renamed is an error here and not an empty panel somewhere else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvbm.observe.metrics import BY_NAME, MetricKind
+
+WINDOW = "$__rate_interval"
+"""Grafana's: long enough for a rate at any resolution."""
+CHOSEN = '{job=~"$job",instance=~"$instance"}'
+"""The managers that were chosen at the top of the dashboard."""
+
+
+class Query(NamedTuple):
+    """One line or more of a panel: PromQL, and the name of each line, with labels in double braces."""
+
+    expression: str
+    legend: str
+
+
+class Panel(NamedTuple):
+    """A time series. `unit` is one of Grafana's units. `help` says what to conclude from it."""
+
+    title: str
+    unit: str
+    help: str
+    queries: tuple[Query, ...]
+
+
+class Row(NamedTuple):
+    """Panels below a title."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _plain(name: str, legend: str = "", by: tuple[str, ...] = ()) -> Query:
+    """A value as it is, summed over the managers."""
+    return Query(f"sum{_by(name, by)}({name}{CHOSEN})", legend or _legend(by))
+
+
+def _rate(name: str, legend: str = "", by: tuple[str, ...] = ()) -> Query:
+    """A counter's growth a second."""
+    assert BY_NAME[name].kind is MetricKind.COUNTER, name
+    return Query(f"sum{_by(name, by)}(rate({name}{CHOSEN}[{WINDOW}]))", legend or _legend(by))
+
+
+def _quantile(name: str, share: float, by: tuple[str, ...]) -> Query:
+    """A quantile of a histogram."""
+    assert BY_NAME[name].kind is MetricKind.HISTOGRAM, name
+    buckets = f"sum by ({', '.join(('le', *by))}) (rate({name}_bucket{CHOSEN}[{WINDOW}]))"
+    return Query(f"histogram_quantile({share}, {buckets})", f"p{share * 100:g} {_legend(by)}")
+
+
+def _ratio(above: str, below: str, legend: str, by: tuple[str, ...] = ()) -> Query:
+    """The growth of one counter for each unit of another's."""
+    top, bottom = (
+        f"sum{_by(name, by if name == above else ())}(rate({name}{CHOSEN}[{WINDOW}]))"
+        for name in (above, below)
+    )
+    return Query(f"{top} / {f'scalar({bottom})' if by else bottom}", legend or _legend(by))
+
+
+def _by(name: str, labels: tuple[str, ...]) -> str:
+    known = [label.name for label in BY_NAME[name].labels]
+    assert set(labels) <= set(known), f"{name} has labels {known}"
+    return f" by ({', '.join(labels)}) " if labels else ""
+
+
+def _legend(labels: tuple[str, ...]) -> str:
+    return " → ".join(f"{{{{{label}}}}}" for label in labels)
+
+
+def _original(title: str, name: str, unit: str = "short") -> Panel:
+    """A panel of the original's dashboard: its title, and the series as it is."""
+    assert BY_NAME[name].compatible
+    return Panel(title, unit, BY_NAME[name].help, (Query(f"{name}{CHOSEN}", "{{instance}}"),))
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "Is it worth it?",
+        (
+            Panel(
+                "Found, of the blocks asked for",
+                "percentunit",
+                "Blocks that lookups found, by tier, for each block that the device did not "
+                "have. Low with a full tier: "
+                "a larger tier would help. Low with an empty one: prompts do not repeat.",
+                (_ratio("kvbm_hit_blocks_total", "kvbm_queried_blocks_total", "", ("tier",)),),
+            ),
+            Panel(
+                "Lookups",
+                "ops",
+                "Prefix lookups by outcome.",
+                (_rate("kvbm_lookups_total", by=("outcome",)),),
+            ),
+            Panel(
+                "Bytes found",
+                "Bps",
+                "Bytes of the blocks that lookups found, by tier.",
+                (_rate("kvbm_hit_bytes_total", by=("tier",)),),
+            ),
+            Panel(
+                "Found, but computed",
+                "short",
+                "Blocks a second that were found and then not loaded, by reason: cost is a choice, "
+                "the others say what to mend.",
+                (_rate("kvbm_unloaded_blocks_total", by=("reason",)),),
+            ),
+        ),
+    ),
+    Row(
+        "Cache hit",
+        (
+            _original("Host Cache Hit Rate", "kvbm_host_cache_hit_rate", "percentunit"),
+            _original("Disk Cache Hit Rate", "kvbm_disk_cache_hit_rate", "percentunit"),
+            _original("Object Cache Hit Rate", "kvbm_object_cache_hit_rate", "percentunit"),
+            _original("Matched Tokens", "kvbm_matched_tokens"),
+        ),
+    ),
+    Row(
+        "Offload",
+        (
+            _original("Offload Blocks - Device to Host", "kvbm_offload_blocks_d2h"),
+            _original("Offload Blocks - Host to Disk", "kvbm_offload_blocks_h2d"),
+            _original("Offload Blocks - Device to Disk (Bypass Host)", "kvbm_offload_blocks_d2d"),
+            _original("Offload Blocks - Device to Object Storage", "kvbm_offload_blocks_d2o"),
+        ),
+    ),
+    Row(
+        "Onboard",
+        (
+            _original("Onboard Blocks - Host to Device", "kvbm_onboard_blocks_h2d"),
+            _original("Onboard Blocks - Disk to Device", "kvbm_onboard_blocks_d2d"),
+            _original("Onboard Blocks - Object Storage to Device", "kvbm_onboard_blocks_o2d"),
+        ),
+    ),
+    Row(
+        "Flows and queues",
+        (
+            Panel(
+                "Flows between tiers",
+                "Bps",
+                "Bytes that arrived. Compare with what memory, link and disk can do.",
+                (_rate("kvbm_transfer_bytes_total", by=("source", "target")),),
+            ),
+            Panel(
+                "Time of a transfer",
+                "s",
+                "A transfer is a batch of blocks that were moved together.",
+                tuple(
+                    _quantile("kvbm_transfer_seconds", share, ("source", "target")) for share in (0.5, 0.99)
+                ),
+            ),
+            Panel(
+                "Queues",
+                "short",
+                "Blocks on their way between host memory and disk. A queue that only grows: the "
+                "disk is too slow for what is "
+                "written to it, or it hangs.",
+                (_plain("kvbm_queue_blocks", by=("queue",)),),
+            ),
+            Panel(
+                "Not offloaded",
+                "short",
+                "Blocks a second that were not offloaded, by reason.",
+                (_rate("kvbm_skipped_offloads_total", by=("reason",)),),
+            ),
+        ),
+    ),
+    Row(
+        "Tiers",
+        (
+            Panel(
+                "Occupancy",
+                "short",
+                "Slots by state, and all of them.",
+                (
+                    _plain("kvbm_pool_blocks", by=("tier", "state")),
+                    _plain("kvbm_pool_capacity_blocks", "{{tier}} capacity", ("tier",)),
+                ),
+            ),
+            Panel(
+                "Evictions",
+                "short",
+                "Blocks a second that had to make room.",
+                (_rate("kvbm_evicted_blocks_total", by=("tier",)),),
+            ),
+            Panel(
+                "Leases",
+                "short",
+                "Blocks that are pinned for a request, and leases a second that ended only at their "
+                "deadline: their engine died or hangs.",
+                (
+                    _plain("kvbm_leased_blocks", "{{tier}} leased", ("tier",)),
+                    _rate("kvbm_leases_expired_total", "expired leases"),
+                ),
+            ),
+            Panel(
+                "Bytes written to disk for each byte found there",
+                "short",
+                "Since the start. High: the disk wears for little; a stricter admission policy helps.",
+                (Query(f"kvbm_disk_write_bytes_per_hit_byte{CHOSEN}", "{{instance}}"),),
+            ),
+        ),
+    ),
+    Row(
+        "Health",
+        (
+            Panel(
+                "Failures",
+                "short",
+                "Blocks a second that could not be read, written or loaded. corrupt: a checksum "
+                "did not match, and the block "
+                "was computed instead.",
+                (_rate("kvbm_failures_total", by=("tier", "kind")),),
+            ),
+            Panel(
+                "Object storage failures",
+                "short",
+                "The original's counters.",
+                (_plain("kvbm_object_read_failures", "read"), _plain("kvbm_object_write_failures", "write")),
+            ),
+            Panel(
+                "Tiers that work", "short", "0: off after a fault.", (_plain("kvbm_tier_up", by=("tier",)),)
+            ),
+            Panel(
+                "Engines and sessions",
+                "short",
+                "What is connected.",
+                (_plain("kvbm_engines", "engines"), _plain("kvbm_sessions", by=("role",))),
+            ),
+        ),
+    ),
+)
+"""The dashboard, from the top down. The rows Cache hit, Offload and Onboard are the original's."""

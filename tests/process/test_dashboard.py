@@ -1,0 +1,148 @@
+"""The dashboard, its queries against a real Prometheus that scraped a loaded manager, and the alerts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import kvbm
+from kvbm.observe.metrics import TABLE
+from rigs.checkout import ROOT
+from rigs.library import NAMESPACE, layout
+from rigs.manager_probe import SharedManager, wait_for
+from rigs.prometheus import Prometheus, program
+
+DEPLOY, SCRIPTS = ROOT / "deploy", ROOT / "scripts"
+if not DEPLOY.is_dir():
+    pytest.skip("a source distribution has no dashboard", allow_module_level=True)
+sys.path.insert(0, str(SCRIPTS))
+from panels import CHOSEN, ROWS, WINDOW, Panel  # noqa: E402
+
+PANELS = {f"{row.title}: {panel.title}": panel for row in ROWS for panel in row.panels}
+SEEN_S = 60.0
+
+
+def names_in(text: str) -> set[str]:
+    """The metrics that an expression names; a histogram's series are its own."""
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bkvbm_\w+", text)}
+
+
+def test_the_file_is_that_of_the_table() -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk is not installed")
+    command = [sys.executable, str(ROOT / "scripts" / "dashboard.py")]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (DEPLOY / "grafana" / "kvbm.json").read_text() == made, (
+        "python scripts/dashboard.py > deploy/grafana/kvbm.json"
+    )
+
+
+def test_every_metric_is_on_a_panel() -> None:
+    shown = {
+        name for panel in PANELS.values() for query in panel.queries for name in names_in(query.expression)
+    }
+    assert shown == {metric.name for metric in TABLE}
+
+
+def test_the_originals_panels_have_their_titles() -> None:
+    """Those of the original's dashboard, by row, with the raw series."""
+    titles = {row.title: [panel.title for panel in row.panels] for row in ROWS}
+    assert titles["Cache hit"][:2] == ["Host Cache Hit Rate", "Disk Cache Hit Rate"]
+    assert "Matched Tokens" in titles["Cache hit"]
+    assert titles["Offload"][:3] == [
+        "Offload Blocks - Device to Host",
+        "Offload Blocks - Host to Disk",
+        "Offload Blocks - Device to Disk (Bypass Host)",
+    ]
+    assert titles["Onboard"][:2] == ["Onboard Blocks - Host to Device", "Onboard Blocks - Disk to Device"]
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that scrapes a manager with blocks on their way through every tier, as long as the tests run."""
+    pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
+    from process.library_child import load, store
+
+    program("prometheus")
+    directory = tmp_path_factory.mktemp("prometheus")
+    disk = ("--disk-blocks", "64", "--disk-dir", str(directory / "disk"), "--disk-admission", "all")
+    with contextlib.ExitStack() as ends:
+        manager = SharedManager(directory, str(directory / "m.sock"), "--host-blocks", "16", *disk)
+        ends.callback(manager.close)
+        prometheus = Prometheus(directory, manager.metrics_port)
+        ends.callback(prometheus.close)
+        client = ends.enter_context(
+            kvbm.BlockManager.connect(manager.socket_path, layout(), NAMESPACE, join_timeout_s=30.0)
+        )
+
+        def seen_under_load() -> bool:
+            """Eight prompts of five blocks are more than host memory holds: each comes back from disk."""
+            for seed in range(8):
+                assert store(client, seed) >= 0
+                assert load(client, (seed + 4) % 8) >= 0
+            return not empty(prometheus)
+
+        wait_for(seen_under_load, SEEN_S, lambda: f"empty: {empty(prometheus)}")
+        yield prometheus
+
+
+def answers(prometheus: Prometheus, panel: Panel) -> list[list[float]]:
+    """The values behind each query of a panel, as Grafana would ask for them."""
+    chosen = CHOSEN.replace("$job", ".*").replace("$instance", ".*")
+    asked = [query.expression.replace(CHOSEN, chosen).replace(WINDOW, "30s") for query in panel.queries]
+    return [prometheus.query(expression) for expression in asked]
+
+
+def empty(prometheus: Prometheus) -> list[str]:
+    """The panels with a query that answers nothing, or no number."""
+    return [
+        title
+        for title, panel in PANELS.items()
+        if not all(any(map(math.isfinite, values)) for values in answers(prometheus, panel))
+    ]
+
+
+def test_every_panel_has_data(prometheus: Prometheus) -> None:
+    assert [target["health"] for target in prometheus.targets()] == ["up"]
+    assert empty(prometheus) == []
+
+
+def test_the_alerts_fire() -> None:
+    promtool, directory = program("promtool"), DEPLOY / "prometheus"
+    for words in (
+        ("check", "rules", "kvbm-alerts.yml"),
+        ("check", "config", "prometheus.yml"),
+        ("test", "rules", "kvbm-alerts.test.yml"),
+    ):
+        ended = subprocess.run([promtool, *words], cwd=directory, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    rules = (directory / "kvbm-alerts.yml").read_text()
+    cases = (directory / "kvbm-alerts.test.yml").read_text()
+    for name in re.findall(r"alert: (\w+)", rules):
+        assert re.search(rf"alertname: {name}\n +exp_alerts:\n", cases), f"{name} is fired by no case"
+    assert names_in(rules) <= {metric.name for metric in TABLE}
+
+
+def test_compose_mounts_what_is_there() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    file = DEPLOY / "compose" / "compose.yml"
+    services = yaml.safe_load(file.read_text())["services"]
+    assert set(services) == {"vllm", "prometheus", "grafana"}
+    mounts = [mount.split(":")[0] for service in services.values() for mount in service.get("volumes", ())]
+    for mount in mounts:
+        if mount.startswith("."):
+            assert (file.parent / mount).exists(), mount
+    build = services["vllm"]["build"]
+    assert (file.parent / build["context"] / build["dockerfile"]).exists()
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scraped["static_configs"][0]["targets"] == ["vllm:6880"]
+    transfer = next(word for word in services["vllm"]["command"] if word.startswith("{"))
+    assert json.loads(transfer)["kv_connector_module_path"] == "kvbm.vllm_integration.connector"
+    for path in ("provisioning/datasources/prometheus.yml", "provisioning/dashboards/kvbm.yml"):
+        assert yaml.safe_load((DEPLOY / "grafana" / path).read_text())["apiVersion"] == 1
