@@ -34,6 +34,7 @@ from kvbm.settings import (
     process_environment,
 )
 
+BLOCK_BYTES = 2_000_000
 BLOCK_BYTES_MAX = 1 << 30
 _EXAMPLES = """\b
 Examples:
@@ -59,8 +60,12 @@ def doctor(
         str, typer.Option(metavar="SOCKET", help="Socket of a manager to look at, besides those found.")
     ] = "",
     block: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of one block of your model over all ranks.")
-    ] = "2MB",
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of one block of your model over all ranks; else that of a manager that runs, else 2MB.",
+        ),
+    ] = "",
     device_cache: Annotated[
         str, typer.Option(metavar="SIZE", help="Size of the engine's own KV cache, over all ranks.")
     ] = "0",
@@ -70,7 +75,7 @@ def doctor(
     The exit status is 1 if a check is a fault, 0 if there is nothing but advice. What is tried leaves nothing behind.
     The settings are those of this shell and this directory: run it where the engine or the manager is started.
     """
-    block_bytes = _size("--block", block, 1, BLOCK_BYTES_MAX)
+    block_bytes = _size("--block", block, 1, BLOCK_BYTES_MAX) if block else 0
     device_bytes = _size("--device-cache", device_cache, 0, LAYOUT_MAX)
     loaded = load_settings(
         process_environment(),
@@ -91,10 +96,14 @@ def doctor(
 
 
 def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list[Check]:
-    """All checks, in the order in which they are shown: the settings, the machine, the disk, the managers."""
+    """All checks, in the order in which they are shown: the settings, the machine, the disk, the managers.
+
+    `block_bytes` of 0 is that of a manager that runs.
+    """
     settings = loaded.settings
     free_bytes, on_gpus = available_memory_bytes(), gpu_bytes()
-    managers, answering = check_managers(settings)
+    managers = check_managers(settings)
+    block_bytes = block_bytes or min(managers.block_bytes, BLOCK_BYTES_MAX) or BLOCK_BYTES
     there = existing_part(Path(settings.disk_dir)) if settings.disk_on else None
     disk = list(check_disk(settings, block_bytes))
     usable = (
@@ -109,9 +118,9 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
         check_locked_memory(settings, block_bytes, on_gpus),
         *disk,
         *check_round_trip(settings, block_bytes, usable),
-        check_port(settings, answering > 0),
+        check_port(settings, managers.answering > 0),
         *check_versions(),
-        *managers,
+        *managers.checks,
     ]
 
 

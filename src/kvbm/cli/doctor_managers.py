@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbm.cli.doctor_check import Check, advice, fault, ok
 from kvbm.client.channel import Channel
@@ -21,8 +21,16 @@ ANSWER_TIMEOUT_S = 5.0
 _WORDS_MAX = 300
 
 
-def check_managers(settings: Settings) -> tuple[list[Check], int]:
-    """The checks, and how many managers answer."""
+class Managers(NamedTuple):
+    """The checks, how many managers answer, and the size of a model's blocks there; 0 where no engine has named it."""
+
+    checks: list[Check]
+    answering: int
+    block_bytes: int = 0
+
+
+def check_managers(settings: Settings) -> Managers:
+    """Look at the manager that the settings name, and at those in the runtime directory."""
     directory = settings.runtime_dir
     sockets: list[Path] = []
     checks: list[Check] = []
@@ -35,15 +43,16 @@ def check_managers(settings: Settings) -> tuple[list[Check], int]:
     named = Path(settings.manager).absolute() if settings.manager else None
     if named is not None and named not in sockets:
         sockets.insert(0, named)
-    answering = 0
+    answering = block_bytes = 0
     for path in sockets:
         found = list(_look_at(path, settings, named=path == named))
         answering += found[0].state == "ok"
+        block_bytes = block_bytes or int(found[0].measured.get("block_bytes", 0))
         checks += found
     checks += _last_words(directory)
     if not answering and all(check.state == "ok" for check in checks):
         checks.append(ok("managers", f"none runs (looked in {directory}); an engine starts its own"))
-    return checks, answering
+    return Managers(checks, answering, block_bytes)
 
 
 def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
@@ -68,7 +77,9 @@ def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
         return
     seconds = time.monotonic() - begun_s
     spaces = ", ".join(_space(space) for space in status.spaces) or "no engine has named its blocks yet"
-    yield ok(name, f"answers in {seconds * 1e3:.1f} ms; {spaces}", answer_seconds=seconds)
+    block_bytes = max((int(str(space["block_bytes"])) for space in status.spaces), default=0)
+    found = f"answers in {seconds * 1e3:.1f} ms; {spaces}"
+    yield ok(name, found, answer_seconds=seconds, block_bytes=block_bytes)
     for space in status.spaces:
         if space["fault"]:
             remedy = (

@@ -5,7 +5,7 @@ All functions are pure, except the two that read how much memory there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvbm.present.numbers import format_bytes
@@ -19,6 +19,9 @@ DEFAULT_ORIGIN = "default"
 DEFAULT_HOST_BYTES_MAX = 4 * GB
 DEFAULT_HOST_MEMORY_SHARE = 4
 """The default host tier takes at most one part in this many of the available memory."""
+
+UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes a number near 2^63 where there is no limit."""
 
 DISK_STORES_MAX = 48
 """The most blocks in flight to the disk tier at one time, so that its queue always has room for loads."""
@@ -289,7 +292,7 @@ def _read_by(reader: str) -> list[str]:
 
 def available_memory_bytes(
     meminfo: Path = Path("/proc/meminfo"),
-    cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max"),
+    cgroup_limit: Path | None = None,
 ) -> int | None:
     """The memory that can be used: the kernel's MemAvailable, or the container's limit if that is less.
 
@@ -307,9 +310,40 @@ def available_memory_bytes(
     return min(found, default=None)
 
 
-def container_limit_bytes(cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """The most memory that this container may use; None without a limit."""
+def container_limit_bytes(
+    cgroup_limit: Path | None = None,
+    root: Path = Path("/sys/fs/cgroup"),
+    ours: Path = Path("/proc/self/cgroup"),
+) -> int | None:
+    """The most memory that this container, or this service, may use; None without a limit.
+
+    The smallest limit of our control group and of those above it; `cgroup_limit` names one file to read instead.
+    """
+    files = list(_limit_files(root, ours)) if cgroup_limit is None else [cgroup_limit]
+    limits = [limit for limit in map(_read_limit, files) if limit is not None]
+    return min(limits, default=None)
+
+
+def _limit_files(root: Path, ours: Path) -> Iterator[Path]:
+    """The limits of our group and of those above it. Inside a container its own group is often at the root."""
     try:
-        return int(cgroup_limit.read_text())
+        groups = [line.split(":", 2) for line in ours.read_text().splitlines()]
+    except OSError:
+        groups = []
+    for top, name, controller in (
+        (root, "memory.max", ""),
+        (root / "memory", "memory.limit_in_bytes", "memory"),  # cgroup v1
+    ):
+        yield top / name
+        for group in groups:
+            if len(group) == 3 and controller in group[1].split(","):
+                path = Path(group[2].lstrip("/"))
+                yield from (top / part / name for part in (path, *path.parents))
+
+
+def _read_limit(file: Path) -> int | None:
+    try:
+        limit = int(file.read_text())
     except (OSError, ValueError):
-        return None  # no cgroup v2, or "max"
+        return None  # another version of cgroups, or "max"
+    return limit if limit < UNLIMITED_BYTES else None

@@ -20,7 +20,7 @@ import kvbm
 from kvbm.cli import doctor_machine as machine
 from kvbm.cli import doctor_managers as managers
 from kvbm.cli.doctor import line_of
-from kvbm.cli.doctor_check import Check, advice
+from kvbm.cli.doctor_check import advice
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import SCHEMA, Settings
 from kvbm.testing.tier_contract import LAYOUT as TIER_LAYOUT
@@ -157,9 +157,9 @@ def bench(tmp_path: Path) -> Iterator[ManagerBench]:
     bench.close()
 
 
-def look(bench: ManagerBench) -> tuple[list[Check], int]:
+def look(bench: ManagerBench) -> managers.Managers:
     """The checks, while the bench's own thread serves."""
-    results: list[tuple[list[Check], int]] = []
+    results: list[managers.Managers] = []
     settings = Settings(runtime_dir=str(Path(bench.path).parent))
     thread = threading.Thread(target=lambda: results.append(managers.check_managers(settings)))
     thread.start()
@@ -168,8 +168,8 @@ def look(bench: ManagerBench) -> tuple[list[Check], int]:
 
 
 def test_a_manager_that_answers(bench: ManagerBench) -> None:
-    (found,), answering = look(bench)
-    assert (found.state, answering) == ("ok", 1)
+    (found,), answering, block_bytes = look(bench)
+    assert (found.state, answering, block_bytes) == ("ok", 1, LAYOUT.block_bytes)
     assert bench.path in found.name
     assert "unit/model: host 0 of 16 blocks" in found.found
     assert f"({format_bytes(16 * LAYOUT.block_bytes)})" in found.found
@@ -179,7 +179,7 @@ def test_a_disk_tier_that_is_off_is_a_fault(bench: ManagerBench) -> None:
     shutil.rmtree(bench.settings.disk_dir)
     Path(bench.settings.disk_dir).touch()  # so that it cannot come back
     bench.until(lambda: (bench.tick(), bench.space().disk.fault)[1], "the tier did not notice")
-    found, answering = look(bench)
+    found, answering, _ = look(bench)
     assert ([check.state for check in found], answering) == (["ok", "fault"], 1)
     assert found[1].found == bench.space().disk.fault
     assert found[1].remedy
@@ -197,7 +197,7 @@ def test_a_socket_that_nobody_serves_and_one_that_hangs(
     hanging.bind(str(tmp_path / "private-2.sock"))
     hanging.listen()
     with hanging:
-        checks, answering = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
+        checks, answering, _ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
     assert answering == 0
     assert [check.state for check in checks] == ["advice", "advice", "fault"]
     assert "kvbm manager" in checks[0].remedy
@@ -206,7 +206,7 @@ def test_a_socket_that_nobody_serves_and_one_that_hangs(
 
 def test_a_directory_that_others_can_write_to_is_a_fault(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
-    checks, _ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
+    checks, *_ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
     assert [check.state for check in checks] == ["fault"]
     assert "DYN_KVBM_RUNTIME_DIR" in checks[0].found
 
@@ -216,7 +216,7 @@ def test_the_last_words_of_a_manager_that_could_not_start(tmp_path: Path) -> Non
     words.write_text("DYN_KVBM_CPU_CACHE_GB='900 GB' cannot be used: this machine has 25 GB\n")
     words.chmod(0o600)
     os.chmod(tmp_path, 0o700)
-    (found,), _ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
+    (found,), *_ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
     assert (found.state, found.found) == ("advice", words.read_text().strip())
 
 
