@@ -18,6 +18,7 @@ from kvbm.runtime_dir import check_runtime_dir, read_private
 from kvbm.settings import Settings, variable
 
 ANSWER_TIMEOUT_S = 5.0
+SOCKETS_MAX = 32
 _WORDS_MAX = 300
 
 
@@ -37,6 +38,10 @@ def check_managers(settings: Settings) -> Managers:
     try:
         if check_runtime_dir(directory):
             sockets = sorted(Path(directory).glob("*.sock"))
+            if len(sockets) > SOCKETS_MAX:
+                there = f"{len(sockets)} sockets in {directory}; the first {SOCKETS_MAX} are looked at"
+                checks.append(advice("managers", there, "name one with --manager"))
+                sockets = sockets[:SOCKETS_MAX]
     except SettingsError as error:
         remedy = f"engines will serve without a cache: remove it, or set {variable('runtime_dir')}"
         checks.append(fault("runtime directory", str(error), remedy))

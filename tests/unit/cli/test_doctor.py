@@ -204,6 +204,16 @@ def test_a_socket_that_nobody_serves_and_one_that_hangs(
     assert "did not answer" in checks[2].found
 
 
+def test_more_sockets_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(managers, "SOCKETS_MAX", 2)
+    os.chmod(tmp_path, 0o700)
+    for number in range(3):
+        (tmp_path / f"private-{number}.sock").touch()
+    checks, *_ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
+    assert [check.state for check in checks] == ["advice"] * 3
+    assert "3 sockets" in checks[0].found
+
+
 def test_a_directory_that_others_can_write_to_is_a_fault(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
     checks, *_ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
