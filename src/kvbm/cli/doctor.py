@@ -112,7 +112,7 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
         else None
     )
     return [
-        *_check_settings(loaded),
+        *_check_settings(loaded, managers.answering > 0),
         check_memory(settings, block_bytes, free_bytes),
         check_device(settings, block_bytes, device_bytes, on_gpus),
         check_locked_memory(settings, block_bytes, on_gpus),
@@ -124,7 +124,7 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
     ]
 
 
-def _check_settings(loaded: LoadedSettings) -> list[Check]:
+def _check_settings(loaded: LoadedSettings, managers_run: bool) -> list[Check]:
     """The lines that a manager or an engine logs at its start."""
     # The environment's origins name their variables; there is one file.
     sources = Counter(
@@ -134,6 +134,8 @@ def _check_settings(loaded: LoadedSettings) -> list[Check]:
     )
     found = ", ".join(f"{count} from the {source}" for source, count in sources.items())
     found = found or "nothing is set: the defaults apply"
+    if managers_run:
+        found += "; a manager that runs keeps the settings of its own start"
     lines = [*loaded.warnings, *loaded.notices]
     return [
         ok("settings", f"{found} (`kvbm config show` prints them)"),

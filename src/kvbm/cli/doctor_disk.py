@@ -26,7 +26,7 @@ def check_disk(settings: Settings, block_bytes: int) -> Iterator[Check]:
     """The directory, its room, O_DIRECT, and the admission policy."""
     field, root = variable("disk_dir"), Path(settings.disk_dir)
     if not settings.disk_on:
-        yield ok("disk tier", f"off; {variable('disk_bytes')} turns it on")
+        yield ok("disk tier", f"off in these settings; {variable('disk_bytes')} turns it on")
         return
     there = existing_part(root)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

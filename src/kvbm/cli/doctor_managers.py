@@ -88,9 +88,9 @@ def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
     for space in status.spaces:
         if space["fault"]:
             remedy = (
-                "it comes back by itself when the disk does; until then nothing is kept there or read from it"
+                "mend what this names: a disk then comes back by itself; for all else restart the manager"
             )
-            yield fault(f"namespace {space['namespace']}", str(space["fault"]), remedy)
+            yield fault(f"namespace {space['namespace']} ({space['model']})", str(space["fault"]), remedy)
 
 
 def ask_status(socket_path: str, peer_uids: tuple[int, ...]) -> Status:

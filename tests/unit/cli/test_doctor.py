@@ -245,6 +245,7 @@ def test_a_real_manager_is_found_without_an_argument(doctor: Doctor, tmp_path: P
     assert (code, found["state"]) == (0, "ok")
     assert str(tmp_path / "run" / "manager.sock") in found["name"]
     assert "no engine has named its blocks yet" in found["found"]
+    assert "keeps the settings of its own start" in json.loads(out)["checks"][0]["found"]
 
 
 def test_every_setting_that_a_check_names_exists() -> None:
