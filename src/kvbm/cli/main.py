@@ -17,12 +17,12 @@ COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
     "config": "Show the settings and where each comes from; check a file.",
-    "doctor": "Try out what the settings ask for on this machine, and say what to do.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "simulate": "Try policies and tier sizes on traces, before you buy memory.",
     "plan": "Find the cheapest tier sizes that meet a target on a trace.",
     "scale": "Simulate many nodes behind a router, to see how many are needed.",
+    "doctor": "Try out what the settings ask for on this machine, and say what to do.",
     "bench": "Measure this machine: copies, disk, lookups and more.",
     "demo": "Show prefix reuse on real engines, with and without KVBM.",
 }
