@@ -16,7 +16,7 @@ COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 
 COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
-    "config": "Show the settings and where each comes from; check a file.",
+    "config": "Show the settings and where each comes from.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "simulate": "Try policies and tier sizes on traces, before you buy memory.",
