@@ -95,6 +95,18 @@ ROWS: tuple[Row, ...] = (
                 (_ratio("kvbm_hit_blocks_total", "kvbm_queried_blocks_total", "", ("tier",)),),
             ),
             Panel(
+                "Prefill saved",
+                "short",
+                "Seconds of computing that loads saved, each second.",
+                (_rate("kvbm_saved_prefill_seconds_total", "saved"),),
+            ),
+            Panel(
+                "Lost prefixes",
+                "ops",
+                "Lookups that found nothing of a prefix that came a short while ago: a larger tier would help.",
+                (_rate("kvbm_lost_prefixes_total", "lost"),),
+            ),
+            Panel(
                 "Tokens found, by engine",
                 "short",
                 "Tokens a second that an engine's lookups asked for, and found by tier.",

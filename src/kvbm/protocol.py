@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -70,11 +70,17 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     """Find the longest run of blocks from `keys[skip]` on, lease it, and bring its blocks below G2 up.
 
     `keys` is the request's whole chain from its first block; the first `skip` blocks are on the device already.
+
+    The rest is for people who ask why it missed: the engine's id of the `request`, a digest of the `prompt`'s first
+    block of tokens, and by name what else shaped its keys (`extras`: adapter, salt, weights; digests of secrets).
     """
 
     lookup: int
     keys: bytes
     skip: int = 0
+    request: str = ""
+    prompt: bytes = b""
+    extras: dict[str, str] = {}
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
@@ -82,6 +88,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     the next `failed` blocks were promised and did not. `unloaded` counts by reason (see `UNLOADED_REASONS`) the blocks
     that were found, that the device lacked, and that are computed all the same: it may come when the lease has ended.
     `answer_s` seconds after the lookup its answer was there, and after `wait_s` its load had ended; 0 is not known.
+    `prefill_s` is how long the engine would have computed the blocks that reached the device; 0 where it cannot say.
     """
 
     lookup: int
@@ -92,6 +99,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     answer_s: float = 0.0
     wait_s: float = 0.0
     unloaded: dict[str, int] = {}
+    prefill_s: float = 0.0
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
@@ -362,7 +370,7 @@ FromManager: TypeAlias = (
 
 _to_manager = msgspec.msgpack.Decoder(ToManager)
 _from_manager = msgspec.msgpack.Decoder(FromManager)
-_MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
+MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -380,7 +388,7 @@ def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
     try:
         return cast(ToManager, _to_manager.decode(body))
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
 
@@ -388,5 +396,5 @@ def decode_from_manager(body: bytes) -> FromManager:
     """A typed message from the manager, or ProtocolError in one line."""
     try:
         return cast(FromManager, _from_manager.decode(body))
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None

@@ -9,7 +9,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, ProtocolError
 from kvbm.framing import FramedSocket, encode
@@ -38,7 +38,13 @@ class Channel:
     `send` and `receive` never wait. A broken connection raises ManagerUnavailable from either, once and for all.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        decode: Callable[[bytes], FromManager] = decode_from_manager,
+    ) -> None:
+        """`decode` knows the messages that may come."""
+        self._decode = decode
         self._wire = FramedSocket(connection, _FDS_MAX)
         self._incoming: deque[FromManager] = deque()
 
@@ -154,7 +160,7 @@ class Channel:
 
     def _read(self) -> None:
         with _unavailable_on_error:
-            self._incoming.extend(decode_from_manager(frame) for frame in self._wire.receive())
+            self._incoming.extend(map(self._decode, self._wire.receive()))
         # Its last messages are delivered first: the next read finds the end again.
         if self._wire.ended and not self._incoming:
             raise ManagerUnavailable("the manager has gone: it closed the session")

@@ -8,10 +8,11 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from kvbm.admin_protocol import ToManager, decode_to_manager
 from kvbm.framing import FramedSocket, encode
 from kvbm.manager.leases import Owner
 from kvbm.peers import peer_uid
-from kvbm.protocol import Hello, Message, Refused, ToManager, decode_to_manager
+from kvbm.protocol import Hello, Message, Refused
 
 _PEER_ENDED = (errno.EPIPE, errno.ECONNRESET)
 

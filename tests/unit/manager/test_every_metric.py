@@ -42,7 +42,7 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     below.release()
     seen |= moved(manager)
     leader.take()  # its progress
-    leader.send(Release(lookup=2, loaded=4, seconds=0.1, answer_s=0.01, wait_s=0.2))
+    leader.send(Release(lookup=2, loaded=4, seconds=0.1, answer_s=0.01, wait_s=0.2, prefill_s=1.0))
     leader.lookup(3, KEYS[:4])
     seen |= moved(manager)
     leader.send(Release(lookup=3, loaded=3, failed=1, seconds=0.1, unloaded={"failed": 1}))
@@ -54,6 +54,12 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     below.release()
     manager.step()
     leader.reserve(6, KEYS[200:232])
+    leader.take()
+
+    # A prefix that the latest requests began with, and that is gone.
+    leader.send(Reset())
+    leader.expect(ResetReply)
+    assert leader.lookup(7, KEYS[:4]).slots == ()
     seen |= moved(manager)
     missing = {metric.name for metric in TABLE} - seen
     assert missing - NO_OBJECT_STORAGE == {"kvbm_offload_blocks_d2d"}, "which only counts where disk is alone"
