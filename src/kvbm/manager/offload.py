@@ -320,6 +320,7 @@ class Offloader(Generic[KeyT]):
             bytes_moved = completion.bytes_moved
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
+            self.metrics.observe("kvbm_transfer_size_bytes", bytes_moved, source="host", target="disk")
             name = "kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d"
             self.metrics.add(name, len(hits))
         for disk_slot, key in zip(failed, lost, strict=True):
