@@ -28,6 +28,7 @@ from kvbm.errors import ProtocolError
 from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engines import Engine
+from kvbm.manager.leases import PINS
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
@@ -71,7 +72,7 @@ class Administration:
 
     def describe(self, session: Session, message: Describe) -> None:
         """The manager, its namespaces and its engines."""
-        _refuse_other_roles(session, message)
+        refuse_other_roles(session, message)
         session.send(
             Description(
                 version=_version(),
@@ -93,7 +94,7 @@ class Administration:
 
     def list_blocks(self, session: Session, message: ListBlocks) -> Iterator[None]:
         """A page of the blocks in one tier; a large tier is looked through in several turns."""
-        _refuse_other_roles(session, message)
+        refuse_other_roles(session, message)
         limit = _checked_limit(message.limit, message.start)
         pool = next(
             (
@@ -124,7 +125,7 @@ class Administration:
 
     def list_leases(self, session: Session, message: ListLeases) -> None:
         """A page of the leases, those of a namespace together."""
-        _refuse_other_roles(session, message)
+        refuse_other_roles(session, message)
         limit = _checked_limit(message.limit, message.start)
         now_s = self._clock()
         every = ((namespace, lease) for namespace, space in self._spaces for lease in space.leases)
@@ -142,6 +143,8 @@ class Administration:
         session.send(LeasePage(rows=rows, total=sum(len(space.leases) for _, space in self._spaces)))
 
     def _engine_of(self, owner: int) -> str:
+        if owner < 0:
+            return "(pin)" if owner == PINS else "(prefetch)"
         session = self._sessions.get(owner)
         return session.hello.engine if session is not None and session.hello is not None else ""
 
@@ -196,7 +199,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
     )
 
 
-def _refuse_other_roles(session: Session, message: object) -> None:
+def refuse_other_roles(session: Session, message: object) -> None:
     """An engine's sessions have no part in this: what they may ask is theirs alone."""
     if session.hello is None or session.hello.role != "admin":
         raise ProtocolError(f"{type(message).__name__} cannot be served: only to a session of role admin")

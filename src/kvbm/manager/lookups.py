@@ -80,7 +80,8 @@ class Lookups:
         except BaseException:
             self._give_back(lease)
             raise
-        self._account(lease, len(keys) - skip)
+        if owner >= 0:  # a hit rate is that of engines
+            self._account(lease, len(keys) - skip)
         cut = found - kept, kept - len(lease.slots)
         if not lease.slots:  # nothing was found, or the tier refused the first block just now
             self.leases.pop(owner, number)

@@ -31,6 +31,7 @@ from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
+from kvbm.manager.pins import Pins
 from kvbm.manager.requests import Requests
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
@@ -104,6 +105,7 @@ class Server:
             lambda: self.refused_count,
             clock,
         )
+        self._pins = Pins(self.spaces, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
@@ -127,6 +129,7 @@ class Server:
             Follow: self._follow,
             StatusQuery: self._status,
             **administration.handlers,
+            **self._pins.handlers,
         }
 
     @property
@@ -321,6 +324,7 @@ class Server:
         if not self._accepting:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._accepting = True
+        self._pins.expire()
         self.membership.expire()
         self.membership.announce_tiers()
         self.membership.name_missing()
