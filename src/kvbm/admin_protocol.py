@@ -92,6 +92,39 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     ends_in_s: float
 
 
+Series = tuple[str, tuple[str, ...]]
+"""A metric's name and its label values in the table's order; of a histogram, the name ends in `_count` or `_sum`."""
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """All counters and gauges at `at_s` on the manager's clock."""
+
+    at_s: float
+    values: tuple[tuple[str, tuple[str, ...], float], ...] = ()
+
+    def by_series(self) -> dict[Series, float]:
+        """The values by name and labels."""
+        return {(name, labels): value for name, labels, value in self.values}
+
+
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that requests share: they begin with the same block, and `name` is the head of that block's key.
+
+    `tokens` is the length that its last two requests have in common. Of its `requests` so far, `lost` found nothing
+    although an earlier one had the same first block. `tiers` has the tokens of it that each tier holds.
+    """
+
+    name: str
+    namespace: str
+    tokens: int
+    requests: int
+    lost: int
+    asked_tokens: int
+    found_tokens: int
+    heat: float
+    tiers: dict[str, int] = {}
+
+
 # ---- admin → manager
 
 
@@ -138,6 +171,17 @@ class Unpin(Message, frozen=True, kw_only=True, tag="unpin"):
 
     fingerprint: str
     last_keys: bytes = b""
+
+
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
+    """Ask for a `SnapshotReply`."""
+
+
+class WhyQuery(Message, frozen=True, kw_only=True, tag="why?"):
+    """Ask for a `WhyReply`: about requests whose id is, or begins with, this one; empty is all."""
+
+    request: str = ""
+    limit: int = 20
 
 
 # ---- manager → admin
@@ -204,8 +248,34 @@ class Unpinned(Message, frozen=True, kw_only=True, tag="unpinned"):
     blocks: int
 
 
-AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | FindPrefix | Pin | Unpin
-AdminReply: TypeAlias = Description | BlockPage | LeasePage | PrefixFound | Pinned | Unpinned
+class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
+    prefixes that are asked for most, the hottest first."""
+
+    manager: Description
+    now: Moment
+    earlier: Moment
+    prefixes: tuple[PrefixReport, ...] = ()
+
+
+class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
+    """The newest requests of the `matching` ones, as the manager remembers them since `seconds` ago, at most `kept`.
+
+    `reasons` counts blocks that were computed, of all requests since then; they asked for `asked_blocks`.
+    """
+
+    seconds: float
+    kept: int
+    matching: int
+    requests: tuple[dict[str, object], ...]
+    reasons: dict[str, int]
+    asked_blocks: int
+
+
+AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | FindPrefix | Pin | Unpin
+AdminReply: TypeAlias = (
+    Description | BlockPage | LeasePage | SnapshotReply | WhyReply | PrefixFound | Pinned | Unpinned
+)
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply
 

@@ -71,25 +71,27 @@ class Administration:
         return {Describe: self.describe, ListBlocks: self.list_blocks, ListLeases: self.list_leases}
 
     def describe(self, session: Session, message: Describe) -> None:
-        """The manager, its namespaces and its engines."""
+        """Answer with `description`."""
         refuse_other_roles(session, message)
-        session.send(
-            Description(
-                version=_version(),
-                pid=os.getpid(),
-                epoch=self._epoch,
-                uptime_s=self._clock() - self._started_s,
-                spaces=tuple(_report_space(namespace, space) for namespace, space in self._spaces),
-                engines=tuple(map(self._report_engine, self._membership)),
-                asked_blocks=int(self._metrics.value("kvbm_queried_blocks_total")),
-                hit_blocks={
-                    tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier))
-                    for tier in ("host", "disk")
-                },
-                sessions=len(self._sessions),
-                fences=len(self._membership.fences),
-                refused=self._refused_count(),
-            )
+        session.send(self.description())
+
+    def description(self) -> Description:
+        """The manager, its namespaces and its engines."""
+        return Description(
+            version=_version(),
+            pid=os.getpid(),
+            epoch=self._epoch,
+            uptime_s=self._clock() - self._started_s,
+            spaces=tuple(_report_space(namespace, space) for namespace, space in self._spaces),
+            engines=tuple(map(self._report_engine, self._membership)),
+            asked_blocks=int(self._metrics.value("kvbm_queried_blocks_total")),
+            hit_blocks={
+                tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier))
+                for tier in ("host", "disk")
+            },
+            sessions=len(self._sessions),
+            fences=len(self._membership.fences),
+            refused=self._refused_count(),
         )
 
     def list_blocks(self, session: Session, message: ListBlocks) -> Iterator[None]:

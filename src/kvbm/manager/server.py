@@ -23,17 +23,20 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
+from kvbm.admin_protocol import Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
+from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
 from kvbm.manager.requests import Requests
 from kvbm.manager.session import Session
+from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.peers import is_trusted
@@ -64,6 +67,7 @@ TURN_S = 0.001
 ANSWERS_FIRST = 8
 """While clients ask without a pause, the policies are told in one of so many turns."""
 SESSIONS_MAX = 1024
+WHY_MAX = 256
 
 
 class Server:
@@ -95,7 +99,10 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self.sessions: dict[int, Session] = {}
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
-        self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
+        self._history = History(clock, self.spaces.namespace_of)
+        self._requests = requests = Requests(
+            self.membership, traffic, self._followers, self._history, self.sessions.get
+        )
         administration = Administration(
             self.spaces,
             self.membership,
@@ -106,6 +113,7 @@ class Server:
             clock,
         )
         self._pins = Pins(self.spaces, clock)
+        self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
@@ -128,6 +136,8 @@ class Server:
             Reset: self._reset,
             Follow: self._follow,
             StatusQuery: self._status,
+            Snapshot: self._snapshots.answer,
+            WhyQuery: self._why,
             **administration.handlers,
             **self._pins.handlers,
         }
@@ -333,6 +343,7 @@ class Server:
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
         self.traffic.tick(roles, [engine.name for engine in self.membership])
+        self._snapshots.tick()
 
     # ---- messages about the manager itself
 
@@ -360,6 +371,9 @@ class Server:
             for namespace, space in self.spaces
         )
         session.send(Status(epoch=self.epoch, spaces=described))
+
+    def _why(self, session: Session, message: WhyQuery) -> None:
+        session.send(self._history.reply(message.request, min(message.limit, WHY_MAX)))
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)

@@ -95,11 +95,7 @@ TABLE: tuple[Metric, ...] = (
     _compatible(
         "kvbm_onboard_blocks_o2d", _COUNTER, "The number of onboard blocks from object storage to device"
     ),
-    _compatible(
-        "kvbm_matched_tokens",
-        _COUNTER,
-        "The number of matched tokens: those of blocks whose load was begun, whether or not they reached the device",
-    ),
+    _compatible("kvbm_matched_tokens", _COUNTER, "The number of matched tokens"),
     _compatible("kvbm_host_cache_hit_rate", _GAUGE, "Host cache hit rate (0.0-1.0) from the sliding window"),
     _compatible("kvbm_disk_cache_hit_rate", _GAUGE, "Disk cache hit rate (0.0-1.0) from the sliding window"),
     _compatible(
@@ -211,6 +207,18 @@ TABLE: tuple[Metric, ...] = (
         "(no_room), a lease or a session had ended (stale), the tier refused them or found them damaged "
         "(refused), a rank could not copy them (failed), the engine continued without them (unused)",
         labels=(Label("reason", ("cost", "deadline", "no_room", "stale", "refused", "failed", "unused")),),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_saved_prefill_seconds_total",
+        kind=_COUNTER,
+        help="Seconds that engines would have computed the blocks that reached the device, as they measure their steps",
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_lost_prefixes_total",
+        kind=_COUNTER,
+        help="Lookups that found no block, although one of the latest requests began with the same block",
         at_zero=True,
     ),
     Metric(

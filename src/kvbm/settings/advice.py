@@ -79,11 +79,6 @@ def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: 
 def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     """One line for each choice that works but may not be what the user had in mind."""
     lines: list[str] = []
-    if settings.metrics and settings.metrics_host == "127.0.0.1":
-        lines.append(
-            "metrics are served on 127.0.0.1 only;"
-            " set DYN_KVBM_METRICS_HOST=0.0.0.0 to scrape them from elsewhere"
-        )
     if settings.peer_uids and not settings.manager:
         lines.append(
             f"{variable('peer_uids')} has no effect without a named socket ({variable('manager')}):"

@@ -65,7 +65,7 @@ def refusal(environ: dict[str, str], **options: object) -> str:
 def test_defaults_are_the_schema_of_the_original():
     settings = load_settings(HOST).settings
     assert settings == Settings(host_bytes=4 * GB, runtime_dir=settings.runtime_dir)
-    assert (settings.disk_dir, settings.metrics_host, settings.metrics_port) == ("/tmp/", "127.0.0.1", 6880)
+    assert (settings.disk_dir, settings.metrics_host, settings.metrics_port) == ("/tmp/", "0.0.0.0", 6880)
     assert (settings.max_concurrent_transfers, settings.max_transfer_batch_size) == (4, 16)
     assert (settings.init_timeout_s, settings.stats_window_requests, settings.stats_log_interval_s) == (
         1800,
