@@ -11,7 +11,7 @@ from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engine_labels import EngineLabels
 from kvbm.manager.engines import Engine, Fences
-from kvbm.manager.leases import Lease
+from kvbm.manager.leases import PINS, Lease
 from kvbm.manager.lookups import LEASE_S
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
@@ -261,7 +261,8 @@ class Membership:
     def _lease_blocks(self, space: Space) -> int:
         """The part of host memory that each engine's leases may take: the rest is for stores."""
         engines = sum(engine.space is space for engine in self)
-        return max(1, int(space.arena.slot_count * LEASED_SHARE / max(engines, 1)))
+        pinned = sum(len(pin.slots) for pin in space.leases.of(PINS))
+        return max(1, int((space.arena.slot_count - pinned) * LEASED_SHARE / max(engines, 1)))
 
 
 def _log_missing(engine: str, missing: tuple[int, ...], rank_count: int) -> None:
