@@ -1,7 +1,8 @@
 """The messages of an operator's session: one request, one reply, between a client of role `admin` and the manager.
 
 They use the same socket and frames as `protocol`, after the same `Hello`. `Reset` and `StatusQuery` are there, because
-engines send them too. Every reply is bounded: what may be long comes in pages.
+engines send them too. Every reply is bounded: what may be long comes in pages. Fingerprints and block keys are hex
+digits here: people read them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     namespace: str
-    fingerprint: bytes
+    fingerprint: str
     model: str
     fields: tuple[tuple[str, str], ...]
     ephemeral: bool
@@ -75,7 +76,7 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
     """A slot that holds a block, or is being filled with it."""
 
     slot: int
-    key: bytes
+    key: str
     state: str
     leased: bool
 
@@ -134,7 +135,7 @@ class Describe(Message, frozen=True, kw_only=True, tag="describe?"):
 class ListBlocks(Message, frozen=True, kw_only=True, tag="blocks?"):
     """Ask for the blocks in one tier (`host` or `disk`) of a namespace, from slot `start` on."""
 
-    fingerprint: bytes
+    fingerprint: str
     tier: str
     start: int = 0
     limit: int = 100
@@ -156,7 +157,9 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
 
 class Description(Message, frozen=True, kw_only=True, tag="description"):
     """The manager as it is now. `fences` are groups of slots that wait until a slow rank writes no more to them;
-    `refused` counts the sessions that were refused."""
+    `refused` counts the sessions that were refused. Of `asked_blocks` that were looked up since the start, `hit_blocks`
+    were found, by tier.
+    """
 
     version: str
     pid: int
@@ -164,6 +167,8 @@ class Description(Message, frozen=True, kw_only=True, tag="description"):
     uptime_s: float
     spaces: tuple[SpaceReport, ...]
     engines: tuple[EngineReport, ...]
+    asked_blocks: int
+    hit_blocks: dict[str, int]
     sessions: int
     fences: int
     refused: int

@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm import admin_protocol
 from kvbm.errors import ProtocolError
 from kvbm.framing import encode
 from kvbm.layout import LAYOUT_MAX, PAGE_BYTES, BlockLayout, Namespace, round_up
 from kvbm.protocol import (
     Follow,
-    FromManager,
     Hello,
     Lookup,
     LookupReply,
     Message,
     Progress,
-    ToManager,
     decode_from_manager,
     decode_to_manager,
 )
@@ -33,8 +32,9 @@ def body(frame: bytes) -> bytes:
 
 
 def test_tags_are_unique() -> None:
+    messages = [*get_args(admin_protocol.ToManager), *get_args(admin_protocol.FromManager)]
     tags = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
-    assert len(tags) == len(set(tags)) == len(get_args(ToManager)) + len(get_args(FromManager))
+    assert len(tags) == len(set(tags)) == len(messages)
 
 
 def test_a_message_comes_back_as_it_was() -> None:

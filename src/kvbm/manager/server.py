@@ -98,7 +98,13 @@ class Server:
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
         administration = Administration(
-            self.spaces, self.membership, self.sessions, self.epoch, lambda: self.refused_count, clock
+            self.spaces,
+            self.membership,
+            self.sessions,
+            traffic.metrics,
+            self.epoch,
+            lambda: self.refused_count,
+            clock,
         )
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
