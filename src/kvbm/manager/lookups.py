@@ -100,6 +100,8 @@ class Lookups:
         self.leases.pop(lease.owner, lease.number)
         pinned = lease.pinned()
         lease.drop()
+        if self.disk is not None:
+            self.disk.onboarder.released()
         with contextlib.suppress(Exception):  # what failed first is told
             self.host_pool.unlease_all(pinned)
 

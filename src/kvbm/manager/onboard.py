@@ -29,6 +29,8 @@ UNREAD_MAX = 1024
 """Blocks that leave the queue unread in one go, or a run of them."""
 
 
+DOUBTED_AT_ONCE = 64
+"""Queued runs that are looked at in one go for whether a lease still waits for them."""
 WAITING_CHECKED_EACH = 64
 """After so many leases that joined a read, those that have ended are dropped from it."""
 
@@ -54,6 +56,8 @@ class _Rising:
     host_slot: int
     disk_slot: int
     waiting: list[_Wanted]
+    queued: bool = True
+    """Not being read yet."""
 
     @property
     def host_slots(self) -> range:
@@ -98,6 +102,9 @@ class Onboarder:
     _by_host_slot: dict[int, _Rising] = field(default_factory=dict, init=False)
     _queue: deque[_Rising] = field(default_factory=deque, init=False)
     _in_flight: dict[int, _Rising] = field(default_factory=dict, init=False)
+    # Queued runs that may be wanted no more, the last one first to be looked at; and whether leases ended since.
+    _doubted: list[_Rising] = field(default_factory=list, init=False)
+    _doubt_again: bool = field(default=False, init=False)
     _rate: ReadRate = field(default_factory=ReadRate, init=False)
     # Host slots of failed reads that the medium may still write to.
     _unusable: list[int] = field(default_factory=list, init=False)
@@ -223,11 +230,14 @@ class Onboarder:
     def pump(self) -> bool:
         """Submit as many runs as the disk takes. True when it stopped before that, as it met too many blocks that are
         not read: call it again."""
-        unread = 0
+        unread = self._drop_abandoned()
         while self._queue and self.medium.load_room:
             if unread >= UNREAD_MAX:
                 return True
             queued = self._queue.popleft()
+            queued.queued = False
+            if not queued.keys:
+                continue
             run = self._trimmed(queued)
             if run is None:
                 unread += len(queued.keys)
@@ -236,15 +246,35 @@ class Onboarder:
             targets = self.arena.slot_views(run.host_slot, len(run.keys))
             outcome = self.medium.submit_load_run(job_id, run.keys, SlotIndex(run.disk_slot), targets)
             if outcome is Outcome.THROTTLED:
+                run.queued = True
                 self._queue.appendleft(run)
-                return False
+                return bool(self._doubted)
             if outcome is Outcome.PENDING:
                 self._in_flight[job_id] = run
                 self._rate.submitted(len(run.keys), self.clock())
             else:
                 self._finish(run, [BlockEnd(outcome)] * len(run.keys))
                 unread += len(run.keys)
-        return False
+        return bool(self._doubted)
+
+    def released(self) -> None:
+        """A lease ended that waited for blocks: runs that nobody waits for any more shall not keep their host slots."""
+        self._doubt_again = True
+
+    def _drop_abandoned(self) -> int:
+        """Look at some of the queued runs, and give up those that no lease waits for; how many blocks those had."""
+        if not self._doubted and self._doubt_again:
+            self._doubted, self._doubt_again = list(self._queue), False
+        unread = 0
+        for _ in range(min(DOUBTED_AT_ONCE, len(self._doubted))):
+            run = self._doubted.pop()
+            if run.queued and run.keys and run.wanted() == (0, 0):
+                unread += len(run.keys)
+                self._finish(run, [BlockEnd(Outcome.THROTTLED)] * len(run.keys))
+                run.keys = []  # its place in the queue is left when its turn comes
+            if unread >= UNREAD_MAX:
+                break
+        return unread
 
     def _trimmed(self, run: _Rising) -> _Rising | None:
         """The run without the blocks at its ends that nobody waits for any more: the disk is not spent on those."""

@@ -146,6 +146,8 @@ class Space:
         lease = self.leases.pop(owner, number)
         if lease is not None:
             self.host_pool.unlease_all(lease.pinned())
+            if self.disk is not None and not lease.final:
+                self.disk.onboarder.released()
             lease.drop()
         return lease
 

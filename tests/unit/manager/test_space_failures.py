@@ -191,7 +191,10 @@ def test_a_lookup_that_fails_half_way_gives_its_pins_back(make: Callable[..., Sp
     def fails(*args: object) -> None:
         raise RuntimeError("half-way")
 
-    bench.space.disk.onboarder = type("Onboarder", (), {"bring_up": fails, "pump": lambda self: None})()  # type: ignore[assignment]
+    def nothing(*args: object) -> None: ...
+
+    members = {"bring_up": fails, "pump": nothing, "released": nothing}
+    bench.space.disk.onboarder = type("Onboarder", (), members)()
     with pytest.raises(RuntimeError):
         bench.space.lookup(ME, 50, KEYS[:4], 0)
     bench.space.disk.onboarder = onboarder

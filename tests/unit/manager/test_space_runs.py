@@ -135,7 +135,7 @@ def test_queued_reads_of_requests_that_are_gone_end_in_portions(
     left = []
     while bench.space.move(0.0):
         left.append(pool.counts().filling)
-    assert (left, pool.counts().filling) == ([8, 4], 0)
+    assert (left, pool.counts().filling) == ([8, 4, 0], 0)
 
 
 def test_of_a_queued_run_only_what_is_still_wanted_is_read(make: Callable[..., Bench]) -> None:
@@ -321,3 +321,38 @@ def test_leases_that_end_while_a_read_hangs_are_not_kept(bench: Bench) -> None:
     assert sum(sys.getrefcount(lease) > ours for lease in ended) <= WAITING_CHECKED_EACH
     bench.finish_all()
     assert (kept.ready, holds(bench, kept)) == (4, True)
+
+
+def test_a_run_that_nobody_waits_for_gives_its_host_slots_back_before_its_turn(bench: Bench) -> None:
+    """Behind a disk that does not take more: the slots of what was given up are free for stores."""
+    bench.only_on_disk(KEYS[:8])
+    bench.store(OTHER[:4])
+    bench.finish_all()
+    bench.space.clear("host")
+    bench.tier.throttled = True
+    first, second = look_up(bench, KEYS[:8]), look_up(bench, OTHER[:4], PEER)
+    assert bench.space.host_pool.counts().filling == 12
+    bench.space.release(ME, first.number)
+    bench.space.pump()
+    assert bench.space.host_pool.counts().filling == 4
+    assert bench.space.disk is not None and bench.space.disk.pool.counts().leased == 4
+    again = look_up(bench, KEYS[:8])
+    bench.tier.throttled = False
+    bench.space.pump()
+    bench.finish_all()
+    for lease, keys in ((second, OTHER[:4]), (again, KEYS[:8])):
+        assert (lease.ready, lease.keys) == (len(keys), keys)
+        assert holds(bench, lease)
+
+
+def test_what_one_of_two_leases_still_waits_for_is_read(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:8])
+    bench.tier.throttled = True
+    first, second = look_up(bench, KEYS[:8]), look_up(bench, KEYS[:6], PEER)
+    bench.space.release(ME, first.number)
+    bench.space.pump()
+    bench.tier.throttled = False
+    bench.space.pump()
+    bench.finish_all()
+    assert second.ready == 6 and holds(bench, second)
+    assert bench.space.host_pool.counts().filling == 0
