@@ -11,12 +11,12 @@ import msgspec
 import typer
 from rich.console import Console
 
+from kvbm.cli.managers import ManagerOption, settings_for
 from kvbm.cli.top_picture import page
 from kvbm.client.snapshots import SnapshotSource
 from kvbm.errors import SettingsError
 from kvbm.observe.view import look, start_of
 from kvbm.present.tables import console, json_text
-from kvbm.settings import load_settings, process_environment
 
 ONCE_S, LIVE_S = 10.0, 3.0
 """The manager's answer is waited for this long."""
@@ -34,10 +34,7 @@ Examples:
 
 @app.command(epilog=_EXAMPLES)
 def top(
-    manager: Annotated[
-        str,
-        typer.Option(help="Socket of the manager; the only one that runs when left out.", metavar="SOCKET"),
-    ] = "",
+    manager: ManagerOption = "",
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
     since_start: Annotated[
@@ -53,7 +50,7 @@ def top(
     """
     if as_json and not once:
         raise SettingsError("--json", "", "a value only together with --once")
-    settings = load_settings(process_environment(), {"manager": manager or None}).settings
+    settings = settings_for(manager)
     # Whoever presses q waits for an answer that is under way.
     source = SnapshotSource(settings, ONCE_S if once else LIVE_S)
     try:

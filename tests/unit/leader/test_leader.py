@@ -310,7 +310,7 @@ def test_of_a_run_the_part_that_pays_is_loaded(bench: Bench) -> None:
     assert plan.device_blocks == tuple(TABLE[1:5])
     bench.arrive(plan)
     assert bench.manager.said() == [
-        Release(lookup=lookup.lookup, loaded=4, seconds=0.5, unloaded={"cost": 2})
+        Release(lookup=lookup.lookup, loaded=4, seconds=0.5, unloaded={"cost": 2}, prefill_s=4 * 0.008)
     ]
 
 

@@ -50,6 +50,17 @@ def test_a_load_that_brings_all_counts_nothing(bench: Bench) -> None:
     assert (counted(bench), told(bench)) == ({}, {})
 
 
+def test_a_load_says_what_computing_its_blocks_would_have_taken(bench: Bench) -> None:
+    def saved() -> list[float]:
+        return [message.prefill_s for message in bench.manager.said() if isinstance(message, Release)]
+
+    bench.arrive(bench.load(blocks=5))
+    assert saved() == [0.0], "the engine has measured nothing yet"
+    bench.leader.cost.prefilled(1000, 2.0)
+    bench.arrive(bench.load(blocks=5, request="s"))
+    assert saved() == [bench.leader.cost.prefill_s(5)]
+
+
 def test_what_is_faster_to_compute(bench: Bench) -> None:
     computing_is_faster(bench)
     bench.answer(bench.add(), 5)

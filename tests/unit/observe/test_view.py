@@ -75,6 +75,8 @@ def state(
         uptime_s=uptime_s,
         spaces=spaces or (space(tier("host"), tier("disk", blocks=200)),),
         engines=(engine(),) * engines,
+        asked_blocks=0,
+        hit_blocks={},
         sessions=1,
         fences=0,
         refused=0,
