@@ -1,7 +1,8 @@
 """The messages of an operator's session: one request, one reply, between a client of role `admin` and the manager.
 
 They use the same socket and frames as `protocol`, after the same `Hello`. `Reset` and `StatusQuery` are there, because
-engines send them too. Every reply is bounded: what may be long comes in pages.
+engines send them too. Every reply is bounded: what may be long comes in pages. Fingerprints and block keys are hex
+digits here: people read them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     namespace: str
-    fingerprint: bytes
+    fingerprint: str
     model: str
     fields: tuple[tuple[str, str], ...]
     ephemeral: bool
@@ -75,7 +76,7 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
     """A slot that holds a block, or is being filled with it."""
 
     slot: int
-    key: bytes
+    key: str
     state: str
     leased: bool
 
@@ -91,6 +92,39 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     ends_in_s: float
 
 
+Series = tuple[str, tuple[str, ...]]
+"""A metric's name and its label values in the table's order; of a histogram, the name ends in `_count` or `_sum`."""
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """All counters and gauges at `at_s` on the manager's clock."""
+
+    at_s: float
+    values: tuple[tuple[str, tuple[str, ...], float], ...] = ()
+
+    def by_series(self) -> dict[Series, float]:
+        """The values by name and labels."""
+        return {(name, labels): value for name, labels, value in self.values}
+
+
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that requests share: they begin with the same block, and `name` is the head of that block's key.
+
+    `tokens` is the length that its last two requests have in common. Of its `requests` so far, `lost` found nothing
+    although an earlier one had the same first block. `tiers` has the tokens of it that each tier holds.
+    """
+
+    name: str
+    namespace: str
+    tokens: int
+    requests: int
+    lost: int
+    asked_tokens: int
+    found_tokens: int
+    heat: float
+    tiers: dict[str, int] = {}
+
+
 # ---- admin → manager
 
 
@@ -101,7 +135,7 @@ class Describe(Message, frozen=True, kw_only=True, tag="describe?"):
 class ListBlocks(Message, frozen=True, kw_only=True, tag="blocks?"):
     """Ask for the blocks in one tier (`host` or `disk`) of a namespace, from slot `start` on."""
 
-    fingerprint: bytes
+    fingerprint: str
     tier: str
     start: int = 0
     limit: int = 100
@@ -121,12 +155,18 @@ class WhyQuery(Message, frozen=True, kw_only=True, tag="why?"):
     limit: int = 20
 
 
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
+    """Ask for a `SnapshotReply`."""
+
+
 # ---- manager → admin
 
 
 class Description(Message, frozen=True, kw_only=True, tag="description"):
     """The manager as it is now. `fences` are groups of slots that wait until a slow rank writes no more to them;
-    `refused` counts the sessions that were refused."""
+    `refused` counts the sessions that were refused. Of `asked_blocks` that were looked up since the start, `hit_blocks`
+    were found, by tier.
+    """
 
     version: str
     pid: int
@@ -134,6 +174,8 @@ class Description(Message, frozen=True, kw_only=True, tag="description"):
     uptime_s: float
     spaces: tuple[SpaceReport, ...]
     engines: tuple[EngineReport, ...]
+    asked_blocks: int
+    hit_blocks: dict[str, int]
     sessions: int
     fences: int
     refused: int
@@ -169,8 +211,18 @@ class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
     asked_blocks: int
 
 
-AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | WhyQuery
-AdminReply: TypeAlias = Description | BlockPage | LeasePage | WhyReply
+class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
+    prefixes that are asked for most, the hottest first."""
+
+    manager: Description
+    now: Moment
+    earlier: Moment
+    prefixes: tuple[PrefixReport, ...] = ()
+
+
+AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot | WhyQuery
+AdminReply: TypeAlias = Description | BlockPage | LeasePage | SnapshotReply | WhyReply
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply
 

@@ -85,6 +85,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The lease of `lookup` ends. `loaded` blocks from position `first` on reached the device within `seconds`;
     the next `failed` blocks were promised and did not. `unloaded` counts by reason (see `UNLOADED_REASONS`) the blocks
     that were found, that the device lacked, and that are computed all the same: it may come when the lease has ended.
+    `prefill_s` is how long the engine would have computed the blocks that reached the device; 0 where it cannot say.
     """
 
     lookup: int
@@ -93,6 +94,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     failed: int = 0
     seconds: float = 0.0
     unloaded: dict[str, int] = {}
+    prefill_s: float = 0.0
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):

@@ -30,7 +30,7 @@ PUBLIC_PACKAGES = ("kvbm.testing", "kvbm.vllm_integration.connector")
 """Import paths for users and for other people's tests, below which nothing of ours needs to lead."""
 SLOW_TO_IMPORT = {*NOT_DECLARED, "numpy"}
 """Imported where they are needed, not when a process starts."""
-DRAWS = ("kvbm/demo/", "kvbm/present/axes.py", "kvbm/sim/scale/picture.py")
+DRAWS = ("kvbm/demo/", "kvbm/cli/top_app.py", "kvbm/present/axes.py", "kvbm/sim/scale/picture.py")
 """Modules that draw may import packages of an extra: a user who asks for a picture gets its name."""
 IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""

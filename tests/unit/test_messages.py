@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import typing
 
-from kvbm import protocol
+from kvbm import admin_protocol, protocol
 from rigs.sources import SOURCES
 
 MANAGER = "kvbm/manager/"
 SENDERS = {
     **dict.fromkeys(typing.get_args(protocol.ToManager), ""),
     **dict.fromkeys(typing.get_args(protocol.FromManager), MANAGER),
+    **dict.fromkeys(typing.get_args(admin_protocol.AdminRequest), ""),
+    **dict.fromkeys(typing.get_args(admin_protocol.AdminReply), MANAGER),
     protocol.StorePlan: "kvbm/leader/",
     protocol.LoadPlan: "kvbm/leader/",
     protocol.StepPlan: "kvbm/leader/",
@@ -26,7 +28,7 @@ def made(source: str) -> set[str]:
     taken = {
         alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "kvbm.protocol"
+        if isinstance(node, ast.ImportFrom) and node.module in ("kvbm.protocol", "kvbm.admin_protocol")
         for alias in node.names
     }
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))

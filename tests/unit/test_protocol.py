@@ -32,12 +32,9 @@ def body(frame: bytes) -> bytes:
 
 
 def test_tags_are_unique() -> None:
+    messages = [*get_args(admin_protocol.ToManager), *get_args(admin_protocol.FromManager)]
     tags = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
-    assert (
-        len(tags)
-        == len(set(tags))
-        == len(get_args(admin_protocol.ToManager)) + len(get_args(admin_protocol.FromManager))
-    )
+    assert len(tags) == len(set(tags)) == len(messages)
 
 
 def test_a_message_comes_back_as_it_was() -> None:

@@ -17,6 +17,10 @@ COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
     "config": "Show the settings and where each comes from.",
+    "status": "Show the running managers: tiers, engines, queues, faults.",
+    "inspect": "List what a running manager holds: blocks, leases, namespaces, queues.",
+    "reset": "Drop the blocks of a running manager that are not in use.",
+    "top": "Watch a running manager: tiers, flows, prefixes, engines, and what would help.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "why": "Say why a request computed blocks instead of loading them.",

@@ -323,6 +323,7 @@ class Lookups:
                     failed=failed,
                     seconds=seconds,
                     unloaded=search.unloaded,
+                    prefill_s=self._cost.prefill_s(len(arrived), search.skip + first) or 0.0,
                 )
             )
         self._forget(search)

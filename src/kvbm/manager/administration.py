@@ -31,6 +31,7 @@ from kvbm.manager.engines import Engine
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
+from kvbm.observe.metrics import Metrics
 
 SLOTS_AT_ONCE = 2048
 """Slots of a tier that a listing looks at before it gives others their turn."""
@@ -41,7 +42,7 @@ Handler = Callable[[Session, Any], Iterator[None] | None]
 class Administration:
     """Handlers of an operator's messages. Owned by the manager's thread.
 
-    `sessions` has the open ones by number; `refused_count` tells how many were refused so far.
+    `sessions` has the open ones by number; `refused_count` tells how many were refused so far. `metrics` are read only.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Administration:
         spaces: SpaceTable,
         membership: Membership,
         sessions: dict[int, Session],
+        metrics: Metrics,
         epoch: int,
         refused_count: Callable[[], int],
         clock: Clock,
@@ -56,6 +58,7 @@ class Administration:
         self._spaces = spaces
         self._membership = membership
         self._sessions = sessions
+        self._metrics = metrics
         self._epoch = epoch
         self._refused_count = refused_count
         self._clock = clock
@@ -67,31 +70,38 @@ class Administration:
         return {Describe: self.describe, ListBlocks: self.list_blocks, ListLeases: self.list_leases}
 
     def describe(self, session: Session, message: Describe) -> None:
+        """Answer with `description`."""
+        refuse_other_roles(session, message)
+        session.send(self.description())
+
+    def description(self) -> Description:
         """The manager, its namespaces and its engines."""
-        _refuse_other_roles(session, message)
-        session.send(
-            Description(
-                version=_version(),
-                pid=os.getpid(),
-                epoch=self._epoch,
-                uptime_s=self._clock() - self._started_s,
-                spaces=tuple(_report_space(namespace, space) for namespace, space in self._spaces),
-                engines=tuple(map(self._report_engine, self._membership)),
-                sessions=len(self._sessions),
-                fences=len(self._membership.fences),
-                refused=self._refused_count(),
-            )
+        return Description(
+            version=_version(),
+            pid=os.getpid(),
+            epoch=self._epoch,
+            uptime_s=self._clock() - self._started_s,
+            spaces=tuple(_report_space(namespace, space) for namespace, space in self._spaces),
+            engines=tuple(map(self._report_engine, self._membership)),
+            asked_blocks=int(self._metrics.value("kvbm_queried_blocks_total")),
+            hit_blocks={
+                tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier))
+                for tier in ("host", "disk")
+            },
+            sessions=len(self._sessions),
+            fences=len(self._membership.fences),
+            refused=self._refused_count(),
         )
 
     def list_blocks(self, session: Session, message: ListBlocks) -> Iterator[None]:
         """A page of the blocks in one tier; a large tier is looked through in several turns."""
-        _refuse_other_roles(session, message)
+        refuse_other_roles(session, message)
         limit = _checked_limit(message.limit, message.start)
         pool = next(
             (
                 pool
                 for namespace, space in self._spaces
-                if namespace.fingerprint == message.fingerprint
+                if namespace.fingerprint.hex() == message.fingerprint
                 for pool in space.pools
                 if pool.tier.name.lower() == message.tier
             ),
@@ -108,7 +118,7 @@ class Administration:
                     return
                 leased = pool.is_leased(slot)
                 rows.append(
-                    BlockRow(slot=slot, key=pool.key_of(slot), state=state.name.lower(), leased=leased)
+                    BlockRow(slot=slot, key=pool.key_of(slot).hex(), state=state.name.lower(), leased=leased)
                 )
             if (slot + 1) % SLOTS_AT_ONCE == 0:
                 yield
@@ -116,7 +126,7 @@ class Administration:
 
     def list_leases(self, session: Session, message: ListLeases) -> None:
         """A page of the leases, those of a namespace together."""
-        _refuse_other_roles(session, message)
+        refuse_other_roles(session, message)
         limit = _checked_limit(message.limit, message.start)
         now_s = self._clock()
         every = ((namespace, lease) for namespace, space in self._spaces for lease in space.leases)
@@ -172,7 +182,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
         )
     return SpaceReport(
         namespace=namespace.short,
-        fingerprint=namespace.fingerprint,
+        fingerprint=namespace.fingerprint.hex(),
         model=namespace.model,
         fields=namespace.fields,
         ephemeral=namespace.ephemeral,
@@ -188,7 +198,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
     )
 
 
-def _refuse_other_roles(session: Session, message: object) -> None:
+def refuse_other_roles(session: Session, message: object) -> None:
     """An engine's sessions have no part in this: what they may ask is theirs alone."""
     if session.hello is None or session.hello.role != "admin":
         raise ProtocolError(f"{type(message).__name__} cannot be served: only to a session of role admin")

@@ -16,6 +16,7 @@ from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import HoldTable, Lease, LeaseState, Owner
 from kvbm.manager.pool import SlotPool
+from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
 
@@ -49,6 +50,7 @@ class Lookups:
     staging: bool
     metrics: Metrics
     clock: Clock
+    heat: PrefixHeat
 
     def begin(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
         """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only on disk.
@@ -81,6 +83,8 @@ class Lookups:
             self._give_back(lease)
             raise
         self._account(lease, len(keys) - skip)
+        if self.heat.asked(keys, skip + found, len(keys) - skip, len(lease.slots)):
+            self.metrics.add("kvbm_lost_prefixes_total")
         cut = found - kept, kept - len(lease.slots)
         if not lease.slots:  # nothing was found, or the tier refused the first block just now
             self.leases.pop(owner, number)

@@ -107,7 +107,9 @@ class Requests:
         lease = engine.space.release(session.number, message.lookup)
         if lease is not None and message.loaded > 0:
             loaded = bytes(lease.sources[message.first : message.first + message.loaded])
-            self._traffic.loaded(engine.space.layout, engine.space.counted_sources(loaded), message.seconds)
+            self._traffic.loaded(
+                engine.space.layout, engine.space.counted_sources(loaded), message.seconds, message.prefill_s
+            )
         if message.failed > 0:
             on_disk = _failed_on_disk(engine.space, lease, message)
             self._traffic.failed_load(message.failed - on_disk, on_disk)

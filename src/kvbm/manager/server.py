@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
-from kvbm.admin_protocol import WhyQuery
+from kvbm.admin_protocol import Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
@@ -35,6 +35,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.requests import Requests
 from kvbm.manager.session import Session
+from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.peers import is_trusted
@@ -102,8 +103,15 @@ class Server:
             self.membership, traffic, self._followers, self._history, self.sessions.get
         )
         administration = Administration(
-            self.spaces, self.membership, self.sessions, self.epoch, lambda: self.refused_count, clock
+            self.spaces,
+            self.membership,
+            self.sessions,
+            traffic.metrics,
+            self.epoch,
+            lambda: self.refused_count,
+            clock,
         )
+        self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
@@ -127,6 +135,7 @@ class Server:
             Follow: self._follow,
             StatusQuery: self._status,
             WhyQuery: self._why,
+            Snapshot: self._snapshots.answer,
             **administration.handlers,
         }
 
@@ -330,6 +339,7 @@ class Server:
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
         self.traffic.tick(roles, [engine.name for engine in self.membership])
+        self._snapshots.tick()
 
     # ---- messages about the manager itself
 

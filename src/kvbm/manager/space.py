@@ -20,6 +20,7 @@ from kvbm.manager.leases import HoldTable, Lease, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups, advance
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
+from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
@@ -106,8 +107,17 @@ class Space:
                 on_progress=on_progress,
                 departed=self.departed,
             )
+        self.heat = PrefixHeat()
         self._lookups = Lookups(
-            layout, self.host_pool, self.disk, self.leases, self._usage, options.staging, metrics, clock
+            layout,
+            self.host_pool,
+            self.disk,
+            self.leases,
+            self._usage,
+            options.staging,
+            metrics,
+            clock,
+            self.heat,
         )
 
     # ---- lookups

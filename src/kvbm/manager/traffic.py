@@ -19,6 +19,8 @@ log = logging.getLogger("kvbm.traffic")
 
 SUMMARY_INTERVAL_S = 60.0
 _ENGINES_MAX = 64
+PREFILL_S_MAX = 86400.0
+"""No load saved more: a client that says so is not believed."""
 
 
 class Traffic:
@@ -48,8 +50,11 @@ class Traffic:
         if engine not in self._logs and len(self._logs) < _ENGINES_MAX:
             self._logs[engine] = HitRateLog(engine, self._settings.stats_log_interval_s, self._clock)
 
-    def loaded(self, layout: BlockLayout, sources: bytes, seconds: float) -> None:
-        """Blocks reached the device on all ranks; `sources` says which tier each was found in."""
+    def loaded(self, layout: BlockLayout, sources: bytes, seconds: float, prefill_s: float = 0.0) -> None:
+        """Blocks reached the device on all ranks; `sources` says which tier each was found in. Computing them would
+        have taken `prefill_s`."""
+        if 0.0 < prefill_s < PREFILL_S_MAX:
+            self.metrics.add("kvbm_saved_prefill_seconds_total", prefill_s)
         on_host = sources.count(Tier.HOST)
         on_disk = len(sources) - on_host
         self.metrics.add("kvbm_onboard_blocks_h2d", on_host)

@@ -214,6 +214,18 @@ TABLE: tuple[Metric, ...] = (
         at_zero=True,
     ),
     Metric(
+        name="kvbm_saved_prefill_seconds_total",
+        kind=_COUNTER,
+        help="Seconds that engines would have computed the blocks that reached the device, as they measure their steps",
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_lost_prefixes_total",
+        kind=_COUNTER,
+        help="Lookups that found no block, although one of the latest requests began with the same block",
+        at_zero=True,
+    ),
+    Metric(
         name="kvbm_disk_write_bytes_per_hit_byte",
         kind=_GAUGE,
         help="Bytes written to disk for each byte that was found there, since the start; absent before the first hit",

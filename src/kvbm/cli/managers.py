@@ -1,0 +1,66 @@
+"""What the commands share that talk to a running manager: their options, and which manager and namespace is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kvbm.admin_protocol import SpaceReport
+from kvbm.errors import SettingsError
+from kvbm.settings import Settings, load_settings, process_environment
+
+ManagerOption = Annotated[
+    str,
+    typer.Option("--manager", metavar="SOCKET", help="Socket of the manager; the one that runs if left out."),
+]
+NamespaceOption = Annotated[
+    str,
+    typer.Option(
+        "--namespace", metavar="DIGITS", help="The namespace's first digits, where there are several."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+TIER_LABELS = {"host": "G2", "disk": "G3"}
+"""The manager's tiers, by the names that operators know."""
+
+
+def settings_for(manager: str) -> Settings:
+    """The settings of this environment, with the manager that `--manager` names, if it does."""
+    return load_settings(process_environment(), {"manager": manager or None}).settings
+
+
+def parse_tier(text: str, accepted: Sequence[str] = ("G2", "G3")) -> str:
+    """`host` or `disk`; empty for `all`, where that is accepted. G2 and G3 are the same. Raises SettingsError."""
+    names = {label: tier for tier, label in TIER_LABELS.items()} | {
+        tier.upper(): tier for tier in TIER_LABELS
+    }
+    if "all" in accepted:
+        names["ALL"] = ""
+    if text.upper() not in names:
+        raise SettingsError("--tier", text, "one of " + ", ".join(accepted))
+    return names[text.upper()]
+
+
+def tier_label(tier: str) -> str:
+    """A tier for people: `G2 host`."""
+    return f"{TIER_LABELS[tier]} {tier}"
+
+
+def choose_space(spaces: Sequence[SpaceReport], digits: str, model: str = "") -> SpaceReport:
+    """The namespace that is meant by the first digits of its fingerprint, by its model, or as the only one.
+
+    Raises SettingsError, which lists them, where it is none or not clear which.
+    """
+    meant = [
+        space
+        for space in spaces
+        if space.fingerprint.startswith(digits.lower()) and model in ("", space.model)
+    ]
+    if len(meant) == 1:
+        return meant[0]
+    there = ", ".join(f"{space.namespace} ({space.model})" for space in spaces) or "none yet: no engine came"
+    field, value = ("--model", model) if model and not digits else ("--namespace", digits)
+    raise SettingsError(field, value, f"one of the manager's namespaces; there: {there}")
