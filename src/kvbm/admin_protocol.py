@@ -148,15 +148,15 @@ class ListLeases(Message, frozen=True, kw_only=True, tag="leases?"):
     limit: int = 100
 
 
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
+    """Ask for a `SnapshotReply`."""
+
+
 class WhyQuery(Message, frozen=True, kw_only=True, tag="why?"):
     """Ask for a `WhyReply`: about requests whose id is, or begins with, this one; empty is all."""
 
     request: str = ""
     limit: int = 20
-
-
-class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
-    """Ask for a `SnapshotReply`."""
 
 
 # ---- manager → admin
@@ -197,6 +197,16 @@ class LeasePage(Message, frozen=True, kw_only=True, tag="leases"):
     total: int
 
 
+class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
+    prefixes that are asked for most, the hottest first."""
+
+    manager: Description
+    now: Moment
+    earlier: Moment
+    prefixes: tuple[PrefixReport, ...] = ()
+
+
 class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
     """The newest requests of the `matching` ones, as the manager remembers them since `seconds` ago, at most `kept`.
 
@@ -209,16 +219,6 @@ class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
     requests: tuple[dict[str, object], ...]
     reasons: dict[str, int]
     asked_blocks: int
-
-
-class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
-    prefixes that are asked for most, the hottest first."""
-
-    manager: Description
-    now: Moment
-    earlier: Moment
-    prefixes: tuple[PrefixReport, ...] = ()
 
 
 AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot | WhyQuery

@@ -134,8 +134,8 @@ class Server:
             Reset: self._reset,
             Follow: self._follow,
             StatusQuery: self._status,
-            WhyQuery: self._why,
             Snapshot: self._snapshots.answer,
+            WhyQuery: self._why,
             **administration.handlers,
         }
 

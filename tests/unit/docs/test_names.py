@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source d
 
 OTHERS_FLAGS = {"--no-async-scheduling", "--basetemp", "--help", "--version"}
 """Flags of vLLM and pytest, and those that every command has."""
-OTHERS_FILES = ("vllm/", "dynamo/", "/")
-"""Beginnings of paths that are not in this checkout."""
+OTHERS_FILES = ("vllm/", "dynamo/", "/", "kvbm.toml")
+"""Beginnings of paths that are not in this checkout: others', and those of users."""
 CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "scripts")
 HELP_FLAGS = {"-h", "--help"}
 
