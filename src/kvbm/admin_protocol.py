@@ -152,6 +152,13 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
     """Ask for a `SnapshotReply`."""
 
 
+class WhyQuery(Message, frozen=True, kw_only=True, tag="why?"):
+    """Ask for a `WhyReply`: about requests whose id is, or begins with, this one; empty is all."""
+
+    request: str = ""
+    limit: int = 20
+
+
 # ---- manager → admin
 
 
@@ -200,8 +207,22 @@ class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
     prefixes: tuple[PrefixReport, ...] = ()
 
 
-AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot
-AdminReply: TypeAlias = Description | BlockPage | LeasePage | SnapshotReply
+class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
+    """The newest requests of the `matching` ones, as the manager remembers them since `seconds` ago, at most `kept`.
+
+    `reasons` counts blocks that were computed, of all requests since then; they asked for `asked_blocks`.
+    """
+
+    seconds: float
+    kept: int
+    matching: int
+    requests: tuple[dict[str, object], ...]
+    reasons: dict[str, int]
+    asked_blocks: int
+
+
+AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot | WhyQuery
+AdminReply: TypeAlias = Description | BlockPage | LeasePage | SnapshotReply | WhyReply
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply
 

@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -68,11 +68,17 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     """Find the longest run of blocks from `keys[skip]` on, lease it, and bring its blocks below G2 up.
 
     `keys` is the request's whole chain from its first block; the first `skip` blocks are on the device already.
+
+    The rest is for people who ask why it missed: the engine's id of the `request`, a digest of the `prompt`'s first
+    block of tokens, and by name what else shaped its keys (`extras`: adapter, salt, weights; digests of secrets).
     """
 
     lookup: int
     keys: bytes
     skip: int = 0
+    request: str = ""
+    prompt: bytes = b""
+    extras: dict[str, str] = {}
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):

@@ -1,4 +1,4 @@
-"""`kvbm config`: the settings that apply in this environment."""
+"""`kvbm config`: the settings that apply in this environment, and what is wrong with a file of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Annotated
 import msgspec
 import typer
 
+from kvbm.errors import SettingsError
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import (
     FIELDS,
     Kind,
     LoadedSettings,
     available_memory_bytes,
+    file_faults,
     load_settings,
     process_environment,
 )
@@ -26,12 +28,19 @@ _EXAMPLES = """\b
 Examples:
   kvbm config show
   DYN_KVBM_CPU_CACHE_GB=20 kvbm config show --json
+  kvbm config show --extra-config '{"host_bytes": "20GB"}'
+"""
+
+_CHECK_EXAMPLES = """\b
+Examples:
+  kvbm config check kvbm.toml
+  kvbm config check kvbm.toml --json
 """
 
 
 @app.callback()
 def config() -> None:
-    """Show the settings and where each comes from."""
+    """Show the settings and where each comes from, or check a file of them."""
 
 
 @app.command(epilog=_EXAMPLES)
@@ -40,12 +49,21 @@ def show(
     file: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Settings file (TOML).")
     ] = None,
+    extra_config: Annotated[
+        str,
+        typer.Option(metavar="JSON", help="What an engine has as `kvbm` in its kv_connector_extra_config."),
+    ] = "",
 ) -> None:
     """Print every setting with its value and its origin.
 
     Sizes are bytes in JSON. Warnings go to stderr, and into the JSON.
     """
-    loaded = load_settings(process_environment(), file=file, memory_bytes=available_memory_bytes())
+    loaded = load_settings(
+        process_environment(),
+        file=file,
+        extra_config=parse_json("--extra-config", extra_config),
+        memory_bytes=available_memory_bytes(),
+    )
     if as_json:
         print(json.dumps(as_document(loaded), indent=2))
         return
@@ -59,6 +77,45 @@ def show(
     for kind, lines in (("warning", loaded.warnings), ("note", loaded.notices)):
         for line in lines:
             print(f"{kind}: {line}", file=sys.stderr)
+
+
+@app.command(epilog=_CHECK_EXAMPLES)
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings file (TOML).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is wrong with a settings file, one line for each fault; exit 2 if anything is.
+
+    The file alone is looked at, without the environment. A name that no setting has is a fault here.
+    """
+    faults = file_faults(file)
+    notes = [] if faults else _notes(file)
+    if as_json:
+        print(json.dumps({"file": str(file), "faults": faults, "notes": notes}, indent=2))
+    else:
+        for line in faults:
+            print(f"kvbm: {line}", file=sys.stderr)
+        if not faults:
+            print(f"{file} can be used")
+        for line in notes:
+            print(f"note: {line}", file=sys.stderr)
+    raise typer.Exit(2 if faults else 0)
+
+
+def _notes(file: Path) -> list[str]:
+    """Settings of a sound file that have no effect, and choices that may surprise."""
+    loaded = load_settings({}, file=file, memory_bytes=available_memory_bytes())
+    return [*loaded.warnings, *loaded.notices]
+
+
+def parse_json(field: str, text: str) -> object:
+    """The value of a JSON text, None for an empty one. Raises SettingsError, which names `field`."""
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SettingsError(field, text, f"JSON ({error})") from None
 
 
 def as_document(loaded: LoadedSettings) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.salt import KeySalt
-from kvbm.leader.tracked import Named, Tracked
+from kvbm.leader.tracked import Named, Told, Tracked
 
 
 class RequestKeys:
@@ -21,3 +21,8 @@ class RequestKeys:
         assert ready is not None
         assert tracked.extras is not None
         return tracked.named(start, end, ready.fingerprint, self._salt.beside(tracked.extras))
+
+    def told(self, tracked: Tracked) -> Told:
+        """What people are told of the request's keys, the weights' part included."""
+        told, weights = tracked.told, self._salt.value
+        return told._replace(extras=(*told.extras, ("weights", weights.hex()[:8]))) if weights else told

@@ -25,7 +25,7 @@ from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
-from kvbm.leader.tracked import Answer, Keep, Scheduled, Tracked
+from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Scheduled, Told, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.protocol import (
     Finished,
@@ -126,13 +126,15 @@ class Leader:
         extras: bytes | None,
         on_device: int,
         keep: Keep | None = None,
+        told: Told = NOTHING_TOLD,
     ) -> None:
         """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now.
 
-        Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed.
+        Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed,
+        and `told` goes along for people.
         """
         self.receive()
-        tracked = Tracked(hashes, extras, keep)
+        tracked = Tracked(hashes, extras, keep, told)
         self.requests[request] = tracked
         self._questions.arrived(request, tracked, on_device)
 

@@ -11,6 +11,7 @@ from kvbm.block import KEY_BYTES, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
+from kvbm.leader.tracked import NOTHING_TOLD, Told
 from kvbm.leader.window import Window
 from kvbm.protocol import UNLOADED_REASONS, LoadPlan, Lookup, LookupReply, Progress, Release
 
@@ -98,7 +99,9 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def ask(self, request: str, keys: bytes, skip: int, attempts: int = 1) -> Search | None:
+    def ask(
+        self, request: str, keys: bytes, skip: int, attempts: int = 1, told: Told = NOTHING_TOLD
+    ) -> Search | None:
         """Send a lookup for the blocks after the first `skip` of `keys`, which are joined; None without such blocks, or
         without a manager."""
         self.drop(request)
@@ -108,7 +111,11 @@ class Lookups:
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
         search.wanted = wanted
-        if not self._link.send(Lookup(lookup=search.number, keys=keys, skip=skip)):
+        prompt, extras = told
+        question = Lookup(
+            lookup=number, keys=keys, skip=skip, request=request, prompt=prompt, extras=dict(extras)
+        )
+        if not self._link.send(question):
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search

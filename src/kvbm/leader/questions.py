@@ -138,7 +138,7 @@ class Questions:
             return None
         tracked.asked_from = skip
         keys = self._keys(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
-        search = self._lookups.ask(request, keys, skip, attempts)
+        search = self._lookups.ask(request, keys, skip, attempts, self._keys.told(tracked))
         if search is None:
             self._window.forget(request)  # nothing can be asked for: it must not wait for that
         else:

@@ -36,6 +36,15 @@ class Scheduled(NamedTuple):
     written_from: int = 0
 
 
+class Told(NamedTuple):
+    """What people are told of a request that misses: as in `Lookup`. Nothing depends on it."""
+
+    prompt: bytes = b""
+    extras: tuple[tuple[str, str], ...] = ()
+
+
+NOTHING_TOLD = Told()
+
 Keep = Callable[[float], bool]
 """Whether blocks of a request may be kept, by a look at what shapes them that is not older than this time (seconds)."""
 
@@ -55,6 +64,7 @@ class Tracked:
     extras: bytes | None
     """None: it cannot be named yet, and is neither looked up nor stored."""
     keep: Keep | None = None
+    told: Told = NOTHING_TOLD
     stored: int = 0
     retry: Retry = field(default_factory=Retry)
     refused_at: int = -1

@@ -19,6 +19,7 @@ from kvbm.policy import AdmissionPolicy
 from kvbm.settings import (
     Settings,
     admission_name,
+    admission_notices,
     container_limit_bytes,
     disk_slots,
     host_memory_field,
@@ -130,6 +131,8 @@ class SpaceTable:
                 accepted = f"at least one block of {layout.block_bytes} bytes{for_each(share)}"
                 raise SettingsError(host_memory_field(settings), value, accepted)
         admission = self._make_admission(layout)
+        for odd, remedy in admission_notices(settings, layout.block_bytes):
+            log.warning("%s; %s", odd, remedy)
         # The container's limit, not the memory free now: workers hold that of a manager that died until the next one
         # welcomes them.
         limit_bytes = container_limit_bytes()

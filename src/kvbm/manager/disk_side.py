@@ -10,6 +10,7 @@ from math import inf
 
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
+from kvbm.manager.departed import CORRUPT, Departed
 from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
@@ -46,6 +47,7 @@ class DiskSide:
     metrics: Metrics
     clock: Clock
     on_progress: Callable[[Lease], None]
+    departed: Departed
     pool: SlotPool[BlockKey] = field(init=False)
     onboarder: Onboarder = field(init=False)
     offloader: Offloader[BlockKey] = field(init=False)
@@ -163,6 +165,7 @@ class DiskSide:
             self.on_progress,
             self._job_ids,
             self.brought_at_once,
+            lambda keys: self.departed.note(Tier.DISK, keys, CORRUPT),
         )
         self.offloader = Offloader(
             *between,
@@ -174,6 +177,7 @@ class DiskSide:
             self.in_flight_max,
             self.staging,
             self.departures.write_ended if self.departures is not None else None,
+            self.departed.not_written,
         )
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)
@@ -182,6 +186,7 @@ class DiskSide:
         """The record may wait for its neighbours to go too: what it says stays true until the slot is written again."""
         if was_resident:
             self._to_void.extend(slots)
+        self.departed.emptied(Tier.DISK, keys, was_resident)
 
     def void_emptied(self) -> None:
         """Have the medium forget what was evicted, each stretch of slots in one write."""

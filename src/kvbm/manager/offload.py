@@ -78,7 +78,7 @@ class Offloader(Generic[KeyT]):
     """The queue of blocks on their way down. Owned by the manager's thread.
 
     With `on_write_ended` blocks are written on eviction. It is called with the host slot of each block that leaves the
-    queue, written or not.
+    queue, written or not. `on_refused` is called with blocks that are not written, and why.
     """
 
     host_pool: SlotPool[KeyT]
@@ -91,6 +91,7 @@ class Offloader(Generic[KeyT]):
     in_flight_max: int
     staging: bool = False
     on_write_ended: Callable[[int], None] | None = None
+    on_refused: Callable[[Sequence[KeyT], str], None] | None = None
     # Each block and the one before it, in the order in which they are written.
     queue: OrderedDict[KeyT, KeyT | None] = field(default_factory=OrderedDict, init=False)
     in_flight: dict[int, _Offloading] = field(default_factory=dict, init=False)
@@ -129,11 +130,13 @@ class Offloader(Generic[KeyT]):
             return False
         for missing, before in self._missing_prefix(parent):
             if len(self.queue) + 1 >= QUEUE_BLOCKS_MAX:
-                self._skip("queue_full", admitted=True)
+                self._skip("queue_full", admitted=True, key=key)
                 return False
             self.queue[missing] = before
             if self._budget is not None and not self._budget.spend(self.clock()):
-                self._skip("budget")  # the part of the budget taken for the block itself pays for this one
+                self._skip(
+                    "budget", key=key
+                )  # the part of the budget taken for the block itself pays for this one
                 return False
         self.queue[key] = parent
         return True
@@ -175,15 +178,19 @@ class Offloader(Generic[KeyT]):
         answers = offer_all(self.admission, [key for key, _ in new], now_s)
         if refused := len(new) - sum(answers):
             self.metrics.add("kvbm_skipped_offloads_total", refused, reason="filter")
+            if self.on_refused is not None:
+                self.on_refused(
+                    [key for (key, _), taken in zip(new, answers, strict=True) if not taken], "filter"
+                )
         for key, parent in compress(new, answers):
-            if self._takes():
+            if self._takes(key):
                 self._queue_up(key, parent, stored)
 
     def _queue_up(self, key: KeyT, parent: KeyT | None, stored: bool) -> None:
         """Queue an admitted block, if it is in host memory and not queued."""
         slot = self.host_pool.find(key)
         if slot is None and stored:
-            self._skip("evicted", admitted=True)
+            self._skip("evicted", admitted=True, key=key)
             return
         if slot is None or key in self.queue:
             self._refund()
@@ -195,16 +202,17 @@ class Offloader(Generic[KeyT]):
     def _admits(self, key: KeyT) -> bool:
         """Whether the policy admits the block and the queue can take it; a refusal is counted."""
         if not self.admission.offered(key, self.clock()):
-            self._skip("budget" if self._budget is not None and self._budget.refused_last else "filter")
+            reason = "budget" if self._budget is not None and self._budget.refused_last else "filter"
+            self._skip(reason, key=key)
             return False
-        return self._takes()
+        return self._takes(key)
 
-    def _takes(self) -> bool:
+    def _takes(self, key: KeyT) -> bool:
         """Whether the queue can take one more admitted block; a refusal is counted."""
         if self.writer.fault:
-            self._skip("tier_off", admitted=True)
+            self._skip("tier_off", admitted=True, key=key)
         elif len(self.queue) >= QUEUE_BLOCKS_MAX:
-            self._skip("queue_full", admitted=True)
+            self._skip("queue_full", admitted=True, key=key)
         else:
             return True
         return False
@@ -242,9 +250,9 @@ class Offloader(Generic[KeyT]):
                     break
                 gone.append(key)
                 if slot is None:
-                    self._skip("evicted", admitted=True)
+                    self._skip("evicted", admitted=True, key=key)
                 else:
-                    self._drop(slot, "tier_off" if self.writer.fault else None)
+                    self._drop(slot, "tier_off" if self.writer.fault else None, key)
                 continue
             if keys and (parent != keys[-1] or slot != slots[-1] + 1):
                 break
@@ -260,7 +268,7 @@ class Offloader(Generic[KeyT]):
         """No slot on disk is to be had for a chain, not even for its first block; the others are no use without it."""
         for key, slot in zip(keys, host_slots, strict=True):
             del self.queue[key]
-            self._drop(slot, "full")
+            self._drop(slot, "full", key)
 
     def _submit(self, keys: list[KeyT], host_slots: list[SlotIndex], disk_slots: Sequence[SlotIndex]) -> bool:
         """Write a chain as far as it has slots on disk. False when the disk is busy and blocks must wait; those that
@@ -279,8 +287,8 @@ class Offloader(Generic[KeyT]):
                 del self.queue[key]
             if outcome is not Outcome.PENDING:
                 self.disk_pool.abort_all(disk_slots[first:end][::-1])
-                for slot in host_slots[first:end]:
-                    self._drop(slot, "tier_off")
+                for key, slot in zip(keys[first:end], host_slots[first:end], strict=True):
+                    self._drop(slot, "tier_off", key)
             first = end
         return True
 
@@ -306,6 +314,7 @@ class Offloader(Generic[KeyT]):
         for disk_slot, end in zip(run.disk_slots, completion.ends, strict=True):
             (hits if end.outcome is Outcome.HIT else failed).append(disk_slot)
         self.disk_pool.commit_all(hits)
+        lost = [self.disk_pool.key_of(slot) for slot in failed]
         self.disk_pool.abort_all(failed[::-1])
         if hits:
             bytes_moved = completion.bytes_moved
@@ -313,22 +322,24 @@ class Offloader(Generic[KeyT]):
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
             name = "kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d"
             self.metrics.add(name, len(hits))
-        for disk_slot in failed:
+        for disk_slot, key in zip(failed, lost, strict=True):
             if completion.ends[disk_slot - run.disk_slot].outcome is Outcome.RETRY and not self.writer.fault:
                 # The medium has no room for it, and goes on with what it has.
-                self._skip("full", admitted=True)
+                self._skip("full", admitted=True, key=key)
             else:
                 self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
+                if self.on_refused is not None:
+                    self.on_refused((key,), "io")
         for host_slot in run.host_slots:
             self._note_end(SlotIndex(host_slot))
         return True
 
-    def _drop(self, host_slot: SlotIndex, reason: str | None) -> None:
+    def _drop(self, host_slot: SlotIndex, reason: str | None, key: KeyT) -> None:
         """A block leaves the queue unwritten: for this reason, or because it is on disk already."""
         if self.staging:
             self.host_pool.unlease(host_slot)
         if reason:
-            self._skip(reason, admitted=True)
+            self._skip(reason, admitted=True, key=key)
         else:
             self._refund()
         self._note_end(host_slot)
@@ -337,8 +348,10 @@ class Offloader(Generic[KeyT]):
         if self.on_write_ended is not None:
             self.on_write_ended(host_slot)
 
-    def _skip(self, reason: str, admitted: bool = False) -> None:
+    def _skip(self, reason: str, admitted: bool = False, key: KeyT | None = None) -> None:
         self.metrics.add("kvbm_skipped_offloads_total", reason=reason)
+        if key is not None and self.on_refused is not None:
+            self.on_refused((key,), reason)
         if admitted:
             self._refund()
 

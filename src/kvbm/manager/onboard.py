@@ -99,6 +99,7 @@ class Onboarder:
     on_progress: Callable[[Lease], None]
     job_ids: Iterator[int]
     brought_at_once: int
+    on_corrupt: Callable[[Sequence[BlockKey]], None] | None = None
     _by_host_slot: dict[int, _Rising] = field(default_factory=dict, init=False)
     _queue: deque[_Rising] = field(default_factory=deque, init=False)
     _in_flight: dict[int, _Rising] = field(default_factory=dict, init=False)
@@ -334,6 +335,8 @@ class Onboarder:
             disk_slot = run.disk_slot + place
             if ends[place].outcome is Outcome.MISS and not self.disk_pool.is_leased(disk_slot):
                 self.disk_pool.evict(disk_slot)
+            if ends[place].corrupt and self.on_corrupt is not None:
+                self.on_corrupt((run.keys[place],))
         for wanted in run.waiting:
             self._answer(run, wanted, missed)
 

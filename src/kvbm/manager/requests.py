@@ -8,6 +8,7 @@ from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.manager.followers import Followers
+from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
@@ -42,11 +43,13 @@ class Requests:
         membership: Membership,
         traffic: Traffic,
         followers: Followers,
+        history: History,
         session_by_number: Callable[[int], Session | None],
     ) -> None:
         self._membership = membership
         self._traffic = traffic
         self._followers = followers
+        self._history = history
         self._session_by_number = session_by_number
         self._watchers: dict[tuple[int, int], set[int]] = {}
         self._unanswered: set[tuple[int, int]] = (
@@ -61,6 +64,7 @@ class Requests:
         engine = self._membership.led_by(session)
         if engine is None:
             session.send(LookupReply(lookup=message.lookup))
+            self._history.unavailable(session.number, message)
             return
         space, name = engine.space, (session.number, message.lookup)
         self._unanswered.add(name)
@@ -75,7 +79,9 @@ class Requests:
             lease = None
         self._followers.asked(space, message.keys)
         found = bytes(lease.sources) if lease is not None else b""
-        self._traffic.looked_up(engine.name, len(keys) - message.skip, space.counted_sources(found))
+        counted = space.counted_sources(found)
+        self._traffic.looked_up(engine.name, len(keys) - message.skip, counted)
+        self._history.looked_up(session.number, message, keys, space, counted, no_room + refused)
         if lease is None:
             session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused))
             return
@@ -109,6 +115,7 @@ class Requests:
             self._traffic.failed_load(message.failed - on_disk, on_disk)
         self._traffic.matched(engine.space.layout, max(0, message.loaded) + max(0, message.failed))
         self._traffic.unloaded(message.unloaded)
+        self._history.released(session.number, message)
 
     def reserve(self, session: Session, message: Reserve) -> Iterator[None]:
         """Slots for blocks that are not held yet; so many at once that other sessions need not wait for long."""

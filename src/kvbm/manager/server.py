@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
-from kvbm.admin_protocol import Snapshot
+from kvbm.admin_protocol import Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
+from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.requests import Requests
@@ -65,6 +66,7 @@ TURN_S = 0.001
 ANSWERS_FIRST = 8
 """While clients ask without a pause, the policies are told in one of so many turns."""
 SESSIONS_MAX = 1024
+WHY_MAX = 256
 
 
 class Server:
@@ -96,7 +98,10 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self.sessions: dict[int, Session] = {}
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
-        self._requests = requests = Requests(self.membership, traffic, self._followers, self.sessions.get)
+        self._history = History(clock, self.spaces.namespace_of)
+        self._requests = requests = Requests(
+            self.membership, traffic, self._followers, self._history, self.sessions.get
+        )
         administration = Administration(
             self.spaces,
             self.membership,
@@ -130,6 +135,7 @@ class Server:
             Follow: self._follow,
             StatusQuery: self._status,
             Snapshot: self._snapshots.answer,
+            WhyQuery: self._why,
             **administration.handlers,
         }
 
@@ -361,6 +367,9 @@ class Server:
             for namespace, space in self.spaces
         )
         session.send(Status(epoch=self.epoch, spaces=described))
+
+    def _why(self, session: Session, message: WhyQuery) -> None:
+        session.send(self._history.reply(message.request, min(message.limit, WHY_MAX)))
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)

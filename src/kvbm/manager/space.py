@@ -14,6 +14,7 @@ import msgspec
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
+from kvbm.manager.departed import NO_SLOT, RESET, Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import HoldTable, Lease, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups, advance
@@ -77,6 +78,7 @@ class Space:
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self._names = EngineNames(arena.slot_count)
+        self.departed = Departed(clock, options.staging)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
         policy = make_policy(eviction, arena.slot_count)
@@ -103,6 +105,7 @@ class Space:
                 metrics=metrics,
                 clock=clock,
                 on_progress=on_progress,
+                departed=self.departed,
             )
         self.heat = PrefixHeat()
         self._lookups = Lookups(
@@ -204,6 +207,7 @@ class Space:
         refused = len(keys) - len(answer)
         if refused:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
+            self.departed.note(Tier.HOST, keys[len(answer) :], NO_SLOT)
             answer += [REFUSED] * refused
         if mine.slots and known is None:
             self.reservations.add(mine)
@@ -308,7 +312,8 @@ class Space:
         dropped = in_use = 0
         for pool in self.pools:
             if tier in ("", pool.tier.name.lower()):
-                gone, kept = pool.clear()
+                with self.departed.because(RESET):
+                    gone, kept = pool.clear()
                 dropped, in_use = dropped + gone, in_use + kept
         if self.disk is not None:
             self.disk.void_emptied()
@@ -364,6 +369,7 @@ class Space:
     def _host_emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         self.arena.invalidate_all(slots)
         self._names.forget_all(slots)
+        self.departed.emptied(Tier.HOST, keys, was_resident)
 
 
 def _end_of(held: bytes, start: int) -> int:

@@ -108,8 +108,9 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """The address to scrape."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        """The address to scrape, as a program on this machine would."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/metrics"
 
     def start(self) -> None:

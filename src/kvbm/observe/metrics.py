@@ -95,11 +95,7 @@ TABLE: tuple[Metric, ...] = (
     _compatible(
         "kvbm_onboard_blocks_o2d", _COUNTER, "The number of onboard blocks from object storage to device"
     ),
-    _compatible(
-        "kvbm_matched_tokens",
-        _COUNTER,
-        "The number of matched tokens: those of blocks whose load was begun, whether or not they reached the device",
-    ),
+    _compatible("kvbm_matched_tokens", _COUNTER, "The number of matched tokens"),
     _compatible("kvbm_host_cache_hit_rate", _GAUGE, "Host cache hit rate (0.0-1.0) from the sliding window"),
     _compatible("kvbm_disk_cache_hit_rate", _GAUGE, "Disk cache hit rate (0.0-1.0) from the sliding window"),
     _compatible(

@@ -15,9 +15,9 @@ _HEAD = f"""\
 
 <!-- Generated from the metrics table by `python -m kvbm.observe.reference`; do not edit by hand. -->
 
-`{variable("metrics")}=true` serves these at `http://127.0.0.1:6880/metrics` (`{variable("metrics_host")}`,
-`{variable("metrics_port")}`). Sizes are bytes, times are seconds. Counters rise when the work has succeeded, not
-when it begins.
+`{variable("metrics")}=true` serves these on port 6880 of all addresses of the machine, at `/metrics`; any other path
+is answered with 404. `{variable("metrics_host")}` and `{variable("metrics_port")}` set another address and port.
+Sizes are bytes, times are seconds. Counters rise when the work has succeeded, not when it begins.
 """
 
 _COMPATIBLE = """
@@ -25,7 +25,8 @@ _COMPATIBLE = """
 
 The 13 series of NVIDIA Dynamo's KVBM, with its names and without labels, so that existing dashboards continue to
 work. In these names `h2d` means host to disk under *offload* and host to device under *onboard*; the new
-series name both tiers in labels.
+series name both tiers in labels. `kvbm_matched_tokens` counts the tokens of blocks whose load was begun, whether or
+not they reached the device.
 
 | Name | Type | Meaning |
 | --- | --- | --- |

@@ -2,6 +2,7 @@
 
 from kvbm.settings.advice import (
     admission_name,
+    admission_notices,
     available_memory_bytes,
     container_limit_bytes,
     disk_slots,
@@ -14,7 +15,7 @@ from kvbm.settings.advice import (
     size_notices,
     staging_slots,
 )
-from kvbm.settings.load import LoadedSettings, load_settings, process_environment
+from kvbm.settings.load import LoadedSettings, file_faults, load_settings, process_environment
 from kvbm.settings.parse import GB, parse_count, parse_size, parse_socket_path
 from kvbm.settings.schema import FIELDS, SCHEMA, Settings, variable
 from kvbm.settings.setting import Kind, Setting
@@ -28,9 +29,11 @@ __all__ = [
     "Setting",
     "Settings",
     "admission_name",
+    "admission_notices",
     "available_memory_bytes",
     "container_limit_bytes",
     "disk_slots",
+    "file_faults",
     "host_memory_field",
     "host_slots",
     "load_settings",

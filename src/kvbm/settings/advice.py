@@ -5,7 +5,7 @@ All functions are pure, except the two that read how much memory there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvbm.present.numbers import format_bytes
@@ -20,8 +20,14 @@ DEFAULT_HOST_BYTES_MAX = 4 * GB
 DEFAULT_HOST_MEMORY_SHARE = 4
 """The default host tier takes at most one part in this many of the available memory."""
 
+UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes a number near 2^63 where there is no limit."""
+
 DISK_STORES_MAX = 48
 """The most blocks in flight to the disk tier at one time, so that its queue always has room for loads."""
+
+FILTERED_DISK_FACTOR = 8
+"""A disk tier this many times as large as the host tier is there for blocks that come back late."""
 
 _TRANSFER_FIELDS = ("max_concurrent_transfers", "max_transfer_batch_size")
 
@@ -63,6 +69,39 @@ def admission_name(settings: Settings) -> str:
     return settings.disk_admission or ("filter" if settings.disk_offload_filter else "all")
 
 
+def admission_notices(settings: Settings, block_bytes: int) -> list[tuple[str, str]]:
+    """(what is odd, what to do) where the frequency filter leaves a disk tier of this size nearly empty.
+
+    The filter admits a block at its second offer within some ten minutes. Most such blocks are in host memory still.
+    Of a disk tier whose size is set below that of the host tier, `notices` speaks.
+    """
+    filtered_disk = settings.host_on and settings.disk_on and admission_name(settings) == "filter"
+    if not filtered_disk or _disk_is_smaller(settings):
+        return []
+    host = settings.host_blocks * block_bytes if settings.host_blocks else settings.host_bytes or 0
+    disk = settings.disk_blocks * block_bytes if settings.disk_blocks else settings.disk_bytes or 0
+    sizes = f"a disk tier of {format_bytes(disk)} beside {format_bytes(host)} of host memory"
+    filtered = (
+        "with the policy `filter`, disk takes only blocks that are offered twice within some ten minutes"
+    )
+    field = variable("disk_admission")
+    if disk <= host:
+        return [
+            (
+                f"{filtered}, and host memory mostly holds these: {sizes} adds little",
+                f"set {field}=all, or make the disk tier larger than the host tier",
+            )
+        ]
+    if disk >= FILTERED_DISK_FACTOR * host:
+        return [
+            (
+                f"{filtered}: much of {sizes} will stay empty, as blocks that come back later are not written",
+                f"set {field}=ghost, which remembers for as long as the tier is large, or {field}=all",
+            )
+        ]
+    return []
+
+
 def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: int) -> int:
     assert block_bytes > 0
     if blocks:
@@ -79,11 +118,6 @@ def _slots(field: str, size_bytes: int | None, blocks: int | None, block_bytes: 
 def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     """One line for each choice that works but may not be what the user had in mind."""
     lines: list[str] = []
-    if settings.metrics and settings.metrics_host == "127.0.0.1":
-        lines.append(
-            "metrics are served on 127.0.0.1 only;"
-            " set DYN_KVBM_METRICS_HOST=0.0.0.0 to scrape them from elsewhere"
-        )
     if settings.peer_uids and not settings.manager:
         lines.append(
             f"{variable('peer_uids')} has no effect without a named socket ({variable('manager')}):"
@@ -91,8 +125,7 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         )
     if not settings.metrics:
         lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, _needing("metrics"))
-    counted = settings.host_blocks or settings.disk_blocks
-    if not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0):
+    if _disk_is_smaller(settings):
         lines.append(
             f"the disk tier ({format_bytes(settings.disk_bytes or 0)}) is smaller than the host tier"
             f" ({format_bytes(settings.host_bytes or 0)}) and will hold little that the host does not"
@@ -109,6 +142,12 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     if any(_asked(settings, origins, field) for field in _TRANSFER_FIELDS):
         lines.append(_transfer_line(settings))
     return lines
+
+
+def _disk_is_smaller(settings: Settings) -> bool:
+    """Whether both tiers are set by size, and the disk tier is the smaller one."""
+    counted = settings.host_blocks or settings.disk_blocks
+    return not counted and 0 < (settings.disk_bytes or 0) < (settings.host_bytes or 0)
 
 
 def _staging_notices(settings: Settings) -> list[str]:
@@ -248,7 +287,7 @@ def _read_by(reader: str) -> list[str]:
 
 def available_memory_bytes(
     meminfo: Path = Path("/proc/meminfo"),
-    cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max"),
+    cgroup_limit: Path | None = None,
 ) -> int | None:
     """The memory that can be used: the kernel's MemAvailable, or the container's limit if that is less.
 
@@ -266,9 +305,40 @@ def available_memory_bytes(
     return min(found, default=None)
 
 
-def container_limit_bytes(cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """The most memory that this container may use; None without a limit."""
+def container_limit_bytes(
+    cgroup_limit: Path | None = None,
+    root: Path = Path("/sys/fs/cgroup"),
+    ours: Path = Path("/proc/self/cgroup"),
+) -> int | None:
+    """The most memory that this container, or this service, may use; None without a limit.
+
+    The smallest limit of our control group and of those above it; `cgroup_limit` names one file to read instead.
+    """
+    files = list(_limit_files(root, ours)) if cgroup_limit is None else [cgroup_limit]
+    limits = [limit for limit in map(_read_limit, files) if limit is not None]
+    return min(limits, default=None)
+
+
+def _limit_files(root: Path, ours: Path) -> Iterator[Path]:
+    """The limits of our group and of those above it. Inside a container its own group is often at the root."""
     try:
-        return int(cgroup_limit.read_text())
+        groups = [line.split(":", 2) for line in ours.read_text().splitlines()]
+    except OSError:
+        groups = []
+    for top, name, controller in (
+        (root, "memory.max", ""),
+        (root / "memory", "memory.limit_in_bytes", "memory"),  # cgroup v1
+    ):
+        yield top / name
+        for group in groups:
+            if len(group) == 3 and controller in group[1].split(","):
+                path = Path(group[2].lstrip("/"))
+                yield from (top / part / name for part in (path, *path.parents))
+
+
+def _read_limit(file: Path) -> int | None:
+    try:
+        limit = int(file.read_text())
     except (OSError, ValueError):
-        return None  # no cgroup v2, or "max"
+        return None  # another version of cgroups, or "max"
+    return limit if limit < UNLIMITED_BYTES else None

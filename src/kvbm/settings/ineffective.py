@@ -29,12 +29,17 @@ INEFFECTIVE: tuple[Ineffective, ...] = (
     ),
     Ineffective("DYN_KVBM_NCCL_MLA_MODE", "KV that all ranks hold alike is kept once", switch=True),
     Ineffective("DYN_KVBM_NCCL_MAX_CTAS", "no NCCL broadcast is used"),
-    Ineffective("DYN_KVBM_ENABLE_RECORD", "leader actions are not recorded", switch=True),
+    Ineffective(
+        "DYN_KVBM_ENABLE_RECORD", "`kvbm record FILE` records the requests to a running manager", switch=True
+    ),
     Ineffective("DYN_RUNTIME_ENABLED_KVBM", "no distributed runtime is needed", switch=True),
     Ineffective("DYN_FATBIN_PATH", "the copy kernel is compiled where it runs"),
     Ineffective("DYN_KVBM_TRANSFER_BATCH_SIZE", "set DYN_KVBM_MAX_TRANSFER_BATCH_SIZE instead"),
-    Ineffective("DYN_KVBM_NIXL_BACKEND_*", "NIXL backends are not chosen here"),
-    Ineffective("DYN_KVBM_OBJECT_*", "object storage is not set up by these variables"),
+    Ineffective(
+        "DYN_KVBM_NIXL_BACKEND_*",
+        "a manager needs no NIXL; kvbm.BlockManager finds its own",
+    ),
+    Ineffective("DYN_KVBM_OBJECT_*", "this build has no object storage tier"),
 )
 """Variables of the original that are accepted without effect, with a warning."""
 

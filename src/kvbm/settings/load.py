@@ -1,10 +1,12 @@
-"""Loads the settings from their four sources: command line, environment, file and default, in order of precedence."""
+"""Loads the settings from their sources, in order of precedence.
+
+Command line, `kv_connector_extra_config`, environment, file, default.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,24 +15,23 @@ import msgspec
 
 from kvbm.errors import SettingsError
 from kvbm.present.numbers import format_bytes
-from kvbm.settings import parse
+from kvbm.settings import parse, settings_file
 from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, notices
 from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective
 from kvbm.settings.places import runtime_dir_under
 from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA, Settings
 from kvbm.settings.setting import Kind, Setting
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+COMMAND_LINE_ORIGIN = "command line"
+EXTRA_CONFIG_ORIGIN = "kv_connector_extra_config"
 
 
 class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings and where each came from.
 
-    `origins` maps every field to `command line`, `environment NAME`, `file PATH` or `default`. `warnings` are
-    lines about wishes that are not fulfilled; `notices` are lines about choices that may surprise.
+    `origins` maps every field to `command line`, `kv_connector_extra_config`, `environment NAME`, `file PATH` or
+    `default`. `warnings` are lines about wishes that are not fulfilled; `notices` are lines about choices that may
+    surprise.
     """
 
     settings: Settings
@@ -58,27 +59,33 @@ def load_settings(
     overrides: Mapping[str, object] | None = None,
     file: Path | None = None,
     *,
-    overrides_origin: str = "command line",
+    extra_config: object = None,
+    directory: Path = Path(),
     memory_bytes: int | None = None,
 ) -> LoadedSettings:
     """Read and check every setting; the first that cannot be used is a `SettingsError` of one line.
 
-    `overrides` maps field names to values (text as on the command line, or numbers and booleans; None counts
-    as not given); `overrides_origin` says what they are called in `origins`. `file` is a TOML file of field
-    names; without it, `DYN_KVBM_CONFIG` may name one. `memory_bytes` is the memory that is available: the default
-    size of the host tier depends on it.
+    `overrides` (the command line) and `extra_config` (`kvbm` in an engine's `kv_connector_extra_config`) map field
+    names to values: text as on the command line, or numbers and booleans; None counts as not given. `file` is a TOML
+    file of field names; without it, `DYN_KVBM_CONFIG` may name one, or there is a `kvbm.toml` of ours in `directory`.
+    `memory_bytes` is the memory that is available: the default size of the host tier depends on it.
     """
     warnings: list[str] = []
+    faults: list[SettingsError] = []
     found: dict[str, _Found] = {}
+    path = file or _file_named_by(environ) or settings_file.found_in(directory, warnings)
     for rank, source in enumerate(
         (
-            _from_file(file or _file_named_by(environ), warnings),
-            _from_environment(environ, warnings),
-            _from_overrides(overrides or {}, overrides_origin),
+            _from_file(path, warnings, faults),
+            _from_environment(environ, warnings, faults),
+            _from_mapping(_mapping(extra_config), EXTRA_CONFIG_ORIGIN, faults),
+            _from_mapping(overrides or {}, COMMAND_LINE_ORIGIN, faults),
         ),
         start=1,
     ):
         found.update({name: msgspec.structs.replace(item, rank=rank) for name, item in source.items()})
+    if faults:
+        raise faults[0]
     _drop_outranked_counts(found, warnings)
     _drop_outranked_admission(found, warnings)
     settings = _assemble(found, environ)
@@ -90,7 +97,23 @@ def load_settings(
     )
 
 
-def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> dict[str, _Found]:
+def file_faults(path: Path) -> list[str]:
+    """What is wrong with a settings file, one line for each fault; a name that no setting has is one too."""
+    faults: list[SettingsError] = []
+    unknown: list[str] = []
+    found = _from_file(path, unknown, faults)
+    lines = [*map(str, faults), *unknown]
+    if not lines:
+        try:
+            _with_some_tier(_assemble(found, {}), found, None)
+        except SettingsError as error:
+            lines.append(str(error))
+    return lines
+
+
+def _from_environment(
+    environ: Mapping[str, str], warnings: list[str], faults: list[SettingsError]
+) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
     for setting in SCHEMA:
         text = environ.get(setting.variable, "")
@@ -100,30 +123,54 @@ def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> dict[s
         try:
             value = _parse(setting, setting.variable, text, in_gb=setting.variable.endswith("_GB"))
         except SettingsError as error:
-            if setting.kind is not Kind.LOG:
-                raise
-            # All of Dynamo reads DYN_LOG; a filter in a form that we do not know must not stop an engine.
-            warnings.append(str(error))
+            if setting.kind is Kind.LOG:
+                # All of Dynamo reads DYN_LOG; a filter in a form that we do not know must not stop an engine.
+                warnings.append(str(error))
+            else:
+                faults.append(error)
             continue
         if setting.inverted:
             value = not value
         found[setting.field] = _Found(value, f"environment {setting.variable}", setting.variable, 0)
-    warnings.extend(_remarks_on_names(environ))
+    _remark_on_names(environ, warnings, faults)
     return found
 
 
-def _from_overrides(overrides: Mapping[str, object], origin: str) -> dict[str, _Found]:
+def _from_mapping(
+    values: Mapping[str, object], origin: str, faults: list[SettingsError]
+) -> dict[str, _Found]:
+    """The command line or an engine's configuration."""
     found: dict[str, _Found] = {}
-    for field, value in overrides.items():
+    for field, value in values.items():
         if field not in FIELDS:
             # The names come from an engine's configuration file: a wrong one is its user's mistake, not a programmer's.
-            raise parse.reject(str(field), value, f"no setting has this name{_nearest(str(field), FIELDS)}")
-        if value is None:
-            continue
-        setting = FIELDS[field]
-        label = (setting.flag if origin == "command line" else "") or field
-        found[field] = _Found(_parse_value(setting, label, value), origin, label, 0)
+            faults.append(
+                parse.reject(str(field), value, f"no setting has this name{_nearest(str(field), FIELDS)}")
+            )
+        elif value is not None:
+            label = (FIELDS[field].flag if origin == COMMAND_LINE_ORIGIN else "") or field
+            _take(found, field, label, value, origin, faults)
     return found
+
+
+def _mapping(extra_config: object) -> Mapping[str, object]:
+    """What an engine's user wrote there may be of any type."""
+    if extra_config is None:
+        return {}
+    if isinstance(extra_config, Mapping):
+        return extra_config
+    accepted = 'names of settings with their values, such as {"host_bytes": "4GB"}'
+    raise parse.reject(f"{EXTRA_CONFIG_ORIGIN}.kvbm", extra_config, accepted)
+
+
+def _take(
+    found: dict[str, _Found], field: str, label: str, value: object, origin: str, faults: list[SettingsError]
+) -> None:
+    """Put one value among those found, or its error among the faults."""
+    try:
+        found[field] = _Found(_parse_value(FIELDS[field], label, value), origin, label, 0)
+    except SettingsError as error:
+        faults.append(error)
 
 
 def _file_named_by(environ: Mapping[str, str]) -> Path | None:
@@ -131,30 +178,24 @@ def _file_named_by(environ: Mapping[str, str]) -> Path | None:
     return Path(path) if path else None
 
 
-def _from_file(path: Path | None, warnings: list[str]) -> dict[str, _Found]:
-    if path is None:
-        return {}
-    try:
-        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError("settings file", str(path), f"a readable file ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError("settings file", str(path), f"TOML in UTF-8 ({one_line(error)})") from None
+def _from_file(path: Path | None, warnings: list[str], faults: list[SettingsError]) -> dict[str, _Found]:
+    """The values of a settings file. A name that no setting has is a warning: an older release may not know it."""
     found: dict[str, _Found] = {}
+    if path is None:
+        return found
+    try:
+        table = settings_file.read_table(path)
+    except SettingsError as error:
+        faults.append(error)
+        return found
     for field, value in table.items():
-        if field not in FIELDS:
+        if field in FIELDS:
+            _take(found, field, f"{path}: {field}", value, f"file {path}", faults)
+        else:
             warnings.append(
                 f"{path}: {field} is not a setting of kvbm and is ignored{_nearest(field, FIELDS)}"
             )
-            continue
-        label = f"{path}: {field}"
-        found[field] = _Found(_parse_value(FIELDS[field], label, value), f"file {path}", label, 0)
     return found
-
-
-def one_line(error: Exception) -> str:
-    """The text of an error without line breaks."""
-    return " ".join(str(error).split())
 
 
 def _parse_value(setting: Setting, label: str, value: object) -> object:
@@ -242,20 +283,23 @@ def _with_some_tier(
     return msgspec.structs.replace(settings, host_bytes=size_bytes), [notice]
 
 
-def _remarks_on_names(environ: Mapping[str, str]) -> list[str]:
+def _remark_on_names(environ: Mapping[str, str], warnings: list[str], faults: list[SettingsError]) -> None:
     """Warnings about variables without effect, and about unknown names."""
     known = {setting.variable for setting in SCHEMA} | {FILE_VARIABLE, *OTHER_VARIABLES}
-    lines: list[str] = []
     for name in sorted(environ):
         if name in known or not environ[name].strip():
             continue
         row = _ineffective(name)
         if row is not None:
-            if not row.switch or parse.parse_bool(name, environ[name]):
-                lines.append(f"{name} has no effect: {row.reason}")
+            try:
+                asked = not row.switch or parse.parse_bool(name, environ[name])
+            except SettingsError as error:
+                faults.append(error)
+                continue
+            if asked:
+                warnings.append(f"{name} has no effect: {row.reason}")
         elif name.startswith(PREFIX):
-            lines.append(f"{name} is not a setting of kvbm and is ignored{_nearest(name, known)}")
-    return lines
+            warnings.append(f"{name} is not a setting of kvbm and is ignored{_nearest(name, known)}")
 
 
 def _remarks_on_values(found: Mapping[str, _Found]) -> list[str]:

@@ -19,8 +19,8 @@ _HEAD = f"""\
 <!-- Generated from the schema by `python -m kvbm.settings.reference`; do not edit by hand. -->
 
 Each setting has a variable and a key of the settings file; those that `kvbm manager` acts on have a flag too.
-The command line wins over the environment, the environment over the file, the file over the default.
-`kvbm config show` prints every value with its origin.
+The command line wins over an engine's configuration, that over the environment, the environment over the file, and the
+file over the default. `kvbm config show` prints every value with its origin.
 
 - **Sizes**: the `…_GB` variables are a number of GB (1 GB is 1,000,000,000 bytes), such as `4` or `0.5`. All
   others, flags and the file take a unit: `4GB`, `512MB`, `1.5GiB`, or plain bytes, `4096`. 0 switches a tier off.
@@ -30,13 +30,23 @@ The command line wins over the environment, the environment over the file, the f
 - With no tier set at all, the host tier takes 4 GB, or a quarter of the available memory if that is less.
 - A number of blocks wins over a size, unless the size comes from a source of higher precedence.
 
-The settings file is TOML, named by `DYN_KVBM_CONFIG` or `--config`:
+The settings file is TOML, named by `DYN_KVBM_CONFIG` or `--config`. When none is named, a `kvbm.toml` in the working
+directory is read, if it is your own or root's and nobody else can write to it. `kvbm config check FILE` names every
+fault of a file:
 
 ```toml
 host_bytes = "4GB"
 disk_bytes = "100GB"
 disk_dir = "/mnt/nvme/kvbm"
 metrics = true
+```
+
+An engine's configuration has the same keys, under `kvbm` in `kv_connector_extra_config`:
+
+```
+--kv-transfer-config '{{"kv_connector": "DynamoConnector", "kv_role": "kv_both",
+  "kv_connector_module_path": "kvbm.vllm_integration.connector",
+  "kv_connector_extra_config": {{"kvbm": {{"host_bytes": "20GB"}}}}}}'
 ```
 
 """

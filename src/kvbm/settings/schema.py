@@ -218,8 +218,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_host: Annotated[
         str,
         Setting("DYN_KVBM_METRICS_HOST", "--metrics-host", metavar="ADDRESS", ours=True, needs="metrics"),
-        "address that /metrics listens on; 0.0.0.0 lets other machines scrape it",
-    ] = "127.0.0.1"
+        "address that /metrics listens on, by default all of this machine's; 127.0.0.1 keeps other machines out",
+    ] = "0.0.0.0"
     metrics_port: Annotated[
         int,
         Setting(

@@ -20,6 +20,7 @@ from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables, table_of
+from kvbm.vllm_integration.request_facts import told_of
 from kvbm.vllm_integration.support import layerwise_is_free, layerwise_refusal
 
 try:
@@ -104,7 +105,8 @@ class SchedulerSide:
             keep = partial(self._adapters.unchanged, lora.lora_path)
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
         on_device = self._blocks.on_device(request.block_hashes)
-        self.leader.request_added(request.request_id, hashes, extras, on_device, keep)
+        told = told_of(request, self.block_tokens)
+        self.leader.request_added(request.request_id, hashes, extras, on_device, keep, told)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones can be loaded (None: ask again), and whether the request waits."""

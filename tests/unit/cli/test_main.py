@@ -9,12 +9,13 @@ import subprocess
 import sys
 import types
 
+import msgspec
 import pytest
 import typer
 
 from kvbm.cli import main as entry
 from kvbm.errors import KvbmError
-from kvbm.settings import FIELDS, SCHEMA
+from kvbm.settings import FIELDS, SCHEMA, Settings
 from rigs.checkout import ROOT
 
 
@@ -179,6 +180,88 @@ def test_config_show_with_a_bad_value(kvbm, monkeypatch):
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert err.startswith("kvbm: DYN_KVBM_METRICS='maybe' cannot be used")
+
+
+def test_config_show_with_the_configuration_of_an_engine(kvbm, monkeypatch):
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "1.5")
+    code, out, _ = kvbm("config", "show", "--extra-config", '{"host_bytes": "20GB"}')
+    assert code == 0
+    assert out.splitlines()[0].split("  ")[0] == "host_bytes"
+    assert out.splitlines()[0].endswith("kv_connector_extra_config")
+    for text in ("{", "3", '{"host_byte": 1}'):
+        code, out, err = kvbm("config", "show", "--extra-config", text)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def one_of(setting):
+    """A value of this setting that is not its default, as text."""
+    by_kind = {
+        "size": "7GB",
+        "path": "/p",
+        "socket path": "/s",
+        "user ids": "7",
+        "log filter": "debug",
+        "text": "gdsf",
+    }
+    if setting.choices:
+        return next(
+            choice for choice in setting.choices if choice not in (getattr(Settings(), setting.field), "info")
+        )
+    if setting.kind.value == "switch":
+        return "false" if getattr(Settings(), setting.field) else "true"
+    return by_kind.get(setting.kind.value, "37")
+
+
+@pytest.mark.parametrize("source", ["environment", "file", "engine"])
+def test_config_show_shows_every_setting_from_every_source(kvbm, monkeypatch, tmp_path, source):
+    values = {setting.field: one_of(setting) for setting in SCHEMA}
+    words, origins = [], {}
+    if source == "environment":
+        for setting in SCHEMA:
+            opposite = {"true": "false", "false": "true"}
+            value = values[setting.field]
+            value = opposite[value] if setting.inverted else value
+            monkeypatch.setenv(
+                setting.variable, value.removesuffix("GB") if setting.variable.endswith("_GB") else value
+            )
+            origins[setting.field] = f"environment {setting.variable}"
+    elif source == "file":
+        (tmp_path / "kvbm.toml").write_text(
+            "".join(f"{field} = {value!r}\n" for field, value in values.items())
+        )
+        monkeypatch.chdir(tmp_path)
+        origins = dict.fromkeys(FIELDS, f"file {tmp_path / 'kvbm.toml'}")
+    else:
+        words = ["--extra-config", json.dumps(values)]
+        origins = dict.fromkeys(FIELDS, "kv_connector_extra_config")
+    code, out, _ = kvbm("config", "show", "--json", *words)
+    shown = json.loads(out)["settings"]
+    assert code == 0
+    differs = {field for field in FIELDS if shown[field]["origin"] != origins[field]}
+    assert differs == set()
+    default = msgspec.to_builtins(Settings())
+    assert {field for field in FIELDS if shown[field]["value"] == default[field]} == set()
+
+
+def test_config_check(kvbm, monkeypatch, tmp_path):
+    monkeypatch.setenv("DYN_KVBM_METRICS", "maybe")  # the file alone is looked at
+    file = tmp_path / "kvbm.toml"
+    file.write_text('host_bytes = "4GB"\ndisk_dir = "/x"\n')
+    code, out, err = kvbm("config", "check", str(file))
+    assert (code, out) == (0, f"{file} can be used\n")
+    assert err == "note: no effect without a disk tier (DYN_KVBM_DISK_CACHE_GB): DYN_KVBM_DISK_CACHE_DIR\n"
+    file.write_text('host_bytes = "4G"\nmetrics_port = 0\nmetric = true\n')
+    code, out, err = kvbm("config", "check", str(file))
+    assert (code, out) == (2, "")
+    assert [line.split()[2].split("=")[0] for line in err.splitlines()] == [
+        "host_bytes",
+        "metrics_port",
+        "metric",
+    ]
+    code, out, err = kvbm("config", "check", str(file), "--json")
+    assert (code, err, len(json.loads(out)["faults"])) == (2, "", 3)
+    code, out, err = kvbm("config", "check", str(tmp_path / "none.toml"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 def test_the_installed_command_is_this_one():

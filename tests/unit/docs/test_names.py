@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source d
 
 OTHERS_FLAGS = {"--no-async-scheduling", "--basetemp", "--help", "--version"}
 """Flags of vLLM and pytest, and those that every command has."""
-OTHERS_FILES = ("vllm/", "dynamo/", "/")
-"""Beginnings of paths that are not in this checkout."""
+OTHERS_FILES = ("vllm/", "dynamo/", "/", "kvbm.toml")
+"""Beginnings of paths that are not in this checkout: others', and those of users."""
 CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "scripts")
 HELP_FLAGS = {"-h", "--help"}
 
@@ -325,7 +325,7 @@ def missing(finder: Finder, path: Path, text: str) -> list[str]:
         (unknown_names, "`kvbm.Blocks`", "kvbm.Blocks"),
         (unknown_names, "`BlockManager.upload`", "BlockManager.upload"),
         (unknown_names, "`settings/schema.Row`", "settings/schema.Row"),
-        (unknown_commands, "`kvbm status`", "kvbm status"),
+        (unknown_commands, "`kvbm stats`", "kvbm stats"),
         (unknown_commands, "`kvbm disk ls|wipe DIR`", "kvbm disk wipe"),
         (
             unknown_commands,

@@ -97,6 +97,18 @@ def test_a_host_tier_that_holds_the_largest_request_draws_no_warning(
     assert warnings_in(caplog) == []
 
 
+@pytest.mark.parametrize(("disk_blocks", "lines"), [(127, 0), (128, 1)])
+def test_a_filter_that_leaves_a_large_disk_empty_is_told_at_the_start(
+    make_manager: MakeBench, caplog: pytest.LogCaptureFixture, tmp_path: Path, disk_blocks: int, lines: int
+) -> None:
+    manager = make_manager(host_blocks=16, disk_blocks=disk_blocks, disk_dir=str(tmp_path / "disk"))
+    manager.engine()
+    manager.engine("another")
+    said = [r.getMessage() for r in caplog.records if "with the policy `filter`" in r.getMessage()]
+    assert len(said) == lines
+    assert all("DYN_KVBM_DISK_ADMISSION=ghost" in line for line in said)
+
+
 def test_a_host_tier_of_which_a_namespace_would_get_nothing_is_refused(make_manager: MakeBench) -> None:
     client = make_manager(3, host_blocks=2).client()
     client.send(client.bench.worker_hello())

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import socket
 import threading
+import urllib.request
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvbm.errors import SettingsError
 from kvbm.observe.exporter import CONNECTIONS_MAX, MetricsServer, bind_nearby
 from kvbm.observe.exposition import render
 from kvbm.observe.metrics import Metrics
+from kvbm.settings import Settings
 
 
 @contextlib.contextmanager
@@ -101,6 +103,18 @@ def test_close_frees_the_port():
     with serving() as server:
         port = server.port
     MetricsServer(lambda: "", "127.0.0.1", port).close()
+
+
+def test_all_addresses_by_default_and_a_line_that_can_be_used():
+    """A Prometheus in a container must reach it; the address in the log is one that this machine can open."""
+    server = MetricsServer(lambda: "kvbm_engines 1\n", Settings().metrics_host, 0)
+    server.start()
+    try:
+        assert server.url == f"http://127.0.0.1:{server.port}/metrics"
+        with urllib.request.urlopen(server.url.replace("127.0.0.1", "127.0.0.2"), timeout=5.0) as reply:
+            assert reply.read() == b"kvbm_engines 1\n"
+    finally:
+        server.close()
 
 
 def test_ipv6():

@@ -18,7 +18,22 @@ from kvbm.observe.metrics import TABLE, MetricKind, Metrics
 from kvbm.observe.reference import page
 from rigs.checkout import ROOT
 
-# The names and types of the original, as a scrape of it gives them.
+# The names, types and help texts of the original, as a scrape of it gives them.
+ORIGINAL_HELP = {
+    "kvbm_offload_blocks_d2h": "The number of offload blocks from device to host",
+    "kvbm_offload_blocks_h2d": "The number of offload blocks from host to disk",
+    "kvbm_offload_blocks_d2d": "The number of offload blocks from device to disk (bypassing host memory)",
+    "kvbm_offload_blocks_d2o": "The number of offload blocks from device to object storage",
+    "kvbm_onboard_blocks_h2d": "The number of onboard blocks from host to device",
+    "kvbm_onboard_blocks_d2d": "The number of onboard blocks from disk to device",
+    "kvbm_onboard_blocks_o2d": "The number of onboard blocks from object storage to device",
+    "kvbm_matched_tokens": "The number of matched tokens",
+    "kvbm_host_cache_hit_rate": "Host cache hit rate (0.0-1.0) from the sliding window",
+    "kvbm_disk_cache_hit_rate": "Disk cache hit rate (0.0-1.0) from the sliding window",
+    "kvbm_object_cache_hit_rate": "Object storage cache hit rate (0.0-1.0) from the sliding window",
+    "kvbm_object_read_failures": "The number of failed object storage read operations (blocks)",
+    "kvbm_object_write_failures": "The number of failed object storage write operations (blocks)",
+}
 ORIGINAL = {
     "kvbm_offload_blocks_d2h": "counter",
     "kvbm_offload_blocks_h2d": "counter",
@@ -64,7 +79,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
 def test_the_series_of_the_original_are_all_there_from_the_start():
     text = render(Metrics())
     for name, kind in ORIGINAL.items():
-        assert f"# TYPE {name} {kind}\n" in text
+        assert f"# HELP {name} {ORIGINAL_HELP[name]}\n# TYPE {name} {kind}\n" in text
         assert re.search(rf"^{name} 0$", text, re.MULTILINE), name
         assert f"{name}_total" not in text
     assert {metric.name for metric in TABLE if metric.compatible} == set(ORIGINAL)

@@ -10,6 +10,7 @@ from kvbm.errors import SettingsError
 from kvbm.settings import (
     Settings,
     available_memory_bytes,
+    container_limit_bytes,
     disk_slots,
     host_slots,
     load_settings,
@@ -88,8 +89,7 @@ def said(environment):
 
 def test_notices():
     assert advised(host_bytes=1) == []
-    assert "127.0.0.1 only" in advised(host_bytes=1, metrics=True)[0]
-    assert advised(host_bytes=1, metrics=True, metrics_host="0.0.0.0") == []
+    assert advised(host_bytes=1, metrics=True) == []
     (line,) = advised(host_bytes=4 * 10**9, disk_bytes=10**9)
     assert line.startswith("the disk tier (1 GB) is smaller than the host tier (4 GB)")
     assert advised(host_bytes=10**9, disk_bytes=10**9) == []
@@ -250,3 +250,35 @@ def test_what_is_each_engines_affair_is_named_in_one_line() -> None:
     ]
     plain = load_settings({"DYN_KVBM_CPU_CACHE_GB": "4"})
     assert manager_notices(plain.settings, plain.origins) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "9000"}, 9000),
+        ("0::/\n", {"memory.max": "max"}, None),
+        (
+            "0::/a.slice/b.service\n",
+            {"a.slice/memory.max": "700", "a.slice/b.service/memory.max": "800"},
+            700,
+        ),
+        (
+            "0::/a.slice/b.service\n",
+            {"a.slice/memory.max": "max", "a.slice/b.service/memory.max": "800"},
+            800,
+        ),
+        ("9:cpu,memory:/x\n", {"memory/x/memory.limit_in_bytes": "500"}, 500),
+        ("9:cpu:/x\n", {"memory/x/memory.limit_in_bytes": "500"}, None),
+        ("9:memory:/x\n", {"memory/x/memory.limit_in_bytes": "9223372036854771712"}, None),
+        (None, {"memory.max": "600"}, 600),
+        ("nonsense\n", {}, None),
+    ],
+)
+def test_the_limit_of_a_container_or_a_service(tmp_path, groups, files, limit):
+    root, ours = tmp_path / "cgroup", tmp_path / "ours"
+    if groups is not None:
+        ours.write_text(groups)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    assert container_limit_bytes(root=root, ours=ours) == limit

@@ -1,4 +1,4 @@
-"""Four sources, one precedence; every variable of the original; one line for what cannot be used."""
+"""Every variable of the original; one line for what cannot be used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvbm.errors import SettingsError
-from kvbm.settings import FIELDS, GB, SCHEMA, Kind, Settings, admission_name, load_settings
+from kvbm.settings import FIELDS, GB, SCHEMA, Settings, admission_name, load_settings
 from kvbm.settings.ineffective import INEFFECTIVE
 from kvbm.settings.places import default_runtime_dir, runtime_dir_under
 
@@ -65,7 +65,7 @@ def refusal(environ: dict[str, str], **options: object) -> str:
 def test_defaults_are_the_schema_of_the_original():
     settings = load_settings(HOST).settings
     assert settings == Settings(host_bytes=4 * GB, runtime_dir=settings.runtime_dir)
-    assert (settings.disk_dir, settings.metrics_host, settings.metrics_port) == ("/tmp/", "127.0.0.1", 6880)
+    assert (settings.disk_dir, settings.metrics_host, settings.metrics_port) == ("/tmp/", "0.0.0.0", 6880)
     assert (settings.max_concurrent_transfers, settings.max_transfer_batch_size) == (4, 16)
     assert (settings.init_timeout_s, settings.stats_window_requests, settings.stats_log_interval_s) == (
         1800,
@@ -114,47 +114,23 @@ def test_every_variable_of_the_original_is_accepted():
     assert all(" has no effect: " in line for line in loaded.warnings)
 
 
-@pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
-def test_each_field_has_four_sources(setting, tmp_path):
-    words = {
-        Kind.SIZE: ("3", "5GB", "7GB"),
-        Kind.SWITCH: ("true", "false", "true"),
-        Kind.TEXT: ("a", "b", "c"),
-        Kind.PATH: ("/a", "/b", "/c"),
-        Kind.SOCKET: ("/a", "/b", "/c"),
-        Kind.CHOICE: (*setting.choices[:2], setting.choices[-1]) if setting.choices else (),
-        Kind.LOG: ("error", "warn", "debug"),
-        Kind.USERS: ("1", "2,3", "4"),
-    }
-    in_environment, in_file, on_line = words.get(setting.kind, ("31", "32", "33"))
-    base = dict(HOST) if not setting.field.startswith("host") else {"DYN_KVBM_DISK_CACHE_GB": "1"}
-    file = tmp_path / "kvbm.toml"
-
-    loaded = load_settings(base)
-    expected = "default" if setting.variable not in base else f"environment {setting.variable}"
-    assert loaded.origins[setting.field] == expected
-
-    file.write_text(f'{setting.field} = "{in_file}"\n')
-    loaded = load_settings(base, file=file)
-    assert loaded.origins[setting.field] == f"file {file}"
-    from_file = getattr(loaded.settings, setting.field)
-
-    loaded = load_settings({**base, setting.variable: in_environment}, file=file)
-    assert loaded.origins[setting.field] == f"environment {setting.variable}"
-    from_environment = getattr(loaded.settings, setting.field)
-
-    loaded = load_settings({**base, setting.variable: in_environment}, {setting.field: on_line}, file=file)
-    assert loaded.origins[setting.field] == "command line"
-    from_line = getattr(loaded.settings, setting.field)
-
-    if setting.inverted:
-        assert (from_file, from_environment, from_line) == (False, False, True)
-    elif setting.kind is Kind.SWITCH:
-        assert (from_file, from_environment, from_line) == (False, True, True)
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_each_variable_of_the_original_works_or_one_line_says_why_not(name):
+    """Alone, so that none hides behind another: it is the origin of its setting, or there is a line that names it."""
+    base = {} if name.startswith("DYN_KVBM_CPU") else HOST
+    loaded = load_settings({**base, name: ORIGINAL[name]})
+    settings = [field for field, origin in loaded.origins.items() if origin == f"environment {name}"]
+    acting = [field for field in settings if not FIELDS[field].no_effect]
+    about = [line for line in loaded.warnings if line.startswith(f"{name} has no effect: ")]
+    assert loaded.warnings == about
+    if name == "DYN_SDK_DISABLE_ANSI_LOGGING":  # it asks for what we always do
+        assert about == settings == []
+    elif name == "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR":  # off, as it is here
+        assert (len(settings), about) == (1, [])
     else:
-        assert from_file != from_environment
-        assert from_environment != from_line
-    assert set(loaded.origins) == set(FIELDS)
+        assert len(acting) + len(about) == 1, (acting, about)
+    for field in acting:
+        assert getattr(loaded.settings, field) != getattr(load_settings(base).settings, field)
 
 
 def test_empty_is_unset():
@@ -206,7 +182,7 @@ def test_a_bad_variable_is_one_line(name, value, says):
 def test_a_bad_flag_is_named_as_the_user_wrote_it():
     assert refusal({}, overrides={"host_bytes": "4G"}).startswith("--host-memory='4G' cannot be used")
     assert refusal({}, overrides={"stats_window_requests": "x"}).startswith("stats_window_requests='x'")
-    said = refusal({}, overrides={"host_bytes": "4G"}, overrides_origin="kv_connector_extra_config")
+    said = refusal({}, extra_config={"host_bytes": "4G"})
     assert said.startswith("host_bytes='4G'")
 
 
@@ -224,12 +200,12 @@ def test_typed_overrides_follow_the_same_rules():
 
 
 def test_an_unknown_override_is_one_line_with_the_nearest_name():
-    said = refusal({}, overrides={"host_byte": "1GB"}, overrides_origin="kv_connector_extra_config")
+    said = refusal({}, extra_config={"host_byte": "1GB"})
     assert said == "host_byte='1GB' cannot be used: no setting has this name; did you mean host_bytes?"
 
 
-def test_overrides_can_have_another_origin():
-    loaded = load_settings({}, {"host_bytes": "1GB"}, overrides_origin="kv_connector_extra_config")
+def test_the_configuration_of_an_engine_is_an_origin_of_its_own():
+    loaded = load_settings({}, extra_config={"host_bytes": "1GB"})
     assert loaded.origins["host_bytes"] == "kv_connector_extra_config"
 
 

@@ -235,7 +235,6 @@ def _load(extra_config: Mapping[str, Any]) -> LoadedSettings:
     """The settings of an engine: its environment, and `kvbm` in the connector's extra configuration."""
     return load_settings(
         process_environment(),
-        extra_config.get("kvbm", {}),
-        overrides_origin="kv_connector_extra_config",
+        extra_config=extra_config.get("kvbm"),
         memory_bytes=available_memory_bytes(),
     )

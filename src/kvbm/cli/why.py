@@ -1,0 +1,240 @@
+"""`kvbm why`: why a request computed blocks that it could have loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvbm.admin_protocol import WhyQuery, WhyReply
+from kvbm.client.admin import Admin, choose_manager
+from kvbm.errors import SettingsError
+from kvbm.present.tables import console, json_text, plain_table
+from kvbm.settings import load_settings, process_environment, variable
+
+_LOST = {
+    "filter": "the filter refused it",
+    "budget": "the write budget was spent",
+    "queue_full": "the queue to disk was full",
+    "full": "the disk had no slot for it",
+    "tier_off": "the disk was off",
+    "io": "the write failed",
+    "too_late": "host memory evicted it before its turn",
+}
+
+_MEANINGS = {
+    "never_seen": "no block like it was ever stored",
+    "evicted": "it was here, and the policy evicted it",
+    "reset": "somebody reset the tier",
+    "refused_by_filter": "the filter kept it from disk, and host memory evicted it",
+    "not_written": "it did not reach the disk before host memory evicted it",
+    "not_stored": "it was computed, but never got into host memory",
+    "failed_checksum": "its bytes on disk were damaged; it was dropped",
+    "model_changed": "the same tokens came under another namespace",
+    "adapter_changed": "the same tokens came with another adapter",
+    "salt_changed": "the same tokens came with another cache_salt",
+    "weights_changed": "the weights changed, or the cache was reset",
+    "extras_changed": "the same tokens came with another adapter, salt or media",
+    "unavailable": "a rank of its engine was not attached yet",
+    "recompute_cheaper": "computing was measured to be faster than loading",
+    "promotion_too_late": "the answer or the bytes came too late",
+    "no_room": "host memory had no room to bring it up from disk",
+    "stale": "its lease or its session had ended",
+    "refused": "the disk did not give it, or gave it damaged",
+    "copy_failed": "a rank could not copy it to the device",
+    "unused": "the engine went on without it",
+}
+
+app = typer.Typer(rich_markup_mode=None)
+
+_EXAMPLES = """\b
+Examples:
+  kvbm why                              the latest requests, and a table of reasons
+  kvbm why cmpl-6f0c0e9d2b3a4c5d        the id of the API's response, or its first characters
+  kvbm why cmpl-6f0c0e9d2b3a4c5d --json
+"""
+
+
+@app.command(epilog=_EXAMPLES)
+def why(
+    request: Annotated[
+        str,
+        typer.Argument(metavar="[REQUEST_ID]", help="Id of the API's response; the latest when left out."),
+    ] = "",
+    manager: Annotated[
+        str,
+        typer.Option(help="Socket of the manager; the only one that runs when left out.", metavar="SOCKET"),
+    ] = "",
+    limit: Annotated[
+        int, typer.Option("-n", "--limit", min=1, max=256, help="Show so many of the latest requests.")
+    ] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how far a prompt matched in each tier, and why no further.
+
+    The manager remembers its latest requests only, and starts anew when it is restarted.
+    """
+    reply = ask(manager, WhyQuery(request=request, limit=limit))
+    if request and reply.matching != 1:
+        raise SettingsError("REQUEST_ID", request, _not_one(reply))
+    if as_json:
+        print(json_text(_document(reply)))
+    elif request:
+        print("\n".join(explain(reply.requests[0])))
+    else:
+        _print_overview(reply)
+
+
+def ask(manager: str, query: WhyQuery) -> WhyReply:
+    """The answer of the manager at this socket, or of the only one. Raises as `Admin` and `choose_manager`."""
+    settings = load_settings(process_environment(), {"manager": manager or None}).settings
+    with Admin(choose_manager(settings), settings) as admin:
+        return admin.ask(query, WhyReply)
+
+
+def _not_one(reply: WhyReply) -> str:
+    if reply.matching:
+        names = ", ".join(str(found["request"]) for found in reply.requests)
+        more = ", …" if reply.matching > len(reply.requests) else ""
+        return f"the id of one request, not of {reply.matching}: {names}{more}"
+    return (
+        f"the id of one of the last {reply.kept} requests since the manager started {_ago(reply.seconds)}; a request "
+        "shorter than a block, or whose blocks were all on the device, or that came while the manager was away, is "
+        "not known to it"
+    )
+
+
+def explain(found: dict[str, Any]) -> list[str]:
+    """What is known of one request, in lines for people."""
+    size = found["block_tokens"]
+    name = f"{found['model']}, namespace {found['namespace']}, " if found["model"] else ""
+    lines = [f"{found['request']} ({name}{_ago(found['seconds_ago'])})"]
+    cut = f", {found['no_room']} found without room for them" if found["no_room"] else ""
+    of = f" of {size} tokens" if size else ""
+    tiers = ", ".join(f"{tier} {found[tier]}" for tier in ("device", "host", "disk"))
+    lines.append(f"{found['blocks']} blocks{of}: {tiers}{cut}; {found['loaded']} loaded")
+    first = found["first_missing"]
+    if first is not None:
+        tokens = f" (tokens {first * size + 1}-{(first + 1) * size})" if size else ""
+        lines.append(f"block {first + 1}{tokens}: {_first_missing(found)}")
+        lines += [f"  {line}" for line in found["differs"]]
+    for what, counts in (
+        ("computed, in no tier", found["missing"]),
+        ("found, and computed", found["unloaded"]),
+    ):
+        lines += [f"{blocks} blocks {what}: {_named(reason)}" for reason, blocks in counts.items()]
+    if not found["missing"] and not found["unloaded"]:
+        lines.append("nothing was missing")
+    lines += [f"to change that: {advice}" for advice in _advice(found)]
+    return lines
+
+
+def main_reason(found: dict[str, Any]) -> str:
+    """The reason that cost the most blocks; empty where all that was asked for was loaded."""
+    counts: dict[str, int] = {**found["missing"], **found["unloaded"]}
+    return max(counts, key=lambda reason: counts[reason]) if counts else ""
+
+
+def _first_missing(found: dict[str, Any]) -> str:
+    left, reason = found["left"], next(iter(found["missing"]), "")
+    host, disk = left.get("host"), left.get("disk")
+    if reason in ("never_seen", "") and not found["history_complete"]:
+        return "never seen, or gone for so long that the manager has forgotten it"
+    if host is None and disk is None:
+        return _MEANINGS.get(reason, reason)
+    parts = []
+    if host is not None and host["what"] == "evicted":
+        parts.append(f"evicted from host {_ago(host['seconds_ago'])} by {found['eviction_policy']}")
+    elif host is not None:
+        why_not = {
+            "reset": "dropped from host by a reset",
+            "no_slot": "refused by host memory: no slot was free",
+        }
+        parts.append(
+            f"{why_not.get(host['what'], 'never complete in host memory')} {_ago(host['seconds_ago'])}"
+        )
+    if disk is not None and disk["what"] in ("corrupt", "reset"):
+        how = (
+            "dropped from disk: wrong checksum"
+            if disk["what"] == "corrupt"
+            else "dropped from disk by a reset"
+        )
+        parts.append(f"{how} {_ago(disk['seconds_ago'])}")
+    elif disk is not None and reason == "evicted":
+        parts.append(f"evicted from disk {_ago(disk['seconds_ago'])} by {found['eviction_policy']}")
+    elif disk is not None:
+        parts.append(
+            f"not written to disk {_ago(disk['seconds_ago'])}: {_LOST.get(disk['what'], disk['what'])}"
+        )
+    elif "disk" in found["tiers"]:
+        parts.append("not on disk")
+    return ", and ".join(parts)
+
+
+def _advice(found: dict[str, Any]) -> list[str]:
+    """What a person can change, for the reason that cost most."""
+    has_disk = "disk" in found["tiers"]
+    larger = f"a larger host tier ({variable('host_bytes')})"
+    disk = f"{'a larger' if has_disk else 'a'} disk tier ({variable('disk_bytes')})"
+    advice = {
+        "evicted": f"{larger}, or {disk}",
+        "refused_by_filter": f"{larger}, or another admission to disk ({variable('disk_admission')})",
+        "not_written": f"{larger}, a faster disk, or a larger write budget ({variable('disk_write_budget_bytes')})",
+        "not_stored": larger,
+        "no_room": larger,
+        "failed_checksum": "look at the disk; `kvbm disk verify` reads every block",
+        "promotion_too_late": f"{larger}, or a faster disk",
+        "recompute_cheaper": "nothing: loading would have been slower",
+    }
+    chosen = advice.get(main_reason(found))
+    return [chosen] if chosen else []
+
+
+def _print_overview(reply: WhyReply) -> None:
+    screen = console()
+    screen.print(
+        f"in the last {_ago(reply.seconds).removesuffix(' ago')}: {reply.asked_blocks} blocks asked for"
+    )
+    if not reply.requests:
+        screen.print("no request was looked up yet")
+        return
+    reasons = plain_table(("blocks", "reason", "which means"), words=("reason", "which means"))
+    for reason, blocks in reply.reasons.items():
+        reasons.add_row(str(blocks), reason, _MEANINGS.get(reason, ""))
+    if reply.reasons:
+        screen.print(reasons)
+    else:
+        screen.print("all of them were found and loaded")
+    headings = ("request", "ago", "blocks", "device", "host", "disk", "loaded", "mostly")
+    table = plain_table(headings, words=("mostly",), folded=("request",))
+    for found in reply.requests:
+        row: dict[str, Any] = found
+        numbers = (row[name] for name in ("blocks", "device", "host", "disk", "loaded"))
+        ago = _ago(row["seconds_ago"]).removesuffix(" ago")
+        table.add_row(str(row["request"]), ago, *map(str, numbers), main_reason(row) or "hit")
+    screen.print(table)
+
+
+def _document(reply: WhyReply) -> dict[str, Any]:
+    requests = [
+        {**found, "reason": main_reason(found) or "hit", "advice": _advice(found)} for found in reply.requests
+    ]
+    return {
+        "seconds": reply.seconds,
+        "requests_kept": reply.kept,
+        "asked_blocks": reply.asked_blocks,
+        "reasons": reply.reasons,
+        "requests": requests,
+    }
+
+
+def _named(reason: str) -> str:
+    meaning = _MEANINGS.get(reason)
+    return f"{reason} ({meaning})" if meaning else reason
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago" if seconds >= 10 else f"{seconds:.1f} s ago"

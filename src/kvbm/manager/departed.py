@@ -1,0 +1,128 @@
+"""Ghost entries of one space: when a block left a tier, or did not enter it, and why. Keys and times, no bytes.
+
+They answer "why did this miss?" later. They are written in bulk, where blocks leave anyway, and only the newest are
+kept: an entry takes about 170 bytes, so that those of both tiers of a space never take more than 25 MB.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from kvbm.block import BlockKey, Tier
+from kvbm.clock import Clock
+
+GENERATION_BLOCKS = 8192
+"""So many entries are forgotten together, the oldest of a tier."""
+GENERATIONS = 8
+
+EVICTED, RESET, CORRUPT, ABORTED, NO_SLOT = "evicted", "reset", "corrupt", "aborted", "no_slot"
+"""The policy chose it; somebody dropped the whole tier; its checksum was wrong; its bytes never became complete; there
+was no slot for it. The other fates are the reasons of `kvbm_skipped_offloads_total`: the block was not written to disk.
+"""
+TOO_LATE = "too_late"
+"""Of those, the one called `evicted`: host memory evicted the block before its turn to be written."""
+
+
+class Fate(NamedTuple):
+    """What became of blocks in a tier, at `at_s` on the manager's clock."""
+
+    at_s: float
+    what: str
+
+
+class Missing(NamedTuple):
+    """Why the blocks of a chain are missing: `first` of them shared the fates of the first one, the other `unknown`
+    ones are in no tier and have no ghost entry."""
+
+    host: Fate | None
+    disk: Fate | None
+    first: int
+    unknown: int
+
+
+class _Fates:
+    """The newest fates of one tier's blocks."""
+
+    def __init__(self) -> None:
+        self.generations: deque[dict[BlockKey, Fate]] = deque([{}], maxlen=GENERATIONS)
+        self.forgotten = False
+        """Entries have been given up: a block without one may have been here long ago."""
+
+    def add(self, keys: Sequence[BlockKey], fate: Fate) -> None:
+        if len(keys) > GENERATION_BLOCKS:  # a whole tier at once; the last of a chain say least
+            keys, self.forgotten = keys[:GENERATION_BLOCKS], True
+        if len(self.generations[-1]) + len(keys) > GENERATION_BLOCKS:
+            self.forgotten = self.forgotten or len(self.generations) == GENERATIONS
+            self.generations.append({})
+        self.generations[-1].update(dict.fromkeys(keys, fate))
+
+    def get(self, key: BlockKey) -> Fate | None:
+        return next((found for fates in reversed(self.generations) if (found := fates.get(key))), None)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.generations))
+
+
+class Departed:
+    """The ghost entries of one space. Owned by the manager's thread.
+
+    `staging`: host memory is only the way to disk and back, and a block that leaves it is not lost.
+    """
+
+    def __init__(self, clock: Clock, staging: bool = False) -> None:
+        self._clock = clock
+        self._staging = staging
+        self._host, self._disk = _Fates(), _Fates()
+        self._cause = EVICTED
+
+    def emptied(self, tier: Tier, keys: Sequence[BlockKey], was_resident: bool) -> None:
+        """These blocks left the tier, as a `SlotPool` reports it."""
+        if tier is Tier.DISK and not was_resident:
+            return  # a write that did not come about: who gave it up notes why
+        if tier is Tier.HOST and was_resident and self._staging:
+            return
+        self.note(tier, keys, self._cause if was_resident else ABORTED)
+
+    def note(self, tier: Tier, keys: Sequence[BlockKey], what: str) -> None:
+        """What became of these blocks in that tier."""
+        fates = self._host if tier is Tier.HOST else self._disk
+        fates.add(keys, Fate(self._clock(), what))
+
+    def not_written(self, keys: Sequence[BlockKey], what: str) -> None:
+        """These blocks were offered to disk, and are not written to it."""
+        self.note(Tier.DISK, keys, TOO_LATE if what == EVICTED else what)
+
+    @contextmanager
+    def because(self, cause: str) -> Iterator[None]:
+        """What leaves inside leaves for this cause, and not by the policy."""
+        self._cause = cause
+        try:
+            yield
+        finally:
+            self._cause = EVICTED
+
+    @property
+    def forgotten(self) -> bool:
+        """Older entries have been given up."""
+        return self._host.forgotten or self._disk.forgotten
+
+    def __len__(self) -> int:
+        return len(self._host) + len(self._disk)
+
+    def missing(self, keys: Sequence[BlockKey]) -> Missing:
+        """Why a chain's blocks from `keys[0]` on, which is in no tier, are missing.
+
+        A chain's last blocks go first, so those that are known lie before those that are not: a few look-ups find the
+        border.
+        """
+        if not self._known(keys[0]):
+            return Missing(None, None, 0, len(keys))
+        border = bisect_left(range(len(keys)), True, key=lambda i: not self._known(keys[i]))
+        return Missing(self._host.get(keys[0]), self._disk.get(keys[0]), border, len(keys) - border)
+
+    def _known(self, key: BlockKey) -> bool:
+        return self._host.get(key) is not None or self._disk.get(key) is not None

@@ -1,0 +1,291 @@
+"""What the latest requests asked for, what was found, and why the rest was not: the memory behind `kvbm why`.
+
+Bounded: the last `REQUESTS_MAX` requests (about 1 KB each) and `PROMPTS_MAX` beginnings of prompts. It starts empty
+with each life of the manager.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvbm.admin_protocol import WhyReply
+from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.clock import Clock
+from kvbm.layout import Namespace
+from kvbm.manager.departed import CORRUPT, EVICTED, RESET, Fate
+from kvbm.manager.space import Space
+from kvbm.protocol import UNLOADED_REASONS, Lookup, Release
+
+REQUESTS_MAX = 4096
+PROMPTS_MAX = 4096
+VARIANTS_MAX = 4
+"""So many namespaces, adapters or salts are remembered for one beginning of a prompt."""
+NAMES_MAX = 8
+"""A request that is preempted or waits is looked up again; of so many of its lookups the end is followed."""
+EXTRAS_MAX = 16
+TEXT_MAX = 200
+
+UNAVAILABLE = "unavailable"
+MODEL_CHANGED = "model_changed"
+EXTRAS_CHANGED = {"adapter": "adapter_changed", "weights": "weights_changed", "cache_salt": "salt_changed"}
+OTHER_EXTRAS = "extras_changed"
+NEVER_SEEN = "never_seen"
+NOT_STORED = "not_stored"
+NOT_WRITTEN = "not_written"
+FILTERED = "refused_by_filter"
+FAILED_CHECKSUM = "failed_checksum"
+UNLOADED = {"cost": "recompute_cheaper", "deadline": "promotion_too_late", "failed": "copy_failed"}
+"""How the leader's reasons not to load what was found are called here; the others keep their names."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request: of its `blocks`, the first `on_device` were on the device; the others as they were looked up last.
+
+    `missing` counts the blocks that were in no tier by reason, and `unloaded` those that were found and computed.
+    """
+
+    request: str
+    at_s: float
+    model: str = ""
+    namespace: str = ""
+    block_tokens: int = 0
+    blocks: int = 0
+    on_device: int = 0
+    host: int = 0
+    disk: int = 0
+    cut: int = 0
+    loaded: int = 0
+    lookups: int = 0
+    missing: dict[str, int] = field(default_factory=dict)
+    unloaded: Counter[str] = field(default_factory=Counter)
+    left_host: Fate | None = None
+    left_disk: Fate | None = None
+    forgotten: bool = False
+    policy: str = ""
+    tiers: tuple[str, ...] = ()
+    differs: list[str] = field(default_factory=list)
+    names: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def found(self) -> int:
+        """Blocks that were found in a tier, also those that host memory had no room to bring up."""
+        return self.host + self.disk + self.cut
+
+
+class _Variant(NamedTuple):
+    """A prompt as it was asked for: in this namespace, with these extras, its first block has this key."""
+
+    first: BlockKey
+    namespace: Namespace
+    extras: dict[str, str]
+
+
+class History:
+    """The latest requests of all engines. Owned by the manager's thread."""
+
+    def __init__(self, clock: Clock, namespace_of: Callable[[Space], Namespace]) -> None:
+        self._clock = clock
+        self._namespace_of = namespace_of
+        self._since_s = clock()
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._by_name: dict[tuple[int, int], Request] = {}
+        self._prompts: OrderedDict[bytes, list[_Variant]] = OrderedDict()
+        # Of all requests so far: blocks that were computed, by reason, and those that were asked for.
+        self._reasons: Counter[str] = Counter()
+        self._asked_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def unavailable(self, owner: int, message: Lookup) -> None:
+        """The lookup came while a rank of its engine was missing: nothing could be found."""
+        asked = self._asked(owner, message)
+        asked.blocks, asked.on_device = len(message.keys) // KEY_BYTES, message.skip
+        asked.missing = {UNAVAILABLE: asked.blocks - message.skip}
+        self._count(asked)
+
+    def looked_up(
+        self,
+        owner: int,
+        message: Lookup,
+        keys: Sequence[BlockKey],
+        space: Space,
+        sources: bytes,
+        cut: int,
+    ) -> None:
+        """A lookup found blocks in these tiers, and `cut` more that it could not lease."""
+        asked, namespace = self._asked(owner, message), self._namespace_of(space)
+        asked.model, asked.namespace = namespace.model, namespace.short
+        asked.block_tokens, asked.policy = space.layout.block_tokens, space.options.eviction
+        asked.tiers = tuple(space.tiers())
+        asked.blocks, asked.on_device = len(keys), message.skip
+        asked.host, asked.disk, asked.cut = sources.count(Tier.HOST), sources.count(Tier.DISK), cut
+        asked.missing, asked.differs, asked.forgotten = {}, [], space.departed.forgotten
+        asked.left_host = asked.left_disk = None
+        first = message.skip + asked.found
+        if first < len(keys):
+            self._explain(asked, message, keys, first, space, namespace)
+        self._count(asked)
+        if message.prompt and keys:
+            self._remember(message.prompt, _Variant(keys[0], namespace, _bounded(message.extras)))
+
+    def released(self, owner: int, message: Release) -> None:
+        """The leader says what became of the blocks that a lookup found."""
+        asked = self._by_name.get((owner, message.lookup))
+        if asked is not None:
+            asked.loaded += max(0, message.loaded)
+            for reason, blocks in message.unloaded.items():
+                if reason in UNLOADED_REASONS:
+                    name = UNLOADED.get(reason, reason)
+                    asked.unloaded[name] += max(0, blocks)
+                    self._reasons[name] += max(0, blocks)
+
+    def reply(self, wanted: str, limit: int) -> WhyReply:
+        """The requests that are called so, or all for an empty text: the newest `limit` of them, newest first.
+
+        An engine may append a mark of its own to the id of its client: `-` and 8 characters. A prefix is enough.
+        """
+        if wanted in self._requests:
+            names = [wanted]
+        else:
+            whole = [name for name in self._requests if wanted and name[:-9] == wanted and name[-9:-8] == "-"]
+            names = whole or [name for name in self._requests if name.startswith(wanted)]
+        chosen = [self._requests[name] for name in reversed(names)]
+        now_s = self._clock()
+        return WhyReply(
+            seconds=now_s - self._since_s,
+            kept=REQUESTS_MAX,
+            matching=len(chosen),
+            requests=tuple(_described(asked, now_s) for asked in chosen[: max(0, limit)]),
+            reasons={reason: blocks for reason, blocks in self._reasons.most_common() if blocks},
+            asked_blocks=self._asked_blocks,
+        )
+
+    def _count(self, asked: Request) -> None:
+        self._reasons.update(asked.missing)
+        self._asked_blocks += asked.blocks
+
+    def _asked(self, owner: int, message: Lookup) -> Request:
+        name = message.request[:TEXT_MAX] or f"lookup {message.lookup}"
+        asked = self._requests.pop(name, None) or Request(name, 0.0)
+        self._requests[name] = asked
+        # It is counted as it was looked up last.
+        self._reasons.subtract(asked.missing)
+        self._asked_blocks -= asked.blocks
+        asked.at_s = self._clock()
+        asked.lookups += 1
+        asked.names.append((owner, message.lookup))
+        self._by_name[owner, message.lookup] = asked
+        if len(asked.names) > NAMES_MAX:
+            self._by_name.pop(asked.names.pop(0), None)
+        if len(self._requests) > REQUESTS_MAX:
+            _, oldest = self._requests.popitem(last=False)
+            for each in oldest.names:
+                self._by_name.pop(each, None)
+        return asked
+
+    def _explain(
+        self,
+        asked: Request,
+        message: Lookup,
+        keys: Sequence[BlockKey],
+        first: int,
+        space: Space,
+        namespace: Namespace,
+    ) -> None:
+        """Why the blocks from number `first` on were in no tier."""
+        why = space.departed.missing(keys[first:])
+        asked.left_host, asked.left_disk = why.host, why.disk
+        if why.first:
+            asked.missing[_reason(why.host, why.disk)] = why.first
+        if why.unknown:
+            reason = NEVER_SEEN
+            if first == 0:
+                reason = self._same_prompt(asked, message, keys[0], namespace) or NEVER_SEEN
+            asked.missing[reason] = why.unknown
+
+    def _same_prompt(self, asked: Request, message: Lookup, first: BlockKey, namespace: Namespace) -> str:
+        """The reason where the same tokens were asked for under another key or elsewhere; empty where they were not."""
+        known = self._prompts.get(message.prompt, ())
+        extras = _bounded(message.extras)
+        for variant in reversed(known):
+            if variant.namespace.fingerprint == namespace.fingerprint and variant.first != first:
+                names = [
+                    name
+                    for name in sorted({*extras, *variant.extras})
+                    if extras.get(name) != variant.extras.get(name)
+                ]
+                asked.differs = [
+                    f"{name} is {extras.get(name, 'none')} here, {variant.extras.get(name, 'none')} there"
+                    for name in names
+                ]
+                return EXTRAS_CHANGED.get(names[0], OTHER_EXTRAS) if len(names) == 1 else OTHER_EXTRAS
+        others = [each for each in known if each.namespace.fingerprint != namespace.fingerprint]
+        if not others:
+            return ""
+        ours, theirs = dict(namespace.fields), dict(others[-1].namespace.fields)
+        asked.differs = [
+            f"{name} is {ours.get(name, 'none')} here, {theirs.get(name, 'none')} there"[:TEXT_MAX]
+            for name in {**ours, **theirs}
+            if ours.get(name) != theirs.get(name)
+        ]
+        return MODEL_CHANGED
+
+    def _remember(self, prompt: bytes, variant: _Variant) -> None:
+        variants = self._prompts.pop(prompt, [])
+        self._prompts[prompt] = variants
+        same = variant.first, variant.namespace.fingerprint
+        others = [known for known in variants if (known.first, known.namespace.fingerprint) != same]
+        variants[:] = others[1 - VARIANTS_MAX :]
+        variants.append(variant)
+        if len(self._prompts) > PROMPTS_MAX:
+            self._prompts.popitem(last=False)
+
+
+def _reason(host: Fate | None, disk: Fate | None) -> str:
+    """The one reason of a block that was here: what the deepest tier did with it counts."""
+    if disk is not None and not (host is not None and host.what == RESET and host.at_s > disk.at_s):
+        known = {CORRUPT: FAILED_CHECKSUM, EVICTED: EVICTED, RESET: RESET, "filter": FILTERED}
+        # Host memory may hold a block that is refused; it is lost when it leaves there.
+        return known.get(disk.what, NOT_WRITTEN)
+    assert host is not None
+    return host.what if host.what in (EVICTED, RESET) else NOT_STORED
+
+
+def _described(asked: Request, now_s: float) -> dict[str, object]:
+    left = {
+        tier: {"what": fate.what, "seconds_ago": now_s - fate.at_s}
+        for tier, fate in (("host", asked.left_host), ("disk", asked.left_disk))
+        if fate is not None
+    }
+    found = asked.on_device + asked.found
+    return {
+        "request": asked.request,
+        "seconds_ago": now_s - asked.at_s,
+        "model": asked.model,
+        "namespace": asked.namespace,
+        "block_tokens": asked.block_tokens,
+        "blocks": asked.blocks,
+        "device": asked.on_device,
+        "host": asked.host,
+        "disk": asked.disk,
+        "no_room": asked.cut,
+        "first_missing": found if found < asked.blocks else None,
+        "missing": asked.missing,
+        "left": left,
+        "differs": asked.differs,
+        "loaded": asked.loaded,
+        "unloaded": dict(asked.unloaded),
+        "lookups": asked.lookups,
+        "eviction_policy": asked.policy,
+        "tiers": list(asked.tiers),
+        "history_complete": not asked.forgotten,
+    }
+
+
+def _bounded(extras: dict[str, str]) -> dict[str, str]:
+    return {name[:TEXT_MAX]: value[:TEXT_MAX] for name, value in list(extras.items())[:EXTRAS_MAX]}

@@ -1,0 +1,36 @@
+"""What `kvbm why` compares: the first tokens of a request, and what shapes its keys beside the tokens.
+
+Digests where the text may be a secret or long. Nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from blake3 import blake3
+
+from kvbm.leader.tracked import Told
+
+_DIGEST_BYTES = 16
+
+
+def told_of(request: Any, block_tokens: int) -> Told:
+    """The facts of a request of vLLM."""
+    extras: dict[str, str] = {}
+    if request.lora_request is not None:
+        extras["adapter"] = str(getattr(request.lora_request, "lora_name", ""))
+    if salt := getattr(request, "cache_salt", None):
+        extras["cache_salt"] = _short(salt.encode())
+    if features := getattr(request, "mm_features", None):
+        extras["media"] = _short("\0".join(str(feature.identifier) for feature in features).encode())
+    tokens = getattr(request, "prompt_token_ids", None)
+    if not tokens or len(tokens) < block_tokens:
+        return Told(b"", tuple(extras.items()))
+    return Told(
+        blake3(array("q", tokens[:block_tokens]).tobytes()).digest(_DIGEST_BYTES), tuple(extras.items())
+    )
+
+
+def _short(text: bytes) -> str:
+    return blake3(text).hexdigest()[:8]

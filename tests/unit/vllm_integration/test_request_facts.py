@@ -1,0 +1,38 @@
+"""The facts of a request that `kvbm why` compares: the same tokens are the same, and no secret is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvbm.vllm_integration.request_facts import told_of
+
+
+def request(tokens: list[int] | None, **fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"lora_request": None, "prompt_token_ids": tokens, **fields})
+
+
+def test_the_first_block_of_tokens_alone_names_the_prompt() -> None:
+    first = told_of(request([1, 2, 3, 4, 5]), 4)
+    assert first.prompt == told_of(request([1, 2, 3, 4, 9, 9], cache_salt="s"), 4).prompt
+    assert first.prompt != told_of(request([1, 2, 3, 5, 5]), 4).prompt
+    assert (len(first.prompt), first.extras) == (16, ())
+
+
+@pytest.mark.parametrize("tokens", [None, [], [1, 2, 3]])
+def test_a_prompt_without_a_whole_block_has_no_name(tokens: list[int] | None) -> None:
+    assert told_of(request(tokens), 4).prompt == b""
+
+
+def test_what_else_shapes_the_keys_is_told_and_a_salt_only_as_a_digest() -> None:
+    features = [SimpleNamespace(identifier="cat.png")]
+    lora = SimpleNamespace(lora_name="dogs")
+    told = told_of(request([1] * 4, cache_salt="tenant-secret", mm_features=features, lora_request=lora), 4)
+    extras = dict(told.extras)
+    assert extras["adapter"] == "dogs"
+    assert len(extras["cache_salt"]) == len(extras["media"]) == 8
+    assert "secret" not in str(told)
+    other = dict(told_of(request([1] * 4, cache_salt="tenant-b", mm_features=features), 4).extras)
+    assert (other["cache_salt"] != extras["cache_salt"], other["media"] == extras["media"]) == (True, True)
