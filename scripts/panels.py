@@ -95,6 +95,36 @@ ROWS: tuple[Row, ...] = (
                 (_ratio("kvbm_hit_blocks_total", "kvbm_queried_blocks_total", "", ("tier",)),),
             ),
             Panel(
+                "Prefill saved",
+                "short",
+                "Seconds of computing that loads saved, each second.",
+                (_rate("kvbm_saved_prefill_seconds_total", "saved"),),
+            ),
+            Panel(
+                "Lost prefixes",
+                "ops",
+                "Lookups that found nothing of a prefix that came a short while ago: a larger tier would help.",
+                (_rate("kvbm_lost_prefixes_total", "lost"),),
+            ),
+            Panel(
+                "Tokens found, by engine",
+                "short",
+                "Tokens a second that an engine's lookups asked for, and found by tier.",
+                (
+                    _rate("kvbm_queried_tokens_total", "{{engine}} asked", ("engine",)),
+                    _rate("kvbm_hit_tokens_total", by=("engine", "tier")),
+                ),
+            ),
+            Panel(
+                "Wait, by engine",
+                "s",
+                "From a lookup to its answer, and to the end of its load, as the engine saw them.",
+                (
+                    _quantile("kvbm_lookup_answer_seconds", 0.99, ("engine",)),
+                    _quantile("kvbm_load_wait_seconds", 0.99, ("engine",)),
+                ),
+            ),
+            Panel(
                 "Lookups",
                 "ops",
                 "Prefix lookups by outcome.",
@@ -159,6 +189,12 @@ ROWS: tuple[Row, ...] = (
                 ),
             ),
             Panel(
+                "Size of a transfer",
+                "bytes",
+                "Small transfers are slow ones: more of their time is overhead.",
+                (_quantile("kvbm_transfer_size_bytes", 0.5, ("source", "target")),),
+            ),
+            Panel(
                 "Queues",
                 "short",
                 "Blocks on their way between host memory and disk. A queue that only grows: the "
@@ -199,6 +235,7 @@ ROWS: tuple[Row, ...] = (
                 "deadline: their engine died or hangs.",
                 (
                     _plain("kvbm_leased_blocks", "{{tier}} leased", ("tier",)),
+                    _plain("kvbm_leases", "leases"),
                     _rate("kvbm_leases_expired_total", "expired leases"),
                 ),
             ),
@@ -219,7 +256,10 @@ ROWS: tuple[Row, ...] = (
                 "Blocks a second that could not be read, written or loaded. corrupt: a checksum "
                 "did not match, and the block "
                 "was computed instead.",
-                (_rate("kvbm_failures_total", by=("tier", "kind")),),
+                (
+                    _rate("kvbm_failures_total", by=("tier", "kind")),
+                    _rate("kvbm_recompute_fallbacks_total", "{{engine}} loads computed instead", ("engine",)),
+                ),
             ),
             Panel(
                 "Object storage failures",

@@ -148,6 +148,31 @@ class ListLeases(Message, frozen=True, kw_only=True, tag="leases?"):
     limit: int = 100
 
 
+class FindPrefix(Message, frozen=True, kw_only=True, tag="prefix?"):
+    """Ask how many blocks of a chain (`keys`, joined) are there, from its first on. It leases nothing."""
+
+    fingerprint: str
+    keys: bytes
+
+
+class Pin(Message, frozen=True, kw_only=True, tag="pin"):
+    """Bring a chain's blocks up to host memory, as far as they are held, and keep them there for `seconds`.
+
+    With 0 seconds it is a prefetch: nothing keeps them once they have arrived. A pin of the same chain is replaced.
+    """
+
+    fingerprint: str
+    keys: bytes
+    seconds: float
+
+
+class Unpin(Message, frozen=True, kw_only=True, tag="unpin"):
+    """End the pins of the chains whose last keys these are (joined); empty ends all pins of the namespace."""
+
+    fingerprint: str
+    last_keys: bytes = b""
+
+
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
     """Ask for a `SnapshotReply`."""
 
@@ -197,6 +222,32 @@ class LeasePage(Message, frozen=True, kw_only=True, tag="leases"):
     total: int
 
 
+class PrefixFound(Message, frozen=True, kw_only=True, tag="prefix"):
+    """`blocks` leading blocks are in host memory or on disk; the first `host` of them in host memory."""
+
+    blocks: int
+    host: int
+
+
+class Pinned(Message, frozen=True, kw_only=True, tag="pinned"):
+    """`blocks` leading blocks of the chain are held now or on their way up; `ready` lie in host memory already.
+
+    All pins of the namespace together may hold `blocks_max`. `refusal` says in one line why nothing was done.
+    """
+
+    blocks: int = 0
+    ready: int = 0
+    blocks_max: int = 0
+    refusal: str = ""
+
+
+class Unpinned(Message, frozen=True, kw_only=True, tag="unpinned"):
+    """The pins that were ended, and how many blocks they held."""
+
+    pins: int
+    blocks: int
+
+
 class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
     """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
     prefixes that are asked for most, the hottest first."""
@@ -221,8 +272,10 @@ class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
     asked_blocks: int
 
 
-AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot | WhyQuery
-AdminReply: TypeAlias = Description | BlockPage | LeasePage | SnapshotReply | WhyReply
+AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | FindPrefix | Pin | Unpin
+AdminReply: TypeAlias = (
+    Description | BlockPage | LeasePage | SnapshotReply | WhyReply | PrefixFound | Pinned | Unpinned
+)
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply
 

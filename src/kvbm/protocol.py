@@ -50,6 +50,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     A worker names the namespace and the layout of its blocks; a leader and an admin leave both out. `engine`
     joins a leader with its workers. `request_blocks` is the largest request the engine accepts, in blocks.
     `numa_node` is where the worker's device is attached, and its shard should lie; -1 is anywhere.
+    `data_parallel_rank` is the engine's among those that serve one model; a worker says it.
     """
 
     version: int
@@ -60,6 +61,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     shard: int = 0
     request_blocks: int = 0
     numa_node: int = -1
+    data_parallel_rank: int = 0
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 
@@ -85,6 +87,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The lease of `lookup` ends. `loaded` blocks from position `first` on reached the device within `seconds`;
     the next `failed` blocks were promised and did not. `unloaded` counts by reason (see `UNLOADED_REASONS`) the blocks
     that were found, that the device lacked, and that are computed all the same: it may come when the lease has ended.
+    `answer_s` seconds after the lookup its answer was there, and after `wait_s` its load had ended; 0 is not known.
     `prefill_s` is how long the engine would have computed the blocks that reached the device; 0 where it cannot say.
     """
 
@@ -93,6 +96,8 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     loaded: int = 0
     failed: int = 0
     seconds: float = 0.0
+    answer_s: float = 0.0
+    wait_s: float = 0.0
     unloaded: dict[str, int] = {}
     prefill_s: float = 0.0
 

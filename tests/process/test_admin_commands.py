@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rigs.admin import Node
 from rigs.manager import KEYS, NAMESPACE, OTHER
-
-
-@pytest.fixture
-def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def make(**settings: object) -> Node:
-        nodes.append(Node(tmp_path, **settings))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ class Node:
         ours = {setting.variable for setting in SCHEMA}
         self.environment = {name: value for name, value in os.environ.items() if name not in ours}
         self.runtime_dir = directory / "run"
-        self.set(runtime_dir=self.runtime_dir, host_blocks=16, log_level="warn", **settings)
+        self.set(**{"runtime_dir": self.runtime_dir, "host_blocks": 16, "log_level": "warn", **settings})
         self.managers: list[subprocess.Popen[str]] = []
         self.engines: list[Engine] = []
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvbm.layout import BlockLayout
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from rigs.admin import Node
 from rigs.manager import ManagerBench
 
 if TYPE_CHECKING:
@@ -89,3 +90,17 @@ def rank(make_rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> It
     """A rank whose mover must not meet a defect of its own."""
     yield make_rank()
     no_defects(caplog)
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Runtime directories for managers that are processes of the command."""
+    nodes: list[Node] = []
+
+    def make(**settings: object) -> Node:
+        nodes.append(Node(tmp_path, **settings))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()

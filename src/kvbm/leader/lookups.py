@@ -55,6 +55,7 @@ class Search:
     asked_s: float
     stage: Stage = Stage.ASKED
     answered: bool = False
+    answer_s: float = 0.0
     attempts: int = 1
     wanted: int = 0
     epoch: int = -1
@@ -130,6 +131,7 @@ class Lookups:
         if search is None:
             return
         search.answered = True
+        search.answer_s = self._clock() - search.asked_s
         search.slots, search.generations = reply.slots, reply.generations
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
@@ -322,6 +324,8 @@ class Lookups:
                     loaded=len(arrived),
                     failed=failed,
                     seconds=seconds,
+                    answer_s=search.answer_s,
+                    wait_s=self._clock() - search.asked_s,
                     unloaded=search.unloaded,
                     prefill_s=self._cost.prefill_s(len(arrived), search.skip + first) or 0.0,
                 )
@@ -352,7 +356,7 @@ class Lookups:
         if search is None or search.stage is Stage.LOADING:
             return
         if search.life == self._link.life and (search.slots or search.unloaded or not search.answered):
-            self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
+            self._link.send(Release(lookup=search.number, answer_s=search.answer_s, unloaded=search.unloaded))
         self._forget(search)
 
     def _note_unloaded(self, search: Search, computed: int, taken: int) -> None:

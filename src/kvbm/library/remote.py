@@ -188,6 +188,8 @@ class _SharedRun:
     loaded: int = 0
     failed: int = 0
     seconds: float = 0.0
+    answer_s: float = 0.0
+    wait_s: float = 0.0
 
 
 class SharedSpace:
@@ -234,10 +236,12 @@ class SharedSpace:
         number = next(self._numbers)
         run = session.runs[number] = _SharedRun(session, number)  # before its progress can come
         question = Lookup(lookup=number, keys=asked, skip=min(skip, len(keys), KEYS_PER_MESSAGE_MAX))
+        asked_s = self._clock()
         found = session.ask(question, LookupReply, self.reply_timeout_s, undo=Release(lookup=number))
         if found is None or not found.slots:
             del session.runs[number]
             return None
+        run.answer_s = self._clock() - asked_s
         run.slots, run.generations = found.slots, found.generations
         run.sources = counted_as_disk(found.sources) if session.staging else found.sources
         run.ready = max(run.ready, found.ready)
@@ -261,6 +265,7 @@ class SharedSpace:
             arrived = session.arena.intact(run.slots[:arrived], run.generations[:arrived])
         run.loaded, run.failed = arrived, wanted - arrived
         run.seconds = self._clock() - started_s
+        run.wait_s = run.answer_s + run.seconds  # what the program did in between is its own
         return arrived
 
     def release(self, run: Run) -> None:
@@ -273,6 +278,8 @@ class SharedSpace:
                 loaded=run.loaded,
                 failed=run.failed,
                 seconds=run.seconds,
+                answer_s=run.answer_s,
+                wait_s=run.wait_s,
                 unloaded={"unused": unused} if unused else {},
             )
         )

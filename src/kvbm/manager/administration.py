@@ -28,6 +28,7 @@ from kvbm.errors import ProtocolError
 from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engines import Engine
+from kvbm.manager.leases import PINS
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
@@ -144,6 +145,8 @@ class Administration:
         session.send(LeasePage(rows=rows, total=sum(len(space.leases) for _, space in self._spaces)))
 
     def _engine_of(self, owner: int) -> str:
+        if owner < 0:
+            return "(pin)" if owner == PINS else "(prefetch)"
         session = self._sessions.get(owner)
         return session.hello.engine if session is not None and session.hello is not None else ""
 

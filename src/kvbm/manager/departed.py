@@ -15,9 +15,9 @@ from typing import NamedTuple
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 
-GENERATION_BLOCKS = 8192
+GENERATION_BLOCKS = 2048
 """So many entries are forgotten together, the oldest of a tier."""
-GENERATIONS = 8
+GENERATIONS = 32
 
 EVICTED, RESET, CORRUPT, ABORTED, NO_SLOT = "evicted", "reset", "corrupt", "aborted", "no_slot"
 """The policy chose it; somebody dropped the whole tier; its checksum was wrong; its bytes never became complete; there
@@ -53,12 +53,14 @@ class _Fates:
         """Entries have been given up: a block without one may have been here long ago."""
 
     def add(self, keys: Sequence[BlockKey], fate: Fate) -> None:
-        if len(keys) > GENERATION_BLOCKS:  # a whole tier at once; the last of a chain say least
-            keys, self.forgotten = keys[:GENERATION_BLOCKS], True
-        if len(self.generations[-1]) + len(keys) > GENERATION_BLOCKS:
-            self.forgotten = self.forgotten or len(self.generations) == GENERATIONS
-            self.generations.append({})
-        self.generations[-1].update(dict.fromkeys(keys, fate))
+        if len(keys) > GENERATION_BLOCKS * GENERATIONS:  # a whole tier at once
+            keys, self.forgotten = keys[: GENERATION_BLOCKS * GENERATIONS], True
+        for start in range(0, len(keys), GENERATION_BLOCKS):
+            part = keys[start : start + GENERATION_BLOCKS]
+            if len(self.generations[-1]) + len(part) > GENERATION_BLOCKS:
+                self.forgotten = self.forgotten or len(self.generations) == GENERATIONS
+                self.generations.append({})
+            self.generations[-1].update(dict.fromkeys(part, fate))
 
     def get(self, key: BlockKey) -> Fate | None:
         return next((found for fates in reversed(self.generations) if (found := fates.get(key))), None)

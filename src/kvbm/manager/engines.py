@@ -14,6 +14,7 @@ from itertools import count
 from kvbm.manager.leases import Owner, Reservation
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
+from kvbm.observe.metrics import OTHER_ENGINES
 from kvbm.protocol import Fence
 
 
@@ -23,7 +24,8 @@ class Engine:
 
     `leaving` has the workers' sessions, by number, that are served no more and whose other end is still open.
     `announced` has the tiers in the latest message to its leader, `lease_blocks` its share of host memory there. Ranks
-    have been missing since `incomplete_s`, if any are; `missed` has those that were last named since then.
+    have been missing since `incomplete_s`, if any are; `missed` has those that were last named since then. `label` is
+    its name in metrics.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Engine:
     announced: dict[str, int] = field(default_factory=dict)
     lease_blocks: int = 0
     missed: tuple[int, ...] = ()
+    label: str = OTHER_ENGINES
 
     @property
     def missing(self) -> tuple[int, ...]:

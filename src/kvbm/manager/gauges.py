@@ -30,6 +30,7 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
             queues["offload"] += space.disk.offloader.queued_count
             faults["disk"] += bool(space.disk.fault or space.failure)
         faults["host"] += bool(space.failure)
+    metrics.set("kvbm_leases", sum(len(space.leases) for space in spaces))
     for tier in capacity:
         metrics.set("kvbm_pool_capacity_blocks", capacity[tier], tier=tier)
         metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)

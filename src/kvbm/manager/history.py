@@ -15,8 +15,9 @@ from kvbm.admin_protocol import WhyReply
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.layout import Namespace
-from kvbm.manager.departed import CORRUPT, EVICTED, RESET, Fate
+from kvbm.manager.departed import CORRUPT, EVICTED, RESET, Fate, Missing
 from kvbm.manager.space import Space
+from kvbm.policy import AdmitAll, WriteBudget
 from kvbm.protocol import UNLOADED_REASONS, Lookup, Release
 
 REQUESTS_MAX = 4096
@@ -199,9 +200,9 @@ class History:
     ) -> None:
         """Why the blocks from number `first` on were in no tier."""
         why = space.departed.missing(keys[first:])
-        asked.left_host, asked.left_disk = why.host, why.disk
         if why.first:
-            asked.missing[_reason(why.host, why.disk)] = why.first
+            asked.left_host, asked.left_disk = fates(space, why)
+            asked.missing[reason_of(asked.left_host, asked.left_disk)] = why.first
         if why.unknown:
             reason = NEVER_SEEN
             if first == 0:
@@ -246,7 +247,21 @@ class History:
             self._prompts.popitem(last=False)
 
 
-def _reason(host: Fate | None, disk: Fate | None) -> str:
+def fates(space: Space, why: Missing) -> tuple[Fate | None, Fate | None]:
+    """What became of a missing block in host memory and on disk.
+
+    Blocks that admission refuses while they are in host memory have no entry: nearly all are, again and again. But
+    whatever else keeps a block from disk has one. So a block that host memory evicted, and that has none, was refused.
+    """
+    evicted = why.host is not None and why.host.what == EVICTED
+    if why.host is None or not evicted or why.disk is not None or space.departed.forgotten:
+        return why.host, why.disk
+    disk = space.disk
+    refuses = disk is not None and not disk.fault and not isinstance(disk.admission, AdmitAll | WriteBudget)
+    return why.host, Fate(why.host.at_s, "filter") if refuses else None
+
+
+def reason_of(host: Fate | None, disk: Fate | None) -> str:
     """The one reason of a block that was here: what the deepest tier did with it counts."""
     if disk is not None and not (host is not None and host.what == RESET and host.at_s > disk.at_s):
         known = {CORRUPT: FAILED_CHECKSUM, EVICTED: EVICTED, RESET: RESET, "filter": FILTERED}

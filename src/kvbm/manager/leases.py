@@ -15,7 +15,10 @@ from typing import Generic, TypeVar
 from kvbm.block import BlockKey
 
 Owner = int
-"""A session's number; 0 is the in-process library."""
+"""A session's number; 0 is the in-process library. Negative ones are the operator's, and no engine's."""
+
+PINS: Owner = -1
+PREFETCHES: Owner = -2
 
 
 class LeaseState(IntEnum):

@@ -82,9 +82,10 @@ class Lookups:
         except BaseException:
             self._give_back(lease)
             raise
-        self._account(lease, len(keys) - skip)
-        if self.heat.asked(keys, skip + found, len(keys) - skip, len(lease.slots)):
-            self.metrics.add("kvbm_lost_prefixes_total")
+        if owner >= 0:  # hit rates and heat are of what engines ask for
+            self._account(lease, len(keys) - skip)
+            if self.heat.asked(keys, skip + found, len(keys) - skip, len(lease.slots)):
+                self.metrics.add("kvbm_lost_prefixes_total")
         cut = found - kept, kept - len(lease.slots)
         if not lease.slots:  # nothing was found, or the tier refused the first block just now
             self.leases.pop(owner, number)

@@ -9,8 +9,9 @@ from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.engine_labels import EngineLabels
 from kvbm.manager.engines import Engine, Fences
-from kvbm.manager.leases import Lease
+from kvbm.manager.leases import PINS, Lease
 from kvbm.manager.lookups import LEASE_S
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
@@ -45,6 +46,7 @@ class Membership:
         self._clock = clock
         self._engines: dict[str, Engine] = {}
         # Leaders whose workers have not come yet, and since when, for those that have not been sent the missing ranks.
+        self._labels = EngineLabels()
         self._early: dict[str, Session] = {}
         self._early_since_s: dict[str, float] = {}
 
@@ -188,6 +190,10 @@ class Membership:
             raise ProtocolError(
                 f"rank={hello.rank} of {hello.rank_count} cannot be served: 0 to {RANKS_MAX - 1}, below their number"
             )
+        if not 0 <= hello.data_parallel_rank < RANKS_MAX:
+            raise ProtocolError(
+                f"data_parallel_rank={hello.data_parallel_rank} cannot be served: 0 to {RANKS_MAX - 1}"
+            )
         if layout.shard_count > hello.rank_count:
             raise ProtocolError(
                 f"shard_count={layout.shard_count} cannot be served: at most one for each of {hello.rank_count} ranks"
@@ -199,7 +205,10 @@ class Membership:
         if engine is None:
             leader = self._early.pop(hello.engine, None)
             self._early_since_s.pop(hello.engine, None)
-            engine = Engine(hello.engine, hello.rank_count, space, self._clock(), leader)
+            label = self._labels.name(
+                namespace.model, hello.data_parallel_rank, {other.label for other in self}
+            )
+            engine = Engine(hello.engine, hello.rank_count, space, self._clock(), leader, label=label)
             self._engines[hello.engine] = engine
         session.hello = hello
         engine.workers[hello.rank] = session
@@ -252,7 +261,8 @@ class Membership:
     def _lease_blocks(self, space: Space) -> int:
         """The part of host memory that each engine's leases may take: the rest is for stores."""
         engines = sum(engine.space is space for engine in self)
-        return max(1, int(space.arena.slot_count * LEASED_SHARE / max(engines, 1)))
+        pinned = sum(len(pin.slots) for pin in space.leases.of(PINS))
+        return max(1, int((space.arena.slot_count - pinned) * LEASED_SHARE / max(engines, 1)))
 
 
 def _log_missing(engine: str, missing: tuple[int, ...], rank_count: int) -> None:

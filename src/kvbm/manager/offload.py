@@ -78,7 +78,8 @@ class Offloader(Generic[KeyT]):
     """The queue of blocks on their way down. Owned by the manager's thread.
 
     With `on_write_ended` blocks are written on eviction. It is called with the host slot of each block that leaves the
-    queue, written or not. `on_refused` is called with blocks that are not written, and why.
+    queue, written or not. `on_refused` is called with blocks that are not written, and why; not
+    for what the policy refuses while the block stays in host memory, which is most of what is offered.
     """
 
     host_pool: SlotPool[KeyT]
@@ -178,10 +179,6 @@ class Offloader(Generic[KeyT]):
         answers = offer_all(self.admission, [key for key, _ in new], now_s)
         if refused := len(new) - sum(answers):
             self.metrics.add("kvbm_skipped_offloads_total", refused, reason="filter")
-            if self.on_refused is not None:
-                self.on_refused(
-                    [key for (key, _), taken in zip(new, answers, strict=True) if not taken], "filter"
-                )
         for key, parent in compress(new, answers):
             if self._takes(key):
                 self._queue_up(key, parent, stored)
@@ -320,6 +317,7 @@ class Offloader(Generic[KeyT]):
             bytes_moved = completion.bytes_moved
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="host", target="disk")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="host", target="disk")
+            self.metrics.observe("kvbm_transfer_size_bytes", bytes_moved, source="host", target="disk")
             name = "kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d"
             self.metrics.add(name, len(hits))
         for disk_slot, key in zip(failed, lost, strict=True):

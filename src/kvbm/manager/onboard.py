@@ -301,6 +301,7 @@ class Onboarder:
             bytes_moved = completion.bytes_moved
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source="disk", target="host")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source="disk", target="host")
+            self.metrics.observe("kvbm_transfer_size_bytes", bytes_moved, source="disk", target="host")
         ends = completion.ends
         # Strict: a block whose end a tier does not tell must never count as one that came.
         for slot, key, end in zip(run.host_slots, run.keys, ends, strict=True):

@@ -79,8 +79,9 @@ class Requests:
             lease = None
         self._followers.asked(space, message.keys)
         found = bytes(lease.sources) if lease is not None else b""
-        counted = space.counted_sources(found)
-        self._traffic.looked_up(engine.name, len(keys) - message.skip, counted)
+        counted, asked = space.counted_sources(found), len(keys) - message.skip
+        self._traffic.looked_up(engine.name, asked, counted)
+        self._traffic.asked(engine.label, space.layout, asked, counted)
         self._history.looked_up(session.number, message, keys, space, counted, no_room + refused)
         if lease is None:
             session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused))
@@ -112,9 +113,10 @@ class Requests:
             )
         if message.failed > 0:
             on_disk = _failed_on_disk(engine.space, lease, message)
-            self._traffic.failed_load(message.failed - on_disk, on_disk)
+            self._traffic.failed_load(engine.label, message.failed - on_disk, on_disk)
         self._traffic.matched(engine.space.layout, max(0, message.loaded) + max(0, message.failed))
         self._traffic.unloaded(message.unloaded)
+        self._traffic.waited(engine.label, message.answer_s, message.wait_s)
         self._history.released(session.number, message)
 
     def reserve(self, session: Session, message: Reserve) -> Iterator[None]:
@@ -156,7 +158,7 @@ class Requests:
         engine = self._membership.of(session)
         if engine is not None and engine.leader is session:
             stored = engine.space.commit(session.number, message.store, message.failed)
-            self._traffic.stored(stored, message.seconds)
+            self._traffic.stored(engine.space.layout, stored, message.seconds)
 
     def finished(self, session: Session, message: Finished) -> None:
         """A request ended; the policies learn how much it generated."""

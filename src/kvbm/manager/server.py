@@ -33,6 +33,7 @@ from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
+from kvbm.manager.pins import Pins
 from kvbm.manager.requests import Requests
 from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
@@ -111,6 +112,7 @@ class Server:
             lambda: self.refused_count,
             clock,
         )
+        self._pins = Pins(self.spaces, clock)
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
@@ -137,6 +139,7 @@ class Server:
             Snapshot: self._snapshots.answer,
             WhyQuery: self._why,
             **administration.handlers,
+            **self._pins.handlers,
         }
 
     @property
@@ -331,6 +334,7 @@ class Server:
         if not self._accepting:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._accepting = True
+        self._pins.expire()
         self.membership.expire()
         self.membership.announce_tiers()
         self.membership.name_missing()

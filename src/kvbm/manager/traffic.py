@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -23,6 +24,14 @@ PREFILL_S_MAX = 86400.0
 """No load saved more: a client that says so is not believed."""
 
 
+class _EngineHits:
+    """The hit rates of one engine, and when they are logged."""
+
+    def __init__(self, engine: str, settings: Settings, clock: Clock) -> None:
+        self.window = HitRateWindow(settings.stats_window_requests)
+        self.log = HitRateLog(engine, settings.stats_log_interval_s, clock)
+
+
 class Traffic:
     """Counts transfers **after** the bytes have moved, and hit rates when a lookup is answered, as the original does.
 
@@ -34,21 +43,36 @@ class Traffic:
         self._settings = settings
         self._clock = clock
         self._window = HitRateWindow(settings.stats_window_requests)
-        self._logs: dict[str, HitRateLog] = {}
+        self._engines: dict[str, _EngineHits] = {}
         self._summary_at_s = clock() + SUMMARY_INTERVAL_S
         self._before = metrics.snapshot()
 
     def looked_up(self, engine: str, queried_blocks: int, sources: bytes) -> None:
         """A lookup was answered; `sources` has one tier per block found."""
-        self._window.record(
-            HitCounts(
-                queried_blocks=max(queried_blocks, len(sources)),
-                host_blocks=sources.count(Tier.HOST),
-                disk_blocks=sources.count(Tier.DISK),
-            )
+        counts = HitCounts(
+            queried_blocks=max(queried_blocks, len(sources)),
+            host_blocks=sources.count(Tier.HOST),
+            disk_blocks=sources.count(Tier.DISK),
         )
-        if engine not in self._logs and len(self._logs) < _ENGINES_MAX:
-            self._logs[engine] = HitRateLog(engine, self._settings.stats_log_interval_s, self._clock)
+        self._window.record(counts)
+        if engine not in self._engines and len(self._engines) < _ENGINES_MAX:
+            self._engines[engine] = _EngineHits(engine, self._settings, self._clock)
+        if engine in self._engines:
+            self._engines[engine].window.record(counts)
+
+    def asked(self, label: str, layout: BlockLayout, queried_blocks: int, sources: bytes) -> None:
+        """Count the same in tokens, for the engine of this name in metrics."""
+        tokens = layout.block_tokens
+        self.metrics.add("kvbm_queried_tokens_total", max(0, queried_blocks) * tokens, engine=label)
+        for tier, source in (("host", Tier.HOST), ("disk", Tier.DISK)):
+            self.metrics.add("kvbm_hit_tokens_total", sources.count(source) * tokens, engine=label, tier=tier)
+        self.metrics.add("kvbm_recompute_fallbacks_total", 0, engine=label)
+
+    def waited(self, label: str, answer_s: float, wait_s: float) -> None:
+        """How long an engine says it waited for an answer, and for the load; what is not a time is left out."""
+        for name, seconds in (("kvbm_lookup_answer_seconds", answer_s), ("kvbm_load_wait_seconds", wait_s)):
+            if 0.0 < seconds < math.inf:
+                self.metrics.observe(name, seconds, engine=label)
 
     def loaded(self, layout: BlockLayout, sources: bytes, seconds: float, prefill_s: float = 0.0) -> None:
         """Blocks reached the device on all ranks; `sources` says which tier each was found in. Computing them would
@@ -62,10 +86,13 @@ class Traffic:
         size = len(sources) * layout.shard_bytes * layout.shard_count
         self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         self.metrics.observe("kvbm_transfer_seconds", seconds, source="host", target="device")
+        self.metrics.observe("kvbm_transfer_size_bytes", size, source="host", target="device")
 
-    def stored(self, blocks: int, seconds: float) -> None:
+    def stored(self, layout: BlockLayout, blocks: int, seconds: float) -> None:
         """Blocks were copied to host memory by all ranks."""
         if blocks:
+            size = blocks * layout.shard_bytes * layout.shard_count
+            self.metrics.observe("kvbm_transfer_size_bytes", size, source="device", target="host")
             self.metrics.observe("kvbm_transfer_seconds", seconds, source="device", target="host")
 
     def matched(self, layout: BlockLayout, blocks: int) -> None:
@@ -78,8 +105,9 @@ class Traffic:
             if reason in UNLOADED_REASONS and count > 0:
                 self.metrics.add("kvbm_unloaded_blocks_total", count, reason=reason)
 
-    def failed_load(self, on_host: int, on_disk: int) -> None:
+    def failed_load(self, label: str, on_host: int, on_disk: int) -> None:
         """Blocks that were promised, by where they were found, did not reach the device; the engine computes them."""
+        self.metrics.add("kvbm_recompute_fallbacks_total", engine=label)
         self.metrics.add("kvbm_failures_total", on_host, tier="host", kind="load")
         self.metrics.add("kvbm_failures_total", on_disk, tier="disk", kind="load")
 
@@ -91,11 +119,11 @@ class Traffic:
         totals = self._window.totals()
         self.metrics.set("kvbm_host_cache_hit_rate", totals.host_rate)
         self.metrics.set("kvbm_disk_cache_hit_rate", totals.disk_rate)
-        for hit_log in self._logs.values():
-            if line := hit_log.line(totals):
+        for hits in self._engines.values():
+            if line := hits.log.line(hits.window.totals()):
                 log.info(line)
         # After its last line; an engine that comes back under its name starts a log of its own.
-        self._logs = {name: hit_log for name, hit_log in self._logs.items() if name in engines}
+        self._engines = {name: hits for name, hits in self._engines.items() if name in engines}
         if self._clock() >= self._summary_at_s:
             self.summarize()
 

@@ -23,10 +23,14 @@ class MetricKind(enum.Enum):
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A label and all its values. Labels are bounded: keys, request ids and addresses are never among them."""
+    """A label and all its values. Labels are bounded: keys, request ids and addresses are never among them.
+
+    An `open` one has values besides that depend on who is connected; whoever gives them keeps them few.
+    """
 
     name: str
     values: tuple[str, ...]
+    open: bool = False
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +72,16 @@ TRANSFER_BUCKETS_S = (
 )
 """Upper bounds of the transfer histogram, for anything from one small block in memory to a batch on a slow disk."""
 
+SIZE_BUCKETS_BYTES = tuple(float(4**power) for power in range(6, 18))
+"""Upper bounds of the sizes of transfers: 4 KiB to 16 GiB."""
+
+OTHER_ENGINES = "other"
+"""The `engine` label of engines beyond those that have names of their own."""
+
 _SOURCE = Label("source", TIERS)
 _TARGET = Label("target", TIERS)
 _TIER = Label("tier", TIERS)
+_ENGINE = Label("engine", (OTHER_ENGINES,), open=True)
 
 
 def _compatible(name: str, kind: MetricKind, text: str) -> Metric:
@@ -125,6 +136,13 @@ TABLE: tuple[Metric, ...] = (
         help="Time that one transfer from one tier to another took",
         labels=(_SOURCE, _TARGET),
         buckets=TRANSFER_BUCKETS_S,
+    ),
+    Metric(
+        name="kvbm_transfer_size_bytes",
+        kind=_HISTOGRAM,
+        help="Bytes of one transfer from one tier to another",
+        labels=(_SOURCE, _TARGET),
+        buckets=SIZE_BUCKETS_BYTES,
     ),
     Metric(
         name="kvbm_queue_blocks",
@@ -245,6 +263,43 @@ TABLE: tuple[Metric, ...] = (
         at_zero=True,
     ),
     Metric(name="kvbm_engines", kind=_GAUGE, help="Engines that are connected"),
+    Metric(
+        name="kvbm_leases",
+        kind=_GAUGE,
+        help="Leases: lookups whose blocks are kept from eviction for an engine",
+    ),
+    Metric(
+        name="kvbm_queried_tokens_total",
+        kind=_COUNTER,
+        help="Tokens that an engine's lookups asked for, without those that the device held",
+        labels=(_ENGINE,),
+    ),
+    Metric(
+        name="kvbm_hit_tokens_total",
+        kind=_COUNTER,
+        help="Tokens that an engine's lookups found, by the tier that held them",
+        labels=(_ENGINE, _TIER),
+    ),
+    Metric(
+        name="kvbm_recompute_fallbacks_total",
+        kind=_COUNTER,
+        help="Loads of which some promised blocks did not reach the device, so that the engine computed them",
+        labels=(_ENGINE,),
+    ),
+    Metric(
+        name="kvbm_lookup_answer_seconds",
+        kind=_HISTOGRAM,
+        help="Time from a lookup to its answer as the engine saw it, for lookups that found something",
+        labels=(_ENGINE,),
+        buckets=TRANSFER_BUCKETS_S,
+    ),
+    Metric(
+        name="kvbm_load_wait_seconds",
+        kind=_HISTOGRAM,
+        help="Time from a lookup to the end of its load as the engine saw it: its turn in the queues included",
+        labels=(_ENGINE,),
+        buckets=TRANSFER_BUCKETS_S,
+    ),
 )
 """Every metric. Others cannot be counted."""
 
@@ -351,6 +406,7 @@ def _label_values(metric: Metric, labels: Mapping[str, str]) -> tuple[str, ...]:
     values: list[str] = []
     for label in metric.labels:
         value = labels.get(label.name)
-        assert value in label.values, f"{metric.name}: {label.name}={value!r} is not one of {label.values}"
+        known = bool(value) if label.open else value in label.values
+        assert value and known, f"{metric.name}: {label.name}={value!r} is not one of {label.values}"
         values.append(value)
     return tuple(values)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvbm.observe.metrics import TABLE, Metric
+from kvbm.observe.metrics import TABLE, Label, Metric
 from kvbm.settings import variable
 
 _HEAD = f"""\
@@ -42,7 +42,9 @@ _NEW = """
 _LABELS = """
 ## Labels
 
-Labels have a fixed set of values; keys, requests and addresses are never among them.
+Labels have a fixed set of values; keys, requests and addresses are never among them. Only `engine` has values that
+depend on what is connected: model and data-parallel rank, with `#2`, `#3`, … where several engines serve the same, and
+`other` for those beyond the first 64 names. An engine that starts again continues its series.
 
 | Series | Label | Values |
 | --- | --- | --- |
@@ -74,10 +76,12 @@ def _row(metric: Metric) -> str:
 
 
 def _label_rows(metric: Metric) -> str:
-    return "".join(
-        f"| `{metric.name}` | `{label.name}` | {', '.join(f'`{value}`' for value in label.values)} |\n"
-        for label in metric.labels
-    )
+    return "".join(f"| `{metric.name}` | `{label.name}` | {_values(label)} |\n" for label in metric.labels)
+
+
+def _values(label: Label) -> str:
+    listed = ", ".join(f"`{value}`" for value in label.values)
+    return f"`MODEL/dpRANK`, {listed}" if label.open else listed
 
 
 if __name__ == "__main__":

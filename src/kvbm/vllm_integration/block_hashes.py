@@ -24,6 +24,14 @@ def hashes_are_deterministic(vllm_config: Any) -> bool:
     return hasattr(kv_cache_utils, "resolve_none_hash_seed") and algorithm in DETERMINISTIC
 
 
+def own_chain(blocks: Sequence[Sequence[int]]) -> list[bytes]:
+    """Our own chain (see `OwnHashes`) over the full blocks of a text without adapter, salt or media."""
+    keys: list[bytes] = []
+    for tokens in blocks:
+        keys.append(chain_key(_OWN_CHAIN, keys[-1] if keys else ROOT, tokens, repr(None).encode()))
+    return keys
+
+
 class EngineHashes(Sequence[bytes]):
     """A live view of `request.block_hashes`, which grows as blocks fill."""
 

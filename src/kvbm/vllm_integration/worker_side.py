@@ -81,6 +81,7 @@ class WorkerSide:
             request_blocks=-(-int(config.model_config.max_model_len) // spec.block_size),
             numa_node=numa_node(cache.device) if settings.numa else -1,
             namespace=namespace,
+            data_parallel_rank=_data_parallel_rank(config),
             layout=BlockLayout(
                 block_tokens=spec.block_size,
                 shard_bytes=cache.shard_bytes,
@@ -166,3 +167,9 @@ class WorkerSide:
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()
+
+
+def _data_parallel_rank(config: Any) -> int:
+    """Which of the engines that serve one model this is: vLLM may set `data_parallel_rank` itself back to 0."""
+    parallel = config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))

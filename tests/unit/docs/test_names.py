@@ -325,7 +325,7 @@ def missing(finder: Finder, path: Path, text: str) -> list[str]:
         (unknown_names, "`kvbm.Blocks`", "kvbm.Blocks"),
         (unknown_names, "`BlockManager.upload`", "BlockManager.upload"),
         (unknown_names, "`settings/schema.Row`", "settings/schema.Row"),
-        (unknown_commands, "`kvbm stats`", "kvbm stats"),
+        (unknown_commands, "`kvbm statues`", "kvbm statues"),
         (unknown_commands, "`kvbm disk ls|wipe DIR`", "kvbm disk wipe"),
         (
             unknown_commands,

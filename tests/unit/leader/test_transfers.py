@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvbm.block import Tier
 from kvbm.hashing import split_keys
 from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
@@ -42,6 +44,15 @@ def test_a_load_names_slots_generations_and_the_right_device_blocks(bench: Bench
         Release(lookup=lookup.lookup, first=1, loaded=3, seconds=0.5, unloaded={"unused": 1})
     ], "the engine took one less than it was promised"
     assert bench.leader.loaded_blocks == {Tier.HOST: 3, Tier.DISK: 0}
+
+
+def test_the_manager_is_told_how_long_the_engine_waited(bench: Bench) -> None:
+    """The answer is there when the engine looks, and the load has ended when its step is told."""
+    plan = bench.load(blocks=5)
+    bench.clock.advance(0.75)
+    bench.arrive(plan)
+    (release,) = bench.manager.said()
+    assert release.wait_s == pytest.approx(0.75 + release.answer_s)
 
 
 def test_blocks_that_failed_are_counted_and_told(bench: Bench) -> None:

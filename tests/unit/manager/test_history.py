@@ -14,6 +14,7 @@ from kvbm.hashing import join_keys
 from kvbm.manager import departed as departed_module
 from kvbm.manager import history as history_module
 from kvbm.manager.departed import Departed, Fate
+from kvbm.manager.history import fates, reason_of
 from kvbm.policy import DiskFilter
 from kvbm.protocol import (
     PROTOCOL_VERSION,
@@ -203,8 +204,14 @@ def test_refused_by_the_filter(make: Callable[..., Bench]) -> None:
     missing = bench.space.departed.missing(KEYS[:4])
     assert (missing.first, missing.unknown) == (4, 0)
     assert missing.host is not None and missing.host.what == "evicted"
-    assert missing.disk is not None and missing.disk.what == "filter"
-    assert history_module._reason(missing.host, missing.disk) == "refused_by_filter"
+    assert reason_of(*fates(bench.space, missing)) == "refused_by_filter"
+
+
+def test_without_a_filter_nothing_is_blamed_on_one(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=4, disk=False, admission=DiskFilter())
+    bench.store(KEYS[:4])
+    bench.store(KEYS[10:14])
+    assert reason_of(*fates(bench.space, bench.space.departed.missing(KEYS[:4]))) == "evicted"
 
 
 def test_refused_when_it_was_to_leave_host_memory(make: Callable[..., Bench]) -> None:
@@ -213,7 +220,7 @@ def test_refused_when_it_was_to_leave_host_memory(make: Callable[..., Bench]) ->
     bench.store(KEYS[10:14])
     bench.finish_all()
     missing = bench.space.departed.missing(KEYS[:4])
-    assert history_module._reason(missing.host, missing.disk) == "refused_by_filter"
+    assert reason_of(*fates(bench.space, missing)) == "refused_by_filter"
 
 
 def test_evicted_from_disk_too(make: Callable[..., Bench]) -> None:
@@ -224,7 +231,7 @@ def test_evicted_from_disk_too(make: Callable[..., Bench]) -> None:
     missing = bench.space.departed.missing(KEYS[:4])
     assert missing.host is not None and missing.disk is not None
     assert (missing.host.what, missing.disk.what) == ("evicted", "evicted")
-    assert history_module._reason(missing.host, missing.disk) == "evicted"
+    assert reason_of(*fates(bench.space, missing)) == "evicted"
 
 
 def test_host_memory_was_faster_than_the_disk(make: Callable[..., Bench]) -> None:
@@ -234,7 +241,7 @@ def test_host_memory_was_faster_than_the_disk(make: Callable[..., Bench]) -> Non
     bench.finish_all()
     missing = bench.space.departed.missing(KEYS[1:4])
     assert (missing.host, missing.disk) == (Fate(100.0, "evicted"), Fate(100.0, "too_late"))
-    assert history_module._reason(missing.host, missing.disk) == "not_written"
+    assert reason_of(*fates(bench.space, missing)) == "not_written"
 
 
 def test_a_disk_that_fails_the_write(make: Callable[..., Bench]) -> None:
@@ -244,7 +251,7 @@ def test_a_disk_that_fails_the_write(make: Callable[..., Bench]) -> None:
     bench.store(KEYS[10:14])
     bench.finish_all()
     missing = bench.space.departed.missing(KEYS[:2])
-    assert history_module._reason(missing.host, missing.disk) == "not_written"
+    assert reason_of(*fates(bench.space, missing)) == "not_written"
 
 
 def test_a_checksum_that_failed(make_manager: Callable[..., ManagerBench], below: FakeTier) -> None:
@@ -361,13 +368,13 @@ def test_a_client_cannot_make_the_history_large(manager: ManagerBench) -> None:
 def test_ghost_entries_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(departed_module, "GENERATION_BLOCKS", 10)
     departed = Departed(lambda: 1.0)
-    for first in range(0, 200, 5):
+    for first in range(0, 800, 5):
         departed.emptied(Tier.HOST, KEYS[first : first + 5], True)
     assert len(departed) == 10 * departed_module.GENERATIONS
     assert departed.forgotten
     assert departed.missing(KEYS[:3]).unknown == 3
-    assert departed.missing(KEYS[195:203]) == (Fate(1.0, "evicted"), None, 5, 3)
-    departed.emptied(Tier.HOST, KEYS[300:400], True)
+    assert departed.missing(KEYS[795:803]) == (Fate(1.0, "evicted"), None, 5, 3)
+    departed.emptied(Tier.HOST, KEYS[1000:1500], True)
     assert len(departed) <= 10 * departed_module.GENERATIONS
 
 

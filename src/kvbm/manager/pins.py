@@ -1,0 +1,150 @@
+"""Pins and prefetches: an operator's leases on the blocks of a prompt. A pin has an expiry, and all pins together a
+bounded share of host memory, so that engines go on storing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from kvbm.admin_protocol import FindPrefix, Pin, Pinned, PrefixFound, Unpin, Unpinned
+from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.clock import Clock
+from kvbm.errors import ProtocolError
+from kvbm.hashing import split_keys
+from kvbm.manager.administration import refuse_other_roles
+from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.leases import PINS, PREFETCHES
+from kvbm.manager.lookups import LEASE_S
+from kvbm.manager.session import Session
+from kvbm.manager.space import Space
+
+PINNED_SHARE = 0.25
+"""The part of a namespace's host memory that its pins may hold, and a prefetch may take."""
+PIN_S_MAX = 7 * 86400.0
+FOUND_AT_ONCE = 4096
+
+
+class Pins:
+    """Handlers of an operator's messages about the blocks of a prompt. Owned by the manager's thread."""
+
+    def __init__(self, spaces: SpaceTable, clock: Clock) -> None:
+        self._spaces = spaces
+        self._clock = clock
+        self._numbers = count(1)
+        # The last key of the chain that each pin was asked for, which may be longer than what was found.
+        self._asked: dict[int, BlockKey] = {}
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Session, Any], Iterator[None] | None]]:
+        """What answers each message."""
+        return {FindPrefix: self.find_prefix, Pin: self.pin, Unpin: self.unpin}
+
+    def find_prefix(self, session: Session, message: FindPrefix) -> Iterator[None]:
+        """Count a chain's leading blocks that are held."""
+        refuse_other_roles(session, message)
+        keys, space = _keys(message.keys), self._space(message.fingerprint)
+        blocks = host = 0
+        for start in range(0, len(keys) if space is not None else 0, FOUND_AT_ONCE):
+            if start:
+                yield
+            assert space is not None
+            part = keys[start : start + FOUND_AT_ONCE]
+            on_host = space.host_pool.find_all(part)
+            disk_pool = space.disk.pool_if_on if space.disk is not None else None
+            on_disk = disk_pool.find_all(part) if disk_pool is not None else [None] * len(part)
+            if host == start:
+                host += on_host.index(None) if None in on_host else len(part)
+            held = [
+                above is not None or below is not None for above, below in zip(on_host, on_disk, strict=True)
+            ]
+            if False in held:
+                blocks += held.index(False)
+                break
+            blocks += len(part)
+        session.send(PrefixFound(blocks=blocks, host=host))
+
+    def pin(self, session: Session, message: Pin) -> Iterator[None]:
+        """Lease the chain's blocks in the operator's name, and bring up those that are on disk."""
+        refuse_other_roles(session, message)
+        keys, space = _keys(message.keys), self._space(message.fingerprint)
+        if not 0 <= message.seconds <= PIN_S_MAX:
+            raise ProtocolError(f"pin seconds={message.seconds} cannot be served: 0 to {PIN_S_MAX:.0f}")
+        if refusal := _refusal(space):
+            session.send(Pinned(refusal=refusal))
+            return
+        assert space is not None
+        owner = PINS if message.seconds else PREFETCHES
+        if owner == PINS:
+            self._end(space, keys[-1:])
+        blocks_max = int(space.arena.slot_count * PINNED_SHARE)
+        room = blocks_max - sum(len(lease.slots) for lease in space.leases.of(owner))
+        if room <= 0 or not space.leases.has_room(owner):
+            what = "pins" if owner == PINS else "prefetches"
+            refusal = f"the {what} of this namespace take all of the {blocks_max} blocks that they may"
+            session.send(Pinned(blocks_max=blocks_max, refusal=refusal))
+            return
+        number = next(self._numbers)
+        found = yield from space.looking_up(owner, number, keys[:room], 0)
+        lease = found.lease
+        if lease is None:
+            session.send(Pinned(blocks_max=blocks_max))
+            return
+        lease.deadline_s = self._clock() + (message.seconds or LEASE_S)
+        if owner == PINS:
+            self._asked[number] = keys[-1]
+        session.send(Pinned(blocks=len(lease.slots), ready=lease.ready, blocks_max=blocks_max))
+
+    def unpin(self, session: Session, message: Unpin) -> None:
+        """End pins."""
+        refuse_other_roles(session, message)
+        space, last = self._space(message.fingerprint), _keys(message.last_keys)
+        pins, blocks = self._end(space, last or None) if space is not None else (0, 0)
+        session.send(Unpinned(pins=pins, blocks=blocks))
+
+    def expire(self) -> None:
+        """End the pins that are past their time, also of a namespace without engines, and prefetches that are done."""
+        now_s = self._clock()
+        kept = set()
+        for _, space in self._spaces:
+            for owner in (PINS, PREFETCHES):
+                for lease in space.leases.of(owner):
+                    done = lease.final and (owner == PREFETCHES or not lease.slots)
+                    if done or lease.deadline_s <= now_s:
+                        space.release(owner, lease.number)
+                    else:
+                        kept.add(lease.number)
+        self._asked = {number: key for number, key in self._asked.items() if number in kept}
+
+    def _end(self, space: Space, last: list[BlockKey] | None) -> tuple[int, int]:
+        """End the pins of chains that end with one of these keys, or all; how many, and their blocks."""
+        meant = [
+            lease for lease in space.leases.of(PINS) if last is None or self._asked.get(lease.number) in last
+        ]
+        blocks = sum(len(lease.slots) for lease in meant)
+        for lease in meant:
+            space.release(PINS, lease.number)
+            self._asked.pop(lease.number, None)
+        return len(meant), blocks
+
+    def _space(self, fingerprint: str) -> Space | None:
+        return next(
+            (space for namespace, space in self._spaces if namespace.fingerprint.hex() == fingerprint), None
+        )
+
+
+def _refusal(space: Space | None) -> str:
+    """Why nothing can be held in this namespace; empty where it can."""
+    if space is None:
+        return "the manager holds no such namespace any more"
+    if space.failure:
+        return f"the namespace is off: {space.failure}"
+    if space.options.staging:
+        return "host memory is only the way to disk here (no host tier is configured): nothing can stay in it"
+    return ""
+
+
+def _keys(joined: bytes) -> list[BlockKey]:
+    if len(joined) % KEY_BYTES:
+        raise ProtocolError(f"keys of {len(joined)} bytes cannot be served: a multiple of {KEY_BYTES}")
+    return split_keys(joined)

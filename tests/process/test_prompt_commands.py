@@ -1,0 +1,133 @@
+"""`kvbm pin`, `unpin` and `prefetch`, as an operator runs them against a manager that serves engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvbm.cli.prompts import candidates, read_prompt
+from rigs.admin import Engine, Node
+from rigs.manager import LAYOUT, NAMESPACE
+
+TOKENS = list(range(700, 720))
+"""Five blocks."""
+
+
+@pytest.fixture
+def node(make_node: Callable[..., Node], tmp_path: Path) -> Node:
+    """With a disk tier."""
+    return make_node(host_blocks=32, disk_blocks=80, disk_dir=tmp_path / "disk", disk_admission="all")
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> str:
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps(TOKENS))
+    return str(path)
+
+
+def stored(node: Node, path: str, form: int = 0) -> tuple[Engine, list[bytes]]:
+    """An engine that stored the prompt, with its keys in one of the forms that there are; it holds no lease of it."""
+    first = node.engine(path, "first")
+    (space,) = node.json("inspect", "namespaces")["namespaces"]
+    keys = forms(space)[form]
+    first.store(keys)
+    second = node.engine(path, "second")
+    first.close()
+    while node.json("inspect", "leases")["leases"]:
+        pass
+    return second, keys
+
+
+def forms(space: dict[str, object]) -> list[list[bytes]]:
+    return list(candidates(SimpleNamespace(**space), TOKENS))
+
+
+@pytest.mark.parametrize("form", [0, -2, -1])
+def test_a_pinned_prompt_survives_what_evicts_and_resets(node: Node, prompt: str, form: int) -> None:
+    """In the form of vLLM's hashes, of our own chain, and of the library's."""
+    _, keys = stored(node, node.manage(), form)
+    pinned = node.json("pin", "--prompt-file", prompt, "--hours", "2")
+    assert pinned == {"pinned": 5, "ready": 5, "blocks": 5, "seconds": 7200.0}
+    (lease,) = node.json("inspect", "leases")["leases"]
+    assert (lease["engine"], lease["blocks"]) == ("(pin)", 5)
+    assert 7000 < lease["ends_in_s"] <= 7200
+    assert node.json("reset", "--tier", "G2")["tiers"]["host"]["in_use"] == 5
+    assert node.json("pin", "--prompt-file", prompt)["pinned"] == 5
+    assert node.json("inspect", "leases")["total"] == 1, "a second pin replaces the first"
+    assert node.json("unpin", "--prompt-file", prompt) == {"pins": 1, "blocks": 5}
+    assert node.json("reset", "--tier", "G2")["tiers"]["host"] == {
+        "type": "reset_done",
+        "dropped": 5,
+        "in_use": 0,
+    }
+    assert node.kvbm("unpin", "--prompt-file", prompt)[0] == 1
+    assert len(keys) == len(TOKENS) // LAYOUT.block_tokens
+
+
+def test_prefetch_brings_a_prompt_up_from_disk(node: Node, prompt: str) -> None:
+    _, keys = stored(node, node.manage())
+    while len(node.json("inspect", "blocks", "--tier", "G3")["blocks"]) < 5:
+        pass
+    node.json("reset", "--tier", "G2")
+    assert node.json("inspect", "blocks")["blocks"] == []
+    found = node.json("prefetch", "--prompt-file", prompt)
+    assert (found["coming"] + found["ready"], found["blocks"]) == (5, 5)
+    while node.json("inspect", "leases")["leases"]:
+        pass  # its lease ends when all have come
+    rows = node.json("inspect", "blocks")["blocks"]
+    assert {row["key"] for row in rows} == {key.hex() for key in keys}
+    assert all(row["state"] == "resident" for row in rows)
+
+
+def test_a_prompt_that_no_engine_computed_is_not_pinned(node: Node, prompt: str) -> None:
+    node.engine(node.manage())
+    for command in ("pin", "prefetch", "unpin"):
+        code, out, err = node.kvbm(command, "--prompt-file", prompt)
+        assert (code, err) == (1, ""), command
+        assert out.startswith("0 "), out
+    assert "let an engine compute the prompt" in node.kvbm("pin", "--prompt-file", prompt)[1]
+
+
+def test_what_cannot_be_pinned_is_refused_in_one_line(node: Node, prompt: str, tmp_path: Path) -> None:
+    stored(node, node.manage())
+    text, short, odd = tmp_path / "prompt.txt", tmp_path / "short.json", tmp_path / "odd.json"
+    text.write_text("Once upon a time")
+    short.write_text("[1, 2, 3]")
+    odd.write_text('[1, "two"]')
+    for words, told in (
+        (("--prompt-file", str(tmp_path / "none")), "a file that can be read"),
+        (("--prompt-file", str(short)), "at least one block: 4 tokens"),
+        (("--prompt-file", str(odd)), "a JSON list of token ids"),
+        (("--prompt-file", str(text)), f"--model='{NAMESPACE.model}' cannot be used"),
+        (("--prompt-file", prompt, "--model", "other"), "--model='other' cannot be used"),
+        (("--prompt-file", prompt, "--hours", "169"), "--hours='169' cannot be used"),
+        (("--prompt-file", prompt, "--hours", "soon"), "--hours='soon' cannot be used"),
+    ):
+        assert told in node.refused("pin", *words)
+    assert "--all" in node.refused("unpin")
+    assert node.json("inspect", "leases")["total"] == 0
+
+
+def test_text_is_tokenized_by_the_models_own_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{token}": token for token in TOKENS} | {"[UNK]": 0}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "prompt.txt").write_text(" ".join(f"w{token}" for token in TOKENS))
+    assert read_prompt(tmp_path / "prompt.txt", str(tmp_path)) == TOKENS
+
+
+def test_pins_leave_most_of_host_memory_to_engines(make_node: Callable[..., Node], prompt: str) -> None:
+    node = make_node(host_blocks=16)
+    stored(node, node.manage())
+    code, out, _ = node.kvbm("pin", "--prompt-file", prompt)
+    assert code == 0
+    assert "4 of 5 blocks pinned for 1 h" in out
+    assert "over what pins may hold together (4 blocks)" in out
+    assert node.json("unpin", "--all") == {"pins": 1, "blocks": 4}

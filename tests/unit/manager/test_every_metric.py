@@ -1,0 +1,77 @@
+"""Every metric of the table moves when what it counts happens. A new one needs an action here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbm.manager.lookups import LEASE_S
+from kvbm.observe.metrics import TABLE
+from kvbm.protocol import Release, Reset, ResetReply
+from kvbm.testing.fake_tier import FakeTier
+from rigs.manager import KEYS, LAYOUT, ManagerBench, store
+
+NO_OBJECT_STORAGE = {
+    "kvbm_offload_blocks_d2o",
+    "kvbm_onboard_blocks_o2d",
+    "kvbm_object_cache_hit_rate",
+    "kvbm_object_read_failures",
+    "kvbm_object_write_failures",
+}
+"""The original's series of a tier that does not exist: they are exported, and stay 0."""
+
+
+def moved(manager: ManagerBench) -> set[str]:
+    """The metrics of which a series is not 0."""
+    manager.tick()
+    return {name for (name, *_), value in manager.metrics.snapshot().items() if value}
+
+
+def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: FakeTier) -> None:
+    manager = make_manager(disk_blocks=32, disk_offload_filter=False)
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    seen = moved(manager)
+    assert "kvbm_queue_blocks" in seen, "the writes wait for the disk"
+    below.release()
+    manager.step()
+    leader.send(Reset(tier="host"))
+    assert leader.expect(ResetReply).dropped == 4
+
+    # A load from disk, and then one from host memory of which a block does not arrive.
+    leader.lookup(2, KEYS[:4])
+    below.release()
+    seen |= moved(manager)
+    leader.take()  # its progress
+    leader.send(Release(lookup=2, loaded=4, seconds=0.1, answer_s=0.01, wait_s=0.2, prefill_s=1.0))
+    leader.lookup(3, KEYS[:4])
+    seen |= moved(manager)
+    leader.send(Release(lookup=3, loaded=3, failed=1, seconds=0.1, unloaded={"failed": 1}))
+
+    # A lease that nobody ends, and more blocks than there is room for.
+    leader.lookup(4, KEYS[:4])
+    manager.tick(LEASE_S + 1)
+    store(leader, worker, 5, KEYS[100:112])
+    below.release()
+    manager.step()
+    leader.reserve(6, KEYS[200:232])
+    leader.take()
+
+    # A prefix that the latest requests began with, and that is gone.
+    leader.send(Reset())
+    leader.expect(ResetReply)
+    assert leader.lookup(7, KEYS[:4]).slots == ()
+    seen |= moved(manager)
+    missing = {metric.name for metric in TABLE} - seen
+    assert missing - NO_OBJECT_STORAGE == {"kvbm_offload_blocks_d2d"}, "which only counts where disk is alone"
+    assert missing >= NO_OBJECT_STORAGE
+
+
+def test_disk_alone_counts_from_device_to_disk(
+    make_manager: Callable[..., ManagerBench], below: FakeTier
+) -> None:
+    manager = make_manager(
+        host_blocks=None, disk_blocks=32, staging_bytes=8 * LAYOUT.slot_bytes, disk_offload_filter=False
+    )
+    store(*manager.engine(), 1, KEYS[:4])
+    below.release()
+    assert "kvbm_offload_blocks_d2d" in moved(manager)
