@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.admin_protocol import Description, EngineReport, Moment, SnapshotReply, SpaceReport, TierReport
+from kvbm.observe.metrics import BY_NAME
 from kvbm.observe.verdict import Signs, judge
 from kvbm.observe.view import FLOWS, look, start_of
 
@@ -247,3 +250,11 @@ def test_faults_of_tiers_and_missing_ranks_reach_the_verdict() -> None:
     missing = msgspec.structs.replace(asked.manager, engines=(engine(ranks=1),))
     texts = [finding.text for finding in look(msgspec.structs.replace(asked, manager=missing)).findings]
     assert texts[0] == "namespace aa: disk: gone" and "1 of its 2 ranks" in texts[1]
+
+
+def test_the_view_reads_series_that_the_table_has() -> None:
+    """A label that is added to a metric would make its rate 0 without a word."""
+    for name, *labels in SERIES:
+        metric = BY_NAME[re.sub("(?<=seconds)_(count|sum)$", "", name)]
+        assert len(metric.labels) == len(labels)
+        assert all(value in label.values for label, value in zip(metric.labels, labels, strict=True))
