@@ -112,7 +112,7 @@ def test_with_several_managers_a_command_lists_them(
 
 def test_without_a_manager_a_command_says_where_it_looked(make_node: Callable[..., Node]) -> None:
     node = make_node()
-    assert f"none runs in {node.runtime_dir}" in node.refused("inspect", "queues")
+    assert f"no manager runs in {node.runtime_dir}" in node.refused("inspect", "queues")
     nowhere = str(node.runtime_dir / "nowhere.sock")
     assert f"no manager at {nowhere}" in node.refused("reset", "--tier", "G2", "--manager", nowhere)
 

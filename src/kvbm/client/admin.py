@@ -39,14 +39,19 @@ def running_managers(settings: Settings) -> list[str]:
 
 
 def choose_manager(settings: Settings) -> str:
-    """The socket of the manager that is meant. Raises SettingsError when there is none, or it is not clear which."""
+    """The socket of the manager that is meant.
+
+    Raises ManagerUnavailable when none runs, SettingsError when it is not clear which.
+    """
     running = running_managers(settings)
     if len(running) == 1:
         return running[0]
     if not running:
-        accepted = f"the socket of a running manager; none runs in {settings.runtime_dir}"
-    else:
-        accepted = f"the socket of one of the {len(running)} that run: {', '.join(running)}"
+        raise ManagerUnavailable(
+            f"no manager runs in {settings.runtime_dir}; "
+            "one that was given another socket is named with --manager SOCKET"
+        )
+    accepted = f"the socket of one of the {len(running)} that run: {', '.join(running)}"
     raise SettingsError("--manager", settings.manager or "", accepted)
 
 

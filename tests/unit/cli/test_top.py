@@ -91,7 +91,7 @@ def test_since_start_counts_all(manager: ManagerBench) -> None:
 
 def test_one_line_says_what_is_wrong(tmp_path: Path) -> None:
     nowhere = {"DYN_KVBM_RUNTIME_DIR": str(tmp_path / "none")}
-    assert "none runs in" in refused("--once", **nowhere)
+    assert "no manager runs in" in refused("--once", **nowhere)
     assert "--json" in refused("--json", **nowhere)
     assert "--once" in refused(**nowhere)  # there is no terminal
     assert "no manager at" in refused("--once", "--manager", str(tmp_path / "m.sock"))
