@@ -144,7 +144,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
     monkeypatch.setattr(worker_side, "BlockLayout", lambda **fields: fields)
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(engine_id="e"),
-        parallel_config=SimpleNamespace(rank=0, world_size=1),
+        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0),
         model_config=SimpleNamespace(max_model_len=64),
     )
     spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
