@@ -23,7 +23,7 @@ DEPLOY, SCRIPTS = ROOT / "deploy", ROOT / "scripts"
 if not DEPLOY.is_dir():
     pytest.skip("a source distribution has no dashboard", allow_module_level=True)
 sys.path.insert(0, str(SCRIPTS))
-from panels import CHOSEN, ROWS, WINDOW, Panel  # noqa: E402
+from panels import CHOSEN, ROWS, WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
 
 PANELS = {f"{row.title}: {panel.title}": panel for row in ROWS for panel in row.panels}
 SEEN_S = 60.0

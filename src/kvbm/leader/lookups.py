@@ -11,7 +11,7 @@ from kvbm.block import KEY_BYTES, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.tracked import NOTHING_TOLD, Told
+from kvbm.leader.tracked import NOTHING_TOLD, Told, readable
 from kvbm.leader.window import Window
 from kvbm.protocol import UNLOADED_REASONS, LoadPlan, Lookup, LookupReply, Progress, Release
 
@@ -114,7 +114,7 @@ class Lookups:
         search.wanted = wanted
         prompt, extras = told
         question = Lookup(
-            lookup=number, keys=keys, skip=skip, request=request, prompt=prompt, extras=dict(extras)
+            lookup=number, keys=keys, skip=skip, request=readable(request), prompt=prompt, extras=dict(extras)
         )
         if not self._link.send(question):
             return None

@@ -45,6 +45,12 @@ class Told(NamedTuple):
 
 NOTHING_TOLD = Told()
 
+
+def readable(text: str) -> str:
+    """The text as a message can carry it: halves of surrogate pairs, which JSON can bring, are question marks."""
+    return text.encode(errors="replace").decode()
+
+
 Keep = Callable[[float], bool]
 """Whether blocks of a request may be kept, by a look at what shapes them that is not older than this time (seconds)."""
 

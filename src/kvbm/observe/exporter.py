@@ -45,13 +45,13 @@ class _Server(ThreadingHTTPServer):
     # The type stubs name `socket | (bytes, socket)`; we only pass the request on, hence the ignores.
     def process_request(self, request: object, client_address: object) -> None:
         if not self._connections.acquire(blocking=False):
-            self.shutdown_request(request)  # type: ignore[arg-type]
+            self.shutdown_request(request)  # type: ignore[arg-type]  # as above
             return
-        super().process_request(request, client_address)  # type: ignore[arg-type]
+        super().process_request(request, client_address)  # type: ignore[arg-type]  # as above
 
     def process_request_thread(self, request: object, client_address: object) -> None:
         try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]  # as above
         finally:
             self._connections.release()
 

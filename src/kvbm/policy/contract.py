@@ -71,7 +71,7 @@ class ManyAtOnce(AdmissionPolicy, Protocol):
 def offer_all(policy: AdmissionPolicy, keys: Sequence[Hashable], now_s: float) -> Sequence[bool]:
     """Offer the blocks to a policy of either kind."""
     if _takes_many(policy, "offered"):
-        many: ManyAtOnce = policy  # type: ignore[assignment]
+        many: ManyAtOnce = policy  # type: ignore[assignment]  # it has the method
         return many.offered_all(keys, now_s)
     return [policy.offered(key, now_s) for key in keys]
 
@@ -79,7 +79,7 @@ def offer_all(policy: AdmissionPolicy, keys: Sequence[Hashable], now_s: float) -
 def hit_all(policy: AdmissionPolicy, keys: Sequence[Hashable], now_s: float) -> None:
     """Tell a policy of either kind that the blocks were used again."""
     if _takes_many(policy, "hit"):
-        many: ManyAtOnce = policy  # type: ignore[assignment]
+        many: ManyAtOnce = policy  # type: ignore[assignment]  # it has the method
         many.hit_all(keys, now_s)
         return
     for key in keys:

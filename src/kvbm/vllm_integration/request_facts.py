@@ -10,7 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvbm.leader.tracked import Told
+from kvbm.leader.tracked import Told, readable
 
 _DIGEST_BYTES = 16
 
@@ -19,11 +19,11 @@ def told_of(request: Any, block_tokens: int) -> Told:
     """The facts of a request of vLLM."""
     extras: dict[str, str] = {}
     if request.lora_request is not None:
-        extras["adapter"] = str(getattr(request.lora_request, "lora_name", ""))
+        extras["adapter"] = readable(str(getattr(request.lora_request, "lora_name", "")))
     if salt := getattr(request, "cache_salt", None):
-        extras["cache_salt"] = _short(salt.encode())
+        extras["cache_salt"] = _short(salt)
     if features := getattr(request, "mm_features", None):
-        extras["media"] = _short("\0".join(str(feature.identifier) for feature in features).encode())
+        extras["media"] = _short("\0".join(str(feature.identifier) for feature in features))
     tokens = getattr(request, "prompt_token_ids", None)
     if not tokens or len(tokens) < block_tokens:
         return Told(b"", tuple(extras.items()))
@@ -32,5 +32,5 @@ def told_of(request: Any, block_tokens: int) -> Told:
     )
 
 
-def _short(text: bytes) -> str:
-    return blake3(text).hexdigest()[:8]
+def _short(text: str) -> str:
+    return blake3(text.encode(errors="surrogatepass")).hexdigest()[:8]

@@ -263,7 +263,7 @@ def test_a_checksum_that_failed(make_manager: Callable[..., ManagerBench], below
     while below.release():
         manager.step()
     space.clear("host")
-    below.medium.corrupt(int(space.disk.pool.find(KEYS[1])))  # type: ignore[arg-type]
+    below.medium.corrupt(int(space.disk.pool.find(KEYS[1])))  # type: ignore[arg-type]  # it is there
     reply = asker.lookup("r", KEYS[:3])
     assert reply.sources == bytes((Tier.DISK,)) * 3
     while below.release():

@@ -153,8 +153,8 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
     def start(**settings: Any) -> tuple[Hello, float]:
         side = worker_side.WorkerSide(config, caches, Settings(runtime_dir=str(tmp_path), **settings), {})
         with pytest.raises(ManagerUnavailable):
-            side.register({"layer": None})  # type: ignore[dict-item]
-        return side.mover, waited[-1]  # type: ignore[return-value]
+            side.register({"layer": None})  # type: ignore[dict-item]  # a stub
+        return side.mover, waited[-1]  # type: ignore[return-value]  # a stub
 
     return start
 

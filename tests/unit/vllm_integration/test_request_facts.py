@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvbm.leader.tracked import readable
+from kvbm.protocol import Lookup, decode_to_manager
 from kvbm.vllm_integration.request_facts import told_of
 
 
@@ -36,3 +39,15 @@ def test_what_else_shapes_the_keys_is_told_and_a_salt_only_as_a_digest() -> None
     assert "secret" not in str(told)
     other = dict(told_of(request([1] * 4, cache_salt="tenant-b", mm_features=features), 4).extras)
     assert (other["cache_salt"] != extras["cache_salt"], other["media"] == extras["media"]) == (True, True)
+
+
+def test_text_that_is_no_unicode_is_told_all_the_same() -> None:
+    """JSON can bring half of a surrogate pair, and vLLM takes it: the cache of everybody must not end by it."""
+    features = [SimpleNamespace(identifier="\udc00.png")]
+    lora = SimpleNamespace(lora_name="dogs\ud800")
+    told = told_of(request([1] * 4, cache_salt="\ud800", mm_features=features, lora_request=lora), 4)
+    asked = Lookup(
+        lookup=1, keys=b"", request=readable("id-\ud800"), prompt=told.prompt, extras=dict(told.extras)
+    )
+    assert decode_to_manager(msgspec.msgpack.encode(asked)) == asked
+    assert (asked.request, asked.extras["adapter"]) == ("id-?", "dogs?")
