@@ -24,6 +24,13 @@ from kvbm.settings import (
 
 app = typer.Typer(rich_markup_mode=None)
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings file (TOML).")]
+ExtraConfig = Annotated[
+    str, typer.Option(metavar="JSON", help="What an engine has as `kvbm` in its kv_connector_extra_config.")
+]
+"""Options that `kvbm doctor` has too."""
+
 _EXAMPLES = """\b
 Examples:
   kvbm config show
@@ -45,14 +52,9 @@ def config() -> None:
 
 @app.command(epilog=_EXAMPLES)
 def show(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    file: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings file (TOML).")
-    ] = None,
-    extra_config: Annotated[
-        str,
-        typer.Option(metavar="JSON", help="What an engine has as `kvbm` in its kv_connector_extra_config."),
-    ] = "",
+    as_json: AsJson = False,
+    file: ConfigFile = None,
+    extra_config: ExtraConfig = "",
 ) -> None:
     """Print every setting with its value and its origin.
 
@@ -82,7 +84,7 @@ def show(
 @app.command(epilog=_CHECK_EXAMPLES)
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings file (TOML).")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what is wrong with a settings file, one line for each fault; exit 2 if anything is.
 

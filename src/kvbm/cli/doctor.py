@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvbm.cli.config import parse_json
+from kvbm.cli.config import AsJson, ConfigFile, ExtraConfig, parse_json
 from kvbm.cli.doctor_check import Check, advice, ok
 from kvbm.cli.doctor_disk import check_disk, existing_part
 from kvbm.cli.doctor_machine import (
@@ -48,14 +48,9 @@ app = typer.Typer(rich_markup_mode=None)
 
 @app.command(epilog=_EXAMPLES)
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    file: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings file (TOML).")
-    ] = None,
-    extra_config: Annotated[
-        str,
-        typer.Option(metavar="JSON", help="What an engine has as `kvbm` in its kv_connector_extra_config."),
-    ] = "",
+    as_json: AsJson = False,
+    file: ConfigFile = None,
+    extra_config: ExtraConfig = "",
     manager: Annotated[
         str, typer.Option(metavar="SOCKET", help="Socket of a manager to look at, besides those found.")
     ] = "",

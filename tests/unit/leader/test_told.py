@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from kvbm.leader.tracked import Told
-from kvbm.protocol import Lookup
+import msgspec
+
+from kvbm.leader.tracked import NOTHING_TOLD, Told
+from kvbm.protocol import Lookup, decode_to_manager
 from rigs.leader import HASHES, Bench
 
 
@@ -33,3 +35,10 @@ def test_weights_that_changed_are_told_too(bench: Bench) -> None:
     bench.leader.weights_changed()
     bench.manager.said()
     assert asked(bench, "c", Told(b"p" * 16)).extras != after.extras
+
+
+def test_an_id_that_is_no_unicode_can_be_sent(bench: Bench) -> None:
+    """vLLM takes such an id from a request's body, and the scheduler's thread must not fail at it."""
+    question = asked(bench, "id-\ud800", NOTHING_TOLD)
+    assert decode_to_manager(msgspec.msgpack.encode(question)) == question
+    assert question.request == "id-?"
