@@ -1,0 +1,100 @@
+"""Groups: the kinds of layers of a hybrid model, and which of their blocks a prefix needs.
+
+A model may keep KV of several kinds: of every token (full attention), of the last tokens only (sliding window), of the
+tokens since the last multiple of a chunk (chunked local attention), or one recurrent state in place of all tokens.
+The layers of one kind form a *group*, with blocks of its own. A prefix can be taken up again at a *boundary*, a token
+count at which every group has what it needs there.
+
+Boundaries and positions are counted in blocks of the layout (`BlockLayout.block_tokens`), by which the engine names
+content. A block of a group may span several of these; it bears the name of its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from math import lcm
+
+import msgspec
+
+STATES_AT_ONCE = 64
+"""How many boundaries back a search for a recurrent state looks at a time."""
+
+Held = Callable[[range], bytes]
+"""Which of consecutive blocks of a group are held: a byte each, 1 or 0."""
+
+
+class GroupKind(Enum):
+    """What a group keeps of a prefix."""
+
+    FULL = "full"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    STATE = "state"
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """One group. Its blocks span `span` blocks of the layout each.
+
+    `reach` is, of a window, how many of the group's own blocks before a boundary it needs; of a chunk, its length in
+    the group's own blocks; 0 for the other kinds.
+    """
+
+    kind: GroupKind = GroupKind.FULL
+    span: int = 1
+    reach: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, because groups arrive in messages."""
+        reaches = self.kind in (GroupKind.WINDOW, GroupKind.CHUNK)
+        if self.span < 1 or self.reach < 0 or (self.reach > 0) != reaches:
+            raise ValueError(
+                f"a group {self.kind.value} of span={self.span}, reach={self.reach} cannot be used"
+            )
+
+    def needed(self, boundary: int) -> range:
+        """The group's own blocks that it needs at a boundary, which is a multiple of its span."""
+        end = boundary // self.span
+        if self.kind is GroupKind.WINDOW:
+            return range(max(0, end - self.reach), end)
+        if self.kind is GroupKind.CHUNK:
+            return range(end - end % self.reach, end)
+        if self.kind is GroupKind.STATE:
+            return range(max(0, end - 1), end)
+        return range(end)
+
+    def lowered(self, boundary: int, held: Held) -> int:
+        """The boundary itself where the group holds what it needs there; else the next lower one that may do."""
+        end = boundary // self.span
+        if self.kind is GroupKind.STATE:
+            first = max(0, end - STATES_AT_ONCE)
+            return (first + held(range(first, end)).rfind(1) + 1) * self.span
+        needed = self.needed(boundary)
+        there = held(needed)
+        # Nothing above the hole can be taken up: of all tokens the first hole counts, of the last tokens the last one.
+        hole = there.find(0) if self.kind is GroupKind.FULL else there.rfind(0)
+        return boundary if hole < 0 else (needed.start + hole) * self.span
+
+
+def largest_boundary(groups: Sequence[Group], limit: int, held: Callable[[int, range], bytes]) -> int:
+    """The largest boundary up to `limit` at which every group holds what it needs; 0 where there is none.
+
+    `held` tells of a group, by its number, which of these consecutive blocks of it are held.
+    """
+    step = lcm(*(group.span for group in groups))
+    boundary = limit - limit % step
+    settled = set[int]()
+    while boundary and len(settled) < len(groups):
+        for number, group in enumerate(groups):
+            if number in settled:
+                continue
+            lowered = group.lowered(boundary, partial(held, number))
+            lowered -= lowered % step
+            if lowered < boundary:
+                # What all tokens need, they need less of now; the others need other blocks.
+                settled = {each for each in settled if groups[each].kind is GroupKind.FULL}
+            if lowered == boundary or group.kind is GroupKind.FULL:
+                settled.add(number)
+            boundary = lowered
+    return boundary
