@@ -21,7 +21,7 @@ from kvbm.hashing import chain_keys
 from rigs.admin import Node
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER
 from rigs.manager_probe import free_port, wait_for
-from rigs.web import Web
+from rigs.web import Web, page_processes
 
 END_S = 20.0
 MakeNode = Callable[..., Node]
@@ -234,6 +234,9 @@ def test_a_query_that_cannot_be_used(lasting: Web, target: str, told: str) -> No
         (b'{"tokens": [-1]}', "$.tokens"),
         (b'{"tokens": []}', "$.tokens"),
         (b'{"tokens": [1], "hours": 169}', "$.hours"),
+        (b'{"tokens": [1.5]}', "$.tokens"),
+        (b'{"tokens": [1], "hours": 1e999}', "the body cannot be used"),
+        (b'{"tokens": [1.5], "hours": NaN}', "the body cannot be used"),
         (b'{"tokens": [1], "hours": 0}', "$.hours"),
         (b'{"tokens": [1], "minutes": 5}', "unknown field `minutes`"),
         (b'{"hours": 1}', "required field `tokens`"),
@@ -288,8 +291,7 @@ def test_off_unless_it_is_asked_for(make_node: MakeNode) -> None:
     node = make_node()
     node.manage()
     assert not (node.runtime_dir / "admin.token").exists()
-    children = Path(f"/proc/{node.managers[0].pid}/task/{node.managers[0].pid}/children").read_text()
-    assert children == ""
+    assert page_processes(node.managers[0].pid) == []
 
 
 def test_a_unix_socket_needs_no_token(make_node: MakeNode, tmp_path: Path) -> None:
@@ -346,6 +348,7 @@ def test_the_token_of_a_file(make_node: MakeNode, tmp_path: Path) -> None:
 def test_the_page_ends_with_its_manager(make_node: MakeNode, tmp_path: Path, end: signal.Signals) -> None:
     node, web = served(make_node, tmp_path)
     assert web.get("/api/status").status == 200
+    assert len(page_processes(node.managers[0].pid)) == 1
     node.managers[0].send_signal(end)
     wait_for(lambda: gone(web), END_S, "the page outlives its manager")
 

@@ -63,9 +63,10 @@ def test_the_page_lives(browser: Browser, loaded: Loaded) -> None:
     """It asks for the token, shows what the manager does while it does it, and says when the manager has gone."""
     browser.open(loaded.url)
     assert "needs the token" in browser.text("body")
-    browser.run("document.querySelector('input').value = arguments[0]", loaded.token)
+    browser.run("document.querySelector('input[name=token]').value = arguments[0]", loaded.token)
     browser.click("form button")
     browser.wait_for_text("#pill", "live")
+    assert [line for line in browser.complaints() if "401 (Unauthorized)" not in line] == []
     assert "token" not in str(browser.run("return location.href"))
     assert browser.run("return document.cookie") == ""
     browser.wait_for_text("#verdict", "hit rate")
@@ -84,11 +85,8 @@ def test_the_page_lives(browser: Browser, loaded: Loaded) -> None:
     assert asked > 0
     wait_for(lambda: number(browser.text("#whyWindow")) > asked, SEEN_S, "the numbers stand still")
     browser.wait_for_text("#flows", "at most")
-    wait_for(
-        lambda: browser.run("return document.querySelectorAll('#flows polyline').length") == 4,
-        SEEN_S,
-        "no curves",
-    )
+    curves = "return document.querySelectorAll('#flows polyline').length"
+    wait_for(lambda: browser.run(curves) == 4, SEEN_S, "no curves")
     browser.click("#window")
     browser.wait_for_text("#manager", "since its start")
     assert browser.complaints() == []

@@ -5,7 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from pathlib import Path
 from typing import Any
+
+from kvbm.manager.admin_page import PROGRAM
 
 TIMEOUT_S = 30.0
 
@@ -74,3 +77,17 @@ class Web:
         answer = self.get(target)
         assert answer.status == 200, answer.text
         return answer.json()
+
+
+def page_processes(manager: int) -> list[int]:
+    """The processes that serve a page for the manager of this number."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            status = (entry / "status").read_text().split()
+        except OSError:
+            continue
+        if PROGRAM in words and status[status.index("PPid:") + 1] == str(manager):
+            found.append(int(entry.name))
+    return found

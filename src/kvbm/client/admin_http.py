@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Iterator
 from fcntl import LOCK_EX, flock
 
@@ -139,7 +140,9 @@ def _clear(path: str) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            os.unlink(path)
+            # So says the kernel of a plain file, too.
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)
             return
         except FileNotFoundError:
             return
