@@ -68,31 +68,39 @@ class ManagerGate:
     @contextmanager
     def session(self) -> Iterator[Admin]:
         """A session of role admin, when it is our turn. Raises ManagerUnavailable, ManagerRefused."""
-        if not self._turn.acquire(timeout=self._answer_s):
-            raise ManagerUnavailable(f"other questions to the manager took longer than {self._answer_s:g} s")
-        try:
-            try:
-                self.socket_path = choose_manager(self._settings)
-            except SettingsError as error:  # none, or several: it is not what the caller gave
-                raise ManagerUnavailable(str(error)) from None
-            with Admin(self.socket_path, self._settings, self._answer_s) as admin:
-                yield admin
-        finally:
-            self._turn.release()
+        with self._in_turn(), self._connected() as admin:
+            yield admin
 
     def state(self) -> tuple[SnapshotReply, Moment]:
         """The manager's state, of now or of half a second ago, and the moment from which its flows are counted."""
-        with self.session() as admin:
+        with self._in_turn():
             now_s = self._clock()
             if self._state is None or now_s - self._state_at_s >= STATE_S:
                 try:
-                    self._see(admin.ask(Snapshot(), SnapshotReply))
+                    with self._connected() as admin:
+                        self._see(admin.ask(Snapshot(), SnapshotReply))
                 except KvbmError:
                     self._state = None
                     raise
                 self._state_at_s = now_s
             assert self._state is not None
             return self._state, self._recent[0]
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=self._answer_s):
+            raise ManagerUnavailable(f"other questions to the manager took longer than {self._answer_s:g} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _connected(self) -> Admin:
+        try:
+            self.socket_path = choose_manager(self._settings)
+        except SettingsError as error:  # none, or several: it is not what the caller gave
+            raise ManagerUnavailable(str(error)) from None
+        return Admin(self.socket_path, self._settings, self._answer_s)
 
     def _see(self, state: SnapshotReply) -> None:
         if self._state is None or self._state.manager.epoch != state.manager.epoch:

@@ -203,9 +203,9 @@ function drawWhy(reply) {
   const rows = reply.requests.map((found) => {
     const reason = make("span", found.reason === "hit" ? "tag hit" : "tag", found.reason.replaceAll("_", " "));
     reason.title = found.advice.length ? `would help: ${found.advice.join(" ")}` : MEANINGS[found.reason] || "";
-    return [found.request, duration(found.seconds_ago), whole(found.blocks), whole(found.host), whole(found.disk), whole(found.loaded), reason];
+    return [found.request, reason, duration(found.seconds_ago), whole(found.blocks), whole(found.host), whole(found.disk), whole(found.loaded)];
   });
-  const list = make("div", "wide", table(["request", "ago", "blocks", "host", "disk", "loaded", "mostly"], rows, [0]));
+  const list = make("div", "wide", table(["request", "mostly", "ago", "blocks", "host", "disk", "loaded"], rows, [0, 1]));
   at("why").replaceChildren(make("div", "", ...bars), list);
 }
 
