@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvbm
-from kvbm.observe.metrics import TABLE
+from kvbm.observe.metric_table import TABLE
 from rigs.checkout import ROOT
 from rigs.library import NAMESPACE, layout
 from rigs.manager_probe import SharedManager, wait_for

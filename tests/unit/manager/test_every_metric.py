@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbm.manager.lookups import LEASE_S
-from kvbm.observe.metrics import TABLE
+from kvbm.observe.metric_table import TABLE
 from kvbm.protocol import Release, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store

@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.block import Outcome, Tier
 from kvbm.hashing import join_keys
-from kvbm.observe.metrics import BY_NAME
+from kvbm.observe.metric_table import BY_NAME
 from kvbm.protocol import UNLOADED_REASONS, Commit, Lookup, LookupReply, Progress, Release, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.admin_protocol import Description, EngineReport, Moment, SnapshotReply, SpaceReport, TierReport
-from kvbm.observe.metrics import BY_NAME
+from kvbm.observe.metric_table import BY_NAME
 from kvbm.observe.verdict import Signs, judge
 from kvbm.observe.view import FLOWS, look, start_of
 
