@@ -74,6 +74,7 @@ OTHER_ENGINES = "other"
 _SOURCE = Label("source", TIERS)
 _TARGET = Label("target", TIERS)
 _TIER = Label("tier", TIERS)
+_QUEUE = Label("queue", ("offload", "onboard"))
 _ENGINE = Label("engine", (OTHER_ENGINES,), open=True)
 
 
@@ -141,7 +142,13 @@ TABLE: tuple[Metric, ...] = (
         name="kvbm_queue_blocks",
         kind=_GAUGE,
         help="Blocks that wait in a queue or are in flight from it",
-        labels=(Label("queue", ("offload", "onboard")),),
+        labels=(_QUEUE,),
+    ),
+    Metric(
+        name="kvbm_queue_age_seconds",
+        kind=_GAUGE,
+        help="How long the oldest block of a queue has waited for its turn and for the disk; 0 if the queue is empty",
+        labels=(_QUEUE,),
     ),
     Metric(
         name="kvbm_pool_blocks",
@@ -162,8 +169,10 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_evicted_blocks_total",
         kind=_COUNTER,
-        help="Blocks evicted from a tier",
-        labels=(_TIER,),
+        help="Blocks dropped from a tier, by reason: chosen by the policy to make room (capacity), the whole tier was "
+        "dropped (reset), a checksum did not match (corrupt), the medium did not have them (missing), they were gone "
+        "when the tier came back after a fault (tier_off)",
+        labels=(_TIER, Label("reason", ("capacity", "reset", "corrupt", "missing", "tier_off"))),
         at_zero=True,
     ),
     Metric(
@@ -172,6 +181,14 @@ TABLE: tuple[Metric, ...] = (
         help="Blocks that could not be read, written or loaded, by tier: corrupt (a checksum did not match), io, load "
         "(found in this tier and promised, but not copied to the device)",
         labels=(_TIER, Label("kind", ("corrupt", "io", "load"))),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_retries_total",
+        kind=_COUNTER,
+        help="What was tried again: a lookup whose first answer no longer held, a store of blocks for which there had "
+        "been no room, starting a tier that is off",
+        labels=(Label("operation", ("lookup", "store", "tier")),),
         at_zero=True,
     ),
     Metric(
@@ -283,6 +300,13 @@ TABLE: tuple[Metric, ...] = (
         name="kvbm_lookup_answer_seconds",
         kind=_HISTOGRAM,
         help="Time from a lookup to its answer as the engine saw it, for lookups that found something",
+        labels=(_ENGINE,),
+        buckets=TRANSFER_BUCKETS_S,
+    ),
+    Metric(
+        name="kvbm_reserve_answer_seconds",
+        kind=_HISTOGRAM,
+        help="Time from a reservation of slots to its answer as the engine saw it, for those that got some",
         labels=(_ENGINE,),
         buckets=TRANSFER_BUCKETS_S,
     ),
