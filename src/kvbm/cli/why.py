@@ -39,7 +39,7 @@ _MEANINGS = {
     "recompute_cheaper": "computing was measured to be faster than loading",
     "promotion_too_late": "the answer or the bytes came too late",
     "no_room": "host memory had no room to bring it up from disk",
-    "stale": "its lease or its session had ended",
+    "stale": "its lease or session had ended, or the device had dropped the blocks before it",
     "refused": "the disk did not give it, or gave it damaged",
     "copy_failed": "a rank could not copy it to the device",
     "unused": "the engine went on without it",
@@ -122,7 +122,12 @@ def explain(found: dict[str, Any]) -> list[str]:
         ("computed, in no tier", found["missing"]),
         ("found, and computed", found["unloaded"]),
     ):
-        lines += [f"{blocks} blocks {what}: {_named(reason)}" for reason, blocks in counts.items()]
+        lines += [f"{_blocks(count)} {what}: {_named(reason)}" for reason, count in counts.items()]
+    if found["unneeded"]:
+        lines.append(
+            f"{_blocks(found['unneeded'])} found, and not needed: they were on the device by then (another request had "
+            "them loaded), or the request ended"
+        )
     if not found["missing"] and not found["unloaded"]:
         lines.append("nothing was missing")
     lines += [f"to change that: {advice}" for advice in _advice(found)]
@@ -205,13 +210,14 @@ def _print_overview(reply: WhyReply) -> None:
         screen.print(reasons)
     else:
         screen.print("all of them were found and loaded")
-    headings = ("request", "ago", "blocks", "device", "host", "disk", "loaded", "mostly")
-    table = plain_table(headings, words=("mostly",), folded=("request",))
+    headings = ("request", "ago", "blocks", "device", "host", "disk", "loaded", "computed", "why")
+    table = plain_table(headings, words=("why",), folded=("request",))
     for found in reply.requests:
         row: dict[str, Any] = found
         numbers = (row[name] for name in ("blocks", "device", "host", "disk", "loaded"))
         ago = _ago(row["seconds_ago"]).removesuffix(" ago")
-        table.add_row(str(row["request"]), ago, *map(str, numbers), main_reason(row) or "hit")
+        computed = sum(row["missing"].values()) + sum(row["unloaded"].values())
+        table.add_row(str(row["request"]), ago, *map(str, numbers), str(computed), main_reason(row) or "hit")
     screen.print(table)
 
 
@@ -226,6 +232,10 @@ def _document(reply: WhyReply) -> dict[str, Any]:
         "reasons": reply.reasons,
         "requests": requests,
     }
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block" if count == 1 else f"{count} blocks"
 
 
 def _named(reason: str) -> str:

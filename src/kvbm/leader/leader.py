@@ -163,12 +163,14 @@ class Leader:
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)
         search = self._questions.search(request, tracked, computed)
+        promised = self.lookups.promised(search, computed) if search is not None else None
+        if search is not None and promised is None and self._wait_left_s > 0.0:
+            self._wait_a_little(self._wait_left_s)
+            # The answer may have come, and be to a question that left out blocks which the device has dropped since.
+            search = self._questions.search(request, tracked, computed)
+            promised = self.lookups.promised(search, computed) if search is not None else None
         if search is None:
             return Answer(later=self._questions.waits(request))
-        promised = self.lookups.promised(search, computed)
-        if promised is None and self._wait_left_s > 0.0:
-            self._wait_a_little(self._wait_left_s)
-            promised = self.lookups.promised(search, computed)
         if promised is None:
             return Answer(later=True)
         tracked.layerwise = (

@@ -46,7 +46,8 @@ UNLOADED = {"cost": "recompute_cheaper", "deadline": "promotion_too_late", "fail
 class Request:
     """One request: of its `blocks`, the first `on_device` were on the device; the others as they were looked up last.
 
-    `missing` counts the blocks that were in no tier by reason, and `unloaded` those that were found and computed.
+    `missing` counts the blocks that were in no tier by reason, and `unloaded` those that were found and computed. The
+    leader has said what became of its latest lookup once that is `over`.
     """
 
     request: str
@@ -61,6 +62,7 @@ class Request:
     cut: int = 0
     loaded: int = 0
     lookups: int = 0
+    over: bool = False
     missing: dict[str, int] = field(default_factory=dict)
     unloaded: Counter[str] = field(default_factory=Counter)
     left_host: Fate | None = None
@@ -75,6 +77,11 @@ class Request:
     def found(self) -> int:
         """Blocks that were found in a tier, also those that host memory had no room to bring up."""
         return self.host + self.disk + self.cut
+
+    @property
+    def unneeded(self) -> int:
+        """Blocks that were found, neither loaded nor computed: another request had them loaded first, or it ended."""
+        return max(0, self.found - self.loaded - sum(self.unloaded.values())) if self.over else 0
 
 
 class _Variant(NamedTuple):
@@ -125,6 +132,7 @@ class History:
         asked.tiers = tuple(space.tiers())
         asked.blocks, asked.on_device = len(keys), message.skip
         asked.host, asked.disk, asked.cut = sources.count(Tier.HOST), sources.count(Tier.DISK), cut
+        asked.over = False
         asked.missing, asked.differs, asked.forgotten = {}, [], space.departed.forgotten
         asked.left_host = asked.left_disk = None
         first = message.skip + asked.found
@@ -138,6 +146,7 @@ class History:
         """The leader says what became of the blocks that a lookup found."""
         asked = self._by_name.get((owner, message.lookup))
         if asked is not None:
+            asked.over = True
             asked.loaded += max(0, message.loaded)
             for reason, blocks in message.unloaded.items():
                 if reason in UNLOADED_REASONS:
@@ -295,6 +304,7 @@ def _described(asked: Request, now_s: float) -> dict[str, object]:
         "differs": asked.differs,
         "loaded": asked.loaded,
         "unloaded": dict(asked.unloaded),
+        "unneeded": asked.unneeded,
         "lookups": asked.lookups,
         "eviction_policy": asked.policy,
         "tiers": list(asked.tiers),
