@@ -132,8 +132,8 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Wait, by engine",
                 "s",
-                "From a lookup to its answer, and to the end of its load, and from a reservation of slots to its answer, "
-                "as the engine saw them. All answers late: the manager has too much to do, or too little CPU.",
+                "From a lookup to its answer, and to the end of its load, and from a reservation of slots to its "
+                "answer, as the engine saw them. All answers late: the manager has too much to do, or too little CPU.",
                 (
                     _quantile("kvbm_lookup_answer_seconds", 0.99, ("engine",), "lookup"),
                     _quantile("kvbm_load_wait_seconds", 0.99, ("engine",), "load"),
@@ -228,8 +228,8 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Oldest in a queue",
                 "s",
-                "How long the oldest block waits: for its turn, and for the disk. Loads that wait for seconds come too late "
-                "to be worth it; blocks that wait long to be written may be evicted before their turn.",
+                "How long the oldest block waits: for its turn, and for the disk. Loads that wait for seconds come "
+                "too late to be worth it; blocks that wait long to be written may be evicted before their turn.",
                 (_worst("kvbm_queue_age_seconds", ("queue",)),),
             ),
             Panel(
@@ -255,8 +255,8 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Evictions",
                 "short",
-                "Blocks a second that were dropped, by reason. capacity: they made room for others. corrupt or missing: "
-                "the medium did not give them back. tier_off: they were gone after a fault.",
+                "Blocks a second that were dropped, by reason. capacity: they made room for others. corrupt or "
+                "missing: the medium did not give them back. tier_off: they were gone after a fault.",
                 (_rate("kvbm_evicted_blocks_total", by=("tier", "reason")),),
             ),
             Panel(
@@ -295,8 +295,8 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Tried again",
                 "ops",
-                "Lookups whose first answer no longer held, stores of blocks for which there had been no room, and starts "
-                "of a tier that is off.",
+                "Lookups whose first answer no longer held, stores of blocks for which there had been no room, and "
+                "starts of a tier that is off.",
                 (_rate("kvbm_retries_total", by=("operation",)),),
             ),
             Panel(
