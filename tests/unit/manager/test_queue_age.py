@@ -58,6 +58,9 @@ def test_the_offload_queue_ages_while_blocks_wait_for_their_turn_and_for_the_dis
     bench.finish_all()
     bench.clock.advance(1.0)
     assert shown(bench, "offload") == 0.0
+    bench.store(OTHER[10:12])
+    bench.clock.advance(2.0)
+    assert shown(bench, "offload") == 2.0
 
 
 def test_blocks_that_leave_the_queue_unwritten_age_nobody(make: Callable[..., Bench]) -> None:
@@ -67,6 +70,7 @@ def test_blocks_that_leave_the_queue_unwritten_age_nobody(make: Callable[..., Be
     assert shown(bench, "offload") == 2.0
     bench.space.clear("host")  # those that wait are gone, the one that is being written is pinned
     bench.finish_all()
+    bench.clock.advance(10.0)
     bench.store(OTHER[:2])
     bench.clock.advance(1.0)
     assert shown(bench, "offload") == 1.0
@@ -78,8 +82,12 @@ def test_a_full_disk_does_not_age_what_comes_later(make: Callable[..., Bench]) -
     assert bench.space.lookup(ME, 1, KEYS[:2], 0) is not None
     bench.space.pump()
     bench.store(OTHER[:3])  # the disk is full of blocks that are being read: these are refused
+    assert bench.space.disk is not None and bench.space.disk.offloader.queued_count == 2, (
+        "one after the other"
+    )
+    assert shown(bench, "offload") == 0.0
     bench.space.pump()
-    assert bench.space.disk is not None and bench.space.disk.offloader.queued_count == 0
+    assert bench.space.disk.offloader.queued_count == 0
     bench.clock.advance(5.0)
     assert shown(bench, "offload") == 0.0
     bench.finish_all()
@@ -107,3 +115,31 @@ def test_the_onboard_queue_ages_until_the_disk_answers_or_nobody_waits(make: Cal
     bench.finish_all()
     bench.clock.advance(1.0)
     assert shown(bench, "onboard") == 0.0
+
+
+def test_reads_that_nobody_waits_for_any_more_age_nobody(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=16)
+    bench.only_on_disk(KEYS[:3])
+    bench.only_on_disk(OTHER[:1])
+    bench.tier.throttled = True
+    assert bench.space.lookup(ME, 1, KEYS[:3], 0) is not None
+    bench.clock.advance(2.0)
+    assert bench.space.lookup(ME, 2, OTHER[:1], 0) is not None
+    bench.clock.advance(1.0)
+    assert shown(bench, "onboard") == 3.0
+    bench.space.release(ME, 1)
+    bench.space.pump()
+    assert shown(bench, "onboard") == 1.0
+    bench.space.release(ME, 2)
+    bench.space.pump()
+    assert shown(bench, "onboard") == 0.0
+
+
+def test_the_oldest_of_all_namespaces_counts(make: Callable[..., Bench]) -> None:
+    old, young = make(), make()
+    for bench, seconds in ((young, 1.0), (old, 5.0)):
+        bench.store(KEYS[:1])
+        bench.clock.advance(seconds)
+    for spaces in ([old.space, young.space], [young.space, old.space]):
+        publish_gauges(spaces, old.metrics)
+        assert old.metrics.value(NAME, queue="offload") == 5.0
