@@ -118,10 +118,10 @@ def test_the_onboard_queue_ages_until_the_disk_answers_or_nobody_waits(make: Cal
 
 
 def test_reads_that_nobody_waits_for_any_more_age_nobody(make: Callable[..., Bench]) -> None:
-    bench = make(host_slots=16)
+    bench = make(host_slots=16, pending_limit=1)
     bench.only_on_disk(KEYS[:3])
     bench.only_on_disk(OTHER[:1])
-    bench.tier.throttled = True
+    bench.store(OTHER[20:21])  # a write that takes all the room there is
     assert bench.space.lookup(ME, 1, KEYS[:3], 0) is not None
     bench.clock.advance(2.0)
     assert bench.space.lookup(ME, 2, OTHER[:1], 0) is not None
