@@ -133,7 +133,8 @@ ROWS: tuple[Row, ...] = (
                 "Wait, by engine",
                 "s",
                 "From a lookup to its answer, and to the end of its load, and from a reservation of slots to its "
-                "answer, as the engine saw them. All answers late: the manager has too much to do, or too little CPU.",
+                "answer, as the engine saw them. It looks for answers once a step: where they come much later than "
+                "that, the manager has too much to do, or too little CPU.",
                 (
                     _quantile("kvbm_lookup_answer_seconds", 0.99, ("engine",), "lookup"),
                     _quantile("kvbm_load_wait_seconds", 0.99, ("engine",), "load"),

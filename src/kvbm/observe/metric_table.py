@@ -306,7 +306,8 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_reserve_answer_seconds",
         kind=_HISTOGRAM,
-        help="Time from a reservation of slots to its answer as the engine saw it, for those that got some",
+        help="Time from a reservation to its answer as the engine saw it, for those that got slots; the engine looks "
+        "for answers once a step",
         labels=(_ENGINE,),
         buckets=TRANSFER_BUCKETS_S,
     ),
