@@ -14,6 +14,7 @@ from kvbm.leader.search import Search, Stage
 from kvbm.leader.tracked import NOTHING_TOLD, Told, readable
 from kvbm.leader.unloaded import Unloaded
 from kvbm.leader.window import Window
+from kvbm.observe import moves_log
 from kvbm.protocol import LoadPlan, Lookup, LookupReply, Progress, Release
 
 LEASE_MARGIN_S = 30.0
@@ -220,6 +221,7 @@ class Lookups:
         if search.epoch >= 0:
             self._unloaded.note(search, computed, count)
         search.stage = Stage.LOADING
+        moves_log.onboarding(count, "host", "device", request)
         return search.plan
 
     def loads(self, request: str) -> bool:
