@@ -27,7 +27,7 @@ PIECES_UNDER_WAY = 2
 class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A load that ended. `failed` has the device blocks that do not hold their bytes.
 
-    `copied`, of a traced one, is when its first copy began and its last ended, on its rank's clock; None without copies.
+    `copied`, of a traced one, is when its first copy began and its last ended, on its rank's clock.
     """
 
     request: str
