@@ -301,7 +301,8 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
     the first pair in the lookup's run (the blocks before it were on the device already). `layerwise`: every slot is
-    ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived.
+    ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived. `traced`: the ranks
+    report when they copied.
     """
 
     request: str
@@ -313,6 +314,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     ready: int
     layerwise: bool = False
+    traced: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,13 +336,15 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The work of ranks since the last report: stores with the positions that failed, and seconds of copying.
 
     `stored` maps a store id to (ranks that report it, failed positions, longest seconds); `loaded` maps a request
-    to its longest seconds of copying. `weights_changed`: a rank's weights did, and no plan has shown that the leader
+    to its longest seconds of copying. `copied` maps a traced one to when its first copy began and its last ended, in ns
+    of the system's clock. `weights_changed`: a rank's weights did, and no plan has shown that the leader
     knows.
     """
 
     stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
     loaded: dict[str, float] = {}
     weights_changed: bool = False
+    copied: dict[str, tuple[int, int]] = {}
 
     def merge(self, other: StepReport) -> StepReport:
         """The report of two groups of ranks together."""
@@ -352,8 +356,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         loaded = dict(self.loaded)
         for request, seconds in other.loaded.items():
             loaded[request] = max(loaded.get(request, 0.0), seconds)
+        copied = dict(self.copied)
+        for request, (began, ended) in other.copied.items():
+            mine_began, mine_ended = copied.get(request, (began, ended))
+            copied[request] = min(mine_began, began), max(mine_ended, ended)
         changed = self.weights_changed or other.weights_changed
-        return StepReport(stored=stored, loaded=loaded, weights_changed=changed)
+        return StepReport(stored=stored, loaded=loaded, weights_changed=changed, copied=copied)
 
 
 ToManager: TypeAlias = (

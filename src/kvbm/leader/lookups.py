@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 from kvbm.block import KEY_BYTES, counted_as_disk
@@ -11,9 +11,11 @@ from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.patience import Patience
 from kvbm.leader.search import Search, Stage
+from kvbm.leader.traces import RequestTraces
 from kvbm.leader.tracked import NOTHING_TOLD, Told, readable
 from kvbm.leader.unloaded import Unloaded
 from kvbm.leader.window import Window
+from kvbm.observe import moves_log
 from kvbm.protocol import LoadPlan, Lookup, LookupReply, Progress, Release
 
 LEASE_MARGIN_S = 30.0
@@ -39,6 +41,7 @@ class Lookups:
         self._by_number: dict[int, Search] = {}
         # Given up before their answers came, each with the number of leading blocks on the device by then.
         self._late: dict[int, tuple[Search, int]] = {}
+        self.traces: RequestTraces | None = None
         self._patience = Patience(link, cost)
         self._unloaded = Unloaded(link)
         self.unloaded = self._unloaded.by_reason
@@ -83,7 +86,9 @@ class Lookups:
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
         search.no_room, search.refused = reply.no_room, reply.refused
-        search.arrives_s = self._clock() + reply.arrival_s
+        now_s = self._clock()
+        search.arrives_s = now_s + reply.arrival_s
+        search.ready_at_answer, search.expected_s = reply.ready, reply.arrival_s
         search.stage = Stage.FOUND
         if late is None:
             self.window.found(search.request, len(search.slots))
@@ -98,6 +103,8 @@ class Lookups:
         if search is not None:
             search.ready = max(search.ready, progress.ready)
             search.final = progress.final
+            if progress.final:
+                search.final_s = self._clock()
 
     def get(self, request: str) -> Search | None:
         """The request's lookup, if it is of this life of the session."""
@@ -215,11 +222,14 @@ class Lookups:
             offset=offset,
             ready=max(0, min(search.ready - offset, count)),
             layerwise=layerwise,
+            traced=self.traces is not None,
         )
+        search.begun_s = self._clock()
         search.used = search.sources[offset:end]
         if search.epoch >= 0:
             self._unloaded.note(search, computed, count)
         search.stage = Stage.LOADING
+        moves_log.onboarding(count, "host", "device", request)
         return search.plan
 
     def loads(self, request: str) -> bool:
@@ -251,6 +261,14 @@ class Lookups:
                     search.arrived = first if search.arrived is None else min(first, search.arrived)
                     read = read or search.plan.layerwise
         return read
+
+    def note_copies(self, copied: Mapping[str, tuple[int, int]]) -> None:
+        """Ranks report when they copied; of a load it counts from the first to the last."""
+        for request, (began, ended) in copied.items():
+            search = self._by_request.get(request)
+            if search is not None:
+                before = search.copied or (began, ended)
+                search.copied = min(before[0], began), max(before[1], ended)
 
     def end_load(self, request: str, seconds: float) -> tuple[bytes, int]:
         """A load ended on all ranks: the tiers of the blocks that arrived, and how many did not."""
@@ -307,6 +325,8 @@ class Lookups:
         self._forget(search)
 
     def _forget(self, search: Search) -> None:
+        if self.traces is not None:
+            self.traces.looked_up(search)
         self._by_number.pop(search.number, None)
         if self._by_request.get(search.request) is search:
             del self._by_request[search.request]

@@ -25,6 +25,10 @@ class Search:
     `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
     blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
     others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
+
+    For traces alone: `ready_at_answer` blocks were in host memory when the answer came, and the others were expected
+    `expected_s` later; no more came after `final_s`; the load was planned at `begun_s`, and its ranks copied from
+    `copied[0]` to `copied[1]`, in ns of the system's clock.
     """
 
     request: str
@@ -53,3 +57,8 @@ class Search:
     why_missing: str = ""
     why: str = ""
     unloaded: dict[str, int] = field(default_factory=dict)
+    ready_at_answer: int = 0
+    expected_s: float = 0.0
+    final_s: float = 0.0
+    begun_s: float = 0.0
+    copied: tuple[int, int] | None = None

@@ -17,6 +17,7 @@ from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
 from kvbm.manager.pool import TIER_OFF, SlotPool
 from kvbm.observe.metrics import Metrics
+from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
 from kvbm.tiers.contract import BlockHead, Completion, RunTier
@@ -186,6 +187,7 @@ class DiskSide:
             self.staging,
             self.departures.write_ended if self.departures is not None else None,
             self.departed.not_written,
+            FullPool("disk", self.clock),
         )
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)

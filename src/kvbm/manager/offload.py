@@ -17,6 +17,7 @@ from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import Clock
 from kvbm.manager.pool import KeyT, KeyT_contra, SlotPool
 from kvbm.manager.queue_age import QueueAge
+from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.policy.admission.write_budget import WriteBudget
@@ -95,6 +96,7 @@ class Offloader(Generic[KeyT]):
     staging: bool = False
     on_write_ended: Callable[[int], None] | None = None
     on_refused: Callable[[Sequence[KeyT], str], None] | None = None
+    full: moves_log.FullPool | None = None
     # Each block and the one before it, in the order in which they are written.
     queue: OrderedDict[KeyT, KeyT | None] = field(default_factory=OrderedDict, init=False)
     in_flight: dict[int, _Offloading] = field(default_factory=dict, init=False)
@@ -276,6 +278,8 @@ class Offloader(Generic[KeyT]):
 
     def _refuse(self, keys: list[KeyT], host_slots: list[SlotIndex]) -> None:
         """No slot on disk is to be had for a chain, not even for its first block; the others are no use without it."""
+        if self.full is not None and self.full.due and self.disk_pool.all_in_use:
+            self.full.skipped(len(keys))
         for key, slot in zip(keys, host_slots, strict=True):
             del self.queue[key]
             self._drop(slot, "full", key)
@@ -315,6 +319,7 @@ class Offloader(Generic[KeyT]):
                 self.host_pool.lease_all(run.host_slots)
             self.in_flight[job_id] = run
             self._in_flight_blocks += run.length
+            moves_log.offloading(keys, "host", "disk")
         return outcome
 
     def completed(self, completion: Completion) -> bool:
@@ -328,6 +333,7 @@ class Offloader(Generic[KeyT]):
         for disk_slot, end in zip(run.disk_slots, completion.ends, strict=True):
             (hits if end.outcome is Outcome.HIT else failed).append(disk_slot)
         self.disk_pool.commit_all(hits)
+        moves_log.added(len(hits), "disk")
         lost = [self.disk_pool.key_of(slot) for slot in failed]
         self.disk_pool.abort_all(failed[::-1])
         if hits:

@@ -19,6 +19,7 @@ from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import CORRUPT, MISSING, SlotPool
 from kvbm.manager.read_rate import ReadRate
+from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.tiers.contract import BlockEnd, Completion, RunTier
 from kvbm.tiers.host import HostArena
@@ -198,6 +199,8 @@ class Onboarder:
         disk_slots = disk_slots[:count]
         self.disk_pool.lease_all(disk_slots)
         lease.slots[i : i + count] = host_slots
+        if count:
+            moves_log.onboarding(count, "disk", "host")
         for first, end in _neighbours(host_slots, disk_slots, self.medium.run_blocks_max):
             waiting = [_Wanted(lease, i + first, 0, end - first)]
             run = _Rising(keys[first:end], host_slots[first], disk_slots[first], waiting, now_s)

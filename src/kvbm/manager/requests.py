@@ -14,6 +14,7 @@ from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
+from kvbm.observe import moves_log
 from kvbm.protocol import (
     REFUSED,
     Commit,
@@ -82,6 +83,8 @@ class Requests:
             self._traffic.tried_again("lookup")
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.counted_sources(found), len(keys) - message.skip
+        on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
+        moves_log.matched(on_host, on_disk, asked, message.request)
         self._traffic.looked_up(engine.name, asked, counted)
         self._traffic.asked(engine.label, space.layout, asked, counted)
         self._history.looked_up(session.number, message, keys, space, counted, no_room + refused)
