@@ -106,7 +106,7 @@ def why(
 
 def _tell_prompt(reply: WhyReply, as_json: bool) -> None:
     if as_json:
-        (found,) = _document(reply)["requests"]
+        (found,) = document(reply)["requests"]
         print(json_text(found))
     else:
         print("\n".join(explain(reply.requests[0])))
