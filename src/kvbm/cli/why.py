@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvbm.admin_protocol import WhyQuery, WhyReply
+from kvbm.cli.managers import NamespaceOption
+from kvbm.cli.prompt_commands import ModelOption
+from kvbm.cli.why_prompt import ask_prompt, prefix_line
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
 from kvbm.present.tables import console, json_text, plain_table
@@ -52,6 +56,7 @@ Examples:
   kvbm why                              the latest requests, and a table of reasons
   kvbm why cmpl-6f0c0e9d2b3a4c5d        the id of the API's response, or its first characters
   kvbm why cmpl-6f0c0e9d2b3a4c5d --json
+  kvbm why --prompt-file system-prompt.json     how far a prompt would match now
 """
 
 
@@ -68,12 +73,26 @@ def why(
     limit: Annotated[
         int, typer.Option("-n", "--limit", min=1, max=256, help="Show so many of the latest requests.")
     ] = 20,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Ask about a prompt instead: text, or a JSON list of token ids."),
+    ] = None,
+    model: ModelOption = "",
+    namespace: NamespaceOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say how far a prompt matched in each tier, and why no further.
 
     The manager remembers its latest requests only, and starts anew when it is restarted.
     """
+    if prompt_file is not None:
+        if request:
+            raise SettingsError("REQUEST_ID", request, "no value together with --prompt-file")
+        _tell_prompt(ask_prompt(prompt_file, model, namespace, manager), as_json)
+        return
+    for option, value in (("--model", model), ("--namespace", namespace)):
+        if value:
+            raise SettingsError(option, value, "a value only together with --prompt-file")
     reply = ask(manager, WhyQuery(request=request, limit=limit))
     if request and reply.matching != 1:
         raise SettingsError("REQUEST_ID", request, not_one(reply))
@@ -83,6 +102,14 @@ def why(
         print("\n".join(explain(reply.requests[0])))
     else:
         _print_overview(reply)
+
+
+def _tell_prompt(reply: WhyReply, as_json: bool) -> None:
+    if as_json:
+        (found,) = document(reply)["requests"]
+        print(json_text(found))
+    else:
+        print("\n".join(explain(reply.requests[0])))
 
 
 def ask(manager: str, query: WhyQuery) -> WhyReply:
@@ -113,14 +140,17 @@ def explain(found: dict[str, Any]) -> list[str]:
     cut = f", {found['no_room']} found without room for them" if found["no_room"] else ""
     of = f" of {size} tokens" if size else ""
     tiers = ", ".join(f"{tier} {found[tier]}" for tier in ("device", "host", "disk"))
-    lines.append(f"{found['blocks']} blocks{of}: {tiers}{cut}; {found['loaded']} loaded")
+    now = "prefix" in found
+    lines.append(
+        prefix_line(found) if now else f"{found['blocks']} blocks{of}: {tiers}{cut}; {found['loaded']} loaded"
+    )
     first = found["first_missing"]
     if first is not None:
         tokens = f" (tokens {first * size + 1}-{(first + 1) * size})" if size else ""
         lines.append(f"block {first + 1}{tokens}: {_first_missing(found)}")
         lines += [f"  {line}" for line in found["differs"]]
     for what, counts in (
-        ("computed, in no tier", found["missing"]),
+        ("in no tier" if now else "computed, in no tier", found["missing"]),
         ("found, and computed", found["unloaded"]),
     ):
         lines += [f"{_blocks(count)} {what}: {_named(reason)}" for reason, count in counts.items()]

@@ -20,6 +20,7 @@ from functools import partial
 import msgspec
 
 from kvbm.client.finder import ERROR_SUFFIX
+from kvbm.client.whereabouts import announced
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.admin_page import admin_page
@@ -73,6 +74,7 @@ def serve(
         _scraped(settings, metrics, private) as metrics_port,
         admin_page(settings, os.path.abspath(socket_path), private) as start_page,
         _listening(socket_path, mode) as listener,
+        announced(os.path.abspath(socket_path), settings.runtime_dir),
     ):
         server = Server(listener, make_spaces, traffic, clock, peer_uids)
         signals = _Signals(server)

@@ -323,6 +323,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "name of the weights that the engine starts with, for trainers that change weights in memory: engines "
         "with the same files and the same version share blocks, also after a restart",
     ] = None
+    traces: Annotated[
+        bool,
+        Setting("DYN_KVBM_TRACES", ours=True, reader="engine"),
+        "send a trace of each request to an OpenTelemetry collector, which `OTEL_EXPORTER_OTLP_ENDPOINT` names; "
+        "needs the packages of `openkvbm[otel]`",
+    ] = False
     log_level: Annotated[
         str,
         Setting("DYN_LOG", "--log-level", Kind.LOG, choices=LOG_LEVELS, reader="both"),
