@@ -37,6 +37,7 @@ from kvbm.cli.managers import choose_space, parse_tier
 from kvbm.cli.prompts import candidates, held_chain
 from kvbm.cli.status import ManagerStatus, faults_of
 from kvbm.cli.web import documents as doc
+from kvbm.cli.why_prompt import about_prompt
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
@@ -144,7 +145,14 @@ def _why(gate: ManagerGate, given: doc.WhyParameters) -> doc.Why:
         reply = admin.ask(WhyQuery(request=given.request, limit=given.limit), WhyReply)
     if given.request and reply.matching != 1:
         raise SettingsError("REQUEST_ID", given.request, why.not_one(reply))
-    return doc.Why(**why.document(reply))
+    return msgspec.convert(why.document(reply), doc.Why)
+
+
+def _why_prompt(gate: ManagerGate, given: doc.PromptBody) -> doc.RequestFound:
+    with gate.session() as admin:
+        space = _space(admin, given.namespace, given.model)
+        reply = about_prompt(admin, space, given.tokens, "")
+    return msgspec.convert(why.document(reply)["requests"][0], doc.RequestFound)
 
 
 def _blocks(gate: ManagerGate, given: doc.BlocksParameters) -> doc.Blocks:
@@ -261,6 +269,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _get("/api/leases", "The leases", doc.PageParameters, doc.Leases, _leases),
     _get("/api/namespaces", "The namespaces", doc.Nothing, doc.Namespaces, _namespaces),
     _get("/api/queues", "What is under way", doc.Nothing, doc.Queues, _queues),
+    _post("/api/why-prompt", "Why a prompt would match no further", doc.PromptBody, doc.RequestFound, _why_prompt),
     _post("/api/reset", "Drop the blocks of a tier that are not in use", doc.ResetBody, doc.ResetDone, _reset),
     _post("/api/pin", "Keep a prompt's blocks in host memory", doc.PinBody, doc.PinDone, _pin),
     _post("/api/prefetch", "Bring a prompt's blocks to host memory", doc.PromptBody, doc.PrefetchDone, _prefetch),
