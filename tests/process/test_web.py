@@ -399,6 +399,8 @@ def test_the_command_needs_to_know_which_manager(make_node: MakeNode) -> None:
     node = make_node()
     assert "no manager runs" in node.refused("web")
     paths = [node.manage("a.sock"), node.manage("b.sock")]
+    nowhere = str(node.runtime_dir / "nowhere.sock")
+    assert f"no manager at {nowhere}" in node.refused("web", "--manager", nowhere)
     said = node.refused("web")
     assert all(path in said for path in paths)
     assert node.refused("web", "--manager", paths[0], "--listen", "0.0.0.0:1").startswith("kvbm: --listen=")
