@@ -22,8 +22,8 @@ class Collected:
     def __init__(self) -> None:
         self.spans: list[tuple[Span, Mapping[str, str]]] = []
 
-    def put(self, span: Span, parent: Mapping[str, str]) -> None:
-        self.spans.append((span, dict(parent)))
+    def put(self, make: Callable[[], Span], parent: Mapping[str, str]) -> None:
+        self.spans.append((make(), dict(parent)))
 
     def take(self) -> Span:
         ((span, _),) = self.spans
