@@ -73,6 +73,7 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
 
     The rest is for people who ask why it missed: the engine's id of the `request`, a digest of the `prompt`'s first
     block of tokens, and by name what else shaped its keys (`extras`: adapter, salt, weights; digests of secrets).
+    `again`: an earlier answer for this request no longer holds.
     """
 
     lookup: int
@@ -81,6 +82,7 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     request: str = ""
     prompt: bytes = b""
     extras: dict[str, str] = {}
+    again: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
@@ -107,7 +109,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
 
     `hashes` is the engine's own hash of each block, 32 bytes each and zeros where it has none of 32 bytes; empty where
     the keys are those hashes. `group` is the blocks' kind of layers. Blocks are found by key alone: the keys of
-    different groups must differ.
+    different groups must differ. `again`: for some of them there was no room when they were offered before.
     """
 
     store: int
@@ -115,14 +117,17 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     keys: bytes
     hashes: bytes = b""
     group: int = 0
+    again: bool = False
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
-    """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not."""
+    """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not.
+    The answer to the reservation was there after `answer_s`; 0 is not known."""
 
     store: int
     failed: tuple[int, ...] = ()
     seconds: float = 0.0
+    answer_s: float = 0.0
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):

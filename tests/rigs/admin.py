@@ -36,10 +36,12 @@ DEADLINE_S = 60.0
 class Engine:
     """A leader and a rank, which store blocks and look them up as an engine's do."""
 
-    def __init__(self, socket_path: str, name: str, namespace: Namespace = NAMESPACE) -> None:
+    def __init__(
+        self, socket_path: str, name: str, namespace: Namespace = NAMESPACE, **hello_fields: Any
+    ) -> None:
         self.leader, self.worker = Channel.connect(socket_path), Channel.connect(socket_path)
         self.leader.introduce(Hello(version=PROTOCOL_VERSION, role="leader", engine=name), DEADLINE_S)
-        hello = worker_hello(name, namespace=namespace)
+        hello = worker_hello(name, namespace=namespace, **hello_fields)
         self.welcome = self.worker.introduce(hello, DEADLINE_S)
         self.memory, generations = open_arena(self.worker.take_fds())
         generations.close()

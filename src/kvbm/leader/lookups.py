@@ -62,9 +62,9 @@ class Lookups:
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
         search.wanted = wanted
-        prompt, extras = told
+        name, (prompt, extras), again = readable(request), told, attempts > 1
         question = Lookup(
-            lookup=number, keys=keys, skip=skip, request=readable(request), prompt=prompt, extras=dict(extras)
+            lookup=number, keys=keys, skip=skip, request=name, prompt=prompt, extras=dict(extras), again=again
         )
         if not self._link.send(question):
             return None

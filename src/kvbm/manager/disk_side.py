@@ -15,7 +15,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import TIER_OFF, SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
@@ -126,9 +126,10 @@ class DiskSide:
         now_s = self.clock()
         if self.fault and not self.queued_count and now_s >= self._heal_at_s:
             self._heal_at_s = now_s + HEAL_INTERVAL_S
+            self.metrics.add("kvbm_retries_total", operation="tier")
             if self.medium.heal():
                 self.onboarder.healed()
-                self._index()
+                self._index_anew()
         return again
 
     def offer_all(self) -> None:
@@ -148,6 +149,13 @@ class DiskSide:
                 break
         self.void_emptied()
         self.medium.close(keep)
+
+    def _index_anew(self) -> None:
+        """Index what a medium that works again has brought back; what it has not is evicted."""
+        before = self.pool
+        self._index()
+        self.pool.evicted += before.evicted
+        self.pool.evicted[TIER_OFF] += self.pool.held(key for _, key in before.resident()).count(0)
 
     def _index(self) -> None:
         """Index the blocks that the medium holds, and start with empty queues."""

@@ -34,6 +34,7 @@ from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
+from kvbm.manager.prompt_why import PromptQuestions
 from kvbm.manager.requests import Requests
 from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
@@ -140,6 +141,7 @@ class Server:
             WhyQuery: self._why,
             **administration.handlers,
             **self._pins.handlers,
+            **PromptQuestions(self.spaces, self._history).handlers,
         }
 
     @property

@@ -223,6 +223,7 @@ def test_a_lookup_that_left_out_what_the_device_lost_is_asked_again(bench: Bench
     released, again = bench.manager.said()
     assert released == Release(lookup=lookup.lookup)
     assert again.skip == 2
+    assert (lookup.again, again.again) == (False, True)
     assert again.lookup != lookup.lookup
     bench.answer(again, 5)
     assert bench.leader.matched("r", 2) == Answer(blocks=5)
