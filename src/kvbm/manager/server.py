@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
-from kvbm.admin_protocol import Snapshot, WhyQuery
+from kvbm.admin_protocol import Resize, Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
@@ -35,6 +35,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
 from kvbm.manager.requests import Requests
+from kvbm.manager.resizing import Resizing
 from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
@@ -113,6 +114,7 @@ class Server:
             clock,
         )
         self._pins = Pins(self.spaces, clock)
+        self.resizing = Resizing(self.spaces, self._send_away, self._others_busy, clock)
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
@@ -138,6 +140,7 @@ class Server:
             StatusQuery: self._status,
             Snapshot: self._snapshots.answer,
             WhyQuery: self._why,
+            Resize: self.resizing.resize,
             **administration.handlers,
             **self._pins.handlers,
         }
@@ -374,6 +377,13 @@ class Server:
 
     def _why(self, session: Session, message: WhyQuery) -> None:
         session.send(self._history.reply(message.request, min(message.limit, WHY_MAX)))
+
+    def _send_away(self, space: Space) -> None:
+        self._requests.dropped(self.membership.send_away(space))
+
+    def _others_busy(self, session: Session) -> bool:
+        admins = (s for s in self.sessions.values() if s.hello is not None and s.hello.role == "admin")
+        return any(other.work is not None for other in admins if other is not session)
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)
