@@ -16,10 +16,10 @@ from kvbm.manager.leases import PINS
 from kvbm.manager.space import Space
 from kvbm.tiers.host import HostArena
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 """What one turn copies, or one block where that is larger."""
-PIECE_BLOCKS_MAX = 256
-SCANNED_AT_ONCE = 2048
+PIECE_BLOCKS_MAX = 64
+SCANNED_AT_ONCE = 1024
 PASSES_MAX = 8
 """Blocks that are stored meanwhile are carried by another pass, at most so many."""
 
@@ -101,18 +101,20 @@ class Carrying:
         old, carried = self.space.host_pool, 0
         for start in range(0, old.slot_count, SCANNED_AT_ONCE):
             yield
-            for slot in range(start, min(start + SCANNED_AT_ONCE, old.slot_count)):
-                if old.state_of(slot) is not BlockState.RESIDENT:
-                    continue
+            slot, end = start, min(start + SCANNED_AT_ONCE, old.slot_count)
+            while slot < end:
                 self._restart_if_cleared()
-                carried += yield from self._carry_all(self._chain_up_to(old.key_of(slot)))
+                run = self._run_at(slot, end)
+                slot += max(1, len(run))
+                if run:
+                    carried += yield from self._carry_all(self._chain_up_to(run[0])[:-1] + run)
                 if self._full:
                     return carried
         return carried
 
     def _carry_all(self, chain: list[BlockKey]) -> Generator[None, None, int]:
         """Carry over consecutive blocks of a chain, a piece in a turn; how many they were."""
-        carried = 0
+        carried, chain = 0, list(dict.fromkeys(chain))  # a hostile client's may have a block twice
         for start in range(0, len(chain), self._piece_blocks):
             piece = chain[start : start + self._piece_blocks]
             copied = 0 if self._new.pool.holds_any(piece) else self._carry(piece)
@@ -123,6 +125,19 @@ class Carrying:
                 self._since_yield = 0
                 yield
         return carried
+
+    def _run_at(self, slot: int, end: int) -> list[BlockKey]:
+        """The resident blocks from this slot on, before slot `end`, that are one chain and were not carried over yet; no
+        more than a piece."""
+        old, run = self.space.host_pool, list[BlockKey]()
+        for each in range(slot, min(end, slot + self._piece_blocks)):
+            if old.state_of(each) is not BlockState.RESIDENT or (run and old.parent_of(each) != run[-1]):
+                break
+            key = old.key_of(each)
+            if self._new.pool.holds(key):
+                break
+            run.append(key)
+        return run
 
     def _chain_up_to(self, key: BlockKey) -> list[BlockKey]:
         """The block and those before it that were not carried over yet, first of the chain first."""

@@ -49,16 +49,18 @@ class Resizing:
         self._send_away = send_away
         self._others_busy = others_busy
         self._clock = clock
-        self._under_way = False
+        self._busy = False
+        self.under_way: list[Carrying] = []
+        """What is being carried over now, by namespace."""
         self.available_bytes = available_bytes
 
     def resize(self, session: Session, message: Resize) -> Iterator[None]:
         """Answer with `Resized`, after many turns."""
         refuse_other_roles(session, message)
-        if self._under_way:
+        if self._busy:
             session.send(Resized(refusal="another resize is under way"))
             return
-        self._under_way = True
+        self._busy = True
         try:
             try:
                 reply = yield from self._resized(session, message.host_bytes)
@@ -70,12 +72,12 @@ class Resizing:
                     refusal=f"it failed, and host memory keeps its size: {type(error).__name__}: {error}"
                 )
         finally:
-            self._under_way = False
+            self._busy, self.under_way = False, []
         session.send(reply)
 
     def _resized(self, session: Session, host_bytes: int) -> Generator[None, None, Resized]:
         started_s, before_bytes = self._clock(), self._host_bytes()
-        carryings = self._begin(host_bytes)
+        self.under_way = carryings = self._begin(host_bytes)
         try:
             for carrying in carryings:
                 for _ in carrying.steps():

@@ -13,7 +13,7 @@ from kvbm.block import BlockKey
 from kvbm.clock import ManualClock
 from kvbm.hashing import join_keys
 from kvbm.manager import carrying
-from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Reset, ResetReply, Welcome
+from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Ready, Reset, ResetReply, Welcome
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, store
@@ -136,6 +136,22 @@ def test_the_manager_serves_while_blocks_are_carried(busy: ManagerBench) -> None
     leader, worker = come_back(busy)
     assert holds(leader, worker, 1, KEYS[:8]) == 8
     assert holds(leader, worker, 2, KEYS[100:104]) == 4
+
+
+def test_a_chain_that_grows_meanwhile_is_carried_to_its_end(busy: ManagerBench) -> None:
+    leader, worker = busy.engine()
+    store(leader, worker, 1, KEYS[:6])
+    admin = operator(busy)
+    begin(admin, 32)
+    carried = busy.server.resizing
+    busy.until(lambda: [each.carried for each in carried.under_way] == [3])
+    slots = leader.reserve(2, KEYS[6:9], parent=KEYS[5])
+    for key, slot in zip(KEYS[6:9], slots, strict=True):
+        worker.write(slot, key)
+    leader.send(Commit(store=2))
+    assert admin.expect(Resized).carried == 9
+    sent_away(leader, worker)
+    assert holds(*come_back(busy), 1, KEYS[:9]) == 9
 
 
 def test_what_was_promised_before_can_still_be_read_where_it_was(manager: ManagerBench) -> None:
