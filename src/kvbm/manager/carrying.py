@@ -127,8 +127,7 @@ class Carrying:
         return carried
 
     def _run_at(self, slot: int, end: int) -> list[BlockKey]:
-        """The resident blocks from this slot on, before slot `end`, that are one chain and were not carried over yet; no
-        more than a piece."""
+        """The resident blocks from this slot on that are one chain and were not carried over yet; a piece at most."""
         old, run = self.space.host_pool, list[BlockKey]()
         for each in range(slot, min(end, slot + self._piece_blocks)):
             if old.state_of(each) is not BlockState.RESIDENT or (run and old.parent_of(each) != run[-1]):

@@ -11,6 +11,9 @@ report through its descriptor. The loop never waits for a client. For a medium i
   write for each stretch of slots. `Reset` does that for all the blocks that it drops from disk;
 - every few seconds each tier checks that its files are still there;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
+
+A resize of host memory begins with a turn that makes the new index, and ends with one that goes over to it: they take
+longer than others, by some microseconds for each thousand slots.
 """
 
 from __future__ import annotations
