@@ -190,6 +190,17 @@ class WhyQuery(Message, frozen=True, kw_only=True, tag="why?"):
     limit: int = 20
 
 
+class WhyPrompt(Message, frozen=True, kw_only=True, tag="why_prompt?"):
+    """Ask for a `WhyReply` about a chain (`keys`, joined) as if it were a request now. It leases nothing.
+
+    `prompt` is the digest of the first block of tokens, as leaders make it; empty where it is not known.
+    """
+
+    fingerprint: str
+    keys: bytes
+    prompt: bytes = b""
+
+
 # ---- manager → admin
 
 
@@ -296,7 +307,7 @@ class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
 
 
 AdminRequest: TypeAlias = (
-    Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | FindPrefix | Pin | Unpin | Resize
+    Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | WhyPrompt | FindPrefix | Pin | Unpin | Resize
 )
 AdminReply: TypeAlias = (
     Description | BlockPage | LeasePage | SnapshotReply | WhyReply | PrefixFound | Pinned | Unpinned | Resized

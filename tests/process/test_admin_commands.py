@@ -98,18 +98,6 @@ def test_a_socket_that_a_killed_manager_left_is_not_a_manager(make_node: Callabl
 # ---- which manager
 
 
-@pytest.mark.parametrize("words", [("inspect", "leases"), ("reset", "--tier", "G2")])
-def test_with_several_managers_a_command_lists_them(
-    make_node: Callable[..., Node], words: tuple[str, ...]
-) -> None:
-    node = make_node()
-    paths = [node.manage("a.sock"), node.manage("b.sock")]
-    said = node.refused(*words)
-    assert said.startswith("kvbm: --manager=''")
-    assert ", ".join(paths) in said
-    assert node.kvbm(*words, "--manager", paths[0])[0] == 0
-
-
 def test_without_a_manager_a_command_says_where_it_looked(make_node: Callable[..., Node]) -> None:
     node = make_node()
     assert f"no manager runs in {node.runtime_dir}" in node.refused("inspect", "queues")

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from kvbm.cli.doctor_check import Check, advice, fault, ok
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ERROR_SUFFIX, SOCKET_NAME
+from kvbm.client.whereabouts import known_sockets
 from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.present.numbers import format_bytes
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Status, StatusQuery
-from kvbm.runtime_dir import check_runtime_dir, read_private
+from kvbm.runtime_dir import read_private
 from kvbm.settings import Settings, variable
 
 ANSWER_TIMEOUT_S = 5.0
@@ -36,12 +37,11 @@ def check_managers(settings: Settings) -> Managers:
     sockets: list[Path] = []
     checks: list[Check] = []
     try:
-        if check_runtime_dir(directory):
-            sockets = sorted(Path(directory).glob("*.sock"))
-            if len(sockets) > SOCKETS_MAX:
-                there = f"{len(sockets)} sockets in {directory}; the first {SOCKETS_MAX} are looked at"
-                checks.append(advice("managers", there, "name one with --manager"))
-                sockets = sockets[:SOCKETS_MAX]
+        sockets = [Path(path) for path in known_sockets(directory)]
+        if len(sockets) > SOCKETS_MAX:
+            there = f"{len(sockets)} sockets in {directory}; the first {SOCKETS_MAX} are looked at"
+            checks.append(advice("managers", there, "name one with --manager"))
+            sockets = sockets[:SOCKETS_MAX]
     except SettingsError as error:
         remedy = f"engines will serve without a cache: remove it, or set {variable('runtime_dir')}"
         checks.append(fault("runtime directory", str(error), remedy))

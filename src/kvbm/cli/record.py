@@ -13,8 +13,8 @@ from typing import IO, Annotated, cast
 import typer
 from rich.console import Console
 
+from kvbm.client.admin import choose_manager
 from kvbm.client.channel import Channel
-from kvbm.client.finder import find_manager
 from kvbm.errors import ManagerUnavailable, SettingsError
 from kvbm.protocol import PROTOCOL_VERSION, Follow, Hello
 from kvbm.settings import load_settings, process_environment
@@ -76,7 +76,7 @@ def record(
     """
     settings = load_settings(process_environment(), {"manager": manager or None}).settings
     console = Console(stderr=True)
-    socket_path = find_manager(settings)
+    socket_path = choose_manager(settings)
     channel = Channel.connect(socket_path, settings.trusted_peer_uids)
     with _create(file) as opened, _stop_requested() as stopped:
         recorder = Recorder(opened, namespace)

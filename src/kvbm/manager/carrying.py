@@ -13,6 +13,7 @@ from kvbm.block import BlockKey, BlockState
 from kvbm.clock import Clock
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import PINS
+from kvbm.manager.pool import CAPACITY
 from kvbm.manager.space import Space
 from kvbm.tiers.host import HostArena
 
@@ -70,6 +71,7 @@ class Carrying:
         self._restart_if_cleared()
         old = self.space.host_pool
         dropped = old.resident_but_not_in(self._new.pool)
+        old.evicted[CAPACITY] += len(dropped)
         ended = self.space.replace_host(self._new, int(self._arena.slot_count * pinned_share))
         self.space.departed.emptied(old.tier, dropped, True)
         return ended

@@ -37,6 +37,7 @@ from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
+from kvbm.manager.prompt_why import PromptQuestions
 from kvbm.manager.requests import Requests
 from kvbm.manager.resizing import Resizing
 from kvbm.manager.session import Session
@@ -146,6 +147,7 @@ class Server:
             Resize: self.resizing.resize,
             **administration.handlers,
             **self._pins.handlers,
+            **PromptQuestions(self.spaces, self._history).handlers,
         }
 
     @property

@@ -23,6 +23,7 @@ from kvbm.manager.names import EngineName
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
+from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD, REFUSED
@@ -63,6 +64,7 @@ class Space:
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self.departed = Departed(clock, options.staging)
+        self._full = moves_log.FullPool("host", clock)
         self.life = 0
         """How often host memory was replaced by memory of another size."""
         self.cleared = 0
@@ -127,6 +129,7 @@ class Space:
         for reservation in list(self.reservations):
             self.reservations.pop(reservation.owner, reservation.number)
         old = self.arena
+        host.pool.evicted += self.host_pool.evicted
         self.arena, self._names, self.host_pool = host.arena, host.names, host.pool
         if self.disk is not None:
             self.disk.replace_host(host)
@@ -176,7 +179,9 @@ class Space:
         """End a lease. Returns it as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
         if lease is not None:
-            self.host_pool.unlease_all(lease.pinned())
+            pinned = lease.pinned()
+            self.host_pool.unlease_all(pinned)
+            moves_log.returned(len(pinned), "host")
             if self.disk is not None and not lease.final:
                 self.disk.onboarder.released()
             lease.drop()
@@ -226,6 +231,7 @@ class Space:
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist)
             self._names.reserved(slots, run, hashes, done, group)
             answer += slots
+            moves_log.offloading(run[: len(slots)], "device", "host")
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]
             mine.slots += slots
@@ -237,6 +243,8 @@ class Space:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
             self.departed.note(Tier.HOST, keys[len(answer) :], NO_SLOT)
             answer += [REFUSED] * refused
+            if self._full.due and self.host_pool.all_in_use:
+                self._full.skipped(refused)
         if mine.slots and known is None:
             self.reservations.add(mine)
         return answer
@@ -256,6 +264,7 @@ class Space:
             self.host_pool.abort_all([slot for i, slot in enumerate(mine.slots) if i in bad][::-1])
         good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
         self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
+        moves_log.added(len(good), "host")
         self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
         self._metrics.add(
             "kvbm_transfer_bytes_total",

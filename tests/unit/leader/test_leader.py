@@ -11,7 +11,9 @@ from kvbm.clock import ManualClock
 from kvbm.framing import encode
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.leader import Leader
-from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
+from kvbm.leader.link import ManagerLink
+from kvbm.leader.lookups import ATTEMPTS_MAX
+from kvbm.leader.patience import ARRIVAL_DEADLINE_S, REPLY_DEADLINE_S
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import (
     PROTOCOL_VERSION,
@@ -221,9 +223,28 @@ def test_a_lookup_that_left_out_what_the_device_lost_is_asked_again(bench: Bench
     released, again = bench.manager.said()
     assert released == Release(lookup=lookup.lookup)
     assert again.skip == 2
+    assert (lookup.again, again.again) == (False, True)
     assert again.lookup != lookup.lookup
     bench.answer(again, 5)
     assert bench.leader.matched("r", 2) == Answer(blocks=5)
+
+
+def test_an_answer_that_comes_while_it_is_waited_for_may_leave_out_what_the_device_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.step()  # a step begins with time to wait
+    lookup = bench.add(on_device=4)
+    link_wait = ManagerLink.wait
+
+    def answered_meanwhile(link: ManagerLink, timeout_s: float) -> bool:
+        bench.answer(lookup, 3)
+        return link_wait(link, timeout_s)
+
+    monkeypatch.setattr(ManagerLink, "wait", answered_meanwhile)
+    assert bench.leader.matched("r", 2).later
+    released, again = bench.manager.said()
+    assert released == Release(lookup=lookup.lookup)
+    assert again.skip == 2
 
 
 def test_asking_again_has_an_end(bench: Bench) -> None:

@@ -387,3 +387,12 @@ def test_what_may_be_forgotten_is_not_called_complete(
         asker.store(KEYS[first : first + 8])
     found = asker.miss(KEYS[:8])
     assert (found["missing"], found["history_complete"]) == ({"never_seen": 8}, False)
+
+
+def test_blocks_that_another_request_had_loaded(manager: ManagerBench) -> None:
+    asker = Asker(manager)
+    asker.store(KEYS[:4])
+    reply = asker.lookup("r", KEYS[:4])
+    assert one(manager, "r")["unneeded"] == 0, "nothing is known of them yet"
+    asker.leader.send(Release(lookup=reply.lookup, unloaded={"cost": 1}))
+    assert one(manager, "r")["unneeded"] == 3

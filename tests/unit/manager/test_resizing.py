@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbm.admin_protocol import Pin, Pinned, Resize, Resized, decode_from_manager
@@ -13,7 +14,7 @@ from kvbm.block import BlockKey
 from kvbm.clock import ManualClock
 from kvbm.hashing import join_keys
 from kvbm.manager import carrying
-from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Ready, Reset, ResetReply, Welcome
+from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Ready, Release, Reset, ResetReply, Welcome
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, store
@@ -107,19 +108,15 @@ def test_smaller_memory_keeps_the_blocks_that_were_used_last(manager: ManagerBen
         manager.clock.advance(1.0)
     leader.lookup(10, KEYS[:5])
     manager.step(10)
-    leader.send(_release(10))
+    leader.send(Release(lookup=10))
     reply = resize(operator(manager), 10)
     assert (reply.blocks_before, reply.carried, reply.dropped) == (15, 10, 5)
     sent_away(leader, worker)
     leader, worker = come_back(manager)
     found = [holds(leader, worker, n, KEYS[start : start + 5]) for n, start in enumerate((0, 100, 200))]
     assert found == [5, 0, 5]
-
-
-def _release(number: int) -> Any:
-    from kvbm.protocol import Release
-
-    return Release(lookup=number)
+    manager.tick()
+    assert manager.metrics.value("kvbm_evicted_blocks_total", tier="host", reason="capacity") == 5
 
 
 def test_the_manager_serves_while_blocks_are_carried(busy: ManagerBench) -> None:
@@ -333,8 +330,6 @@ def test_before_the_first_engine_it_is_the_size_that_the_first_one_gets(manager:
 
 
 def test_blocks_of_an_ephemeral_namespace_stay(manager: ManagerBench) -> None:
-    import msgspec
-
     passing = msgspec.structs.replace(NAMESPACE, ephemeral=True)
     leader, worker = manager.engine(namespace=passing)
     store(leader, worker, 1, KEYS[:6])
