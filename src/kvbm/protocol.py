@@ -75,6 +75,7 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
 
     The rest is for people who ask why it missed: the engine's id of the `request`, a digest of the `prompt`'s first
     block of tokens, and by name what else shaped its keys (`extras`: adapter, salt, weights; digests of secrets).
+    `again`: an earlier answer for this request no longer holds.
     """
 
     lookup: int
@@ -83,6 +84,7 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     request: str = ""
     prompt: bytes = b""
     extras: dict[str, str] = {}
+    again: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
@@ -109,7 +111,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
 
     `hashes` is the engine's own hash of each block, 32 bytes each and zeros where it has none of 32 bytes; empty where
     the keys are those hashes. `group` is the blocks' kind of layers. Blocks are found by key alone: the keys of
-    different groups must differ.
+    different groups must differ. `again`: for some of them there was no room when they were offered before.
     """
 
     store: int
@@ -117,14 +119,17 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     keys: bytes
     hashes: bytes = b""
     group: int = 0
+    again: bool = False
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
-    """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not."""
+    """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not.
+    The answer to the reservation was there after `answer_s`; 0 is not known."""
 
     store: int
     failed: tuple[int, ...] = ()
     seconds: float = 0.0
+    answer_s: float = 0.0
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
@@ -298,7 +303,8 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
     the first pair in the lookup's run (the blocks before it were on the device already). `layerwise`: every slot is
-    ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived.
+    ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived. `traced`: the ranks
+    report when they copied.
     """
 
     request: str
@@ -310,6 +316,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     ready: int
     layerwise: bool = False
+    traced: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,13 +338,15 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The work of ranks since the last report: stores with the positions that failed, and seconds of copying.
 
     `stored` maps a store id to (ranks that report it, failed positions, longest seconds); `loaded` maps a request
-    to its longest seconds of copying. `weights_changed`: a rank's weights did, and no plan has shown that the leader
+    to its longest seconds of copying. `copied` maps a traced one to when its first copy began and its last ended, in ns
+    of the system's clock. `weights_changed`: a rank's weights did, and no plan has shown that the leader
     knows.
     """
 
     stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
     loaded: dict[str, float] = {}
     weights_changed: bool = False
+    copied: dict[str, tuple[int, int]] = {}
 
     def merge(self, other: StepReport) -> StepReport:
         """The report of two groups of ranks together."""
@@ -349,8 +358,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         loaded = dict(self.loaded)
         for request, seconds in other.loaded.items():
             loaded[request] = max(loaded.get(request, 0.0), seconds)
+        copied = dict(self.copied)
+        for request, (began, ended) in other.copied.items():
+            mine_began, mine_ended = copied.get(request, (began, ended))
+            copied[request] = min(mine_began, began), max(mine_ended, ended)
         changed = self.weights_changed or other.weights_changed
-        return StepReport(stored=stored, loaded=loaded, weights_changed=changed)
+        return StepReport(stored=stored, loaded=loaded, weights_changed=changed, copied=copied)
 
 
 ToManager: TypeAlias = (

@@ -51,7 +51,7 @@ def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
     metrics = launcher.metrics()
     assert metrics["kvbm_onboard_blocks_h2d"] > some(20)
     launcher.assert_nothing_held()
-    assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host"}'] > some(100)
+    assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host",reason="capacity"}'] > some(100)
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["host", "disk"])

@@ -26,7 +26,7 @@ _LOST = {
     "too_late": "host memory evicted it before its turn",
 }
 
-_MEANINGS = {
+MEANINGS = {
     "never_seen": "no block like it was ever stored",
     "evicted": "it was here, and the policy evicted it",
     "reset": "somebody reset the tier",
@@ -95,9 +95,9 @@ def why(
             raise SettingsError(option, value, "a value only together with --prompt-file")
     reply = ask(manager, WhyQuery(request=request, limit=limit))
     if request and reply.matching != 1:
-        raise SettingsError("REQUEST_ID", request, _not_one(reply))
+        raise SettingsError("REQUEST_ID", request, not_one(reply))
     if as_json:
-        print(json_text(_document(reply)))
+        print(json_text(document(reply)))
     elif request:
         print("\n".join(explain(reply.requests[0])))
     else:
@@ -106,7 +106,7 @@ def why(
 
 def _tell_prompt(reply: WhyReply, as_json: bool) -> None:
     if as_json:
-        (found,) = _document(reply)["requests"]
+        (found,) = document(reply)["requests"]
         print(json_text(found))
     else:
         print("\n".join(explain(reply.requests[0])))
@@ -119,7 +119,8 @@ def ask(manager: str, query: WhyQuery) -> WhyReply:
         return admin.ask(query, WhyReply)
 
 
-def _not_one(reply: WhyReply) -> str:
+def not_one(reply: WhyReply) -> str:
+    """What to answer to an id that no request has, or several."""
     if reply.matching:
         names = ", ".join(str(found["request"]) for found in reply.requests)
         more = ", …" if reply.matching > len(reply.requests) else ""
@@ -176,7 +177,7 @@ def _first_missing(found: dict[str, Any]) -> str:
     if reason in ("never_seen", "") and not found["history_complete"]:
         return "never seen, or gone for so long that the manager has forgotten it"
     if host is None and disk is None:
-        return _MEANINGS.get(reason, reason)
+        return MEANINGS.get(reason, reason)
     parts = []
     if host is not None and host["what"] == "evicted":
         parts.append(f"evicted from host {_ago(host['seconds_ago'])} by {found['eviction_policy']}")
@@ -235,7 +236,7 @@ def _print_overview(reply: WhyReply) -> None:
         return
     reasons = plain_table(("blocks", "reason", "which means"), words=("reason", "which means"))
     for reason, blocks in reply.reasons.items():
-        reasons.add_row(str(blocks), reason, _MEANINGS.get(reason, ""))
+        reasons.add_row(str(blocks), reason, MEANINGS.get(reason, ""))
     if reply.reasons:
         screen.print(reasons)
     else:
@@ -251,7 +252,8 @@ def _print_overview(reply: WhyReply) -> None:
     screen.print(table)
 
 
-def _document(reply: WhyReply) -> dict[str, Any]:
+def document(reply: WhyReply) -> dict[str, Any]:
+    """The reply as `--json` prints it, with what costs most and what would help."""
     requests = [
         {**found, "reason": main_reason(found) or "hit", "advice": _advice(found)} for found in reply.requests
     ]
@@ -269,7 +271,7 @@ def _blocks(count: int) -> str:
 
 
 def _named(reason: str) -> str:
-    meaning = _MEANINGS.get(reason)
+    meaning = MEANINGS.get(reason)
     return f"{reason} ({meaning})" if meaning else reason
 
 

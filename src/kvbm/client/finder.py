@@ -36,7 +36,7 @@ _WORDS_MAX = 4096
 PRIVATE_MANAGER = "kvbm.manager.process"
 """The module that a private manager runs; it stands in its command line, where `ps` shows it."""
 
-_RUN_MODULE = (
+RUN_MODULE = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
     f"sys.path.append({os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r}); "
     "import runpy; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -212,7 +212,7 @@ class ManagerFinder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.socket_path + ERROR_SUFFIX)
             settings = msgspec.json.encode(self._settings).decode()
-            command = [sys.executable, "-c", _RUN_MODULE, PRIVATE_MANAGER]
+            command = [sys.executable, "-c", RUN_MODULE, PRIVATE_MANAGER]
             command += [self.address.socket_path, str(lock_fd), settings]
             self._child = subprocess.Popen(
                 command,

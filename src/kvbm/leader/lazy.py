@@ -52,6 +52,11 @@ class Unsaved:
     def __len__(self) -> int:
         return len(self._by_block)
 
+    @property
+    def refused(self) -> bool:
+        """Whether the manager had no slot for some of what was given out last."""
+        return self._retry.failures > 0
+
     def note(
         self,
         parent: BlockKey | None,

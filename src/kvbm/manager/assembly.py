@@ -11,6 +11,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
+from kvbm.manager.gauges import count_evictions
 from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space, SpaceOptions
@@ -102,6 +103,7 @@ class SpaceTable:
         del self._spaces[fingerprint]
         self._advised.pop(fingerprint, None)
         space.close(keep)
+        count_evictions(space, self._metrics)
 
     def _advise(self, namespace: Namespace, space: Space, request_blocks: int) -> None:
         """Warn where one request may have more blocks than the host memory that all of them go through."""

@@ -15,8 +15,9 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import TIER_OFF, SlotPool
 from kvbm.observe.metrics import Metrics
+from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
 from kvbm.tiers.contract import BlockHead, Completion, RunTier
@@ -125,9 +126,10 @@ class DiskSide:
         now_s = self.clock()
         if self.fault and not self.queued_count and now_s >= self._heal_at_s:
             self._heal_at_s = now_s + HEAL_INTERVAL_S
+            self.metrics.add("kvbm_retries_total", operation="tier")
             if self.medium.heal():
                 self.onboarder.healed()
-                self._index()
+                self._index_anew()
         return again
 
     def offer_all(self) -> None:
@@ -147,6 +149,13 @@ class DiskSide:
                 break
         self.void_emptied()
         self.medium.close(keep)
+
+    def _index_anew(self) -> None:
+        """Index what a medium that works again has brought back; what it has not is evicted."""
+        before = self.pool
+        self._index()
+        self.pool.evicted += before.evicted
+        self.pool.evicted[TIER_OFF] += self.pool.held(key for _, key in before.resident()).count(0)
 
     def _index(self) -> None:
         """Index the blocks that the medium holds, and start with empty queues."""
@@ -178,6 +187,7 @@ class DiskSide:
             self.staging,
             self.departures.write_ended if self.departures is not None else None,
             self.departed.not_written,
+            FullPool("disk", self.clock),
         )
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)

@@ -14,7 +14,7 @@ from itertools import count
 from kvbm.manager.leases import Owner, Reservation
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
-from kvbm.observe.metrics import OTHER_ENGINES
+from kvbm.observe.metric_table import OTHER_ENGINES
 from kvbm.protocol import Fence
 
 

@@ -7,7 +7,7 @@ call it after every step.
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
@@ -24,6 +24,9 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _FILLING, _RESIDENT = int(BlockState.FILLING), int(BlockState.RESIDENT)
+CAPACITY, RESET, CORRUPT, MISSING, TIER_OFF = "capacity", "reset", "corrupt", "missing", "tier_off"
+"""Why a block was dropped: the policy chose it to make room; somebody dropped the whole tier; its checksum did not
+match; the medium had another block in its place, or none; the tier was off, and came back without it."""
 _SHORT_CHAIN = 128
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
@@ -60,7 +63,8 @@ class SlotPool(Generic[KeyT]):
         assert slot_count > 0
         self.tier = tier
         self.slot_count = slot_count
-        self.evicted_count = 0
+        self.evicted: Counter[str] = Counter()
+        """Blocks that were dropped, by reason, since whoever counts them cleared it."""
         self.policy = policy
         self._on_emptied = on_emptied
         self._chained = chained
@@ -156,6 +160,11 @@ class SlotPool(Generic[KeyT]):
         return self._table
 
     @property
+    def evicted_count(self) -> int:
+        """`evicted` for all reasons."""
+        return self.evicted.total()
+
+    @property
     def free_count(self) -> int:
         """Slots that hold nothing."""
         return len(self._free)
@@ -168,6 +177,11 @@ class SlotPool(Generic[KeyT]):
             resident=self._table.count(BlockState.RESIDENT),
             leased=self._table.leased_count(),
         )
+
+    @property
+    def all_in_use(self) -> bool:
+        """Whether every slot is leased or being filled, so that no policy could make room. Looks at all slots."""
+        return not self._free and self._table.count(BlockState.RESIDENT) == self._table.leased_count()
 
     def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
         """Every resident slot with its key."""
@@ -232,9 +246,10 @@ class SlotPool(Generic[KeyT]):
         self.policy.removed(slots)
         self._empty(slots, Transition.ABORT)
 
-    def evict(self, slot: int) -> None:
+    def evict(self, slot: int, reason: str = CAPACITY) -> None:
         """Drop a resident block without leases."""
         self.policy.removed((slot,))
+        self.evicted[reason] += 1
         self._empty((slot,), Transition.EVICT)
 
     def lease(self, slot: int) -> None:
@@ -267,6 +282,7 @@ class SlotPool(Generic[KeyT]):
         """Evict every block that is not in use; (dropped, in use)."""
         unused = [slot for slot, _ in self.resident() if slot not in self._table]
         self.policy.removed(unused)
+        self.evicted[RESET] += len(unused)
         self._empty(unused, Transition.EVICT)
         return len(unused), self.slot_count - len(self._free)
 
@@ -309,7 +325,7 @@ class SlotPool(Generic[KeyT]):
         self.lease_all(pinned)
         victims = self.policy.victims(needed, keys, self._table, now_s)
         self._empty(victims, Transition.EVICT)
-        self.evicted_count += len(victims)
+        self.evicted[CAPACITY] += len(victims)
         self.unlease_all(pinned)
 
     def _fill(self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:

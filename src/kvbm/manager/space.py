@@ -22,6 +22,7 @@ from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
+from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
@@ -79,6 +80,7 @@ class Space:
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self._names = EngineNames(arena.slot_count)
         self.departed = Departed(clock, options.staging)
+        self._full = moves_log.FullPool("host", clock)
         # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
         eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
         policy = make_policy(eviction, arena.slot_count)
@@ -148,7 +150,9 @@ class Space:
         """End a lease. Returns it as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
         if lease is not None:
-            self.host_pool.unlease_all(lease.pinned())
+            pinned = lease.pinned()
+            self.host_pool.unlease_all(pinned)
+            moves_log.returned(len(pinned), "host")
             if self.disk is not None and not lease.final:
                 self.disk.onboarder.released()
             lease.drop()
@@ -198,6 +202,7 @@ class Space:
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist)
             self._names.reserved(slots, run, hashes, done, group)
             answer += slots
+            moves_log.offloading(run[: len(slots)], "device", "host")
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]
             mine.slots += slots
@@ -209,6 +214,8 @@ class Space:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
             self.departed.note(Tier.HOST, keys[len(answer) :], NO_SLOT)
             answer += [REFUSED] * refused
+            if self._full.due and self.host_pool.all_in_use:
+                self._full.skipped(refused)
         if mine.slots and known is None:
             self.reservations.add(mine)
         return answer
@@ -228,6 +235,7 @@ class Space:
             self.host_pool.abort_all([slot for i, slot in enumerate(mine.slots) if i in bad][::-1])
         good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
         self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
+        moves_log.added(len(good), "host")
         self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
         self._metrics.add(
             "kvbm_transfer_bytes_total",

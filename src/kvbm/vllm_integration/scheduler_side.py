@@ -13,6 +13,7 @@ from kvbm.block import Tier
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.tracked import Scheduled
+from kvbm.observe.otel import open_sink
 from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
 from kvbm.settings import Settings, shared_request_notices, size_notices
 from kvbm.vllm_integration import stats
@@ -71,6 +72,7 @@ class SchedulerSide:
                 "hits are loaded before their requests, not layer by layer, though CUDA graphs stay piecewise: %s",
                 refusal,
             )
+        self._spans = open_sink(transfer.engine_id) if settings.traces else None
         self.leader = Leader(
             finder,
             hello,
@@ -82,6 +84,7 @@ class SchedulerSide:
             lazy=settings.offload_mode == "lazy",
             device=self._blocks,
             weights_version=settings.weights_version or "",
+            spans=self._spans,
         )
         self._counted = stats.Counted(self.leader)
 
@@ -107,7 +110,8 @@ class SchedulerSide:
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
         on_device = self._blocks.on_device(request.block_hashes)
         told = told_of(request, self.block_tokens)
-        self.leader.request_added(request.request_id, hashes, extras, on_device, keep, told)
+        trace = getattr(request, "trace_headers", None)
+        self.leader.request_added(request.request_id, hashes, extras, on_device, keep, told, trace)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones can be loaded (None: ask again), and whether the request waits."""
@@ -212,6 +216,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         self.leader.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def _notice_reset(self) -> None:
         """A trainer empties the device's cache after an update of the weights, often without a call to connectors."""

@@ -246,6 +246,7 @@ class Mover:
             self._channel.send(Watch(lookup=plan.lookup))
 
     def _load_by_layer(self, job: LoadJob, gate: LayerGate) -> None:
+        job.copying_s = self._clock()
         try:
             job.copy_by_layer(gate)
         except Exception as error:
@@ -303,6 +304,8 @@ class Mover:
         """Begin a piece where there is room for one, else end the oldest; False when the load failed."""
         if self._usable(job.after, job.plan.epoch) is None:
             return False  # promised out of another life's memory, or the device is lost
+        if job.copying_s is None:
+            job.copying_s = self._clock()
         try:
             return job.begin_piece() if job.may_begin else job.end_piece()
         except Exception as error:

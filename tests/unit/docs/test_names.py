@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from kvbm.cli.main import COMMANDS
-from kvbm.observe.metrics import TABLE, MetricKind
+from kvbm.observe.metric_table import TABLE, MetricKind
 from kvbm.policy import registry
 from kvbm.policy.registry import PolicyRegistry
 from kvbm.settings import FIELDS

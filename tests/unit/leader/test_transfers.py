@@ -133,14 +133,16 @@ def test_a_store_in_three_steps(bench: Bench) -> None:
     assert bench.step({"r": 3}).stores == ()
     (reserve,) = bench.manager.said()
     assert (reserve.parent, split_keys(reserve.keys)) == (b"", keys(3))
+    bench.clock.advance(0.25)
     bench.grant(reserve, (HELD, 4, HELD))
     (plan,) = bench.step({"r": 3}).stores
     assert plan == StorePlan(
         store=reserve.store, epoch=7, slots=(4,), generations=(74,), device_blocks=(101,)
     )
     assert bench.manager.said() == []
+    bench.clock.advance(0.5)
     bench.report(plan)
-    assert bench.manager.said() == [Commit(store=reserve.store, seconds=0.1)]
+    assert bench.manager.said() == [Commit(store=reserve.store, seconds=0.1, answer_s=0.25)]
     assert bench.step({"r": 5}).stores == ()
     (more,) = bench.manager.said()
     assert (more.parent, split_keys(more.keys)) == (keys(3)[2], keys(5)[3:])
