@@ -141,7 +141,10 @@ class Worker:
             if load.copied is not None:
                 offset_ns = self._wall_offset_ns()
                 began_s, ended_s = load.copied
-                self._copied[load.request] = nanoseconds(began_s) + offset_ns, nanoseconds(ended_s) + offset_ns
+                self._copied[load.request] = (
+                    nanoseconds(began_s) + offset_ns,
+                    nanoseconds(ended_s) + offset_ns,
+                )
         return [self._unless_outdated(load) for load in done]
 
     def _unless_outdated(self, load: FinishedLoad) -> FinishedLoad:

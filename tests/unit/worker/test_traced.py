@@ -39,9 +39,7 @@ def test_a_load_that_is_not_traced_tells_nothing(rank: Rank) -> None:
     assert copied(rank, rank.lookup(3)) is None
 
 
-def test_copies_begin_when_the_first_block_is_there(
-    make_rank: Callable[..., Rank], below: FakeTier
-) -> None:
+def test_copies_begin_when_the_first_block_is_there(make_rank: Callable[..., Rank], below: FakeTier) -> None:
     rank = on_disk(make_rank, below, 5)
     clock = ManualClock(100.0)
     rank.worker._clock = rank.mover._clock = clock
