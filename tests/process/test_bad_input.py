@@ -54,6 +54,7 @@ SAID = {
     "--config": "settings file",
     "--runtime-dir": "DYN_KVBM_RUNTIME_DIR",
     "--metrics-host": "DYN_KVBM_METRICS_HOST",
+    "--admin-token-file": "DYN_KVBM_ADMIN_TOKEN_FILE",
     "--disk-dir": "DYN_KVBM_DISK_CACHE_DIR",
     "--disk-admission": "DYN_KVBM_DISK_ADMISSION",
     "--eviction": "DYN_KVBM_EVICTION",

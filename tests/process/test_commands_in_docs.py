@@ -24,6 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 PARSED_ONLY = {
     "manager": "it stays in the foreground (tests/process/test_manager.py runs it)",
+    "web": "it stays in the foreground (tests/process/test_web.py runs it)",
     "top": "it takes a terminal (its tests run it in one), unless --once is given",
     "simulate": "the traces are downloaded, and take minutes (tests/unit/cli/test_simulate.py runs it)",
     "plan": "its trace and model are the reader's own",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import logging
 import os
 import signal
@@ -91,6 +92,27 @@ def test_a_client_that_takes_for_ever_is_hung_up_on() -> None:
             assert web.get("/").text == "fine"  # it has been accepted by now
             clock.advance(CONNECTION_S_MAX + 1.0)
             assert slow.recv(1) == b""
+
+
+def test_an_answer_that_takes_long_is_waited_for_where_it_says_so() -> None:
+    clock = ManualClock()
+
+    def slow(request: Request) -> Reply:
+        if request.target == "/long":
+            request.extend(CONNECTION_S_MAX * 10.0)
+        clock.advance(CONNECTION_S_MAX + 1.0)
+        for _ in range(2):  # one look at the clock may have been under way
+            serviced.clear()
+            assert serviced.wait(SEEN_S)
+        return FINE
+
+    serviced = threading.Event()
+    with serving(slow, clock) as web, pytest.MonkeyPatch.context() as patch:
+        service = Listener.service_actions
+        patch.setattr(Listener, "service_actions", lambda self: (service(self), serviced.set()))
+        assert web.get("/long").text == "fine"
+        with pytest.raises(http.client.RemoteDisconnected):
+            web.get("/short")
 
 
 def test_a_body_is_asked_for_only_if_it_will_be_taken() -> None:

@@ -46,12 +46,14 @@ SECURITY_HEADERS = (
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, as far as it was read. `body` reads the rest; it raises Denied."""
+    """A request, as far as it was read. `body` reads the rest; it raises Denied. Its connection ends in time, unless
+    `extend` gives it so many seconds from now on."""
 
     method: str
     target: str
     headers: dict[str, str]
     body: Callable[[], bytes]
+    extend: Callable[[float], None] = lambda seconds: None
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +85,7 @@ class Listener(ThreadingHTTPServer):
         self.answer = answer
         self._clock = clock
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        self._began_s: dict[socket.socket, float] = {}
+        self._ends_s: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
 
     # The type stubs name `socket | (bytes, socket)`; we only pass the request on, hence the ignores.
@@ -92,7 +94,7 @@ class Listener(ThreadingHTTPServer):
             self.shutdown_request(request)  # type: ignore[arg-type]  # as above
             return
         with self._lock:
-            self._began_s[request] = self._clock()  # type: ignore[index]  # as above
+            self._ends_s[request] = self._clock() + CONNECTION_S_MAX  # type: ignore[index]  # as above
         super().process_request(request, client_address)  # type: ignore[arg-type]  # as above
 
     def process_request_thread(self, request: object, client_address: object) -> None:
@@ -100,20 +102,26 @@ class Listener(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)  # type: ignore[arg-type]  # as above
         finally:
             with self._lock:
-                self._began_s.pop(request, None)  # type: ignore[call-overload]  # as above
+                self._ends_s.pop(request, None)  # type: ignore[call-overload]  # as above
             self._room.release()
 
     def service_actions(self) -> None:
         """Hang up on clients that keep their connection for too long."""
         with self._lock:
-            late_s = self._clock() - CONNECTION_S_MAX
-            late = [connection for connection, began_s in self._began_s.items() if began_s < late_s]
+            now_s = self._clock()
+            late = [connection for connection, ends_s in self._ends_s.items() if ends_s < now_s]
             for connection in late:
-                del self._began_s[connection]
+                del self._ends_s[connection]
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     pass  # it has just ended
+
+    def extend(self, connection: socket.socket, seconds: float) -> None:
+        """Let a connection last for so many seconds from now on."""
+        with self._lock:
+            if connection in self._ends_s:
+                self._ends_s[connection] = self._clock() + seconds
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: a client that closes its connection early is no error of ours."""
@@ -136,7 +144,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self._left = -1
         headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(method=self.command, target=self.path, headers=headers, body=self._body)
+        request = Request(
+            method=self.command,
+            target=self.path,
+            headers=headers,
+            body=self._body,
+            extend=lambda seconds: self.server.extend(self.connection, seconds),
+        )
         try:
             reply = self.server.answer(request)
         except Denied as denied:

@@ -24,6 +24,8 @@ from kvbm.admin_protocol import (
     Moment,
     Pin,
     Pinned,
+    Resize,
+    Resized,
     Snapshot,
     SnapshotReply,
     SpaceReport,
@@ -35,6 +37,7 @@ from kvbm.admin_protocol import (
 from kvbm.cli import why
 from kvbm.cli.managers import choose_space, parse_tier
 from kvbm.cli.prompts import candidates, held_chain
+from kvbm.cli.resize import RESIZE_S_MAX
 from kvbm.cli.status import ManagerStatus, faults_of
 from kvbm.cli.web import documents as doc
 from kvbm.cli.why_prompt import about_prompt
@@ -96,6 +99,10 @@ class ManagerGate:
         finally:
             self._turn.release()
 
+    def aside(self) -> Admin:
+        """A session beside the turns of others, for what takes long."""
+        return self._connected()
+
     def _connected(self) -> Admin:
         try:
             self.socket_path = choose_manager(self._settings)
@@ -113,7 +120,8 @@ class ManagerGate:
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation. `given` is the type of its query (GET) or its body (POST); `heavy` ones are paced."""
+    """One operation. `given` is the type of its query (GET) or its body (POST); `heavy` ones are paced,
+    and one may take `seconds` where that is long."""
 
     method: str
     path: str
@@ -122,6 +130,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     answer: type[msgspec.Struct]
     run: Callable[[ManagerGate, Any], msgspec.Struct]
     heavy: bool = False
+    seconds: float = 0.0
 
 
 def _status(gate: ManagerGate, _: doc.Nothing) -> doc.Status:
@@ -207,6 +216,14 @@ def _reset(gate: ManagerGate, given: doc.ResetBody) -> doc.ResetDone:
         return doc.ResetDone(manager=admin.socket_path, tiers=results)
 
 
+def _resize(gate: ManagerGate, given: doc.ResizeBody) -> doc.ResizeDone:
+    with gate.aside() as admin:
+        reply = admin.ask(Resize(host_bytes=given.host_bytes), Resized, RESIZE_S_MAX)
+    if reply.refusal:
+        raise ManagerRefused(reply.refusal)
+    return msgspec.convert({**msgspec.structs.asdict(reply), "manager": admin.socket_path}, doc.ResizeDone)
+
+
 def _pin(gate: ManagerGate, given: doc.PinBody) -> doc.PinDone:
     seconds = given.hours * 3600
     reply, asked = _hold(gate, given, seconds)
@@ -255,9 +272,16 @@ def _get(path: str, summary: str, given: Any, answer: Any, run: Any, heavy: bool
     )
 
 
-def _post(path: str, summary: str, given: Any, answer: Any, run: Any) -> Operation:
+def _post(path: str, summary: str, given: Any, answer: Any, run: Any, seconds: float = 0.0) -> Operation:
     return Operation(
-        method="POST", path=path, summary=summary, given=given, answer=answer, run=run, heavy=True
+        method="POST",
+        path=path,
+        summary=summary,
+        given=given,
+        answer=answer,
+        run=run,
+        heavy=True,
+        seconds=seconds,
     )
 
 
@@ -271,6 +295,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _get("/api/queues", "What is under way", doc.Nothing, doc.Queues, _queues),
     _post("/api/why-prompt", "Why a prompt would match no further", doc.PromptBody, doc.RequestFound, _why_prompt),
     _post("/api/reset", "Drop the blocks of a tier that are not in use", doc.ResetBody, doc.ResetDone, _reset),
+    _post("/api/resize", "Another size for host memory", doc.ResizeBody, doc.ResizeDone, _resize, RESIZE_S_MAX),
     _post("/api/pin", "Keep a prompt's blocks in host memory", doc.PinBody, doc.PinDone, _pin),
     _post("/api/prefetch", "Bring a prompt's blocks to host memory", doc.PromptBody, doc.PrefetchDone, _prefetch),
     _post("/api/unpin", "End the pin of a prompt", doc.PromptBody, doc.UnpinDone, _unpin),

@@ -81,6 +81,8 @@ class Site:
         given = _given(operation, request, query)
         if operation.heavy and not self._pace.take():
             return trouble(429, "too many calls; wait a second", (("Retry-After", "1"),))
+        if operation.seconds:
+            request.extend(operation.seconds)
         return self._run(operation, given)
 
     def _run(self, operation: Operation, given: Given) -> Reply:
