@@ -58,7 +58,8 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. `ranks` are attached, of `rank_count`; `led`: its leader (scheduler) is connected too.
 
-    `leases` and `leased_blocks` are those of its requests now; `lease_blocks_max` is its share of host memory.
+    `leases` and `leased_blocks` are those of its requests now; `lease_blocks_max` is its share of host memory. Its own
+    cache holds `device_blocks`, 0 where it did not say.
     """
 
     engine: str
@@ -70,6 +71,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     leased_blocks: int
     lease_blocks_max: int
+    device_blocks: int = 0
 
 
 class BlockRow(msgspec.Struct, frozen=True, kw_only=True):

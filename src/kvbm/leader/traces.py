@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from kvbm.block import Tier, counted_as_disk
 from kvbm.clock import Clock, nanoseconds, wall_offset_ns
@@ -19,6 +21,29 @@ LOOKUPS_MAX = 8
 """A request's latest lookups that its span has as parts; those before are counted."""
 
 
+class _Lookup(NamedTuple):
+    """A lookup that has ended, and its load where there was one (`planned` blocks, or 0); the fields are `Search`'s."""
+
+    asked_s: float
+    answer_s: float
+    answered: bool
+    late: bool
+    ended_s: float
+    wanted: int
+    found: bytes
+    unloaded: dict[str, int]
+    ready_at_answer: int
+    expected_s: float
+    ready: int
+    final_s: float
+    begun_s: float
+    planned: int
+    layerwise: bool
+    arrived: int
+    copied: tuple[int, int] | None
+    block_bytes: int
+
+
 @dataclass(slots=True)
 class _Told:
     """A request that the engine has, and what happened since it began to ask."""
@@ -26,19 +51,14 @@ class _Told:
     headers: Mapping[str, str]
     since_s: float
     lookups: int = 0
-    parts: list[tuple[Span, ...]] = field(default_factory=list)
-    asked: int = 0
-    found: bytes = b""
-    loaded: int = 0
-    failed: int = 0
-    unloaded: dict[str, int] = field(default_factory=dict)
+    latest: list[_Lookup] = field(default_factory=list)
 
 
 class RequestTraces:
     """The open spans of one engine's requests. Owned by the engine's thread; bounded by the requests it has.
 
-    `wall_offset_ns()` is what makes a time of `clock` one of the system's clock. It is asked for once in each span of a
-    request, so that its parts lie in it as they were measured.
+    It only notes what happened; the sink makes spans of that, in a thread of its own. `wall_offset_ns()` is what makes
+    a time of `clock` one of the system's clock: asked for once a span, so that its parts lie in it as was measured.
     """
 
     def __init__(self, sink: SpanSink, link: ManagerLink, clock: Clock, block_tokens: int) -> None:
@@ -62,17 +82,31 @@ class RequestTraces:
         told = self._requests.get(search.request)
         if told is None:
             return
-        now_s = self._clock()
+        planned = len(search.plan.slots) if search.plan is not None else 0
         told.lookups += 1
-        told.asked = max(0, search.wanted - search.skip)
-        told.found = counted_as_disk(search.sources) if self._link.staging else search.sources
-        told.unloaded = search.unloaded
-        if search.plan is not None:
-            planned = len(search.plan.slots)
-            told.loaded = planned if search.arrived is None else search.arrived
-            told.failed = planned - told.loaded
-        told.parts.append(self._parts(search, told.found, now_s))
-        del told.parts[:-LOOKUPS_MAX]
+        told.latest.append(
+            _Lookup(
+                search.asked_s,
+                search.answer_s,
+                search.answered,
+                search.stage is Stage.OVER and not search.answered,
+                self._clock(),
+                max(0, search.wanted - search.skip),
+                counted_as_disk(search.sources) if self._link.staging else search.sources,
+                dict(search.unloaded),
+                search.ready_at_answer,
+                search.expected_s,
+                search.ready,
+                search.final_s,
+                search.begun_s,
+                planned,
+                search.plan is not None and search.plan.layerwise,
+                planned if search.arrived is None else search.arrived,
+                search.copied,
+                self._link.ready.block_bytes if self._link.ready is not None else 0,
+            )
+        )
+        del told.latest[:-LOOKUPS_MAX]
 
     def over(self, request: str, outcome: str = "", last: bool = False) -> None:
         """The engine goes on with the request: send its span, if it was looked up.
@@ -82,86 +116,76 @@ class RequestTraces:
         told = self._requests.get(request)
         if told is None:
             return
+        now_s = self._clock()
         if last:
             del self._requests[request]
-        if not told.lookups:
-            return
-        now_s, offset_ns = self._clock(), self.wall_offset_ns()
-        tokens = self._block_tokens
-        attributes: dict[str, str | int | float | bool] = {
-            "gen_ai.request.id": readable(request),
-            "kvbm.outcome": outcome or _outcome(told),
-            "kvbm.lookups": told.lookups,
-            "kvbm.asked_tokens": told.asked * tokens,
-            "kvbm.found_host_tokens": told.found.count(Tier.HOST) * tokens,
-            "kvbm.found_disk_tokens": told.found.count(Tier.DISK) * tokens,
-            "kvbm.loaded_tokens": told.loaded * tokens,
-        }
-        for reason, blocks in told.unloaded.items():
-            attributes[f"kvbm.computed_tokens.{reason}"] = blocks * tokens
-        parts = tuple(_on_wall(part, offset_ns) for lookup in told.parts for part in lookup)
-        fault = f"{told.failed} of {told.failed + told.loaded} blocks did not arrive" if told.failed else ""
-        start_ns, end_ns = nanoseconds(told.since_s) + offset_ns, nanoseconds(now_s) + offset_ns
-        self._sink.put(Span("kvbm.request", start_ns, end_ns, attributes, parts, fault), told.headers)
-        if not last:  # it may be preempted and ask again: that is a span of its own
+        elif told.lookups:  # it may be preempted and ask again: that is a span of its own
             self._requests[request] = _Told(told.headers, now_s)
-
-    def _parts(self, search: Search, found: bytes, now_s: float) -> tuple[Span, ...]:
-        """The parts of a lookup that has ended, in ns of the leader's clock; those of a copy are on the system's."""
-        asked_ns, now_ns = nanoseconds(search.asked_s), nanoseconds(now_s)
-        facts = {"kvbm.blocks": max(0, search.wanted - search.skip), "kvbm.found_blocks": len(found)}
-        answered_ns = nanoseconds(search.asked_s + search.answer_s) if search.answered else now_ns
-        late = search.stage is Stage.OVER and not search.answered
-        parts: list[Span] = []
-        if search.wanted:
-            parts.append(
-                Span("kvbm.lookup", asked_ns, answered_ns, facts, fault="no answer in time" if late else "")
-            )
-        if search.answered and search.ready_at_answer < len(search.slots):
-            parts.append(
-                Span(
-                    "kvbm.promotion",
-                    answered_ns,
-                    nanoseconds(search.final_s) if search.final_s else now_ns,
-                    {
-                        "kvbm.blocks": len(search.slots) - search.ready_at_answer,
-                        "kvbm.expected_seconds": search.expected_s,
-                        "kvbm.arrived_blocks": search.ready - search.ready_at_answer,
-                    },
-                )
-            )
-        if search.plan is not None:
-            blocks = len(search.plan.slots)
-            arrived = blocks if search.arrived is None else search.arrived
-            load = {"kvbm.blocks": blocks, "kvbm.layerwise": search.plan.layerwise}
-            parts.append(
-                Span(
-                    "kvbm.load",
-                    nanoseconds(search.begun_s),
-                    now_ns,
-                    load,
-                    self._copy(search, arrived),
-                    f"{blocks - arrived} of {blocks} blocks did not arrive" if arrived < blocks else "",
-                )
-            )
-        return tuple(parts)
-
-    def _copy(self, search: Search, arrived: int) -> tuple[Span, ...]:
-        if search.copied is None:
-            return ()
-        ready = self._link.ready
-        facts = {"kvbm.blocks": arrived, "kvbm.bytes": arrived * (ready.block_bytes if ready else 0)}
-        return (Span("kvbm.copy", *search.copied, facts),)
+        if told.lookups:
+            make = partial(_span, request, told, outcome, now_s, self.wall_offset_ns(), self._block_tokens)
+            self._sink.put(make, told.headers)
 
 
-def _outcome(told: _Told) -> str:
-    if told.loaded:
-        return "loaded" if not told.failed else "loaded_in_part"
-    if told.failed:
-        return "load_failed"
-    return "computed" if told.found else "nothing_found"
+def _span(request: str, told: _Told, outcome: str, over_s: float, offset_ns: int, block_tokens: int) -> Span:
+    """The span of a request that the engine has gone on with. Called by the sink's thread."""
+    last = told.latest[-1]
+    failed = last.planned - last.arrived
+    attributes: dict[str, str | int | float | bool] = {
+        "gen_ai.request.id": readable(request),
+        "kvbm.outcome": outcome or _outcome(last),
+        "kvbm.lookups": told.lookups,
+        "kvbm.asked_tokens": last.wanted * block_tokens,
+        "kvbm.found_host_tokens": last.found.count(Tier.HOST) * block_tokens,
+        "kvbm.found_disk_tokens": last.found.count(Tier.DISK) * block_tokens,
+        "kvbm.loaded_tokens": last.arrived * block_tokens,
+    }
+    for reason, blocks in last.unloaded.items():
+        attributes[f"kvbm.computed_tokens.{reason}"] = blocks * block_tokens
+    start_ns, end_ns = nanoseconds(told.since_s) + offset_ns, nanoseconds(over_s) + offset_ns
+    parts = tuple(part for lookup in told.latest for part in _parts(lookup, offset_ns))
+    return Span("kvbm.request", start_ns, end_ns, attributes, parts, _fault(failed, last.planned))
 
 
-def _on_wall(span: Span, offset_ns: int) -> Span:
-    """The same on the system's clock. What the ranks told is on it already."""
-    return span._replace(start_ns=span.start_ns + offset_ns, end_ns=span.end_ns + offset_ns)
+def _outcome(last: _Lookup) -> str:
+    if last.planned:
+        return (
+            "loaded" if last.arrived == last.planned else "loaded_in_part" if last.arrived else "load_failed"
+        )
+    return "computed" if last.found else "nothing_found"
+
+
+def _fault(failed: int, planned: int) -> str:
+    return f"{failed} of {planned} blocks did not arrive" if failed else ""
+
+
+def _parts(lookup: _Lookup, offset_ns: int) -> list[Span]:
+    """The parts of a request's span that are of one lookup."""
+
+    def at(seconds: float) -> int:
+        return nanoseconds(seconds) + offset_ns
+
+    parts: list[Span] = []
+    answered_s = lookup.asked_s + lookup.answer_s if lookup.answered else lookup.ended_s
+    facts: dict[str, str | int | float | bool]
+    if lookup.wanted:
+        facts = {"kvbm.blocks": lookup.wanted, "kvbm.found_blocks": len(lookup.found)}
+        fault = "no answer in time" if lookup.late else ""
+        parts.append(Span("kvbm.lookup", at(lookup.asked_s), at(answered_s), facts, fault=fault))
+    behind = len(lookup.found) - lookup.ready_at_answer
+    if lookup.answered and behind > 0:
+        facts = {
+            "kvbm.blocks": behind,
+            "kvbm.expected_seconds": lookup.expected_s,
+            "kvbm.arrived_blocks": lookup.ready - lookup.ready_at_answer,
+        }
+        end_s = lookup.final_s or lookup.ended_s
+        parts.append(Span("kvbm.promotion", at(answered_s), at(end_s), facts))
+    if lookup.planned:
+        copies: tuple[Span, ...] = ()
+        if lookup.copied is not None:
+            facts = {"kvbm.blocks": lookup.arrived, "kvbm.bytes": lookup.arrived * lookup.block_bytes}
+            copies = (Span("kvbm.copy", *lookup.copied, facts),)
+        facts = {"kvbm.blocks": lookup.planned, "kvbm.layerwise": lookup.layerwise}
+        fault = _fault(lookup.planned - lookup.arrived, lookup.planned)
+        parts.append(Span("kvbm.load", at(lookup.begun_s), at(lookup.ended_s), facts, copies, fault))
+    return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
+from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.manager.followers import Followers
@@ -46,7 +47,9 @@ class Requests:
         followers: Followers,
         history: History,
         session_by_number: Callable[[int], Session | None],
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._membership = membership
         self._traffic = traffic
         self._followers = followers
@@ -196,7 +199,8 @@ class Requests:
         """A lease's blocks arrived or failed: notify its leader and the workers that watch it."""
         if (lease.owner, lease.number) in self._unanswered:
             return
-        progress = Progress(lookup=lease.number, ready=lease.ready, final=lease.final)
+        at_s = self._clock() if lease.final and lease.ready else 0.0
+        progress = Progress(lookup=lease.number, ready=lease.ready, final=lease.final, at_s=at_s)
         for number in (lease.owner, *self._watchers.get((lease.owner, lease.number), ())):
             session = self._session_by_number(number)
             if session is not None:

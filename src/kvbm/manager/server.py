@@ -106,7 +106,7 @@ class Server:
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._history = History(clock, self.spaces.namespace_of)
         self._requests = requests = Requests(
-            self.membership, traffic, self._followers, self._history, self.sessions.get
+            self.membership, traffic, self._followers, self._history, self.sessions.get, clock
         )
         administration = Administration(
             self.spaces,

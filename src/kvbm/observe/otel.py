@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvbm.observe.spans import Span
@@ -35,32 +35,30 @@ class OtelSink:
         self._provider = provider
         self._tracer = provider.get_tracer("kvbm")
         self._propagator = TraceContextTextMapPropagator()
-        self._queue: queue.Queue[tuple[Span, Mapping[str, str]] | None] = queue.Queue(QUEUED_MAX)
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Span], Mapping[str, str]] | None]
+        self._queue = queue.SimpleQueue()
         self.lost = 0
         """Spans with their parts that found the queue full."""
         self._told_of_loss = self._told_of_fault = False
         self._thread = threading.Thread(target=self._run, name="kvbm-traces", daemon=True)
         self._thread.start()
 
-    def put(self, span: Span, parent: Mapping[str, str]) -> None:
+    def put(self, make: Callable[[], Span], parent: Mapping[str, str]) -> None:
         """As `SpanSink`."""
-        try:
-            self._queue.put_nowait((span, parent))
-        except queue.Full:
+        if self._queue.qsize() < QUEUED_MAX:
+            self._queue.put((make, parent))
+        else:
             self.lost += 1
 
     def close(self) -> None:
         """Send what is there, for a bounded time; nothing may be put in any more."""
-        try:
-            self._queue.put(None, timeout=CLOSE_S)
-        except queue.Full:
-            return
+        self._queue.put(None)
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
-                self._emit(item[0], self._propagator.extract(item[1]))
+                self._emit(item[0](), self._propagator.extract(item[1]))
             except Exception as error:
                 # Traces are for people who look: no fault in them may cost a request anything.
                 if not self._told_of_fault:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 Attributes = Mapping[str, str | int | float | bool]
@@ -25,8 +25,9 @@ class Span(NamedTuple):
 class SpanSink(Protocol):
     """Takes spans away."""
 
-    def put(self, span: Span, parent: Mapping[str, str]) -> None:
+    def put(self, make: Callable[[], Span], parent: Mapping[str, str]) -> None:
         """Take a span with its parts; `parent` is the trace context of what it belongs to, as HTTP headers have it.
 
-        Returns at once and never fails: where spans come faster than they leave, some are lost, and counted.
+        `make` is called later, in another thread. Returns at once and never fails: where spans come faster than they
+        leave, some are lost, and counted.
         """

@@ -22,8 +22,8 @@ class Collected:
     def __init__(self) -> None:
         self.spans: list[tuple[Span, Mapping[str, str]]] = []
 
-    def put(self, span: Span, parent: Mapping[str, str]) -> None:
-        self.spans.append((span, dict(parent)))
+    def put(self, make: Callable[[], Span], parent: Mapping[str, str]) -> None:
+        self.spans.append((make(), dict(parent)))
 
     def take(self) -> Span:
         ((span, _),) = self.spans
@@ -107,6 +107,19 @@ def test_a_load_from_disk_is_a_tree_of_its_lookup_promotion_and_copies(bench, si
     bench.leader.finished("r")
     assert len(sink.spans) == 1
     assert len(bench.leader.traces) == 0
+
+
+@pytest.mark.parametrize(("told_s", "end_s"), [(10.75, 10.75), (0.0, 12.0), (99.0, 12.0), (3.0, 10.25)])
+def test_the_manager_tells_when_the_last_block_came_within_reason(bench, sink, told_s, end_s):
+    lookup = bench.add()
+    bench.clock.advance(0.25)
+    bench.answer(lookup, 5, ready=2, disk=3)
+    assert bench.leader.matched("r", 0) == Answer(blocks=5)
+    bench.clock.advance(1.75)
+    bench.manager.send(Progress(lookup=lookup.lookup, ready=5, final=True, at_s=told_s))
+    bench.leader.matched("r", 0)
+    bench.leader.allocated("r", 0, ())
+    assert tree(sink.take())[2] == ("kvbm.promotion", 10.25, end_s)
 
 
 def test_the_copies_of_several_ranks_are_one_from_the_first_to_the_last(make_bench, sink):

@@ -161,7 +161,7 @@ def test_a_load_that_fails_counts_where_the_blocks_were_found(
         (slot,) = (slot for slot, entry in below.medium.entries.items() if entry.key == KEYS[2])
         below.medium.corrupt(slot)
         below.release()
-        assert leader.expect(Progress) == Progress(lookup=3, ready=2, final=True)
+        assert leader.expect(Progress) == Progress(lookup=3, ready=2, final=True, at_s=manager.clock())
     leader.send(Release(lookup=3, loaded=1, failed=3, seconds=0.1))
     manager.step()
     assert failures(manager) == (1, 2)

@@ -181,7 +181,7 @@ def test_requests_are_traced_in_their_own_traces_where_that_is_asked_for(
     taken: list[tuple[str, dict[str, str]]] = []
     closed: list[bool] = []
     sink = SimpleNamespace(
-        put=lambda span, parent: taken.append((span.attributes["gen_ai.request.id"], dict(parent))),
+        put=lambda make, parent: taken.append((make().attributes["gen_ai.request.id"], dict(parent))),
         close=lambda: closed.append(True),
     )
     monkeypatch.setattr(scheduler_side, "open_sink", lambda engine: opened.append(engine) or sink)
