@@ -38,7 +38,7 @@ def main() -> None:
         directory = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-")))
         node = Node(
             directory,
-            host_blocks=2000,
+            host_blocks=1100,
             disk_blocks=6000,
             disk_dir=directory / "disk",
             admin_http="127.0.0.1:6899",

@@ -50,7 +50,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     A worker names the namespace and the layout of its blocks; a leader and an admin leave both out. `engine`
     joins a leader with its workers. `request_blocks` is the largest request the engine accepts, in blocks.
     `numa_node` is where the worker's device is attached, and its shard should lie; -1 is anywhere.
-    `data_parallel_rank` is the engine's among those that serve one model; a worker says it.
+    `data_parallel_rank` is the engine's among those that serve one model; a worker says it. `device_blocks` is how many
+    blocks the engine's own cache holds, 0 where that is not known; a leader says it.
     """
 
     version: int
@@ -62,6 +63,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     request_blocks: int = 0
     numa_node: int = -1
     data_parallel_rank: int = 0
+    device_blocks: int = 0
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 

@@ -102,6 +102,10 @@ def test_every_action_has_the_fields_and_the_effect_of_the_command(
     pinned = web.post("/api/pin", {"tokens": tokens, "hours": 0.5}).json()
     assert pinned == {"pinned": 4, "ready": 4, "blocks": 4, "seconds": 1800.0}
     assert node.json("pin", *file, "--hours", "0.5") == pinned
+    known = web.post("/api/why-prompt", {"tokens": tokens}).json()
+    asked = {**node.json("why", *file), "request": ""}
+    assert without_times(known) == without_times(asked)
+    assert (set(known), known["prefix"]["host"]) == (set(asked), 4)
     assert [row["engine"] for row in web.document("/api/leases")["leases"]].count("(pin)") == 1
     assert web.post("/api/unpin", {"tokens": tokens}).json() == {"pins": 1, "blocks": 4}
     assert web.post("/api/unpin", {"tokens": tokens}).json() == {"pins": 0, "blocks": 0}
@@ -395,7 +399,10 @@ def test_the_command_needs_to_know_which_manager(make_node: MakeNode) -> None:
     node = make_node()
     assert "no manager runs" in node.refused("web")
     paths = [node.manage("a.sock"), node.manage("b.sock")]
-    assert ", ".join(paths) in node.refused("web")
+    nowhere = str(node.runtime_dir / "nowhere.sock")
+    assert f"no manager at {nowhere}" in node.refused("web", "--manager", nowhere)
+    said = node.refused("web")
+    assert all(path in said for path in paths)
     assert node.refused("web", "--manager", paths[0], "--listen", "0.0.0.0:1").startswith("kvbm: --listen=")
     where = node.runtime_dir / "page.sock"
     command = Command(node, "--manager", paths[1], "--listen", f"unix:{where}")

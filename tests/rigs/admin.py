@@ -37,10 +37,16 @@ class Engine:
     """A leader and a rank, which store blocks and look them up as an engine's do."""
 
     def __init__(
-        self, socket_path: str, name: str, namespace: Namespace = NAMESPACE, **hello_fields: Any
+        self,
+        socket_path: str,
+        name: str,
+        namespace: Namespace = NAMESPACE,
+        device_blocks: int = 0,
+        **hello_fields: Any,
     ) -> None:
         self.leader, self.worker = Channel.connect(socket_path), Channel.connect(socket_path)
-        self.leader.introduce(Hello(version=PROTOCOL_VERSION, role="leader", engine=name), DEADLINE_S)
+        leader = Hello(version=PROTOCOL_VERSION, role="leader", engine=name, device_blocks=device_blocks)
+        self.leader.introduce(leader, DEADLINE_S)
         hello = worker_hello(name, namespace=namespace, **hello_fields)
         self.welcome = self.worker.introduce(hello, DEADLINE_S)
         self.memory, generations = open_arena(self.worker.take_fds())
@@ -112,8 +118,14 @@ class Node:
         assert path in child.stdout.readline()
         return path
 
-    def engine(self, socket_path: str, name: str = "engine-1", namespace: Namespace = NAMESPACE) -> Engine:
-        self.engines.append(Engine(socket_path, name, namespace))
+    def engine(
+        self,
+        socket_path: str,
+        name: str = "engine-1",
+        namespace: Namespace = NAMESPACE,
+        device_blocks: int = 0,
+    ) -> Engine:
+        self.engines.append(Engine(socket_path, name, namespace, device_blocks))
         return self.engines[-1]
 
     def kvbm(self, *words: str) -> tuple[int, str, str]:

@@ -128,7 +128,7 @@ class Rank:
         reply = self.leader.expect(ReserveReply)
         return StorePlan(
             store=number,
-            epoch=self.bench.server.epoch,
+            epoch=self.epoch,
             slots=reply.slots,
             generations=reply.generations,
             device_blocks=tuple(device_blocks),
@@ -160,7 +160,7 @@ class Rank:
         return LoadPlan(
             request=f"r{number}",
             lookup=number,
-            epoch=self.bench.server.epoch,
+            epoch=self.epoch,
             slots=found.slots,
             generations=found.generations,
             device_blocks=tuple(range(20, 20 + len(found.slots))),
@@ -197,6 +197,19 @@ class Rank:
 
     # ---- the manager
 
+    @property
+    def epoch(self) -> int:
+        """Of the memory that the manager has now."""
+        return self.bench.server.epoch + self.bench.space().life
+
+    def come_back(self) -> None:
+        """The manager sent us away, and the worker comes back by itself."""
+        self.leader.expect_end()
+        self.leader.close()
+        self.await_new_session()
+        self.leader = self.bench.leader()
+        assert self.leader.expect(Ready).ready
+
     def stop_manager(self) -> None:
         self.closed = True
         self.bench.open = False
@@ -222,8 +235,7 @@ class Rank:
 
     def await_new_session(self) -> None:
         """Until the mover is in the manager's present life."""
-        epoch = self.bench.server.epoch
-        self.bench.until(lambda: self.mover.connected and self.mappings[-1].epoch == epoch)
+        self.bench.until(lambda: self.mover.connected and self.mappings[-1].epoch == self.epoch)
 
     def close(self) -> None:
         self.worker.close()

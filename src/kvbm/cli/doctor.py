@@ -31,6 +31,7 @@ from kvbm.settings import (
     available_memory_bytes,
     load_settings,
     parse_size,
+    parse_socket_path,
     process_environment,
 )
 
@@ -72,6 +73,8 @@ def doctor(
     """
     block_bytes = _size("--block", block, 1, BLOCK_BYTES_MAX) if block else 0
     device_bytes = _size("--device-cache", device_cache, 0, LAYOUT_MAX)
+    if manager:
+        parse_socket_path("--manager", manager)
     loaded = load_settings(
         process_environment(),
         {"manager": manager or None},

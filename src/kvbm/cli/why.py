@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.admin_protocol import WhyQuery, WhyReply
-from kvbm.cli.managers import NamespaceOption
+from kvbm.cli.managers import NamespaceOption, settings_for
 from kvbm.cli.prompt_commands import ModelOption
 from kvbm.cli.why_prompt import ask_prompt, prefix_line
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
 from kvbm.present.tables import console, json_text, plain_table
-from kvbm.settings import load_settings, process_environment, variable
+from kvbm.settings import variable
 
 _LOST = {
     "filter": "the filter refused it",
@@ -114,7 +114,7 @@ def _tell_prompt(reply: WhyReply, as_json: bool) -> None:
 
 def ask(manager: str, query: WhyQuery) -> WhyReply:
     """The answer of the manager at this socket, or of the only one. Raises as `Admin` and `choose_manager`."""
-    settings = load_settings(process_environment(), {"manager": manager or None}).settings
+    settings = settings_for(manager)
     with Admin(choose_manager(settings), settings) as admin:
         return admin.ask(query, WhyReply)
 

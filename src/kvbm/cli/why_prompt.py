@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbm.admin_protocol import Describe, Description, WhyPrompt, WhyReply
+from kvbm.admin_protocol import Describe, Description, SpaceReport, WhyPrompt, WhyReply
 from kvbm.cli.managers import choose_space, settings_for
 from kvbm.cli.prompts import candidates, read_prompt
 from kvbm.client.admin import Admin, choose_manager
@@ -22,17 +23,21 @@ def ask_prompt(file: Path, model: str, namespace: str, manager: str) -> WhyReply
     settings = settings_for(manager)
     with Admin(choose_manager(settings), settings) as admin:
         space = choose_space(admin.ask(Describe(), Description).spaces, namespace, model)
-        tokens = read_prompt(file, model or space.model)
-        digest = prompt_digest(tokens, space.block_tokens)
-        replies = [
-            admin.ask(WhyPrompt(fingerprint=space.fingerprint, keys=join_keys(keys), prompt=digest), WhyReply)
-            for keys in candidates(space, tokens)
-        ]
+        return about_prompt(admin, space, read_prompt(file, model or space.model), str(file))
+
+
+def about_prompt(admin: Admin, space: SpaceReport, tokens: Sequence[int], name: str) -> WhyReply:
+    """The manager's word on a prompt, as one request of this name. Raises SettingsError, ManagerRefused."""
+    digest = prompt_digest(tokens, space.block_tokens)
+    replies = [
+        admin.ask(WhyPrompt(fingerprint=space.fingerprint, keys=join_keys(keys), prompt=digest), WhyReply)
+        for keys in candidates(space, tokens)
+    ]
     known = [reply for reply in replies if reply.requests]
     if not known:
         raise ManagerRefused(f"the namespace {space.namespace} has just gone")
     best = max(known, key=lambda reply: _known_blocks(reply.requests[0]))
-    best.requests[0]["request"] = str(file)
+    best.requests[0]["request"] = name
     return best
 
 

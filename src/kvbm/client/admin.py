@@ -84,9 +84,10 @@ class Admin:
             self._channel.close()
             raise
 
-    def ask(self, request: Message, kind: type[ReplyT]) -> ReplyT:
-        """The manager's reply to the request."""
-        deadline_s = time.monotonic() + self._answer_s
+    def ask(self, request: Message, kind: type[ReplyT], answer_s: float = 0.0) -> ReplyT:
+        """The manager's reply to the request, which may take `answer_s` seconds, if that is said."""
+        answer_s = answer_s or self._answer_s
+        deadline_s = time.monotonic() + answer_s
         with self._named():
             self._channel.send(request)
             while self._channel.wait(deadline_s - time.monotonic()):
@@ -95,9 +96,7 @@ class Admin:
                         return message
                     if isinstance(message, Refused):
                         raise ManagerRefused(message.reason)
-        raise ManagerUnavailable(
-            f"the manager at {self.socket_path} did not answer within {self._answer_s:g} s"
-        )
+        raise ManagerUnavailable(f"the manager at {self.socket_path} did not answer within {answer_s:g} s")
 
     def close(self) -> None:
         """End the session."""

@@ -39,6 +39,8 @@ class Engine:
     lease_blocks: int = 0
     missed: tuple[int, ...] = ()
     label: str = OTHER_ENGINES
+    expected_until_s: float = 0.0
+    """Its sessions were ended so that it comes again: until then it has not gone."""
 
     @property
     def missing(self) -> tuple[int, ...]:

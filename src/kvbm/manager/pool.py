@@ -75,6 +75,8 @@ class SlotPool(Generic[KeyT]):
         self._table: SlotTable = SlotTable(slot_count)
         self._state = self._table.state
         self._free = array("i", range(slot_count - 1, -1, -1))
+        # Slots that get no block any more. They count as being filled.
+        self._withheld: list[int] = []
 
     # ---- questions
 
@@ -189,6 +191,10 @@ class SlotPool(Generic[KeyT]):
             if state == BlockState.RESIDENT:
                 yield SlotIndex(slot), self.key_of(slot)
 
+    def resident_but_not_in(self, other: SlotPool[KeyT]) -> list[KeyT]:
+        """The blocks that are resident here and not held by another pool."""
+        return [key for key in self._slots.keys() - other._slots.keys() if self.find(key) is not None]
+
     # ---- moves
 
     def reserve(self, key: KeyT, parent: KeyT | None, now_s: float, insist: bool = False) -> SlotIndex | None:
@@ -286,6 +292,31 @@ class SlotPool(Generic[KeyT]):
         self._empty(unused, Transition.EVICT)
         return len(unused), self.slot_count - len(self._free)
 
+    def withhold(self, count: int, now_s: float) -> list[int]:
+        """Take slots out of use, at most `count`: those that hold nothing, else the policy's next victims.
+
+        Fewer, or none, where the others are leased or being filled. `give_back_withheld` undoes it.
+        """
+        if not self._free:
+            self._make_room(count, (), NO_SLOT, now_s)
+        first = max(0, len(self._free) - count)
+        slots = sorted(self._free[first:])
+        del self._free[first:]
+        self._table.move(slots, Transition.RESERVE)
+        self._withheld += slots
+        return slots
+
+    def give_back_withheld(self) -> None:
+        """The slots that were taken out of use are free again."""
+        slots, self._withheld = self._withheld, []
+        self._table.move(slots, Transition.ABORT)
+        self._free.extend(slots)
+
+    @property
+    def withheld_count(self) -> int:
+        """Slots that were taken out of use."""
+        return len(self._withheld)
+
     def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:
         """How many of `keys[start:]` lie resident in `slot` and the slots after it: a lower bound."""
         length, step = 0, _RUN_STEP
@@ -304,7 +335,8 @@ class SlotPool(Generic[KeyT]):
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
         assert states[BlockState.FREE] == len(self._free) == len(set(self._free))
-        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots)
+        held = len(self._slots) + len(self._withheld)
+        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == held
         for key, slot in self._slots.items():
             assert self._keys[slot] == key
             assert self._state[slot] != BlockState.FREE

@@ -16,37 +16,22 @@ from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.departed import NO_SLOT, RESET, Departed
 from kvbm.manager.disk_side import DiskSide
-from kvbm.manager.leases import HoldTable, Lease, Owner, Reservation
+from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
+from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups, advance
-from kvbm.manager.names import EngineNames
+from kvbm.manager.names import EngineName
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
 from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmissionPolicy, make_policy
-from kvbm.policy.departures import Departures
+from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD, REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.runs import with_runs
 
 RESERVATION_S = 120.0
-
-
-class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a space. `staging`: host memory is only a bounded way to disk.
-
-    `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
-    block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
-    `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
-    """
-
-    staging: bool = False
-    eviction: str = "lru"
-    write_on_eviction: bool = False
-    in_flight_max: int = 64
-    brought_at_once: int = 512
 
 
 class Space:
@@ -65,7 +50,7 @@ class Space:
         metrics: Metrics,
         clock: Clock,
         on_progress: Callable[[Lease], None],
-        options: SpaceOptions = SpaceOptions(),
+        options: SpaceOptions = DEFAULT_OPTIONS,
     ) -> None:
         self.layout = layout
         self.arena = arena
@@ -78,19 +63,15 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
-        self._names = EngineNames(arena.slot_count)
         self.departed = Departed(clock, options.staging)
         self._full = moves_log.FullPool("host", clock)
-        # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
-        eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
-        policy = make_policy(eviction, arena.slot_count)
-        departures: Departures | None = None
-        if options.write_on_eviction and medium is not None and not options.staging:
-            policy = departures = Departures(policy, arena.slot_count)
-        keeps_parents = departures is not None
-        self.host_pool: SlotPool[BlockKey] = SlotPool(
-            Tier.HOST, arena.slot_count, policy, self._host_emptied, chained, keeps_parents
-        )
+        self.life = 0
+        """How often host memory was replaced by memory of another size."""
+        self.cleared = 0
+        """How often blocks of host memory were dropped on request."""
+        self._writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
+        host = self.new_host(arena)
+        self._names, self.host_pool = host.names, host.pool
         self.disk: DiskSide | None = None
         if medium is not None:
             self.disk = DiskSide(
@@ -99,7 +80,7 @@ class Space:
                 arena=arena,
                 names=self._names,
                 admission=admission,
-                departures=departures,
+                departures=host.departures,
                 eviction=options.eviction,
                 staging=options.staging,
                 in_flight_max=options.in_flight_max,
@@ -110,17 +91,65 @@ class Space:
                 departed=self.departed,
             )
         self.heat = PrefixHeat()
-        self._lookups = Lookups(
-            layout,
+        self._lookups = self._new_lookups()
+
+    def _new_lookups(self) -> Lookups:
+        return Lookups(
+            self.layout,
             self.host_pool,
             self.disk,
             self.leases,
             self._usage,
-            options.staging,
-            metrics,
-            clock,
+            self.options.staging,
+            self._metrics,
+            self._clock,
             self.heat,
         )
+
+    # ---- another size
+
+    def new_host(self, arena: HostArena) -> HostSide:
+        """Index and policy of an empty arena. Raises for an installed policy that cannot be made of its size."""
+        return make_host_side(arena, self.options, self._writes_on_eviction, self.departed)
+
+    def engine_name(self, slot: int, key: BlockKey) -> EngineName:
+        """The engine's own name of the block in a slot of host memory."""
+        return self._names.of(slot, key)
+
+    def replace_host(self, host: HostSide, pins_max: int) -> int:
+        """Go over to other host memory, which holds what was carried over. How many pins ended, of which at most
+        `pins_max` blocks are kept.
+
+        No engine's session of this space is left: leases of engines have ended, and what their ranks still write goes
+        to the memory before, which nobody reads. Pins are carried as far as their blocks were.
+        """
+        pins = self.leases.of(PINS)
+        for lease in list(self.leases):
+            self.release(lease.owner, lease.number)
+        for reservation in list(self.reservations):
+            self.reservations.pop(reservation.owner, reservation.number)
+        old = self.arena
+        host.pool.evicted += self.host_pool.evicted
+        self.arena, self._names, self.host_pool = host.arena, host.names, host.pool
+        if self.disk is not None:
+            self.disk.replace_host(host)
+        else:
+            old.close_beside()
+        self.life += 1
+        self._lookups = self._new_lookups()
+        return sum(not self._pin_again(pin, pins_max) for pin in pins)
+
+    def _pin_again(self, pin: Lease, pins_max: int) -> bool:
+        """Whether the leading blocks of a pin, which has ended, are pinned again."""
+        slots = self.host_pool.find_leading(pin.keys)
+        if not slots or sum(len(other.slots) for other in self.leases.of(PINS)) + len(slots) > pins_max:
+            return False
+        sources, states = pin.sources[: len(slots)], bytearray((LeaseState.PINNED,)) * len(slots)
+        keys = pin.keys[: len(slots)]
+        lease = Lease(pin.owner, pin.number, keys, slots, sources, states, pin.deadline_s, len(slots))
+        self.host_pool.lease_all(slots)
+        self.leases.add(lease)
+        return True
 
     # ---- lookups
 
@@ -255,8 +284,8 @@ class Space:
 
     def abort(self, reservation: Reservation) -> None:
         """Free a reservation's slots. The caller knows that no worker writes to them any more."""
-        self.reservations.pop(reservation.owner, reservation.number)
-        self.host_pool.abort_all(reservation.slots[::-1])
+        if self.reservations.pop(reservation.owner, reservation.number) is reservation:
+            self.host_pool.abort_all(reservation.slots[::-1])
 
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
@@ -315,6 +344,7 @@ class Space:
     def clear(self, tier: str = "") -> tuple[int, int]:
         """Drop every block that is not in use, of one tier or of all. Returns (dropped, in use)."""
         if tier in ("", self.host_pool.tier.name.lower()):
+            self.cleared += 1
             for reservation in self.reservations:
                 reservation.stale = True
         dropped = in_use = 0
@@ -373,11 +403,6 @@ class Space:
             self.pump()
             self.disk.close(keep)
         self.arena.close()
-
-    def _host_emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
-        self.arena.invalidate_all(slots)
-        self._names.forget_all(slots)
-        self.departed.emptied(Tier.HOST, keys, was_resident)
 
 
 def _end_of(held: bytes, start: int) -> int:

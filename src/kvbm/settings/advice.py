@@ -70,7 +70,7 @@ def admission_name(settings: Settings) -> str:
 
 
 def admission_notices(settings: Settings, block_bytes: int) -> list[tuple[str, str]]:
-    """(what is odd, what to do) where the frequency filter leaves a disk tier of this size nearly empty.
+    """(what is odd, what to do) where the frequency filter makes a disk tier of this size worth less.
 
     The filter admits a block at its second offer within some ten minutes. Most such blocks are in host memory still.
     Of a disk tier whose size is set below that of the host tier, `notices` speaks.
@@ -95,8 +95,8 @@ def admission_notices(settings: Settings, block_bytes: int) -> list[tuple[str, s
     if disk >= FILTERED_DISK_FACTOR * host:
         return [
             (
-                f"{filtered}: much of {sizes} will stay empty, as blocks that come back later are not written",
-                f"set {field}=ghost, which remembers for as long as the tier is large, or {field}=all",
+                f"{filtered}: of prompts that come back later, {sizes} keeps nothing",
+                f"`kvbm record` and `kvbm simulate --admission NAME` compare {field}=all, ghost and filter",
             )
         ]
     return []

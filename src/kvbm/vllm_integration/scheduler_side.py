@@ -61,6 +61,7 @@ class SchedulerSide:
             role="leader",
             engine=transfer.engine_id,
             rank_count=int(vllm_config.parallel_config.world_size),
+            device_blocks=self._device_blocks,
         )
         layerwise = settings.onboard_mode == "layerwise" or (
             settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)

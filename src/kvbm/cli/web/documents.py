@@ -5,10 +5,10 @@ The replies have the fields that the commands print with `--json`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvbm.admin_protocol import PAGE_ROWS_MAX, BlockRow, LeaseRow, SpaceReport
 from kvbm.cli.pin import HOURS_MAX
@@ -119,6 +119,46 @@ class Top(View, frozen=True, kw_only=True):
     socket: str
 
 
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """How and when the first missing block left a tier."""
+
+    what: str
+    seconds_ago: float
+
+
+class RequestFound(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request matched: blocks found on the `device`, in `host` memory and on `disk`, and `loaded`.
+
+    `missing` and `unloaded` count blocks that were computed, by reason; `reason` is the one that cost the most, and
+    `advice` what would help. Of a prompt, `prefix` has the blocks of its beginning in each tier.
+    """
+
+    request: str
+    seconds_ago: float
+    model: str
+    namespace: str
+    block_tokens: int
+    blocks: int
+    device: int
+    host: int
+    disk: int
+    no_room: int
+    first_missing: int | None
+    missing: dict[str, int]
+    left: dict[str, Left]
+    differs: list[str]
+    loaded: int
+    unloaded: dict[str, int]
+    unneeded: int
+    lookups: int
+    eviction_policy: str
+    tiers: list[str]
+    history_complete: bool
+    reason: str
+    advice: list[str]
+    prefix: dict[str, int] | UnsetType = UNSET
+
+
 class Why(msgspec.Struct, frozen=True, kw_only=True):
     """How far the latest requests matched, and why no further. `reasons` counts blocks over all requests of the last
     `seconds`."""
@@ -127,7 +167,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     requests_kept: int
     asked_blocks: int
     reasons: dict[str, int]
-    requests: list[dict[str, Any]]
+    requests: list[RequestFound]
 
 
 class Blocks(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ from kvbm.cli.managers import choose_space, parse_tier
 from kvbm.cli.prompts import candidates, held_chain
 from kvbm.cli.status import ManagerStatus, faults_of
 from kvbm.cli.web import documents as doc
+from kvbm.cli.why_prompt import about_prompt
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
@@ -68,31 +69,39 @@ class ManagerGate:
     @contextmanager
     def session(self) -> Iterator[Admin]:
         """A session of role admin, when it is our turn. Raises ManagerUnavailable, ManagerRefused."""
-        if not self._turn.acquire(timeout=self._answer_s):
-            raise ManagerUnavailable(f"other questions to the manager took longer than {self._answer_s:g} s")
-        try:
-            try:
-                self.socket_path = choose_manager(self._settings)
-            except SettingsError as error:  # none, or several: it is not what the caller gave
-                raise ManagerUnavailable(str(error)) from None
-            with Admin(self.socket_path, self._settings, self._answer_s) as admin:
-                yield admin
-        finally:
-            self._turn.release()
+        with self._in_turn(), self._connected() as admin:
+            yield admin
 
     def state(self) -> tuple[SnapshotReply, Moment]:
         """The manager's state, of now or of half a second ago, and the moment from which its flows are counted."""
-        with self.session() as admin:
+        with self._in_turn():
             now_s = self._clock()
             if self._state is None or now_s - self._state_at_s >= STATE_S:
                 try:
-                    self._see(admin.ask(Snapshot(), SnapshotReply))
+                    with self._connected() as admin:
+                        self._see(admin.ask(Snapshot(), SnapshotReply))
                 except KvbmError:
                     self._state = None
                     raise
                 self._state_at_s = now_s
             assert self._state is not None
             return self._state, self._recent[0]
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=self._answer_s):
+            raise ManagerUnavailable(f"other questions to the manager took longer than {self._answer_s:g} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _connected(self) -> Admin:
+        try:
+            self.socket_path = choose_manager(self._settings)
+        except SettingsError as error:  # none, or several: it is not what the caller gave
+            raise ManagerUnavailable(str(error)) from None
+        return Admin(self.socket_path, self._settings, self._answer_s)
 
     def _see(self, state: SnapshotReply) -> None:
         if self._state is None or self._state.manager.epoch != state.manager.epoch:
@@ -136,7 +145,14 @@ def _why(gate: ManagerGate, given: doc.WhyParameters) -> doc.Why:
         reply = admin.ask(WhyQuery(request=given.request, limit=given.limit), WhyReply)
     if given.request and reply.matching != 1:
         raise SettingsError("REQUEST_ID", given.request, why.not_one(reply))
-    return doc.Why(**why.document(reply))
+    return msgspec.convert(why.document(reply), doc.Why)
+
+
+def _why_prompt(gate: ManagerGate, given: doc.PromptBody) -> doc.RequestFound:
+    with gate.session() as admin:
+        space = _space(admin, given.namespace, given.model)
+        reply = about_prompt(admin, space, given.tokens, "")
+    return msgspec.convert(why.document(reply)["requests"][0], doc.RequestFound)
 
 
 def _blocks(gate: ManagerGate, given: doc.BlocksParameters) -> doc.Blocks:
@@ -253,6 +269,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _get("/api/leases", "The leases", doc.PageParameters, doc.Leases, _leases),
     _get("/api/namespaces", "The namespaces", doc.Nothing, doc.Namespaces, _namespaces),
     _get("/api/queues", "What is under way", doc.Nothing, doc.Queues, _queues),
+    _post("/api/why-prompt", "Why a prompt would match no further", doc.PromptBody, doc.RequestFound, _why_prompt),
     _post("/api/reset", "Drop the blocks of a tier that are not in use", doc.ResetBody, doc.ResetDone, _reset),
     _post("/api/pin", "Keep a prompt's blocks in host memory", doc.PinBody, doc.PinDone, _pin),
     _post("/api/prefetch", "Bring a prompt's blocks to host memory", doc.PromptBody, doc.PrefetchDone, _prefetch),

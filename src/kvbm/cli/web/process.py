@@ -18,7 +18,7 @@ from kvbm.cli.web.access import Token
 from kvbm.cli.web.listener import Listener
 from kvbm.cli.web.operations import ManagerGate
 from kvbm.cli.web.site import Site
-from kvbm.client.admin import choose_manager
+from kvbm.client.admin import Admin, choose_manager
 from kvbm.client.admin_http import (
     DEFAULT_ADDRESS,
     PORTS_MAX,
@@ -48,9 +48,9 @@ def make_listener(settings: Settings, listener: socket.socket) -> Listener:
 
 def serve_alone(manager: str, listen: str) -> None:
     """Serve until SIGINT or SIGTERM, and print the address first. Raises SettingsError, ManagerUnavailable."""
-    settings = settings_for(manager)
-    choose_manager(settings)  # it is clear which one is meant, before anything listens
     address = parse_listen_address("--listen", listen) if listen else DEFAULT_ADDRESS
+    settings = settings_for(manager)
+    Admin(choose_manager(settings), settings).close()  # it is clear which one is meant, and it is there
     configure(settings.log_level)
     with listening(address, 1 if listen else PORTS_MAX) as listener:
         server = make_listener(settings, listener)

@@ -4,7 +4,7 @@
 
 const POLL_MS = 2000;
 const ANSWER_MS = 8000;
-const HISTORY = 150; // points of a curve: five minutes
+const HISTORY = 90; // points of a curve: three minutes
 const ROWS = 8;
 const MEANINGS = JSON.parse(document.getElementById("meanings").textContent);
 
@@ -37,7 +37,9 @@ function bytes(size) {
 
 function short(number) {
   if (number < 1e5) return whole(number);
-  return number < 1e7 ? `${(number / 1e3).toFixed(0)}k` : number < 1e10 ? `${(number / 1e6).toFixed(0)}M` : `${(number / 1e9).toFixed(0)}G`;
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (number >= 0.9995 * size) return `${number < 99.95 * size ? (number / size).toFixed(1) : whole(number / size)}${unit}`;
+  }
 }
 
 function duration(seconds) {
@@ -201,11 +203,11 @@ function drawWhy(reply) {
     make("small", "", MEANINGS[reason] || "")));
   if (!bars.length) bars.push(make("p", "empty", "All of them were found and loaded."));
   const rows = reply.requests.map((found) => {
-    const reason = make("span", found.reason === "hit" ? "tag hit" : "tag", found.reason.replaceAll("_", " "));
+    const reason = make("span", `tag ${{ hit: "hit", never_seen: "new" }[found.reason] || ""}`, found.reason.replaceAll("_", " "));
     reason.title = found.advice.length ? `would help: ${found.advice.join(" ")}` : MEANINGS[found.reason] || "";
-    return [found.request, duration(found.seconds_ago), whole(found.blocks), whole(found.host), whole(found.disk), whole(found.loaded), reason];
+    return [found.request, reason, duration(found.seconds_ago), whole(found.blocks), whole(found.host), whole(found.disk), whole(found.loaded)];
   });
-  const list = make("div", "wide", table(["request", "ago", "blocks", "host", "disk", "loaded", "mostly"], rows, [0]));
+  const list = make("div", "wide", table(["request", "mostly", "ago", "blocks", "host", "disk", "loaded"], rows, [0, 1]));
   at("why").replaceChildren(make("div", "", ...bars), list);
 }
 
