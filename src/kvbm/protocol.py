@@ -229,7 +229,8 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):
     """`ready` leading blocks of a lookup lie in G2. With `final`, no more will: the rest failed or was dropped.
 
-    `at_s` is when the last one came, on this node's monotonic clock; 0 where more may come, or none did."""
+    `at_s` is when the last one came, on this node's monotonic clock; 0 where more may come, none did, or it is past.
+    """
 
     lookup: int
     ready: int

@@ -48,8 +48,8 @@ WITH = {
     ("why", "--namespace"): ("--prompt-file", PROMPT),
 }
 """Options that are tried with other words than those."""
-ANY_TEXT = {("simulate", "--model"), ("plan", "--model")}
-"""Options that take any text."""
+ANY_TEXT = {("manager", "--admin-token-file"), ("simulate", "--model"), ("plan", "--model")}
+"""Options that take any text, or are not read without another one."""
 SAID = {
     "--config": "settings file",
     "--runtime-dir": "DYN_KVBM_RUNTIME_DIR",

@@ -44,6 +44,7 @@ class Engine:
         device_blocks: int = 0,
         **hello_fields: Any,
     ) -> None:
+        """`device_blocks` is what the leader says, `hello_fields` are the rank's."""
         self.leader, self.worker = Channel.connect(socket_path), Channel.connect(socket_path)
         leader = Hello(version=PROTOCOL_VERSION, role="leader", engine=name, device_blocks=device_blocks)
         self.leader.introduce(leader, DEADLINE_S)
