@@ -27,6 +27,7 @@ TRACE, PROMPT = "trace.jsonl", "prompt.json"
 WORDS = {
     "manager": ("--socket", "m.sock", "--disk", "1GB", "--disk-dir", "disk"),
     "reset": ("--tier", "G2"),
+    "resize": ("--host", "1GB"),
     "pin": ("--prompt-file", PROMPT),
     "prefetch": ("--prompt-file", PROMPT),
     "unpin": ("--all",),
@@ -173,7 +174,9 @@ def test_an_unknown_option(place: Path, capfd: pytest.CaptureFixture[str], name:
 def test_a_word_too_many_or_one_that_is_no_file(
     place: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    words = [word for word in WORDS.get(name, ()) if name in ("reset", "unpin", "pin", "prefetch", "top")]
+    words = [
+        word for word in WORDS.get(name, ()) if name in ("reset", "resize", "unpin", "pin", "prefetch", "top")
+    ]
     words += [*WORDS["plan"][1:]] if name == "plan" else []
     assert "nothing" in refused(place, capfd, *name.split(), *words, BAD)
 

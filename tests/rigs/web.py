@@ -5,10 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvbm.manager.admin_page import PROGRAM
+from rigs.admin import Node
+from rigs.manager_probe import free_port
 
 TIMEOUT_S = 30.0
 
@@ -91,3 +94,18 @@ def page_processes(manager: int) -> list[int]:
         if PROGRAM in words and status[status.index("PPid:") + 1] == str(manager):
             found.append(int(entry.name))
     return found
+
+
+def served(
+    make_node: Callable[..., Node], tmp_path: Path, *words: str, **settings: object
+) -> tuple[Node, Web]:
+    """A manager with a disk tier and the page."""
+    port = free_port()
+    disk = {"disk_blocks": 40, "disk_dir": tmp_path / "disk", "disk_admission": "all"}
+    node = make_node(**{**disk, "admin_http": f"127.0.0.1:{port}", **settings})
+    node.manage("manager.sock", *words)
+    return node, Web(port, token_of(node))
+
+
+def token_of(node: Node) -> str:
+    return (node.runtime_dir / "admin.token").read_text().strip()
