@@ -29,8 +29,9 @@ from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.present.tables import console, plain_table, save_json
-from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
+from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, process_environment
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 
 ENGINE = "bench-scheduler"

@@ -14,18 +14,8 @@ import torch
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
-from kvbm.protocol import (
-    Commit,
-    LoadPlan,
-    Ready,
-    Reserve,
-    ReserveReply,
-    Reset,
-    ResetReply,
-    StepPlan,
-    StorePlan,
-    Welcome,
-)
+from kvbm.protocol import Commit, Ready, Reserve, ReserveReply, Reset, ResetReply, Welcome
+from kvbm.step_plan import LoadPlan, StepPlan, StorePlan
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
 from kvbm.worker.jobs import FinishedLoad

@@ -15,7 +15,7 @@ from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.retry import Retry
 from kvbm.leader.stores import Answered
 from kvbm.leader.tracked import Keep, Scheduled
-from kvbm.protocol import LoadPlan
+from kvbm.step_plan import LoadPlan
 
 LEAVING_RETRY_S_MAX = 0.4
 """Free blocks do not wait for long: soon the engine hands them out."""

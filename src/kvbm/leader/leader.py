@@ -29,17 +29,8 @@ from kvbm.leader.traces import RequestTraces
 from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Scheduled, Told, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.observe.spans import SpanSink
-from kvbm.protocol import (
-    Finished,
-    Hello,
-    LoadPlan,
-    LookupReply,
-    Progress,
-    ReserveReply,
-    Reset,
-    StepPlan,
-    StepReport,
-)
+from kvbm.protocol import Finished, Hello, LookupReply, Progress, ReserveReply, Reset
+from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 
 log = logging.getLogger("kvbm.leader")
 

@@ -16,7 +16,8 @@ from kvbm.leader.tracked import NOTHING_TOLD, Told, readable
 from kvbm.leader.unloaded import Unloaded
 from kvbm.leader.window import Window
 from kvbm.observe import moves_log
-from kvbm.protocol import LoadPlan, Lookup, LookupReply, Progress, Release
+from kvbm.protocol import Lookup, LookupReply, Progress, Release
+from kvbm.step_plan import LoadPlan
 
 LEASE_MARGIN_S = 30.0
 ASK_AGAIN_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvbm.protocol import LoadPlan
+from kvbm.step_plan import LoadPlan
 
 
 class Stage(Enum):

@@ -16,7 +16,8 @@ from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.tracked import Keep
-from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply, StepReport, StorePlan
+from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply
+from kvbm.step_plan import StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
 OPEN_STORES_MAX = 2048

@@ -14,8 +14,9 @@ from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.tracked import Scheduled
 from kvbm.observe.otel import open_sink
-from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
+from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, shared_request_notices, size_notices
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.protocol import LoadPlan, StorePlan
+from kvbm.step_plan import LoadPlan, StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mark

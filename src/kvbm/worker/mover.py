@@ -19,7 +19,8 @@ from kvbm.client.channel import Channel, readable_among
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
-from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
+from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
+from kvbm.step_plan import StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, StoreJob, wait_for_end

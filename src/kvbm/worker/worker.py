@@ -11,7 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from kvbm.clock import Clock, nanoseconds, wall_offset_ns
-from kvbm.protocol import StepPlan, StepReport, Welcome
+from kvbm.protocol import Welcome
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.transfer import DeviceCache
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import FinishedLoad, LoadJob, StoreJob

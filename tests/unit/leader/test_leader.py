@@ -15,18 +15,8 @@ from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import ATTEMPTS_MAX
 from kvbm.leader.patience import ARRIVAL_DEADLINE_S, REPLY_DEADLINE_S
 from kvbm.leader.tracked import Answer, Scheduled
-from kvbm.protocol import (
-    PROTOCOL_VERSION,
-    Finished,
-    Hello,
-    Lookup,
-    Progress,
-    Refused,
-    Release,
-    Reset,
-    StepPlan,
-    StepReport,
-)
+from kvbm.protocol import PROTOCOL_VERSION, Finished, Hello, Lookup, Progress, Refused, Release, Reset
+from kvbm.step_plan import StepPlan, StepReport
 from rigs.leader import HASHES, LEASE_S, TABLE, Bench, ScriptedManager, keys
 
 

@@ -10,7 +10,8 @@ from tests.rigs.leader import HASHES, TABLE, Bench
 from kvbm.leader.patience import REPLY_DEADLINE_S
 from kvbm.leader.tracked import Answer
 from kvbm.observe.spans import Span
-from kvbm.protocol import Lookup, Progress, StepReport
+from kvbm.protocol import Lookup, Progress
+from kvbm.step_plan import StepReport
 
 WALL_NS = 1_700_000_000_000_000_000
 """The system's clock when the bench's clock was at 0."""

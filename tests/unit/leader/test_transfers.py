@@ -8,15 +8,8 @@ from kvbm.block import Tier
 from kvbm.hashing import split_keys
 from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
 from kvbm.leader.tracked import Answer, Scheduled
-from kvbm.protocol import (
-    HELD,
-    REFUSED,
-    Commit,
-    LoadPlan,
-    Lookup,
-    Release,
-    StorePlan,
-)
+from kvbm.protocol import HELD, REFUSED, Commit, Lookup, Release
+from kvbm.step_plan import LoadPlan, StorePlan
 from rigs.leader import HASHES, TABLE, Bench, keys
 
 # ---- a load

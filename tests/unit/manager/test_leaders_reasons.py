@@ -11,7 +11,8 @@ from kvbm.block import Tier
 from kvbm.client.channel import Channel
 from kvbm.leader.leader import Leader
 from kvbm.leader.patience import REPLY_DEADLINE_S
-from kvbm.protocol import PROTOCOL_VERSION, Hello, LoadPlan, StepReport
+from kvbm.protocol import PROTOCOL_VERSION, Hello
+from kvbm.step_plan import LoadPlan, StepReport
 from rigs.manager import DEADLINE_S, KEYS, ManagerBench, one, store
 
 TABLE = list(range(100, 140))

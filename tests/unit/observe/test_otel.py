@@ -23,7 +23,7 @@ from tests.rigs.leader import HASHES, TABLE, Bench
 from kvbm.observe import otel
 from kvbm.observe.otel import OtelSink, open_sink
 from kvbm.observe.spans import Span
-from kvbm.protocol import StepReport
+from kvbm.step_plan import StepReport
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}

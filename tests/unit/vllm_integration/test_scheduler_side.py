@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("vllm", reason="the scheduler's half counts with vLLM's classes; vllm is not installed")
 
 from kvbm.hashing import split_keys
-from kvbm.protocol import Commit, Hello, Lookup, Reserve, ReserveReply, StepPlan, StepReport
+from kvbm.protocol import Commit, Hello, Lookup, Reserve, ReserveReply
 from kvbm.settings import Settings
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration import scheduler_side
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.scheduler_side import SchedulerSide

@@ -13,14 +13,8 @@ import pytest
 
 from kvbm.client.channel import Channel
 from kvbm.errors import KvbmError
-from kvbm.protocol import (
-    Commit,
-    LoadPlan,
-    Ready,
-    StepPlan,
-    StepReport,
-    StorePlan,
-)
+from kvbm.protocol import Commit, Ready
+from kvbm.step_plan import LoadPlan, StepPlan, StepReport, StorePlan
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.worker import mover as mover_module
 from kvbm.worker.jobs import StoreJob

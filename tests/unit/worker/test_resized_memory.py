@@ -8,7 +8,8 @@ import pytest
 
 from kvbm.admin_protocol import Resize, Resized, decode_from_manager
 from kvbm.manager import carrying
-from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, StepPlan, Welcome
+from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Welcome
+from kvbm.step_plan import StepPlan
 from rigs.manager import Client
 from rigs.mover import Rank
 

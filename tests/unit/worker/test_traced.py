@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvbm.clock import ManualClock
-from kvbm.protocol import LoadPlan, StepPlan, StepReport
+from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 from kvbm.testing.fake_tier import FakeTier
 from rigs.mover import Rank, on_disk
 
