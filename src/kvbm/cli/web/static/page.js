@@ -43,7 +43,7 @@ function short(number) {
 }
 
 function duration(seconds) {
-  const minutes = Math.floor(seconds / 60);
+  const minutes = Math.round(seconds / 60);
   if (seconds < 90) return `${seconds < 10 && seconds > 0 ? seconds.toFixed(1) : seconds.toFixed(0)} s`;
   if (minutes < 60) return `${minutes} min`;
   const hours = Math.floor(minutes / 60);
@@ -205,9 +205,11 @@ function drawWhy(reply) {
   const rows = reply.requests.map((found) => {
     const reason = make("span", `tag ${{ hit: "hit", never_seen: "new" }[found.reason] || ""}`, found.reason.replaceAll("_", " "));
     reason.title = found.advice.length ? `would help: ${found.advice.join(" ")}` : MEANINGS[found.reason] || "";
-    return [found.request, reason, duration(found.seconds_ago), whole(found.blocks), whole(found.host), whole(found.disk), whole(found.loaded)];
+    const computed = [...Object.values(found.missing), ...Object.values(found.unloaded)].reduce((sum, blocks) => sum + blocks, 0);
+    const numbers = [found.blocks, found.host, found.disk, found.loaded, computed].map(whole);
+    return [found.request, reason, duration(found.seconds_ago), ...numbers];
   });
-  const list = make("div", "wide", table(["request", "mostly", "ago", "blocks", "host", "disk", "loaded"], rows, [0, 1]));
+  const list = make("div", "wide", table(["request", "why", "ago", "blocks", "host", "disk", "loaded", "computed"], rows, [0, 1]));
   at("why").replaceChildren(make("div", "", ...bars), list);
 }
 
