@@ -95,7 +95,7 @@ def admission_notices(settings: Settings, block_bytes: int) -> list[tuple[str, s
     if disk >= FILTERED_DISK_FACTOR * host:
         return [
             (
-                f"{filtered}: of prompts that come back later, {sizes} keeps nothing",
+                f"{filtered}: {sizes} keeps no prompt that comes back later than that",
                 f"`kvbm record` and `kvbm simulate --admission NAME` compare {field}=all, ghost and filter",
             )
         ]
