@@ -107,7 +107,7 @@ def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: P
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
 def test_disk_survives_a_restart(
     launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
 ) -> None:
