@@ -42,7 +42,8 @@ def test_loads_that_fail(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_loads_that_fail_in_one_of_two_ranks(
     launcher: Launcher, reference: Reference, tmp_path: Path, rank: int
 ) -> None:
