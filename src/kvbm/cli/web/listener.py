@@ -163,6 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(reply)
         self._drain()
 
+    # The names that the base class looks for.
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = _serve  # noqa: N815
 
     def _length(self) -> int:
