@@ -102,11 +102,9 @@ def admin_token(named: str | None, runtime_dir: str) -> str:
 
 
 def _read_token(path: str) -> str:
-    accepted = (
-        "a file of yours that nobody else can write to, with a token: 16 to 256 letters, digits and ._~-"
-    )
+    accepted = "a file of yours that nobody else can read (chmod 600), with a token: 16 to 256 letters, digits and ._~-"
     try:
-        text = read_private(path).decode("ascii", "replace").strip()
+        text = read_private(path, secret=True).decode("ascii", "replace").strip()
     except OSError as error:
         raise SettingsError(TOKEN_FIELD, path, f"{accepted} ({error.strerror})") from None
     if not _TOKEN.fullmatch(text):

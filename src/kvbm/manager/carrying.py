@@ -66,13 +66,16 @@ class Carrying:
     def finish(self, pinned_share: float) -> int:
         """The space goes over to the new memory, of which pins keep at most that part. How many pins ended.
 
-        No session of its engines may be left.
+        No session of its engines may be left. Where something fails the space is off (`failure`), as after any
+        failure of its own: half of it could be in one memory, half in the other.
         """
         self._restart_if_cleared()
         old = self.space.host_pool
         dropped = old.resident_but_not_in(self._new.pool)
         old.evicted[CAPACITY] += len(dropped)
         ended = self.space.replace_host(self._new, int(self._arena.slot_count * pinned_share))
+        if self.space.arena is not self._arena:
+            self._arena.close()
         self.space.departed.emptied(old.tier, dropped, True)
         return ended
 

@@ -90,13 +90,24 @@ class Resizing:
         except BaseException:
             self._undo(carryings)
             raise
-        pins_ended = 0
-        for carrying in carryings:
-            self._send_away(carrying.space)
-            pins_ended += carrying.finish(PINNED_SHARE)
+        # From here on there is no way back: who comes now gets the new size.
         self._spaces.settings = msgspec.structs.replace(
             self._spaces.settings, host_bytes=host_bytes, host_blocks=None
         )
+        pins_ended = 0
+        for carrying in carryings:
+            self._send_away(carrying.space)
+            try:
+                pins_ended += carrying.finish(PINNED_SHARE)
+            except Exception as error:
+                log.exception("going over to the new memory")
+                carrying.space.failure = f"{type(error).__name__}: {error}"
+        failed = [each.space.failure for each in carryings if each.space.failure]
+        if failed:
+            raise KvbmError(
+                f"{len(failed)} of {len(carryings)} namespaces failed while they went over to the new memory, and are "
+                f"off until their engines have gone: {failed[0]}"
+            )
         carried = sum(each.space.host_pool.counts().resident for each in carryings)
         before = sum(each.before for each in carryings)
         reply = Resized(

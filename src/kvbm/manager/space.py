@@ -91,12 +91,12 @@ class Space:
                 departed=self.departed,
             )
         self.heat = PrefixHeat()
-        self._lookups = self._new_lookups()
+        self._lookups = self._new_lookups(self.host_pool)
 
-    def _new_lookups(self) -> Lookups:
+    def _new_lookups(self, host_pool: SlotPool[BlockKey]) -> Lookups:
         return Lookups(
             self.layout,
-            self.host_pool,
+            host_pool,
             self.disk,
             self.leases,
             self._usage,
@@ -128,15 +128,15 @@ class Space:
             self.release(lease.owner, lease.number)
         for reservation in list(self.reservations):
             self.reservations.pop(reservation.owner, reservation.number)
-        old = self.arena
+        old, lookups = self.arena, self._new_lookups(host.pool)
         host.pool.evicted += self.host_pool.evicted
-        self.arena, self._names, self.host_pool = host.arena, host.names, host.pool
+        # All or nothing: what could fail was made before.
+        self.life += 1
+        self.arena, self._names, self.host_pool, self._lookups = host.arena, host.names, host.pool, lookups
         if self.disk is not None:
             self.disk.replace_host(host)
         else:
             old.close_beside()
-        self.life += 1
-        self._lookups = self._new_lookups()
         return sum(not self._pin_again(pin, pins_max) for pin in pins)
 
     def _pin_again(self, pin: Lease, pins_max: int) -> bool:

@@ -147,7 +147,10 @@ class HostArena:
 
     def close_beside(self) -> None:
         """`close`, by a thread: the kernel takes a while to take back gigabytes. Nobody may use it any more."""
-        threading.Thread(target=self._let_go, name="kvbm-let-go", daemon=True).start()
+        try:
+            threading.Thread(target=self._let_go, name="kvbm-let-go", daemon=True).start()
+        except RuntimeError:  # no thread is to be had
+            self._let_go()
 
     def _let_go(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)  # its calls run without the GIL, those of `mmap` do not

@@ -22,6 +22,7 @@ from kvbm.cli.web.listener import (
     BODY_BYTES_MAX,
     CONNECTION_S_MAX,
     CONNECTIONS_MAX,
+    HEAD_BYTES_MAX,
     Listener,
     Reply,
     Request,
@@ -152,6 +153,24 @@ def test_nonsense_gets_an_answer_and_takes_nothing_down() -> None:
                     while client.recv(1 << 16):
                         pass
         assert web.get("/").text == "fine"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([f"X-Long-{i}: {'x' * 1000}" for i in range(40)], 431),
+        ([f"X-Long: {'x' * HEAD_BYTES_MAX}"], 431),
+        ([f"X-Long-{i}: {'x' * 1000}" for i in range(20)], 200),
+        (["Host: evil.example"], 400),
+        (["Content-Length: 0", "Content-Length: 3"], 400),
+    ],
+)
+def test_headers_are_few_and_those_that_count_come_once(headers: list[str], status: int) -> None:
+    """Before the token is looked at: whoever has none costs no memory."""
+    with serving() as web, socket.create_connection(("127.0.0.1", web.port)) as client:
+        client.settimeout(10.0)
+        client.sendall("\r\n".join(("GET / HTTP/1.1", "Host: localhost", *headers, "", "")).encode())
+        assert client.recv(1 << 16).split()[1] == str(status).encode()
 
 
 def test_a_defect_is_a_500_in_one_line_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

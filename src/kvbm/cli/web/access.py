@@ -8,7 +8,6 @@ could from another port of this machine: `Origin` names it.
 from __future__ import annotations
 
 import hmac
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl
 
 from kvbm.settings.parse import LOOPBACK
@@ -51,6 +50,9 @@ class Token:
         """An empty secret: every caller is let in."""
         self._secret = secret.encode()
         self.cookie_name = cookie_name
+        # A browser sends cookies to every port of a machine: this one must not be the token, which opens every manager
+        # of this user, and opens the page at this port alone. It outlives a restart, as the page's reader does.
+        self._session = hmac.new(self._secret, cookie_name.encode(), "sha256").hexdigest()
 
     def in_header(self, authorization: str | None) -> bool:
         """Whether the `Authorization` header has it."""
@@ -60,13 +62,12 @@ class Token:
         return text[: len(BEARER)].lower() == BEARER.lower() and self._is(text[len(BEARER) :].strip())
 
     def in_cookie(self, cookies: str | None) -> bool:
-        """Whether the page's cookie has it."""
-        try:
-            jar = SimpleCookie(cookies or "")
-        except CookieError:
-            return False
-        found = jar.get(self.cookie_name)
-        return found is not None and self._is(found.value)
+        """Whether the page's cookie is there. Those of other programs may be of any form."""
+        for pair in (cookies or "").split(";"):
+            name, _, value = pair.strip().partition("=")
+            if name == self.cookie_name and self._secret:
+                return _same(value, self._session.encode())
+        return False
 
     def in_query(self, query: str) -> bool:
         """Whether `?token=` has it."""
@@ -77,8 +78,13 @@ class Token:
         return "token" in found and self._is(found["token"])
 
     def cookie(self) -> str:
-        """The cookie that stands for it: for this browser's session, out of reach of scripts and of other sites."""
-        return f"{self.cookie_name}={self._secret.decode()}; HttpOnly; SameSite=Strict; Path=/"
+        """The cookie of a browser that has shown the token, out of reach of scripts and of other sites."""
+        return f"{self.cookie_name}={self._session}; HttpOnly; SameSite=Strict; Path=/"
 
     def _is(self, text: str) -> bool:
-        return bool(self._secret) and hmac.compare_digest(text.encode("utf-8", "replace"), self._secret)
+        return bool(self._secret) and _same(text, self._secret)
+
+
+def _same(text: str, secret: bytes) -> bool:
+    """In a time that does not tell how much of it is right."""
+    return hmac.compare_digest(text.encode("utf-8", "replace"), secret)

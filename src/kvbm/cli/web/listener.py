@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import socketserver
 import threading
 from collections.abc import Callable
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import cast
 
 import msgspec
 
@@ -23,6 +26,10 @@ CLIENT_TIMEOUT_S = 5.0
 CONNECTION_S_MAX = 30.0
 """A connection ends after this long, however slowly its client goes on: it has one request."""
 BODY_BYTES_MAX = 16 << 20
+HEAD_BYTES_MAX = 32 << 10
+"""All headers of a request together: they are read before anybody is asked for the token."""
+ONCE = ("host", "origin", "authorization", "cookie", "content-type", "content-length")
+"""Headers that must not be there twice: somebody on the way may have looked at the other one."""
 DRAIN_BYTES_MAX = 4 * BODY_BYTES_MAX
 _POLL_S = 0.1
 _CHUNK = 1 << 16
@@ -135,10 +142,43 @@ class Listener(ThreadingHTTPServer):
         self.shutdown()
 
 
+class _Bounded:
+    """What a client sends, of which headers take so many bytes at most."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        self._file = file
+        self._left = -1  # the request line comes first, and has a bound of its own
+
+    def readline(self, limit: int = -1) -> bytes:
+        """The next line. Raises LineTooLong, which the base class answers."""
+        line = self._file.readline(limit)
+        if self._left < 0:
+            self._left = HEAD_BYTES_MAX
+        elif (left := self._left - len(line)) >= 0:
+            self._left = left
+        else:
+            raise LineTooLong("headers")
+        return line
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+
 class _Handler(BaseHTTPRequestHandler):
     timeout = CLIENT_TIMEOUT_S
     protocol_version = "HTTP/1.1"
     server: Listener
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast(io.BufferedReader, _Bounded(self.rfile))
 
     def _serve(self) -> None:
         self.close_connection = True
@@ -152,6 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
             extend=lambda seconds: self.server.extend(self.connection, seconds),
         )
         try:
+            if twice := [name for name in ONCE if len(self.headers.get_all(name, ())) > 1]:
+                raise Denied(400, f"the header {twice[0]} was given twice")
             reply = self.server.answer(request)
         except Denied as denied:
             reply = trouble(denied.status, str(denied))
