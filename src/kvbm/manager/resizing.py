@@ -22,12 +22,18 @@ from kvbm.manager.carrying import Carrying
 from kvbm.manager.pins import PINNED_SHARE
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
-from kvbm.settings import available_memory_bytes, container_limit_bytes
+from kvbm.settings import available_memory_bytes, container_free_bytes, container_limit_bytes
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
 
 log = logging.getLogger("kvbm.manager")
 
 FIELD = "--host"
+
+
+def obtainable_bytes() -> int | None:
+    """The memory that can still be had, in the machine and in this container; None where nobody knows."""
+    known = [each for each in (available_memory_bytes(), container_free_bytes()) if each is not None]
+    return min(known, default=None)
 
 
 class Resizing:
@@ -43,7 +49,7 @@ class Resizing:
         send_away: Callable[[Space], None],
         others_busy: Callable[[Session], bool],
         clock: Clock,
-        available_bytes: Callable[[], int | None] = available_memory_bytes,
+        available_bytes: Callable[[], int | None] = obtainable_bytes,
     ) -> None:
         self._spaces = spaces
         self._send_away = send_away
@@ -151,15 +157,11 @@ class Resizing:
             if host_bytes // size // share < 1:
                 each = f" for each of {share} namespaces" if share > 1 else ""
                 raise SettingsError(FIELD, value, f"at least one block of {size} bytes{each}")
-            slots, old = host_bytes // size // share, space.arena.slot_count
-            # What is taken out of use gives its memory back before the copies begin.
-            needed += (slots - max(0, old - slots)) * size
-        limit_bytes = container_limit_bytes()
-        refuse_beyond_memory(host_bytes, limit_bytes, FIELD)
+            # What a shrink takes out of use is not reckoned with: a device keeps the pages that it has locked, and
+            # what is leased stays.
+            needed += host_bytes // size // share * size
+        refuse_beyond_memory(host_bytes, container_limit_bytes(), FIELD)
         available = self.available_bytes()
-        if limit_bytes is not None:
-            within = max(0, limit_bytes - self._host_bytes())
-            available = within if available is None else min(available, within)
         if available is not None and needed > available:
             raise SettingsError(
                 FIELD,
@@ -177,6 +179,7 @@ class Resizing:
                 except BaseException:
                     arena.close()
                     raise
+                arena.touch_as(space.arena)  # else each copy would pay for its pages, in the manager's thread
         except BaseException:
             self._undo(carryings)
             raise

@@ -319,6 +319,35 @@ def container_limit_bytes(
     return min(limits, default=None)
 
 
+def container_free_bytes(
+    root: Path = Path("/sys/fs/cgroup"), ours: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """The memory that this container, or this service, may still take; None without a limit.
+
+    The least of its control groups. Cached files that nobody uses now count as free: the kernel drops them first.
+    """
+    free = []
+    for file in _limit_files(root, ours):
+        if (limit := _read_limit(file)) is None:
+            continue
+        first = file.name == "memory.max"
+        used = _read_limit(file.with_name("memory.current" if first else "memory.usage_in_bytes"))
+        if used is not None:
+            cached = _read_stat(
+                file.with_name("memory.stat"), "inactive_file" if first else "total_inactive_file"
+            )
+            free.append(max(0, limit - used + cached))
+    return min(free, default=None)
+
+
+def _read_stat(file: Path, name: str) -> int:
+    try:
+        words = (line.split() for line in file.read_text().splitlines())
+        return next((int(number) for field, number in words if field == name), 0)
+    except (OSError, ValueError):
+        return 0
+
+
 def _limit_files(root: Path, ours: Path) -> Iterator[Path]:
     """The limits of our group and of those above it. Inside a container its own group is often at the root."""
     try:

@@ -86,7 +86,7 @@ class HostArena:
         self._closing = threading.Event()
         self._touch_threads = touch_threads
         self._touchers: list[threading.Thread] = []
-        self._touched: set[int] = set()
+        self._touched: dict[int, int] = {}
 
     def touch(self, shard: int, numa_node: int = -1) -> None:
         """Have one region's pages touched by background threads, once, so that no first copy pays for them.
@@ -95,13 +95,22 @@ class HostArena:
         """
         if shard in self._touched:
             return
-        self._touched.add(shard)
+        self._touched[shard] = numa_node
         for part in range(self._touch_threads):
             arguments = (self._regions[shard], part, numa_node)
             name = f"kvbm-touch-{shard}-{part}"
             thread = threading.Thread(target=self._touch, args=arguments, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is to be had: the first copies pay
+                log.warning("pages are not touched before they are used: %s", error)
+                return
             self._touchers.append(thread)
-            thread.start()
+
+    def touch_as(self, other: HostArena) -> None:
+        """`touch` what another arena has touched, on the same NUMA nodes."""
+        for shard, numa_node in other._touched.items():
+            self.touch(shard, numa_node)
 
     def slot_views(self, slot: int, count: int = 1) -> list[memoryview]:
         """The bytes of the slot, or of `count` slots from it on: one page-aligned writable view per shard."""

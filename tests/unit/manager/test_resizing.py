@@ -261,9 +261,23 @@ def test_without_memory_nothing_is_changed(manager: ManagerBench) -> None:
     assert "at least one block" in resize(admin, 0).refusal
     assert manager.space().arena.slot_count == 16
     assert holds(leader, worker, 1, KEYS[:8]) == 8
-    # Slots that go first make room for the others.
-    manager.server.resizing.available_bytes = lambda: 0
+    # On a shrink too: what is leased, or locked by a device, does not make room before.
+    manager.server.resizing.available_bytes = lambda: 8 * LAYOUT.block_bytes - 1
+    assert "are needed beside the present" in resize(admin, 8).refusal
+    manager.server.resizing.available_bytes = lambda: 8 * LAYOUT.block_bytes
     assert resize(admin, 8).slots == 8
+
+
+def test_pages_of_the_new_memory_are_touched_where_those_of_the_old_were(
+    manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, worker = manager.engine()
+    touched: list[tuple[int, int]] = []
+    monkeypatch.setattr(carrying.HostArena, "touch", lambda arena, *where: touched.append(where))
+    assert resize(operator(manager), 32).refusal == ""
+    assert touched == [(0, -1)]
+    leader.close()
+    worker.close()
 
 
 @pytest.mark.parametrize("blocks", [10, 32])
