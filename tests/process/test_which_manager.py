@@ -55,6 +55,12 @@ def test_with_several_managers_each_command_lists_them_and_says_how_to_choose(
         assert code in (0, 1), (words, err)
 
 
+def test_a_socket_of_any_name_in_the_runtime_directory_is_found(node: Node) -> None:
+    path = node.manage("mymanager")
+    (manager,) = node.json("status")["managers"]
+    assert manager["socket"] == path
+
+
 def test_a_manager_whose_socket_is_elsewhere_is_found_until_its_end(node: Node, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)

@@ -22,6 +22,7 @@ from kvbm.runtime_dir import check_runtime_dir, make_runtime_dir, read_private, 
 
 log = logging.getLogger("kvbm.client.whereabouts")
 
+SOCKET_SUFFIX = ".sock"
 RECORD_SUFFIX = ".at"
 MANAGERS_MAX = 64
 """Sockets, and records, of one runtime directory that are looked at."""
@@ -42,7 +43,7 @@ def known_sockets(runtime_dir: str) -> list[str]:
     """The sockets in the directory, also those that nobody listens at, and those of records at which somebody does."""
     if not check_runtime_dir(runtime_dir):
         return []
-    there = sorted(map(str, Path(runtime_dir).glob("*.sock")))[:MANAGERS_MAX]
+    there = sorted(map(str, Path(runtime_dir).glob(f"*{SOCKET_SUFFIX}")))[:MANAGERS_MAX]
     recorded = filter(None, map(_socket_of, islice(_records(runtime_dir), MANAGERS_MAX)))
     elsewhere = {path for path in recorded if _connects(path) == 0}
     return there + sorted(elsewhere - set(there))
@@ -51,7 +52,8 @@ def known_sockets(runtime_dir: str) -> list[str]:
 @contextlib.contextmanager
 def announced(socket_path: str, runtime_dir: str) -> Iterator[None]:
     """Leave a record of a socket that is listened at and lies elsewhere, until the end. Without one, all else works."""
-    if os.path.realpath(os.path.dirname(socket_path)) == os.path.realpath(runtime_dir):
+    inside = os.path.realpath(os.path.dirname(socket_path)) == os.path.realpath(runtime_dir)
+    if inside and socket_path.endswith(SOCKET_SUFFIX):
         yield
         return
     name = hashlib.sha256(os.fsencode(socket_path)).hexdigest()[:16]

@@ -171,6 +171,7 @@ class History:
 
         An engine may append a mark of its own to the id of its client: `-` and 8 characters. A prefix is enough.
         """
+        wanted = _plain(wanted)
         if wanted in self._requests:
             names = [wanted]
         else:
@@ -220,7 +221,7 @@ class History:
         self._asked_blocks += asked.blocks
 
     def _asked(self, owner: int, message: Lookup) -> Request:
-        name = message.request[:TEXT_MAX] or f"lookup {message.lookup}"
+        name = _plain(message.request) or f"lookup {message.lookup}"
         asked = self._requests.pop(name, None) or Request(name, 0.0)
         self._requests[name] = asked
         # It is counted as it was looked up last.
@@ -362,4 +363,9 @@ def _described(asked: Request, now_s: float) -> dict[str, object]:
 
 
 def _bounded(extras: dict[str, str]) -> dict[str, str]:
-    return {name[:TEXT_MAX]: value[:TEXT_MAX] for name, value in list(extras.items())[:EXTRAS_MAX]}
+    return {_plain(name): _plain(value) for name, value in list(extras.items())[:EXTRAS_MAX]}
+
+
+def _plain(text: str) -> str:
+    """A client chooses a request's id: what would steer a terminal is left out of it."""
+    return "".join(char if char.isprintable() else "?" for char in text[:TEXT_MAX])

@@ -372,3 +372,11 @@ def test_blocks_that_another_request_had_loaded(manager: ManagerBench) -> None:
     assert one(manager, "r")["unneeded"] == 0, "nothing is known of them yet"
     asker.leader.send(Release(lookup=reply.lookup, unloaded={"cost": 1}))
     assert one(manager, "r")["unneeded"] == 3
+
+
+def test_an_id_that_would_steer_a_terminal_is_kept_without_that(manager: ManagerBench) -> None:
+    asker = Asker(manager)
+    asker.miss(KEYS[:2], request="a\x1b[2J\x07\nb", adapter="\x1b]0;owned")
+    (found,) = why(manager, "a\x1b[2J").requests
+    assert found["request"] == "a?[2J??b"
+    assert [each["request"] for each in why(manager).requests] == ["a?[2J??b"]

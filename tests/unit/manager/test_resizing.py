@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.admin_protocol import Pin, Pinned, Resize, Resized, decode_from_manager
-from kvbm.block import BlockKey
+from kvbm.admin_protocol import Pin, Pinned, Resized
 from kvbm.clock import ManualClock
 from kvbm.hashing import join_keys
 from kvbm.manager import carrying
-from kvbm.manager.carrying import Carrying
-from kvbm.manager.pool import SlotPool
-from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Ready, Release, Reset, ResetReply, Welcome
+from kvbm.protocol import Commit, Release, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
-from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, store
+from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, store
+from rigs.resizing import begin, come_back, holds, operator, resize, sent_away
 
 
 @pytest.fixture(autouse=True)
@@ -42,48 +39,6 @@ class PassingClock(ManualClock):
 def busy(make_manager: Callable[..., ManagerBench]) -> ManagerBench:
     """A manager that carries one block in a turn."""
     return make_manager(clock=PassingClock(50.0))
-
-
-def operator(manager: ManagerBench) -> Client:
-    admin = manager.client()
-    admin.channel._decode = decode_from_manager
-    admin.send(Hello(version=PROTOCOL_VERSION, role="admin"))
-    admin.expect(Welcome)
-    return admin
-
-
-def begin(admin: Client, blocks: int) -> None:
-    """Ask for room for so many blocks, without a step of the manager."""
-    admin.channel.send(Resize(host_bytes=blocks * LAYOUT.block_bytes))
-
-
-def resize(admin: Client, blocks: int) -> Resized:
-    begin(admin, blocks)
-    return admin.expect(Resized)
-
-
-def come_back(manager: ManagerBench, name: str = "e", **hello: Any) -> tuple[Client, Client]:
-    """An engine that was sent away, which connects again."""
-    worker = manager.worker(name, **hello)
-    leader = manager.leader(name)
-    assert leader.expect(Ready).ready
-    return leader, worker
-
-
-def sent_away(leader: Client, worker: Client) -> None:
-    """Both sessions were ended, and the engine closes its ends."""
-    for client in (leader, worker):
-        client.expect_end()
-        client.close()
-    client.bench.step()
-
-
-def holds(leader: Client, worker: Client, number: int, keys: list[BlockKey]) -> int:
-    """How many leading blocks are there; each has the bytes that were stored."""
-    reply = leader.lookup(number, keys)
-    for key, slot in zip(keys, reply.slots, strict=False):
-        assert worker.read(slot) == block_bytes(key, 0, worker.welcome.slot_bytes)
-    return len(reply.slots)
 
 
 @pytest.mark.parametrize("blocks", [24, 100])
@@ -431,78 +386,3 @@ def test_a_read_under_way_ends_in_the_memory_that_it_was_for(
     assert holds(leader, worker, 2, KEYS[100:112]) == 12
     assert resize(admin, 14).slots == 14
     manager.check()
-
-
-# ---- failures in the turn that goes over
-
-
-def test_no_thread_is_to_be_had(manager: ManagerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    leader, worker = manager.engine()
-    store(leader, worker, 1, KEYS[100:106])
-    store(leader, worker, 2, KEYS[:2])
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert resize(operator(manager), 40).refusal == ""
-    monkeypatch.undo()
-    sent_away(leader, worker)
-    leader, worker = come_back(manager)
-    assert holds(leader, worker, 1, KEYS[:2]) == 2
-    assert holds(leader, worker, 2, KEYS[100:106]) == 6
-
-
-@pytest.mark.parametrize("where", ["resident_but_not_in", "find_leading"])
-def test_a_namespace_that_fails_is_off_and_the_other_has_the_new_size(
-    make_manager: Callable[..., ManagerBench], monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    manager = make_manager(namespaces=2, host_blocks=32)
-    first, second = manager.engine("a"), manager.engine("b", namespace=OTHER)
-    for leader, worker in (first, second):
-        store(leader, worker, 1, KEYS[:6])
-    admin = operator(manager)
-    admin.send(Pin(fingerprint=OTHER.fingerprint.hex(), keys=join_keys(KEYS[:3]), seconds=600.0))
-    assert admin.expect(Pinned).blocks == 3
-    broken, method, moved = manager.space(1), getattr(SlotPool, where), Carrying.finish
-
-    def fails(pool: SlotPool[BlockKey], *arguments: Any) -> Any:
-        if going and pool in broken.pools:
-            raise KeyError("a defect")
-        return method(pool, *arguments)
-
-    def finish(carrying: Carrying, share: float) -> int:
-        going.append(carrying)
-        return moved(carrying, share)
-
-    going: list[Carrying] = []
-    monkeypatch.setattr(SlotPool, where, fails)
-    monkeypatch.setattr(Carrying, "finish", finish)
-    refusal = resize(admin, 16).refusal
-    assert "1 of 2 namespaces failed" in refusal
-    assert "a defect" in refusal
-    assert broken.failure
-    assert manager.space(0).failure == ""
-    assert manager.space(0).arena.slot_count == 8
-    assert manager.server.spaces.settings.host_bytes == 16 * LAYOUT.block_bytes
-    sent_away(*first)
-    leader, worker = come_back(manager, "a")
-    assert holds(leader, worker, 1, KEYS[:6]) == 6
-    # Whoever comes to the other one finds nothing, and no wrong bytes.
-    assert broken.lookup(99, 1, KEYS[:6], 0) is None
-
-
-def test_a_policy_that_fails_while_leases_end_is_told(
-    make_manager: Callable[..., ManagerBench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = make_manager()
-    leader, worker = manager.engine()
-    store(leader, worker, 1, KEYS[:8])
-    leader.lookup(1, KEYS[:3])
-
-    def fails(slots: object) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(manager.space().host_pool.policy, "evictable", fails)
-    assert "1 of 1 namespaces failed" in resize(operator(manager), 32).refusal
-    assert "RuntimeError: no" in manager.space().failure
