@@ -16,7 +16,7 @@ from kvbm.present.tables import json_text
 from kvbm.settings import parse_size
 
 RESIZE_S_MAX = 3600.0
-"""A terabyte is copied in less."""
+"""How long the command waits. The manager goes on without it, as it does after Ctrl-C."""
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -36,7 +36,8 @@ def resize(
     """Make the host tier of a running manager larger or smaller, while it serves.
 
     Blocks are carried over, as many as there is room for; the disk tier is not touched. Until the engines have gone
-    over there is memory of both sizes. The next manager starts with the size of the settings again.
+    over there is memory of both sizes: they connect again, and none of their requests fails. Ctrl-C ends the wait, not
+    the resize. The next manager starts with the size of the settings again.
     """
     size = parse_size("--host", host)
     if not size:
@@ -60,7 +61,7 @@ def resize(
         if reply.dropped:
             print(f"  {reply.dropped} blocks were dropped from it")
         if reply.pins_ended:
-            print(f"  {reply.pins_ended} pins ended: their blocks do not fit any more")
+            print(f"  pins ended, because their blocks do not fit any more: {reply.pins_ended}")
     else:
         print(f"  G2 host: {format_bytes(size)} from the first engine on: none has connected yet")
     print("  a manager that starts again has the size of its settings: change them too to keep this one")

@@ -240,7 +240,7 @@ def _print_overview(reply: WhyReply) -> None:
     if reply.reasons:
         screen.print(reasons)
     else:
-        screen.print("all of them were found and loaded")
+        screen.print("nothing that was asked for was missing")
     headings = ("request", "ago", "blocks", "device", "host", "disk", "loaded", "computed", "why")
     table = plain_table(headings, words=("why",), folded=("request",))
     for found in reply.requests:
