@@ -27,18 +27,9 @@ from kvbm.leader import Leader
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import LeafFirstLru
 from kvbm.present.tables import console, plain_table, save_json
-from kvbm.protocol import (
-    PROTOCOL_VERSION,
-    Commit,
-    Hello,
-    Lookup,
-    LookupReply,
-    Release,
-    Reserve,
-    ReserveReply,
-    StepPlan,
-)
+from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Lookup, LookupReply, Release, Reserve, ReserveReply
 from kvbm.settings import Settings, process_environment
+from kvbm.step_plan import StepPlan
 from kvbm.transfer import DeviceCache
 from kvbm.worker import Worker
 

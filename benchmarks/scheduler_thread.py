@@ -3,7 +3,7 @@
 The requests' block pool and block tables are vLLM's own; the manager is a real one in a process of its own. Processor
 time is the scheduler thread's alone; wall time includes what it waits for (the kernel, and the manager where it must).
 
-python -m benchmarks.scheduler_thread [--rounds 30] [--blocks 8192] [--requests 16]
+python -m benchmarks.scheduler_thread [--rounds 30] [--blocks 8192] [--requests 16] [--traces]
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.present.tables import console, plain_table, save_json
-from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
+from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, process_environment
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 
 ENGINE = "bench-scheduler"
@@ -77,7 +78,9 @@ class Timed:
 class Engine:
     """The parts of vLLM's scheduler that KVBM's half reads, without a model."""
 
-    def __init__(self, directory: str, host_blocks: int, device_blocks: int, blocks: int) -> None:
+    def __init__(
+        self, directory: str, host_blocks: int, device_blocks: int, blocks: int, traces: bool = False
+    ) -> None:
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
         config = KVCacheConfig(
             num_blocks=device_blocks,
@@ -87,7 +90,11 @@ class Engine:
         tokens_max = 2 * blocks * BLOCK_TOKENS
         self.cache = KVCacheManager(config, tokens_max, BLOCK_TOKENS, BLOCK_TOKENS)
         settings = Settings(
-            host_blocks=host_blocks, runtime_dir=directory, onboard="always", onboard_mode="async"
+            host_blocks=host_blocks,
+            runtime_dir=directory,
+            onboard="always",
+            onboard_mode="async",
+            traces=traces,
         )
         vllm_config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(engine_id=ENGINE, kv_load_failure_policy="recompute"),
@@ -274,13 +281,13 @@ def write_adapter(directory: Path) -> str:
     return str(directory)
 
 
-def rows(blocks: int, requests: int, rounds: int) -> list[dict[str, Any]]:
+def rows(blocks: int, requests: int, rounds: int, traces: bool = False) -> list[dict[str, Any]]:
     """All measurements in one engine: what, budget, medians and maxima in ms."""
     chains = (requests + 4) * (blocks + rounds)
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as directory:
         os.chmod(directory, 0o700)
         adapter = write_adapter(Path(directory) / "adapter")
-        engine = Engine(directory, chains, chains, blocks)
+        engine = Engine(directory, chains, chains, blocks, traces)
         found = arrivals(engine, "nothing found", blocks, rounds)
         found += arrivals(engine, "all on the device", blocks, rounds, on_device=True)
         held = engine.request("held", blocks)
@@ -321,10 +328,11 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=8192, help="of each request")
     parser.add_argument("--requests", type=int, default=16, help="that run at once")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--traces", action="store_true", help="send a trace of each request")
     parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where the JSON goes")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    found = rows(options.blocks, options.requests, options.rounds)
+    found = rows(options.blocks, options.requests, options.rounds, options.traces)
     save_json(found, options.output / "scheduler-thread.json")
     console().print(render(found))
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvbm.observe.metrics import BY_NAME, MetricKind
+from kvbm.observe.metric_table import BY_NAME, MetricKind
 
 WINDOW = "$__rate_interval"
 """Grafana's: long enough for a rate at any resolution."""
@@ -44,17 +44,23 @@ def _plain(name: str, legend: str = "", by: tuple[str, ...] = ()) -> Query:
     return Query(f"sum{_by(name, by)}({name}{CHOSEN})", legend or _legend(by))
 
 
+def _worst(name: str, by: tuple[str, ...]) -> Query:
+    """The largest value among the managers."""
+    return Query(f"max{_by(name, by)}({name}{CHOSEN})", _legend(by))
+
+
 def _rate(name: str, legend: str = "", by: tuple[str, ...] = ()) -> Query:
     """A counter's growth a second."""
     assert BY_NAME[name].kind is MetricKind.COUNTER, name
     return Query(f"sum{_by(name, by)}(rate({name}{CHOSEN}[{WINDOW}]))", legend or _legend(by))
 
 
-def _quantile(name: str, share: float, by: tuple[str, ...]) -> Query:
-    """A quantile of a histogram."""
+def _quantile(name: str, share: float, by: tuple[str, ...], what: str = "") -> Query:
+    """A quantile of a histogram; `what` tells those of one panel apart."""
     assert BY_NAME[name].kind is MetricKind.HISTOGRAM, name
     buckets = f"sum by ({', '.join(('le', *by))}) (rate({name}_bucket{CHOSEN}[{WINDOW}]))"
-    return Query(f"histogram_quantile({share}, {buckets})", f"p{share * 100:g} {_legend(by)}")
+    words = [f"p{share * 100:g}", _legend(by), what]
+    return Query(f"histogram_quantile({share}, {buckets})", " ".join(filter(None, words)))
 
 
 def _ratio(above: str, below: str, legend: str, by: tuple[str, ...] = ()) -> Query:
@@ -64,6 +70,14 @@ def _ratio(above: str, below: str, legend: str, by: tuple[str, ...] = ()) -> Que
         for name in (above, below)
     )
     return Query(f"{top} / {f'scalar({bottom})' if by else bottom}", legend or _legend(by))
+
+
+def _share(name: str, label: str, value: str, legend: str) -> Query:
+    """The part of a counter's growth that one value of a label has."""
+    assert value in next(row.values for row in BY_NAME[name].labels if row.name == label), value
+    chosen = f'{CHOSEN[:-1]},{label}="{value}"}}'
+    part, whole = (f"sum(rate({name}{labels}[{WINDOW}]))" for labels in (chosen, CHOSEN))
+    return Query(f"{part} / {whole}", legend)
 
 
 def _by(name: str, labels: tuple[str, ...]) -> str:
@@ -118,10 +132,13 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Wait, by engine",
                 "s",
-                "From a lookup to its answer, and to the end of its load, as the engine saw them.",
+                "From a lookup to its answer, and to the end of its load, and from a reservation of slots to its "
+                "answer, as the engine saw them. It looks for answers once a step: where they come much later than "
+                "that, the manager has too much to do, or too little CPU.",
                 (
-                    _quantile("kvbm_lookup_answer_seconds", 0.99, ("engine",)),
-                    _quantile("kvbm_load_wait_seconds", 0.99, ("engine",)),
+                    _quantile("kvbm_lookup_answer_seconds", 0.99, ("engine",), "lookup"),
+                    _quantile("kvbm_load_wait_seconds", 0.99, ("engine",), "load"),
+                    _quantile("kvbm_reserve_answer_seconds", 0.99, ("engine",), "reservation"),
                 ),
             ),
             Panel(
@@ -129,6 +146,13 @@ ROWS: tuple[Row, ...] = (
                 "ops",
                 "Prefix lookups by outcome.",
                 (_rate("kvbm_lookups_total", by=("outcome",)),),
+            ),
+            Panel(
+                "Lookups that found nothing",
+                "percentunit",
+                "Of all lookups. Near 1 with few bytes found: prompts share no beginning, or their blocks have gone. "
+                "`kvbm why` says which for one request.",
+                (_share("kvbm_lookups_total", "outcome", "miss", "nothing found"),),
             ),
             Panel(
                 "Bytes found",
@@ -203,6 +227,13 @@ ROWS: tuple[Row, ...] = (
                 (_plain("kvbm_queue_blocks", by=("queue",)),),
             ),
             Panel(
+                "Oldest in a queue",
+                "s",
+                "How long the oldest block waits: for its turn, and for the disk. Loads that wait for seconds come "
+                "too late to be worth it; blocks that wait long to be written may be evicted before their turn.",
+                (_worst("kvbm_queue_age_seconds", ("queue",)),),
+            ),
+            Panel(
                 "Not offloaded",
                 "short",
                 "Blocks a second that were not offloaded, by reason.",
@@ -225,8 +256,9 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Evictions",
                 "short",
-                "Blocks a second that had to make room.",
-                (_rate("kvbm_evicted_blocks_total", by=("tier",)),),
+                "Blocks a second that were dropped, by reason. capacity: they made room for others. corrupt or "
+                "missing: the medium did not give them back. tier_off: they were gone after a fault.",
+                (_rate("kvbm_evicted_blocks_total", by=("tier", "reason")),),
             ),
             Panel(
                 "Leases",
@@ -260,6 +292,13 @@ ROWS: tuple[Row, ...] = (
                     _rate("kvbm_failures_total", by=("tier", "kind")),
                     _rate("kvbm_recompute_fallbacks_total", "{{engine}} loads computed instead", ("engine",)),
                 ),
+            ),
+            Panel(
+                "Tried again",
+                "ops",
+                "Lookups whose first answer no longer held, stores of blocks for which there had been no room, and "
+                "starts of a tier that is off.",
+                (_rate("kvbm_retries_total", by=("operation",)),),
             ),
             Panel(
                 "Object storage failures",

@@ -58,7 +58,8 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. `ranks` are attached, of `rank_count`; `led`: its leader (scheduler) is connected too.
 
-    `leases` and `leased_blocks` are those of its requests now; `lease_blocks_max` is its share of host memory.
+    `leases` and `leased_blocks` are those of its requests now; `lease_blocks_max` is its share of host memory. Its own
+    cache holds `device_blocks`, 0 where it did not say.
     """
 
     engine: str
@@ -70,6 +71,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     leased_blocks: int
     lease_blocks_max: int
+    device_blocks: int = 0
 
 
 class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +175,12 @@ class Unpin(Message, frozen=True, kw_only=True, tag="unpin"):
     last_keys: bytes = b""
 
 
+class Resize(Message, frozen=True, kw_only=True, tag="resize"):
+    """Give host memory another size, for all namespaces together, while it serves. Takes as long as copying it does."""
+
+    host_bytes: int
+
+
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
     """Ask for a `SnapshotReply`."""
 
@@ -182,6 +190,17 @@ class WhyQuery(Message, frozen=True, kw_only=True, tag="why?"):
 
     request: str = ""
     limit: int = 20
+
+
+class WhyPrompt(Message, frozen=True, kw_only=True, tag="why_prompt?"):
+    """Ask for a `WhyReply` about a chain (`keys`, joined) as if it were a request now. It leases nothing.
+
+    `prompt` is the digest of the first block of tokens, as leaders make it; empty where it is not known.
+    """
+
+    fingerprint: str
+    keys: bytes
+    prompt: bytes = b""
 
 
 # ---- manager → admin
@@ -248,6 +267,23 @@ class Unpinned(Message, frozen=True, kw_only=True, tag="unpinned"):
     blocks: int
 
 
+class Resized(Message, frozen=True, kw_only=True, tag="resized"):
+    """Host memory has `after_bytes` now, for `slots` blocks. Of the blocks that it held, `carried` are there.
+
+    Pins that no longer fitted have ended. `refusal` says in one line why nothing was changed.
+    """
+
+    before_bytes: int = 0
+    after_bytes: int = 0
+    blocks_before: int = 0
+    carried: int = 0
+    dropped: int = 0
+    pins_ended: int = 0
+    slots: int = 0
+    seconds: float = 0.0
+    refusal: str = ""
+
+
 class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
     """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
     prefixes that are asked for most, the hottest first."""
@@ -272,9 +308,11 @@ class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
     asked_blocks: int
 
 
-AdminRequest: TypeAlias = Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | FindPrefix | Pin | Unpin
+AdminRequest: TypeAlias = (
+    Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | WhyPrompt | FindPrefix | Pin | Unpin | Resize
+)
 AdminReply: TypeAlias = (
-    Description | BlockPage | LeasePage | SnapshotReply | WhyReply | PrefixFound | Pinned | Unpinned
+    Description | BlockPage | LeasePage | SnapshotReply | WhyReply | PrefixFound | Pinned | Unpinned | Resized
 )
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply

@@ -17,6 +17,16 @@ def monotonic() -> float:
     return time.monotonic()
 
 
+def nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds."""
+    return round(seconds * 1e9)
+
+
+def wall_offset_ns() -> int:
+    """What makes a time of `monotonic` one of the system's clock, ns since 1970; it changes when that clock is set."""
+    return time.time_ns() - time.monotonic_ns()
+
+
 class ManualClock:
     """A clock that stands still until `advance` is called."""
 

@@ -47,5 +47,9 @@ class ManagerUnavailable(KvbmError):
     """No manager could be reached within the deadline."""
 
 
+class ManagerUnclear(KvbmError):
+    """Several managers run, and none is named."""
+
+
 class ProtocolError(KvbmError):
     """A message that is not one of `protocol`'s, or is over its bound."""

@@ -50,7 +50,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     A worker names the namespace and the layout of its blocks; a leader and an admin leave both out. `engine`
     joins a leader with its workers. `request_blocks` is the largest request the engine accepts, in blocks.
     `numa_node` is where the worker's device is attached, and its shard should lie; -1 is anywhere.
-    `data_parallel_rank` is the engine's among those that serve one model; a worker says it.
+    `data_parallel_rank` is the engine's among those that serve one model; a worker says it. `device_blocks` is how many
+    blocks the engine's own cache holds, 0 where that is not known; a leader says it.
     """
 
     version: int
@@ -62,6 +63,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     request_blocks: int = 0
     numa_node: int = -1
     data_parallel_rank: int = 0
+    device_blocks: int = 0
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 
@@ -73,6 +75,7 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
 
     The rest is for people who ask why it missed: the engine's id of the `request`, a digest of the `prompt`'s first
     block of tokens, and by name what else shaped its keys (`extras`: adapter, salt, weights; digests of secrets).
+    `again`: an earlier answer for this request no longer holds.
     """
 
     lookup: int
@@ -81,6 +84,7 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     request: str = ""
     prompt: bytes = b""
     extras: dict[str, str] = {}
+    again: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
@@ -107,7 +111,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
 
     `hashes` is the engine's own hash of each block, 32 bytes each and zeros where it has none of 32 bytes; empty where
     the keys are those hashes. `group` is the blocks' kind of layers. Blocks are found by key alone: the keys of
-    different groups must differ.
+    different groups must differ. `again`: for some of them there was no room when they were offered before.
     """
 
     store: int
@@ -115,14 +119,17 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     keys: bytes
     hashes: bytes = b""
     group: int = 0
+    again: bool = False
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
-    """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not."""
+    """All ranks wrote the blocks of a reservation; those at positions `failed` (among its slots) they did not.
+    The answer to the reservation was there after `answer_s`; 0 is not known."""
 
     store: int
     failed: tuple[int, ...] = ()
     seconds: float = 0.0
+    answer_s: float = 0.0
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
@@ -220,11 +227,15 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):
-    """`ready` leading blocks of a lookup lie in G2. With `final`, no more will: the rest failed or was dropped."""
+    """`ready` leading blocks of a lookup lie in G2. With `final`, no more will: the rest failed or was dropped.
+
+    `at_s` is when the last one came, on this node's monotonic clock; 0 where more may come, none did, or it is past.
+    """
 
     lookup: int
     ready: int
     final: bool
+    at_s: float = 0.0
 
 
 class ReserveReply(Message, frozen=True, kw_only=True, tag="reserved"):
@@ -273,82 +284,6 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
 
     epoch: int
     spaces: tuple[dict[str, object], ...] = ()
-
-
-# ---- leader → worker (inside the engine's own step message) and back
-
-
-class StorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Copy device blocks into reserved slots. Nothing overwrites the blocks before a step releases the store.
-
-    `generations[i]` is what slot i's generation must be when the copy begins: else the reservation has ended.
-    """
-
-    store: int
-    epoch: int
-    slots: tuple[int, ...]
-    generations: tuple[int, ...]
-    device_blocks: tuple[int, ...]
-
-
-class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Copy leased slots into device blocks. The first `ready` slots hold their bytes; the worker watches the others.
-
-    `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
-    the first pair in the lookup's run (the blocks before it were on the device already). `layerwise`: every slot is
-    ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived.
-    """
-
-    request: str
-    lookup: int
-    epoch: int
-    slots: tuple[int, ...]
-    generations: tuple[int, ...]
-    device_blocks: tuple[int, ...]
-    offset: int
-    ready: int
-    layerwise: bool = False
-
-
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks that one engine step has for every worker. `idle`: the step computes nothing, so waiting costs nobody.
-
-    `released` names stores, of this step or earlier ones, whose device blocks the engine may overwrite from this step
-    on: their copies come first. `weights` rises with every change of the weights that the leader knows of: a rank that
-    knows of a later one refuses the stores and loads of the step.
-    """
-
-    stores: tuple[StorePlan, ...] = ()
-    loads: tuple[LoadPlan, ...] = ()
-    idle: bool = False
-    released: tuple[int, ...] = ()
-    weights: int = 0
-
-
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of ranks since the last report: stores with the positions that failed, and seconds of copying.
-
-    `stored` maps a store id to (ranks that report it, failed positions, longest seconds); `loaded` maps a request
-    to its longest seconds of copying. `weights_changed`: a rank's weights did, and no plan has shown that the leader
-    knows.
-    """
-
-    stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
-    loaded: dict[str, float] = {}
-    weights_changed: bool = False
-
-    def merge(self, other: StepReport) -> StepReport:
-        """The report of two groups of ranks together."""
-        stored = dict(self.stored)
-        for store, (ranks, failed, seconds) in other.stored.items():
-            mine = stored.get(store, (0, (), 0.0))
-            both = tuple(sorted({*mine[1], *failed}))
-            stored[store] = (mine[0] + ranks, both, max(mine[2], seconds))
-        loaded = dict(self.loaded)
-        for request, seconds in other.loaded.items():
-            loaded[request] = max(loaded.get(request, 0.0), seconds)
-        changed = self.weights_changed or other.weights_changed
-        return StepReport(stored=stored, loaded=loaded, weights_changed=changed)
 
 
 ToManager: TypeAlias = (

@@ -61,10 +61,11 @@ def is_ours(path: str) -> bool:
     return _check(path, "the directory") >= 0
 
 
-def read_private(path: str) -> bytes:
+def read_private(path: str, secret: bool = False) -> bytes:
     """The content of a file of ours.
 
-    Raises OSError for a link, for anything but a plain file, and for a file that others own or can write to.
+    Raises OSError for a link, for anything but a plain file, and for a file that others own or can write to; also for
+    one that others can read, if it has a secret.
     """
     # A pipe or a device must not hold us up.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -72,7 +73,8 @@ def read_private(path: str) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EPERM, "it is no plain file")
-        if not is_ourselves(status.st_uid) or stat.S_IMODE(status.st_mode) & 0o022:
+        refused = 0o077 if secret else 0o022
+        if not is_ourselves(status.st_uid) or stat.S_IMODE(status.st_mode) & refused:
             raise OSError(errno.EPERM, f"user {status.st_uid} owns it, mode {stat.S_IMODE(status.st_mode):o}")
         return file.read(_READ_BYTES_MAX)
 

@@ -62,7 +62,12 @@ class Launcher:
 
     def metrics(self) -> Metrics:
         """The private manager's metrics."""
-        return scrape(self.metrics_port)
+        try:
+            return scrape(self.metrics_port)
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error}; managers that run: {private_managers(self.runtime_dir)}"
+            ) from None
 
     def assert_nothing_held(self) -> None:
         """With no request left no block is leased or being filled. The gauges follow twice a second."""

@@ -42,7 +42,8 @@ def test_loads_that_fail(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_loads_that_fail_in_one_of_two_ranks(
     launcher: Launcher, reference: Reference, tmp_path: Path, rank: int
 ) -> None:
@@ -81,7 +82,7 @@ def test_loads_that_fail_under_policy_fail(launcher: Launcher, reference: Refere
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("tiers", ["host", "host and disk"])
+@pytest.mark.parametrize("tiers", [pytest.param("host", marks=pytest.mark.slow), "host and disk"])
 def test_manager_killed_while_serving(
     launcher: Launcher, reference: Reference, tmp_path: Path, tiers: str
 ) -> None:
@@ -123,7 +124,7 @@ def test_shared_manager_replaced_while_serving(
     assert "manager lost" in engine.log()
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
 def test_corrupt_blocks_after_a_restart(
     launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
 ) -> None:

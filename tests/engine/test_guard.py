@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.protocol import LoadPlan, StepPlan
+from kvbm.step_plan import LoadPlan, StepPlan
 from kvbm.vllm_integration.engine_start import engine_start_s
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.weights import changed_since

@@ -51,7 +51,7 @@ def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
     metrics = launcher.metrics()
     assert metrics["kvbm_onboard_blocks_h2d"] > some(20)
     launcher.assert_nothing_held()
-    assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host"}'] > some(100)
+    assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host",reason="capacity"}'] > some(100)
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["host", "disk"])
@@ -107,7 +107,7 @@ def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: P
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
 def test_disk_survives_a_restart(
     launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvbm.protocol import LoadPlan, StepPlan, StorePlan
+from kvbm.step_plan import LoadPlan, StepPlan, StorePlan
 from kvbm.vllm_integration.connector import DynamoConnector, DynamoConnectorMetadata
 from kvbm.vllm_integration.worker_side import WorkerSide
 from kvbm.worker import Worker

@@ -17,9 +17,10 @@ from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease, LeaseState, Reservation
 from kvbm.manager.lookups import LEASE_S, LookingUp
-from kvbm.manager.space import RESERVATION_S, Space, SpaceOptions
+from kvbm.manager.space import RESERVATION_S, Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED

@@ -12,8 +12,8 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvbm.block import BlockState
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.lookups import advance
-from kvbm.manager.space import SpaceOptions
 from kvbm.policy import LeafFirstLru
 from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier

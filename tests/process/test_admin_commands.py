@@ -98,18 +98,6 @@ def test_a_socket_that_a_killed_manager_left_is_not_a_manager(make_node: Callabl
 # ---- which manager
 
 
-@pytest.mark.parametrize("words", [("inspect", "leases"), ("reset", "--tier", "G2")])
-def test_with_several_managers_a_command_lists_them(
-    make_node: Callable[..., Node], words: tuple[str, ...]
-) -> None:
-    node = make_node()
-    paths = [node.manage("a.sock"), node.manage("b.sock")]
-    said = node.refused(*words)
-    assert said.startswith("kvbm: --manager=''")
-    assert ", ".join(paths) in said
-    assert node.kvbm(*words, "--manager", paths[0])[0] == 0
-
-
 def test_without_a_manager_a_command_says_where_it_looked(make_node: Callable[..., Node]) -> None:
     node = make_node()
     assert f"no manager runs in {node.runtime_dir}" in node.refused("inspect", "queues")
@@ -240,3 +228,22 @@ def test_reset_of_a_tier_that_the_manager_lacks_is_refused(make_node: Callable[.
     assert "no disk tier" in node.refused("inspect", "blocks", "--tier", "G3")
     code, out, _ = node.kvbm("reset", "--tier", "all")
     assert (code, "G2 host: 0 blocks dropped, 5 stay because they are in use" in out) == (0, True)
+
+
+# ---- doctor
+
+
+def test_doctor_compares_host_memory_with_the_cache_of_an_engine_that_runs(node: Node) -> None:
+    path = node.manage()
+    node.engine(path, "small", device_blocks=10)
+    node.engine(path, "large", device_blocks=4000)
+    node.engine(path, "silent")
+    _, out, err = node.kvbm("doctor", "--json")
+    assert err == ""
+    found = {each["name"]: each for each in json.loads(out)["checks"] if each["name"].startswith("engine ")}
+    host = json.loads(node.kvbm("status", "--json")[1])["managers"][0]["description"]["spaces"][0]["tiers"][0]
+    large = found["engine large"]
+    assert list(found) == ["engine large"]
+    assert large["state"] == "advice"
+    assert large["measured"] == {"host_blocks": host["blocks"], "device_blocks": 4000}
+    assert "fewer than the device's 4000" in large["found"]

@@ -8,22 +8,24 @@ import math
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 import kvbm
-from kvbm.observe.metrics import TABLE
+from kvbm.observe.metric_table import TABLE, MetricKind
 from rigs.checkout import ROOT
 from rigs.library import NAMESPACE, layout
 from rigs.manager_probe import SharedManager, wait_for
 from rigs.prometheus import Prometheus, program
 
 DEPLOY, SCRIPTS = ROOT / "deploy", ROOT / "scripts"
+RULES = DEPLOY / "prometheus" / "kvbm-alerts.yml"
 if not DEPLOY.is_dir():
     pytest.skip("a source distribution has no dashboard", allow_module_level=True)
 sys.path.insert(0, str(SCRIPTS))
-from panels import CHOSEN, ROWS, WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
+from panels import ROWS, WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
 
 PANELS = {f"{row.title}: {panel.title}": panel for row in ROWS for panel in row.panels}
 SEEN_S = 60.0
@@ -75,7 +77,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     with contextlib.ExitStack() as ends:
         manager = SharedManager(directory, str(directory / "m.sock"), "--host-blocks", "16", *disk)
         ends.callback(manager.close)
-        prometheus = Prometheus(directory, manager.metrics_port)
+        prometheus = Prometheus(directory, manager.metrics_port, rules=RULES)
         ends.callback(prometheus.close)
         client = ends.enter_context(
             kvbm.BlockManager.connect(manager.socket_path, layout(), NAMESPACE, join_timeout_s=30.0)
@@ -94,8 +96,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 def answers(prometheus: Prometheus, panel: Panel) -> list[list[float]]:
     """The values behind each query of a panel, as Grafana would ask for them."""
-    chosen = CHOSEN.replace("$job", ".*").replace("$instance", ".*")
-    asked = [query.expression.replace(CHOSEN, chosen).replace(WINDOW, "30s") for query in panel.queries]
+    chosen = {"$job": ".*", "$instance": ".*", WINDOW: "30s"}
+    asked = [query.expression for query in panel.queries]
+    for variable, value in chosen.items():
+        asked = [expression.replace(variable, value) for expression in asked]
     return [prometheus.query(expression) for expression in asked]
 
 
@@ -113,8 +117,35 @@ def test_every_panel_has_data(prometheus: Prometheus) -> None:
     assert empty(prometheus) == []
 
 
+def test_promtool_finds_nothing_in_a_scrape_but_names_of_the_original(prometheus: Prometheus) -> None:
+    (target,) = prometheus.targets()
+    with urllib.request.urlopen(target["scrapeUrl"], timeout=10.0) as reply:
+        scraped = reply.read()
+    found = {line.split()[2] for line in scraped.decode().splitlines() if line.startswith("# TYPE ")}
+    ours = {metric.name for metric in TABLE}
+    assert found == ours
+    ended = subprocess.run(
+        [program("promtool"), "check", "metrics"], input=scraped, capture_output=True, check=False
+    )
+    complaints = (ended.stdout + ended.stderr).decode().splitlines()
+    counters = (metric for metric in TABLE if metric.compatible and metric.kind is MetricKind.COUNTER)
+    assert sorted(filter(None, complaints)) == sorted(
+        f'{metric.name} counter metrics should have "_total" suffix' for metric in counters
+    )
+
+
+def test_a_young_manager_that_is_well_raises_no_alert(prometheus: Prometheus) -> None:
+    def evaluated() -> bool:
+        return all(rule["health"] == "ok" for rule in prometheus.rules())
+
+    wait_for(evaluated, SEEN_S, lambda: f"{prometheus.rules()}")
+    names = {rule["name"] for rule in prometheus.rules()}
+    assert names == set(re.findall(r"alert: (\w+)", RULES.read_text()))
+    assert prometheus.query("count_over_time(ALERTS[10m])") == [], "nor was one pending"
+
+
 def test_the_alerts_fire() -> None:
-    promtool, directory = program("promtool"), DEPLOY / "prometheus"
+    promtool, directory = program("promtool"), RULES.parent
     for words in (
         ("check", "rules", "kvbm-alerts.yml"),
         ("check", "config", "prometheus.yml"),

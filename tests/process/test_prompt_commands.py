@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvbm.cli.prompts import candidates, read_prompt
+from kvbm.protocol import Lookup, LookupReply
+from kvbm.vllm_integration.request_facts import prompt_digest
 from rigs.admin import Engine, Node
-from rigs.manager import LAYOUT, NAMESPACE
+from rigs.manager import LAYOUT, NAMESPACE, OTHER
 
 TOKENS = list(range(700, 720))
 """Five blocks."""
@@ -131,3 +133,80 @@ def test_pins_leave_most_of_host_memory_to_engines(make_node: Callable[..., Node
     assert "4 of 5 blocks pinned for 1 h" in out
     assert "over what pins may hold together (4 blocks)" in out
     assert node.json("unpin", "--all") == {"pins": 1, "blocks": 4}
+
+
+def evicting(node: Node, engine: Engine) -> None:
+    """Blocks that nobody asked for before take the room of all that is not leased."""
+    engine.store([bytes((7, number)) * 16 for number in range(32)])
+
+
+def test_why_says_of_a_prompt_how_far_it_matches_now_and_why_no_further(node: Node, prompt: str) -> None:
+    engine, keys = stored(node, node.manage())
+    whole = node.json("why", "--prompt-file", prompt)
+    assert (whole["blocks"], whole["host"], whole["first_missing"], whole["reason"]) == (5, 5, None, "hit")
+    while len(node.json("inspect", "blocks", "--tier", "G3")["blocks"]) < 5:
+        pass
+    node.json("reset", "--tier", "G2")
+    below = node.json("why", "--prompt-file", prompt)
+    assert below["prefix"] == {"host": 0, "disk": 5}
+    assert (below["host"], below["disk"], below["first_missing"]) == (0, 5, None)
+    node.json("reset", "--tier", "G3")
+    engine.store(keys[:2])
+    part = node.json("why", "--prompt-file", prompt)
+    assert (part["prefix"]["host"], part["first_missing"], part["missing"]) == (2, 2, {"reset": 3})
+    assert part["left"]["host"]["what"] == part["left"]["disk"]["what"] == "reset"
+    code, out, err = node.kvbm("why", "--prompt-file", prompt, "--model", NAMESPACE.model)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{prompt} ({NAMESPACE.model}, namespace {NAMESPACE.short}, 0.0 s ago)\n")
+    assert "5 blocks of 4 tokens; its beginning in each tier: host 2 (8 tokens), disk " in out
+    assert "block 3 (tokens 9-12): dropped from host by a reset" in out
+    assert "3 blocks in no tier: reset (somebody reset the tier)" in out
+    asked = node.json("why")
+    assert "prompt" not in str(asked["requests"]), "the question is no request"
+
+
+@pytest.mark.parametrize("form", [0, -2, -1])
+def test_why_finds_what_was_evicted_in_any_form_of_the_keys(
+    make_node: Callable[..., Node], prompt: str, form: int
+) -> None:
+    node = make_node(host_blocks=32)
+    engine, _ = stored(node, node.manage(), form)
+    evicting(node, engine)
+    found = node.json("why", "--prompt-file", prompt)
+    assert (found["blocks"], found["host"], found["missing"]) == (5, 0, {"evicted": 5})
+    assert found["eviction_policy"] in node.kvbm("why", "--prompt-file", prompt)[1]
+
+
+def test_why_of_a_prompt_that_came_with_another_salt_or_to_another_namespace(node: Node, prompt: str) -> None:
+    path = node.manage("manager.sock", "--namespaces", "2")
+    engine = node.engine(path)
+    node.engine(path, "engine-2", OTHER)
+    digest = prompt_digest(TOKENS, LAYOUT.block_tokens)
+    assert node.json("why", "--prompt-file", prompt, "--namespace", NAMESPACE.short)["missing"] == {
+        "never_seen": 5
+    }
+    salted = Lookup(
+        lookup=900, keys=b"s" * 32, prompt=digest, request="salted", extras={"cache_salt": "0badcafe"}
+    )
+    engine.leader.send(salted)
+    engine.expect(LookupReply)
+    found = node.json("why", "--prompt-file", prompt, "--namespace", NAMESPACE.short)
+    assert found["missing"] == {"salt_changed": 5}
+    assert found["differs"] == ["cache_salt is none here, 0badcafe there"]
+    there = node.json("why", "--prompt-file", prompt, "--namespace", OTHER.short)
+    assert there["missing"] == {"model_changed": 5}
+    assert any(line.startswith("weights is bb here, aa there") for line in there["differs"]), there["differs"]
+
+
+def test_a_form_of_keys_that_we_do_not_know_is_not_called_other_extras(node: Node, prompt: str) -> None:
+    engine = node.engine(node.manage())
+    digest = prompt_digest(TOKENS, LAYOUT.block_tokens)
+    engine.leader.send(Lookup(lookup=900, keys=b"s" * 32, prompt=digest, request="odd"))
+    engine.expect(LookupReply)
+    assert node.json("why", "--prompt-file", prompt)["missing"] == {"never_seen": 5}
+
+
+def test_why_refuses_what_does_not_go_together(node: Node, prompt: str) -> None:
+    assert "only together with --prompt-file" in node.refused("why", "--model", "x")
+    assert "only together with --prompt-file" in node.refused("why", "--namespace", "ab")
+    assert "no value together with --prompt-file" in node.refused("why", "cmpl-1", "--prompt-file", prompt)

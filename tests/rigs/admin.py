@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvbm.block import BlockKey
 from kvbm.client.channel import Channel
@@ -36,10 +36,19 @@ DEADLINE_S = 60.0
 class Engine:
     """A leader and a rank, which store blocks and look them up as an engine's do."""
 
-    def __init__(self, socket_path: str, name: str, namespace: Namespace = NAMESPACE) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        name: str,
+        namespace: Namespace = NAMESPACE,
+        device_blocks: int = 0,
+        **hello_fields: Any,
+    ) -> None:
+        """`device_blocks` is what the leader says, `hello_fields` are the rank's."""
         self.leader, self.worker = Channel.connect(socket_path), Channel.connect(socket_path)
-        self.leader.introduce(Hello(version=PROTOCOL_VERSION, role="leader", engine=name), DEADLINE_S)
-        hello = worker_hello(name, namespace=namespace)
+        leader = Hello(version=PROTOCOL_VERSION, role="leader", engine=name, device_blocks=device_blocks)
+        self.leader.introduce(leader, DEADLINE_S)
+        hello = worker_hello(name, namespace=namespace, **hello_fields)
         self.welcome = self.worker.introduce(hello, DEADLINE_S)
         self.memory, generations = open_arena(self.worker.take_fds())
         generations.close()
@@ -98,18 +107,26 @@ class Node:
         """What managers and commands that start from now on find in their environment."""
         self.environment |= {variable(field): str(value) for field, value in settings.items()}
 
-    def manage(self, name: str = "manager.sock", *words: str) -> str:
-        """Start `kvbm manager`; its socket, once it listens."""
+    def manage(self, name: str = "manager.sock", *words: str, stderr: IO[str] | None = None) -> str:
+        """Start `kvbm manager`, which logs to `stderr`; its socket, once it listens."""
         path = str(self.runtime_dir / name)
         command = [sys.executable, "-m", "kvbm.cli.main", "manager", "--socket", path, *words]
-        child = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
         self.managers.append(child)
         assert child.stdout is not None
         assert path in child.stdout.readline()
         return path
 
-    def engine(self, socket_path: str, name: str = "engine-1", namespace: Namespace = NAMESPACE) -> Engine:
-        self.engines.append(Engine(socket_path, name, namespace))
+    def engine(
+        self,
+        socket_path: str,
+        name: str = "engine-1",
+        namespace: Namespace = NAMESPACE,
+        device_blocks: int = 0,
+    ) -> Engine:
+        self.engines.append(Engine(socket_path, name, namespace, device_blocks))
         return self.engines[-1]
 
     def kvbm(self, *words: str) -> tuple[int, str, str]:

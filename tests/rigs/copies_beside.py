@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 from kvbm.errors import ManagerUnavailable
-from kvbm.protocol import PROTOCOL_VERSION, Hello, LoadPlan, StorePlan, Welcome
+from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
+from kvbm.step_plan import LoadPlan, StorePlan
 from kvbm.worker.jobs import PIECE_BLOCKS, LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mark

@@ -17,18 +17,15 @@ from kvbm.protocol import (
     PROTOCOL_VERSION,
     Finished,
     Hello,
-    LoadPlan,
     Lookup,
     LookupReply,
     Message,
     Ready,
     Reserve,
     ReserveReply,
-    StepPlan,
-    StepReport,
-    StorePlan,
     decode_to_manager,
 )
+from kvbm.step_plan import LoadPlan, StepPlan, StepReport, StorePlan
 
 FINGERPRINT = bytes(range(32))
 HASHES = [bytes([i]) * 32 for i in range(40)]

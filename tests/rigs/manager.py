@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvbm.admin_protocol import WhyQuery, WhyReply
 from kvbm.block import BlockKey
+from kvbm.client.admin import _AdminChannel
 from kvbm.client.channel import Channel
 from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUnavailable
@@ -217,6 +219,27 @@ def store(leader: Client, worker: Client, number: int, keys: list[BlockKey]) -> 
             worker.write(slot, key)
     leader.send(Commit(store=number))
     return slots
+
+
+def why(manager: ManagerBench, request: str = "", limit: int = 20) -> WhyReply:
+    """What an operator is told of requests."""
+    client = Client(manager, _AdminChannel.connect(manager.path))
+    try:
+        client.send(Hello(version=PROTOCOL_VERSION, role="admin"))
+        client.expect(Welcome)
+        client.send(WhyQuery(request=request, limit=limit))
+        return client.expect(WhyReply)
+    finally:
+        client.close()
+        manager.step()
+
+
+def one(manager: ManagerBench, request: str) -> dict[str, Any]:
+    """What is told of a request that is known."""
+    reply = why(manager, request)
+    assert reply.matching == 1
+    (found,) = reply.requests
+    return found
 
 
 def refusal(client: Client) -> str:

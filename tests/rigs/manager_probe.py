@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,18 +26,19 @@ class Metrics(dict[str, float]):
 
 def scrape(port: int, timeout_s: float = 20.0) -> Metrics:
     """The metrics of the manager at `port`, waiting for a manager that is being started."""
-    text = ""
+    text, trouble = "", ""
 
     def answered() -> bool:
-        nonlocal text
+        nonlocal text, trouble
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as reply:
                 text = reply.read().decode()
-        except OSError:
+        except OSError as error:
+            trouble = repr(error)
             return False
         return True
 
-    wait_for(answered, timeout_s, f"no metrics at port {port}")
+    wait_for(answered, timeout_s, lambda: f"no metrics at port {port} ({trouble})")
     series = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
     return Metrics((name, float(value)) for name, value in series)
 
@@ -51,11 +54,13 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, otherwise: str | C
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on at the moment, and that the kernel gives to no outgoing connection meanwhile."""
+    ports = random.SystemRandom()
+    while True:
+        port = ports.randrange(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def private_managers(runtime_dir: str) -> list[int]:

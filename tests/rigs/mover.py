@@ -14,18 +14,8 @@ import torch
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
-from kvbm.protocol import (
-    Commit,
-    LoadPlan,
-    Ready,
-    Reserve,
-    ReserveReply,
-    Reset,
-    ResetReply,
-    StepPlan,
-    StorePlan,
-    Welcome,
-)
+from kvbm.protocol import Commit, Ready, Reserve, ReserveReply, Reset, ResetReply, Welcome
+from kvbm.step_plan import LoadPlan, StepPlan, StorePlan
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
 from kvbm.worker.jobs import FinishedLoad
@@ -128,7 +118,7 @@ class Rank:
         reply = self.leader.expect(ReserveReply)
         return StorePlan(
             store=number,
-            epoch=self.bench.server.epoch,
+            epoch=self.epoch,
             slots=reply.slots,
             generations=reply.generations,
             device_blocks=tuple(device_blocks),
@@ -160,7 +150,7 @@ class Rank:
         return LoadPlan(
             request=f"r{number}",
             lookup=number,
-            epoch=self.bench.server.epoch,
+            epoch=self.epoch,
             slots=found.slots,
             generations=found.generations,
             device_blocks=tuple(range(20, 20 + len(found.slots))),
@@ -197,6 +187,19 @@ class Rank:
 
     # ---- the manager
 
+    @property
+    def epoch(self) -> int:
+        """Of the memory that the manager has now."""
+        return self.bench.server.epoch + self.bench.space().life
+
+    def come_back(self) -> None:
+        """The manager sent us away, and the worker comes back by itself."""
+        self.leader.expect_end()
+        self.leader.close()
+        self.await_new_session()
+        self.leader = self.bench.leader()
+        assert self.leader.expect(Ready).ready
+
     def stop_manager(self) -> None:
         self.closed = True
         self.bench.open = False
@@ -222,8 +225,7 @@ class Rank:
 
     def await_new_session(self) -> None:
         """Until the mover is in the manager's present life."""
-        epoch = self.bench.server.epoch
-        self.bench.until(lambda: self.mover.connected and self.mappings[-1].epoch == epoch)
+        self.bench.until(lambda: self.mover.connected and self.mappings[-1].epoch == self.epoch)
 
     def close(self) -> None:
         self.worker.close()

@@ -67,6 +67,10 @@ class Prometheus:
         found: list[dict[str, Any]] = self._ask("targets")["activeTargets"]
         return found
 
+    def rules(self) -> list[dict[str, Any]]:
+        """The alerts that it evaluates: `name`, `health`, `state` and `lastError` of each."""
+        return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
+
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(START_S)

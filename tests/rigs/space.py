@@ -6,8 +6,9 @@ from kvbm.block import BlockKey
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout
+from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
-from kvbm.manager.space import Space, SpaceOptions
+from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, AdmitAll
 from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier

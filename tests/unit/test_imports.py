@@ -30,11 +30,22 @@ PUBLIC_PACKAGES = ("kvbm.testing", "kvbm.vllm_integration.connector")
 """Import paths for users and for other people's tests, below which nothing of ours needs to lead."""
 SLOW_TO_IMPORT = {*NOT_DECLARED, "numpy"}
 """Imported where they are needed, not when a process starts."""
-DRAWS = ("kvbm/demo/", "kvbm/cli/top_app.py", "kvbm/present/axes.py", "kvbm/sim/scale/picture.py")
-"""Modules that draw may import packages of an extra: a user who asks for a picture gets its name."""
+OPTIONAL = (
+    "kvbm/demo/",
+    "kvbm/cli/top_app.py",
+    "kvbm/observe/otel.py",
+    "kvbm/present/axes.py",
+    "kvbm/sim/scale/picture.py",
+)
+"""Modules that draw or trace may import packages of an extra: a user who asks for that gets its name."""
 IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""
-IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
+IMPORT_NAMES = {
+    "prometheus-client": "prometheus_client",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+}
 
 
 def named_modules(source: str) -> set[str]:
@@ -143,7 +154,10 @@ def test_every_import_is_declared() -> None:
     wrong = [
         f"{path}: {name}"
         for path, source in SOURCES.items()
-        for name in third_party(source) - BASE - NOT_DECLARED - (EXTRAS if path.startswith(DRAWS) else set())
+        for name in third_party(source)
+        - BASE
+        - NOT_DECLARED
+        - (EXTRAS if path.startswith(OPTIONAL) else set())
         if not (path.startswith("kvbm/testing/") and name in EXTRAS)
     ]
     assert_none(wrong)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import ast
 import typing
 
-from kvbm import admin_protocol, protocol
+from kvbm import admin_protocol, protocol, step_plan
 from rigs.sources import SOURCES
 
 MANAGER = "kvbm/manager/"
+MODULES = ("kvbm.protocol", "kvbm.step_plan", "kvbm.admin_protocol")
 SENDERS = {
     **dict.fromkeys(typing.get_args(protocol.ToManager), ""),
     **dict.fromkeys(typing.get_args(protocol.FromManager), MANAGER),
     **dict.fromkeys(typing.get_args(admin_protocol.AdminRequest), ""),
     **dict.fromkeys(typing.get_args(admin_protocol.AdminReply), MANAGER),
-    protocol.StorePlan: "kvbm/leader/",
-    protocol.LoadPlan: "kvbm/leader/",
-    protocol.StepPlan: "kvbm/leader/",
-    protocol.StepReport: "kvbm/worker/",
+    step_plan.StorePlan: "kvbm/leader/",
+    step_plan.LoadPlan: "kvbm/leader/",
+    step_plan.StepPlan: "kvbm/leader/",
+    step_plan.StepReport: "kvbm/worker/",
 }
 """Messages, and the folder that sends them; empty is every folder but the manager's."""
 
@@ -28,7 +29,7 @@ def made(source: str) -> set[str]:
     taken = {
         alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("kvbm.protocol", "kvbm.admin_protocol")
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES
         for alias in node.names
     }
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -68,9 +69,7 @@ def test_every_message_is_somebodys() -> None:
     known = {*SENDERS, protocol.Message}
     structs = [
         value
-        for value in vars(protocol).values()
-        if isinstance(value, type)
-        and value.__module__ == "kvbm.protocol"
-        and hasattr(value, "__struct_fields__")
+        for value in (*vars(protocol).values(), *vars(step_plan).values())
+        if isinstance(value, type) and value.__module__ in MODULES and hasattr(value, "__struct_fields__")
     ]
     assert [struct.__name__ for struct in structs if struct not in known] == []

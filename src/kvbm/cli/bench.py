@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvbm.errors import KvbmError
+from kvbm.errors import KvbmError, SettingsError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -52,6 +52,15 @@ def bench(
     """
     if not _PARTS:
         raise KvbmError("kvbm bench needs the source checkout: run it there, as `make bench`")
+    unknown = [name for name in only.split(",") if only and name not in _PARTS]
+    if unknown:
+        raise SettingsError("--only", only, f"some of {', '.join(_PARTS)}, separated by commas")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            "--output", str(output), f"a directory that can be made ({error.strerror})"
+        ) from None
     command = [sys.executable, "-m", "benchmarks", "--output", str(output.absolute())]
     if only:
         command += ["--only", only]

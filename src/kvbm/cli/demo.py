@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvbm.errors import SettingsError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -18,6 +20,8 @@ app = typer.Typer()
 
 EXIT_WRONG = 1
 EXIT_FAILED = 2
+DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16")
+"""What vLLM takes."""
 
 
 @app.command()
@@ -50,6 +54,7 @@ def demo(
 
     Exit status: 0 as shown, 1 when texts differ or a tier served nothing, 2 when a server failed.
     """
+    _refuse_bad(output, model, dtype)
     from rich.console import Console
 
     from kvbm.demo.client import RequestError
@@ -82,6 +87,20 @@ def demo(
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from None
     raise typer.Exit(_conclude(console, options, results))
+
+
+def _refuse_bad(output: Path, model: str | None, dtype: str) -> None:
+    """Before servers are started. Raises SettingsError."""
+    if dtype not in DTYPES:
+        raise SettingsError("--dtype", dtype, f"one of {', '.join(DTYPES)}")
+    if model is not None and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise SettingsError("--model", model, "the directory of a model, or a name such as Qwen/Qwen3-0.6B")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            "--output", str(output), f"a directory that can be made ({error.strerror})"
+        ) from None
 
 
 def _raise_exit(number: int, _frame: object) -> None:

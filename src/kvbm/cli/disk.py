@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from kvbm.errors import KvbmError, SettingsError
 from kvbm.present import tables
 from kvbm.present.numbers import column_bytes
 from kvbm.present.tables import json_text, plain_table
@@ -164,15 +165,13 @@ def _over_directories(directory: Path, look: Callable[[Path], Any]) -> list[Any]
         except FileNotFoundError:
             continue
         except OSError as error:
-            print(f"{path}: {error.strerror}", file=sys.stderr)
-            raise typer.Exit(2) from error
+            raise KvbmError(f"{path}: {error.strerror}") from error
     return found
 
 
 def _existing(directory: Path) -> list[Path]:
     if not directory.is_dir():
-        print(f"DIR={str(directory)!r} cannot be used: it must be an existing directory", file=sys.stderr)
-        raise typer.Exit(2)
+        raise SettingsError("DIR", str(directory), "an existing directory")
     return directories_at(directory)
 
 

@@ -11,6 +11,7 @@ import typer
 
 from kvbm.cli.config import AsJson, ConfigFile, ExtraConfig, parse_json
 from kvbm.cli.doctor_check import Check, advice, ok
+from kvbm.cli.doctor_device import check_device_round_trip
 from kvbm.cli.doctor_disk import check_disk, existing_part
 from kvbm.cli.doctor_machine import (
     check_device,
@@ -31,6 +32,7 @@ from kvbm.settings import (
     available_memory_bytes,
     load_settings,
     parse_size,
+    parse_socket_path,
     process_environment,
 )
 
@@ -72,6 +74,8 @@ def doctor(
     """
     block_bytes = _size("--block", block, 1, BLOCK_BYTES_MAX) if block else 0
     device_bytes = _size("--device-cache", device_cache, 0, LAYOUT_MAX)
+    if manager:
+        parse_socket_path("--manager", manager)
     loaded = load_settings(
         process_environment(),
         {"manager": manager or None},
@@ -112,6 +116,7 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
         check_device(settings, block_bytes, device_bytes, on_gpus),
         check_locked_memory(settings, block_bytes, on_gpus),
         *disk,
+        check_device_round_trip(block_bytes, on_gpus),
         *check_round_trip(settings, block_bytes, usable),
         check_port(settings, managers.answering > 0),
         *check_versions(),

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvbm.admin_protocol import Describe, Description
 from kvbm.cli.doctor_check import Check, advice, fault, ok
+from kvbm.client.admin import Admin
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ERROR_SUFFIX, SOCKET_NAME
-from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
+from kvbm.client.whereabouts import known_sockets
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.present.numbers import format_bytes
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Status, StatusQuery
-from kvbm.runtime_dir import check_runtime_dir, read_private
-from kvbm.settings import Settings, variable
+from kvbm.runtime_dir import read_private
+from kvbm.settings import Settings, size_notices, variable
 
 ANSWER_TIMEOUT_S = 5.0
 SOCKETS_MAX = 32
@@ -36,12 +39,11 @@ def check_managers(settings: Settings) -> Managers:
     sockets: list[Path] = []
     checks: list[Check] = []
     try:
-        if check_runtime_dir(directory):
-            sockets = sorted(Path(directory).glob("*.sock"))
-            if len(sockets) > SOCKETS_MAX:
-                there = f"{len(sockets)} sockets in {directory}; the first {SOCKETS_MAX} are looked at"
-                checks.append(advice("managers", there, "name one with --manager"))
-                sockets = sockets[:SOCKETS_MAX]
+        sockets = [Path(path) for path in known_sockets(directory)]
+        if len(sockets) > SOCKETS_MAX:
+            there = f"{len(sockets)} sockets in {directory}; the first {SOCKETS_MAX} are looked at"
+            checks.append(advice("managers", there, "name one with --manager"))
+            sockets = sockets[:SOCKETS_MAX]
     except SettingsError as error:
         remedy = f"engines will serve without a cache: remove it, or set {variable('runtime_dir')}"
         checks.append(fault("runtime directory", str(error), remedy))
@@ -85,12 +87,39 @@ def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
     block_bytes = max((int(str(space["block_bytes"])) for space in status.spaces), default=0)
     found = f"answers in {seconds * 1e3:.1f} ms; {spaces}"
     yield ok(name, found, answer_seconds=seconds, block_bytes=block_bytes)
+    yield from _check_device_caches(str(path), settings)
     for space in status.spaces:
         if space["fault"]:
             remedy = (
                 "mend what this names: a disk then comes back by itself; for all else restart the manager"
             )
             yield fault(f"namespace {space['namespace']} ({space['model']})", str(space["fault"]), remedy)
+
+
+def _check_device_caches(path: str, settings: Settings) -> Iterator[Check]:
+    """Whether host memory is larger than the own cache of each engine that runs."""
+    try:
+        with Admin(path, settings, ANSWER_TIMEOUT_S) as admin:
+            described = admin.ask(Describe(), Description)
+    except KvbmError:
+        return  # another version, or it has just ended
+    host = {
+        space.namespace: tier.blocks
+        for space in described.spaces
+        for tier in space.tiers
+        if tier.tier == "host" and not space.staging
+    }
+    for engine in described.engines:
+        blocks = host.get(engine.namespace, 0)
+        for line in size_notices(blocks, engine.device_blocks):
+            remedy = f"give it more than the engine's {engine.device_blocks} blocks, or a disk tier"
+            yield advice(
+                f"engine {engine.engine}",
+                line,
+                remedy,
+                host_blocks=blocks,
+                device_blocks=engine.device_blocks,
+            )
 
 
 def ask_status(socket_path: str, peer_uids: tuple[int, ...]) -> Status:

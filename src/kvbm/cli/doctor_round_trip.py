@@ -68,7 +68,7 @@ def _through_host(arena: HostArena, content: bytes) -> Check:
         return fault(
             "host round trip", f"{size} bytes came back changed", "suspect the machine's memory: test it"
         )
-    return ok("host round trip", _speeds(size, write_s, read_s), **_measured(size, write_s, read_s))
+    return ok("host round trip", speeds(size, write_s, read_s), **measured(size, write_s, read_s))
 
 
 def _fill(targets: Sequence[memoryview], sources: Sequence[bytes | memoryview]) -> None:
@@ -133,7 +133,7 @@ def _store_and_load(name: str, tier: SlotTier, arena: HostArena, content: bytes)
         for view in (*sources, *targets):
             view.release()
     write_s, read_s = (min(column) for column in zip(*times, strict=True))
-    return ok(name, _speeds(size, write_s, read_s), **_measured(size, write_s, read_s))
+    return ok(name, speeds(size, write_s, read_s), **measured(size, write_s, read_s))
 
 
 def _complete(tier: SlotTier, submit: Callable[[], Outcome]) -> str:
@@ -155,7 +155,8 @@ def _seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
-def _speeds(size: int, write_s: float, read_s: float) -> str:
+def speeds(size: int, write_s: float, read_s: float) -> str:
+    """What is said of a block that came back as it was."""
     return (
         f"one block of {format_bytes(size)}: written at {_rate(size, write_s)}, read at {_rate(size, read_s)}, "
         "every byte as it was"
@@ -166,5 +167,6 @@ def _rate(size: int, seconds: float) -> str:
     return f"{format_bytes(size / max(seconds, 1e-9))}/s ({seconds * 1e3:.3g} ms)"
 
 
-def _measured(size: int, write_s: float, read_s: float) -> dict[str, float | int | str]:
+def measured(size: int, write_s: float, read_s: float) -> dict[str, float | int | str]:
+    """The same for programs."""
     return {"block_bytes": size, "write_seconds": write_s, "read_seconds": read_s}

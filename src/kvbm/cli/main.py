@@ -20,10 +20,12 @@ COMMANDS: dict[str, str] = {
     "status": "Show the running managers: tiers, engines, queues, faults.",
     "inspect": "List what a running manager holds: blocks, leases, namespaces, queues.",
     "reset": "Drop the blocks of a running manager that are not in use.",
+    "resize": "Give the host tier of a running manager another size.",
     "pin": "Keep the blocks of a prompt in host memory for a while.",
     "unpin": "End pins.",
     "prefetch": "Bring the blocks of a prompt from disk into host memory.",
     "top": "Watch a running manager: tiers, flows, prefixes, engines, and what would help.",
+    "web": "Serve the same as a web page, and an admin API, on this machine.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "why": "Say why a request computed blocks instead of loading them.",
@@ -47,10 +49,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, `sys.argv` if None, and exit: 0, 1 when interrupted, 2 for a user's error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        build(words)(args=words, prog_name="kvbm")
+        # Typer would print a wrong word in several lines, so its errors come to us. It gives back an exit status.
+        sys.exit(build(words)(args=words, prog_name="kvbm", standalone_mode=False))
     except KvbmError as error:
-        print(f"kvbm: {' '.join(str(error).split())}", file=sys.stderr)
+        _print_error(str(error))
         sys.exit(ERROR_EXIT_CODE)
+    except typer.Abort:
+        sys.exit(1)
+    except Exception as error:
+        # The parser's errors are of typer's own click, or of the package, depending on typer's version.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+        else:
+            place = getattr(getattr(error, "ctx", None), "command_path", "kvbm")
+            _print_error(f"{error.format_message().rstrip('.')} (see {place} --help)")
+        sys.exit(ERROR_EXIT_CODE)
+
+
+def _print_error(text: str) -> None:
+    print(f"kvbm: {' '.join(text.split())}", file=sys.stderr)
 
 
 def build(words: Sequence[str]) -> typer.Typer:

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.client.finder import SOCKET_NAME
+from kvbm.errors import SettingsError
 from kvbm.observe.log import configure
-from kvbm.runtime_dir import make_own_dir
+from kvbm.runtime_dir import make_own_dir, make_runtime_dir
 from kvbm.settings import (
     FIELDS,
     Kind,
@@ -105,6 +106,10 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
     configure(settings.log_level)
     for line in (*loaded.warnings, *loaded.notices, *manager_notices(settings, loaded.origins)):
         log.warning("%s", line)
+    if not settings.manager:
+        make_runtime_dir(settings.runtime_dir)
+    if settings.disk_on:
+        _refuse_no_directory(settings.disk_dir)
     if settings.trusted_peer_uids:
         # Other users must reach the socket, but nothing else in the directory.
         make_own_dir(os.path.dirname(socket_path), variable("manager"), mode=0o711)
@@ -123,3 +128,15 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
         )
     finally:
         os.close(lock_fd)
+
+
+def _refuse_no_directory(path: str) -> None:
+    """A directory of a disk is made when the first engine comes: a path through a file can never become one."""
+    try:
+        os.stat(path)
+    except NotADirectoryError as error:
+        raise SettingsError(
+            variable("disk_dir"), path, f"a directory, or a path at which one can be made ({error.strerror})"
+        ) from None
+    except OSError:
+        return

@@ -9,7 +9,7 @@ import typer
 
 from kvbm.admin_protocol import SpaceReport
 from kvbm.errors import SettingsError
-from kvbm.settings import Settings, load_settings, process_environment
+from kvbm.settings import Settings, load_settings, parse_socket_path, process_environment
 
 ManagerOption = Annotated[
     str,
@@ -29,6 +29,9 @@ TIER_LABELS = {"host": "G2", "disk": "G3"}
 
 def settings_for(manager: str) -> Settings:
     """The settings of this environment, with the manager that `--manager` names, if it does."""
+    if manager:
+        # Here, so that the error names this option.
+        parse_socket_path("--manager", manager)
     return load_settings(process_environment(), {"manager": manager or None}).settings
 
 

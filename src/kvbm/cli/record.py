@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import signal
 import time
@@ -13,11 +14,11 @@ from typing import IO, Annotated, cast
 import typer
 from rich.console import Console
 
+from kvbm.cli.managers import settings_for
+from kvbm.client.admin import choose_manager
 from kvbm.client.channel import Channel
-from kvbm.client.finder import find_manager
 from kvbm.errors import ManagerUnavailable, SettingsError
 from kvbm.protocol import PROTOCOL_VERSION, Follow, Hello
-from kvbm.settings import load_settings, process_environment
 from kvbm.sim.traces.recorder import Recorder
 
 _ANSWER_TIMEOUT_S = 10.0
@@ -74,11 +75,18 @@ def record(
       kvbm record monday.jsonl.gz --seconds 3600
       kvbm simulate monday.jsonl.gz --policy gittins,lru --host 1%,5%,20%
     """
-    settings = load_settings(process_environment(), {"manager": manager or None}).settings
+    if namespace.strip("0123456789abcdef"):
+        raise SettingsError(
+            "--namespace", namespace, "the first hex digits of a namespace (kvbm inspect namespaces)"
+        )
+    settings = settings_for(manager)
     console = Console(stderr=True)
-    socket_path = find_manager(settings)
-    channel = Channel.connect(socket_path, settings.trusted_peer_uids)
-    with _create(file) as opened, _stop_requested() as stopped:
+    socket_path = choose_manager(settings)
+    with (
+        contextlib.closing(Channel.connect(socket_path, settings.trusted_peer_uids)) as channel,
+        _create(file) as opened,
+        _stop_requested() as stopped,
+    ):
         recorder = Recorder(opened, namespace)
         end_s = time.monotonic() + seconds if seconds else float("inf")
         try:
@@ -96,7 +104,6 @@ def record(
                     ),
                 )
         finally:
-            channel.close()
             recorder.close()
     console.print(f"{recorder.written} requests written to {file}" + (f" ({why})" if why else ""))
     if recorder.others:

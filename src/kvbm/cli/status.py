@@ -52,7 +52,7 @@ def status(manager: ManagerOption = "", as_json: JsonOption = False) -> None:
         except KvbmError as error:
             found.append(ManagerStatus(socket=path, faults=[str(error)]))
         else:
-            found.append(ManagerStatus(socket=path, faults=_faults(description), description=description))
+            found.append(ManagerStatus(socket=path, faults=faults_of(description), description=description))
     if as_json:
         print(json_text({"managers": found}))
     else:
@@ -64,7 +64,7 @@ def status(manager: ManagerOption = "", as_json: JsonOption = False) -> None:
         raise typer.Exit(FAULT_EXIT_CODE)
 
 
-def _faults(description: Description) -> list[str]:
+def faults_of(description: Description) -> list[str]:
     """One line for each thing that does not work."""
     faults = []
     for space in description.spaces:

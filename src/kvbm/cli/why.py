@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvbm.admin_protocol import WhyQuery, WhyReply
+from kvbm.cli.managers import NamespaceOption, settings_for
+from kvbm.cli.prompt_commands import ModelOption
+from kvbm.cli.why_prompt import ask_prompt, prefix_line
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
 from kvbm.present.tables import console, json_text, plain_table
-from kvbm.settings import load_settings, process_environment, variable
+from kvbm.settings import variable
 
 _LOST = {
     "filter": "the filter refused it",
@@ -22,7 +26,7 @@ _LOST = {
     "too_late": "host memory evicted it before its turn",
 }
 
-_MEANINGS = {
+MEANINGS = {
     "never_seen": "no block like it was ever stored",
     "evicted": "it was here, and the policy evicted it",
     "reset": "somebody reset the tier",
@@ -52,6 +56,7 @@ Examples:
   kvbm why                              the latest requests, and a table of reasons
   kvbm why cmpl-6f0c0e9d2b3a4c5d        the id of the API's response, or its first characters
   kvbm why cmpl-6f0c0e9d2b3a4c5d --json
+  kvbm why --prompt-file system-prompt.json     how far a prompt would match now
 """
 
 
@@ -68,31 +73,54 @@ def why(
     limit: Annotated[
         int, typer.Option("-n", "--limit", min=1, max=256, help="Show so many of the latest requests.")
     ] = 20,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Ask about a prompt instead: text, or a JSON list of token ids."),
+    ] = None,
+    model: ModelOption = "",
+    namespace: NamespaceOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say how far a prompt matched in each tier, and why no further.
 
     The manager remembers its latest requests only, and starts anew when it is restarted.
     """
+    if prompt_file is not None:
+        if request:
+            raise SettingsError("REQUEST_ID", request, "no value together with --prompt-file")
+        _tell_prompt(ask_prompt(prompt_file, model, namespace, manager), as_json)
+        return
+    for option, value in (("--model", model), ("--namespace", namespace)):
+        if value:
+            raise SettingsError(option, value, "a value only together with --prompt-file")
     reply = ask(manager, WhyQuery(request=request, limit=limit))
     if request and reply.matching != 1:
-        raise SettingsError("REQUEST_ID", request, _not_one(reply))
+        raise SettingsError("REQUEST_ID", request, not_one(reply))
     if as_json:
-        print(json_text(_document(reply)))
+        print(json_text(document(reply)))
     elif request:
         print("\n".join(explain(reply.requests[0])))
     else:
         _print_overview(reply)
 
 
+def _tell_prompt(reply: WhyReply, as_json: bool) -> None:
+    if as_json:
+        (found,) = document(reply)["requests"]
+        print(json_text(found))
+    else:
+        print("\n".join(explain(reply.requests[0])))
+
+
 def ask(manager: str, query: WhyQuery) -> WhyReply:
     """The answer of the manager at this socket, or of the only one. Raises as `Admin` and `choose_manager`."""
-    settings = load_settings(process_environment(), {"manager": manager or None}).settings
+    settings = settings_for(manager)
     with Admin(choose_manager(settings), settings) as admin:
         return admin.ask(query, WhyReply)
 
 
-def _not_one(reply: WhyReply) -> str:
+def not_one(reply: WhyReply) -> str:
+    """What to answer to an id that no request has, or several."""
     if reply.matching:
         names = ", ".join(str(found["request"]) for found in reply.requests)
         more = ", …" if reply.matching > len(reply.requests) else ""
@@ -112,14 +140,17 @@ def explain(found: dict[str, Any]) -> list[str]:
     cut = f", {found['no_room']} found without room for them" if found["no_room"] else ""
     of = f" of {size} tokens" if size else ""
     tiers = ", ".join(f"{tier} {found[tier]}" for tier in ("device", "host", "disk"))
-    lines.append(f"{found['blocks']} blocks{of}: {tiers}{cut}; {found['loaded']} loaded")
+    now = "prefix" in found
+    lines.append(
+        prefix_line(found) if now else f"{found['blocks']} blocks{of}: {tiers}{cut}; {found['loaded']} loaded"
+    )
     first = found["first_missing"]
     if first is not None:
         tokens = f" (tokens {first * size + 1}-{(first + 1) * size})" if size else ""
         lines.append(f"block {first + 1}{tokens}: {_first_missing(found)}")
         lines += [f"  {line}" for line in found["differs"]]
     for what, counts in (
-        ("computed, in no tier", found["missing"]),
+        ("in no tier" if now else "computed, in no tier", found["missing"]),
         ("found, and computed", found["unloaded"]),
     ):
         lines += [f"{_blocks(count)} {what}: {_named(reason)}" for reason, count in counts.items()]
@@ -146,7 +177,7 @@ def _first_missing(found: dict[str, Any]) -> str:
     if reason in ("never_seen", "") and not found["history_complete"]:
         return "never seen, or gone for so long that the manager has forgotten it"
     if host is None and disk is None:
-        return _MEANINGS.get(reason, reason)
+        return MEANINGS.get(reason, reason)
     parts = []
     if host is not None and host["what"] == "evicted":
         parts.append(f"evicted from host {_ago(host['seconds_ago'])} by {found['eviction_policy']}")
@@ -205,11 +236,11 @@ def _print_overview(reply: WhyReply) -> None:
         return
     reasons = plain_table(("blocks", "reason", "which means"), words=("reason", "which means"))
     for reason, blocks in reply.reasons.items():
-        reasons.add_row(str(blocks), reason, _MEANINGS.get(reason, ""))
+        reasons.add_row(str(blocks), reason, MEANINGS.get(reason, ""))
     if reply.reasons:
         screen.print(reasons)
     else:
-        screen.print("all of them were found and loaded")
+        screen.print("nothing that was asked for was missing")
     headings = ("request", "ago", "blocks", "device", "host", "disk", "loaded", "computed", "why")
     table = plain_table(headings, words=("why",), folded=("request",))
     for found in reply.requests:
@@ -221,7 +252,8 @@ def _print_overview(reply: WhyReply) -> None:
     screen.print(table)
 
 
-def _document(reply: WhyReply) -> dict[str, Any]:
+def document(reply: WhyReply) -> dict[str, Any]:
+    """The reply as `--json` prints it, with what costs most and what would help."""
     requests = [
         {**found, "reason": main_reason(found) or "hit", "advice": _advice(found)} for found in reply.requests
     ]
@@ -239,7 +271,7 @@ def _blocks(count: int) -> str:
 
 
 def _named(reason: str) -> str:
-    meaning = _MEANINGS.get(reason)
+    meaning = MEANINGS.get(reason)
     return f"{reason} ({meaning})" if meaning else reason
 
 

@@ -6,42 +6,37 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar, cast
 
 from kvbm import protocol
-from kvbm.admin_protocol import decode_from_manager
+from kvbm.admin_protocol import Describe, Description, decode_from_manager
 from kvbm.client.channel import Channel
-from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
+from kvbm.client.whereabouts import listening_sockets
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUnclear
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Message, Refused
-from kvbm.runtime_dir import check_runtime_dir
 from kvbm.settings import Settings
 
 ANSWER_S = 10.0
-MANAGERS_MAX = 64
-"""Sockets of one runtime directory that are looked at."""
+LISTED_MAX = 8
+"""Managers that are asked who they are, where it is not clear which is meant."""
+LIST_ANSWER_S = 1.0
+"""Each of these has this long to answer."""
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 def running_managers(settings: Settings) -> list[str]:
-    """The sockets of the managers that are meant: the one that the settings name, else all that run in the runtime
-    directory. A socket that nobody listens at, as a manager that was killed leaves it, is not among them.
+    """The sockets of the managers that are meant: the one that the settings name, else all that this user runs.
 
-    Raises SettingsError for a directory that others could have put a socket into.
+    Raises SettingsError for a runtime directory that others could have put a socket into.
     """
-    if settings.manager:
-        return [settings.manager]
-    if not check_runtime_dir(settings.runtime_dir):
-        return []
-    there = sorted(map(str, Path(settings.runtime_dir).glob("*.sock")))
-    return [path for path in there[:MANAGERS_MAX] if _is_listening(path)]
+    return [settings.manager] if settings.manager else listening_sockets(settings.runtime_dir)
 
 
 def choose_manager(settings: Settings) -> str:
     """The socket of the manager that is meant.
 
-    Raises ManagerUnavailable when none runs, SettingsError when it is not clear which.
+    Raises ManagerUnavailable when none runs, ManagerUnclear, which lists them, when it is not clear which.
     """
     running = running_managers(settings)
     if len(running) == 1:
@@ -51,8 +46,23 @@ def choose_manager(settings: Settings) -> str:
             f"no manager runs in {settings.runtime_dir}; "
             "one that was given another socket is named with --manager SOCKET"
         )
-    accepted = f"the socket of one of the {len(running)} that run: {', '.join(running)}"
-    raise SettingsError("--manager", settings.manager or "", accepted)
+    listed = "; ".join(f"{path} ({_whose(path, settings)})" for path in running[:LISTED_MAX])
+    more = f"; {len(running) - LISTED_MAX} more" if len(running) > LISTED_MAX else ""
+    raise ManagerUnclear(f"{len(running)} managers run, choose one with --manager SOCKET: {listed}{more}")
+
+
+def _whose(path: str, settings: Settings) -> str:
+    """The models and the engines of a manager, in a few words."""
+    try:
+        with Admin(path, settings, LIST_ANSWER_S) as admin:
+            described = admin.ask(Describe(), Description)
+    except KvbmError:
+        return "does not answer"
+    models = dict.fromkeys(space.model for space in described.spaces)
+    if not models:
+        return "no engine has connected yet"
+    engines = ", ".join(engine.engine for engine in described.engines) or "none connected"
+    return f"model {', '.join(models)}, engines {engines}"
 
 
 class Admin:
@@ -74,9 +84,10 @@ class Admin:
             self._channel.close()
             raise
 
-    def ask(self, request: Message, kind: type[ReplyT]) -> ReplyT:
-        """The manager's reply to the request."""
-        deadline_s = time.monotonic() + self._answer_s
+    def ask(self, request: Message, kind: type[ReplyT], answer_s: float = 0.0) -> ReplyT:
+        """The manager's reply to the request, which may take `answer_s` seconds, if that is said."""
+        answer_s = answer_s or self._answer_s
+        deadline_s = time.monotonic() + answer_s
         with self._named():
             self._channel.send(request)
             while self._channel.wait(deadline_s - time.monotonic()):
@@ -85,9 +96,7 @@ class Admin:
                         return message
                     if isinstance(message, Refused):
                         raise ManagerRefused(message.reason)
-        raise ManagerUnavailable(
-            f"the manager at {self.socket_path} did not answer within {self._answer_s:g} s"
-        )
+        raise ManagerUnavailable(f"the manager at {self.socket_path} did not answer within {answer_s:g} s")
 
     def close(self) -> None:
         """End the session."""
@@ -114,16 +123,3 @@ class _AdminChannel(Channel):
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, cast("Callable[[bytes], protocol.FromManager]", decode_from_manager))
-
-
-def _is_listening(path: str) -> bool:
-    """Whether somebody listens there. A connection that is closed at once costs a manager nothing."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            return True  # its queue is full: it is there, and slow
-        except OSError:
-            return False
-        return True

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -37,7 +36,7 @@ _WORDS_MAX = 4096
 PRIVATE_MANAGER = "kvbm.manager.process"
 """The module that a private manager runs; it stands in its command line, where `ps` shows it."""
 
-_RUN_MODULE = (
+RUN_MODULE = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
     f"sys.path.append({os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r}); "
     "import runpy; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -70,22 +69,6 @@ class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
             return cls(socket_path=settings.manager, private=False)
         name = hashlib.sha256(engine.encode()).hexdigest()[:16]
         return cls(socket_path=os.path.join(settings.runtime_dir, f"private-{name}.sock"), private=True)
-
-
-def find_manager(settings: Settings) -> str:
-    """The socket of the shared manager that the settings name, else of the one that runs in the runtime directory.
-
-    Raises SettingsError when there is none, it is not clear which, or others could have put it there.
-    """
-    if settings.manager:
-        return settings.manager
-    check_runtime_dir(settings.runtime_dir)
-    there = sorted(Path(settings.runtime_dir).glob("*.sock"))
-    shared = [path for path in there if path.name == SOCKET_NAME]
-    if len(shared or there) == 1:
-        return str((shared or there)[0])
-    found = ", ".join(map(str, there)) or f"none in {settings.runtime_dir}"
-    raise SettingsError("--manager", "", f"the socket of a running manager; there: {found}")
 
 
 class ManagerFinder:
@@ -229,7 +212,7 @@ class ManagerFinder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.socket_path + ERROR_SUFFIX)
             settings = msgspec.json.encode(self._settings).decode()
-            command = [sys.executable, "-c", _RUN_MODULE, PRIVATE_MANAGER]
+            command = [sys.executable, "-c", RUN_MODULE, PRIVATE_MANAGER]
             command += [self.address.socket_path, str(lock_fd), settings]
             self._child = subprocess.Popen(
                 command,

@@ -15,7 +15,7 @@ from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.retry import Retry
 from kvbm.leader.stores import Answered
 from kvbm.leader.tracked import Keep, Scheduled
-from kvbm.protocol import LoadPlan
+from kvbm.step_plan import LoadPlan
 
 LEAVING_RETRY_S_MAX = 0.4
 """Free blocks do not wait for long: soon the engine hands them out."""
@@ -51,6 +51,11 @@ class Unsaved:
 
     def __len__(self) -> int:
         return len(self._by_block)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the manager had no slot for some of what was given out last."""
+        return self._retry.failures > 0
 
     def note(
         self,

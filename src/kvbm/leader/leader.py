@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvbm.block import Tier
 from kvbm.client.finder import ManagerFinder
@@ -25,19 +25,12 @@ from kvbm.leader.questions import Questions
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
+from kvbm.leader.traces import RequestTraces
 from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Scheduled, Told, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
-from kvbm.protocol import (
-    Finished,
-    Hello,
-    LoadPlan,
-    LookupReply,
-    Progress,
-    ReserveReply,
-    Reset,
-    StepPlan,
-    StepReport,
-)
+from kvbm.observe.spans import SpanSink
+from kvbm.protocol import Finished, Hello, LookupReply, Progress, ReserveReply, Reset
+from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 
 log = logging.getLogger("kvbm.leader")
 
@@ -55,7 +48,8 @@ class Leader:
     `hashes` of a request is the engine's own list of block hashes; it may grow as tokens come in. `promise_early`
     is True for an engine that recomputes blocks which do not arrive. `layerwise`: loads may run beside the forward
     pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
-    need `device`. `weights_version` names the weights that the engine starts with, where their files do not.
+    need `device`. `weights_version` names the weights that the engine starts with, where their files do not. `spans`
+    takes what became of each request.
     `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
@@ -71,6 +65,7 @@ class Leader:
         lazy: bool = False,
         device: DeviceBlocks | None = None,
         weights_version: str = "",
+        spans: SpanSink | None = None,
     ) -> None:
         assert device is not None or not (layerwise or lazy)
         self._clock = clock
@@ -79,6 +74,8 @@ class Leader:
         # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8
         self.lookups = Lookups(self._link, self.cost, clock, promise_early, first)
+        self.traces = RequestTraces(spans, self._link, clock, block_tokens) if spans is not None else None
+        self.lookups.traces = self.traces
         self.stores = Stores(self._link, clock, hello.rank_count, first)
         self._layerwise = layerwise
         self._device = device
@@ -127,13 +124,16 @@ class Leader:
         on_device: int,
         keep: Keep | None = None,
         told: Told = NOTHING_TOLD,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now.
 
         Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed,
-        and `told` goes along for people.
+        and `told` goes along for people. `trace_headers` name the trace that it belongs to.
         """
         self.receive()
+        if self.traces is not None:
+            self.traces.arrived(request, trace_headers)
         tracked = Tracked(hashes, extras, keep, told)
         self.requests[request] = tracked
         self._questions.arrived(request, tracked, on_device)
@@ -199,6 +199,8 @@ class Leader:
         if count <= 0:
             self.lookups.decline(request, tracked.computed if tracked is not None else 0)
             self._questions.over(request)
+            if self.traces is not None:
+                self.traces.over(request)
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
         self._new_loads.append(self.lookups.begin_load(request, computed, count, table, layerwise))
@@ -263,6 +265,7 @@ class Leader:
         self._steps.ended()
         self.receive()
         if report is not None:
+            self.lookups.note_copies(report.copied)
             if report.weights_changed:
                 self.weights_changed()  # first: these stores may have copied KV of other weights
             with self._link.in_one_write():
@@ -288,6 +291,7 @@ class Leader:
         with self._link.in_one_write():
             self.lookups.drop(request)
             self._questions.over(request)
+            self._end_trace(request, "aborted")
             tracked = self.requests.pop(request, None)
             if tracked is None:
                 return
@@ -336,6 +340,7 @@ class Leader:
         """Load and store nothing more for this request."""
         self.lookups.drop(request)
         self._questions.over(request)
+        self._end_trace(request, "computed")
         self.requests.pop(request, None)
 
     def _forget_keys(self) -> None:
@@ -394,3 +399,10 @@ class Leader:
         for source in arrived:
             self.loaded_blocks[Tier(source)] += 1
         self.failed_blocks += failed
+        if self.traces is not None:
+            self.traces.over(request, last=tracked is None)
+
+    def _end_trace(self, request: str, outcome: str) -> None:
+        """The request has gone; one whose load runs is traced to the load's end."""
+        if self.traces is not None and not self.lookups.loads(request):
+            self.traces.over(request, outcome, last=True)

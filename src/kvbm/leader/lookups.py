@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 from kvbm.block import KEY_BYTES, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
+from kvbm.leader.patience import Patience
+from kvbm.leader.search import Search, Stage
+from kvbm.leader.traces import RequestTraces
 from kvbm.leader.tracked import NOTHING_TOLD, Told, readable
+from kvbm.leader.unloaded import Unloaded
 from kvbm.leader.window import Window
-from kvbm.protocol import UNLOADED_REASONS, LoadPlan, Lookup, LookupReply, Progress, Release
+from kvbm.observe import moves_log
+from kvbm.protocol import Lookup, LookupReply, Progress, Release
+from kvbm.step_plan import LoadPlan
 
-REPLY_DEADLINE_S = 0.25
-"""The manager's answer to a lookup is waited for at least this long."""
-REPLY_DEADLINE_S_MAX = 10.0
-SILENCE_S_MAX = 2.0
-"""A manager that has sent nothing at all for this long is not waited for."""
-ASSUMED_TOKENS_PER_S = 50_000.0
-"""How fast an engine computes a prompt, until its own steps were measured: faster than most do."""
-ARRIVAL_DEADLINE_S = 10.0
 LEASE_MARGIN_S = 30.0
 ASK_AGAIN_S = 1.0
 ATTEMPTS_MAX = 4
 _LATE_MAX = 256
-
-
-class Stage(Enum):
-    """Where one request's lookup stands."""
-
-    ASKED = "asked"
-    FOUND = "found"
-    LOADING = "loading"
-    OVER = "over"
-
-
-@dataclass(slots=True)
-class Search:
-    """The lookup of one request. Its first `skip` blocks were left out of the question; the run begins behind them.
-
-    All its blocks are expected in host memory at `arrives_s`. `used` holds the tiers of the blocks being loaded.
-    `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
-    blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
-    others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
-    """
-
-    request: str
-    number: int
-    life: int
-    skip: int
-    asked_s: float
-    stage: Stage = Stage.ASKED
-    answered: bool = False
-    answer_s: float = 0.0
-    attempts: int = 1
-    wanted: int = 0
-    epoch: int = -1
-    slots: tuple[int, ...] = ()
-    generations: tuple[int, ...] = ()
-    sources: bytes = b""
-    ready: int = 0
-    final: bool = True
-    arrives_s: float = 0.0
-    plan: LoadPlan | None = None
-    used: bytes = b""
-    arrived: int | None = None
-    no_room: int = 0
-    refused: int = 0
-    missing: int = 0
-    why_missing: str = ""
-    why: str = ""
-    unloaded: dict[str, int] = field(default_factory=dict)
 
 
 class Lookups:
@@ -93,8 +42,10 @@ class Lookups:
         self._by_number: dict[int, Search] = {}
         # Given up before their answers came, each with the number of leading blocks on the device by then.
         self._late: dict[int, tuple[Search, int]] = {}
-        self._manager_slow = False
-        self.unloaded = dict.fromkeys(UNLOADED_REASONS, 0)
+        self.traces: RequestTraces | None = None
+        self._patience = Patience(link, cost)
+        self._unloaded = Unloaded(link)
+        self.unloaded = self._unloaded.by_reason
         """Blocks that the device lacked, that were found, and that were computed all the same, by reason."""
 
     def __len__(self) -> int:
@@ -112,9 +63,9 @@ class Lookups:
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
         search.wanted = wanted
-        prompt, extras = told
+        name, (prompt, extras), again = readable(request), told, attempts > 1
         question = Lookup(
-            lookup=number, keys=keys, skip=skip, request=readable(request), prompt=prompt, extras=dict(extras)
+            lookup=number, keys=keys, skip=skip, request=name, prompt=prompt, extras=dict(extras), again=again
         )
         if not self._link.send(question):
             return None
@@ -125,7 +76,7 @@ class Lookups:
 
     def replied(self, reply: LookupReply) -> None:
         """The manager's answer. The lease of a lookup that was dropped before was released then."""
-        self._manager_slow = False
+        self._patience.manager_slow = False
         late = self._late.pop(reply.lookup, None)
         search = late[0] if late is not None else self._by_number.get(reply.lookup)
         if search is None:
@@ -136,12 +87,14 @@ class Lookups:
         search.sources, search.ready = reply.sources, reply.ready
         search.final = reply.ready == len(reply.slots)
         search.no_room, search.refused = reply.no_room, reply.refused
-        search.arrives_s = self._clock() + reply.arrival_s
+        now_s = self._clock()
+        search.arrives_s = now_s + reply.arrival_s
+        search.ready_at_answer, search.expected_s = reply.ready, reply.arrival_s
         search.stage = Stage.FOUND
         if late is None:
             self.window.found(search.request, len(search.slots))
         else:
-            self._note_unloaded(search, late[1], 0)
+            self._unloaded.note(search, late[1], 0)
             if search.unloaded:
                 self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
 
@@ -151,12 +104,17 @@ class Lookups:
         if search is not None:
             search.ready = max(search.ready, progress.ready)
             search.final = progress.final
+            if progress.final:
+                # The two clocks are one on a node; a manager that says otherwise is not believed.
+                now_s = self._clock()
+                answered_s = search.asked_s + search.answer_s
+                search.final_s = min(max(progress.at_s, answered_s), now_s) if progress.at_s else now_s
 
     def get(self, request: str) -> Search | None:
         """The request's lookup, if it is of this life of the session."""
         search = self._by_request.get(request)
         if search is not None and search.life != self._link.life and search.stage is not Stage.LOADING:
-            self._note_unloaded(search, search.skip, 0)
+            self._unloaded.note(search, search.skip, 0)
             self._forget(search)
             return None
         return search
@@ -181,10 +139,10 @@ class Lookups:
         """
         now_s = self._clock()
         if search.stage is Stage.ASKED:
-            if not self._unanswered_too_long(search, now_s):
+            if not self._patience.unanswered_too_long(search, now_s):
                 return None
             search.stage, search.why = Stage.OVER, "deadline"
-            self._manager_slow = True
+            self._patience.manager_slow = True
         if search.stage is not Stage.FOUND:
             return 0
         search.missing, search.why = 0, ""
@@ -200,7 +158,7 @@ class Lookups:
         if (
             not self._promise_early
             and not search.final
-            and now_s - search.asked_s < self._patience_s(search, offset)
+            and now_s - search.asked_s < self._patience.for_reads_s(search, offset)
         ):
             return None
         search.missing = max(0, len(search.slots) - max(held, offset))
@@ -268,11 +226,14 @@ class Lookups:
             offset=offset,
             ready=max(0, min(search.ready - offset, count)),
             layerwise=layerwise,
+            traced=self.traces is not None,
         )
+        search.begun_s = self._clock()
         search.used = search.sources[offset:end]
         if search.epoch >= 0:
-            self._note_unloaded(search, computed, count)
+            self._unloaded.note(search, computed, count)
         search.stage = Stage.LOADING
+        moves_log.onboarding(count, "host", "device", request)
         return search.plan
 
     def loads(self, request: str) -> bool:
@@ -305,6 +266,14 @@ class Lookups:
                     read = read or search.plan.layerwise
         return read
 
+    def note_copies(self, copied: Mapping[str, tuple[int, int]]) -> None:
+        """Ranks report when they copied; of a load it counts from the first to the last."""
+        for request, (began, ended) in copied.items():
+            search = self._by_request.get(request)
+            if search is not None:
+                before = search.copied or (began, ended)
+                search.copied = min(before[0], began), max(before[1], ended)
+
     def end_load(self, request: str, seconds: float) -> tuple[bytes, int]:
         """A load ended on all ranks: the tiers of the blocks that arrived, and how many did not."""
         search = self._by_request.get(request)
@@ -314,7 +283,7 @@ class Lookups:
         failed = 0 if search.arrived is None else planned - search.arrived
         arrived = search.used[: planned - failed]
         self._cost.loaded(arrived, seconds)
-        self._count(search, self._why_failed(search), failed)
+        self._unloaded.count(search, self._unloaded.why_failed(search), failed)
         if search.life == self._link.life:
             first = search.plan.offset
             self._link.send(
@@ -339,7 +308,7 @@ class Lookups:
         if search is None or search.stage is Stage.LOADING:
             return
         if search.answered:
-            self._note_unloaded(search, computed, 0)
+            self._unloaded.note(search, computed, 0)
         elif search.stage is Stage.OVER:
             self._late[search.number] = search, computed
             while len(self._late) > _LATE_MAX:
@@ -359,61 +328,10 @@ class Lookups:
             self._link.send(Release(lookup=search.number, answer_s=search.answer_s, unloaded=search.unloaded))
         self._forget(search)
 
-    def _note_unloaded(self, search: Search, computed: int, taken: int) -> None:
-        """Count found blocks that are computed: all but the first `computed` and the `taken` after them."""
-        end = search.skip + len(search.slots)
-        held = computed + taken if computed >= search.skip else search.skip
-        left = max(0, end - max(held, search.skip))
-        missing = min(left, search.missing)
-        self._count(search, search.why_missing, missing)
-        why = "stale" if search.life != self._link.life else search.why or "unused"
-        self._count(search, why, left - missing)
-        for reason, cut in (("refused", search.refused), ("no_room", search.no_room)):
-            end += cut
-            self._count(search, reason, min(cut, max(0, end - computed)))
-
-    def _count(self, search: Search, reason: str, blocks: int) -> None:
-        assert blocks >= 0, (reason, blocks)
-        if blocks:
-            self.unloaded[reason] += blocks
-            search.unloaded[reason] = search.unloaded.get(reason, 0) + blocks
-
-    def _why_failed(self, search: Search) -> str:
-        """Why blocks of a load that ended did not arrive, as far as the leader can tell."""
-        assert search.plan is not None
-        if search.epoch < 0 or search.life != self._link.life:
-            return "stale"
-        if search.ready >= search.plan.offset + len(search.plan.slots):
-            return "failed"
-        return "refused" if search.final else "deadline"
-
     def _forget(self, search: Search) -> None:
+        if self.traces is not None:
+            self.traces.looked_up(search)
         self._by_number.pop(search.number, None)
         if self._by_request.get(search.request) is search:
             del self._by_request[search.request]
             self.window.leave(search.request)
-
-    def _unanswered_too_long(self, search: Search, now_s: float) -> bool:
-        """Whether to go on without the manager's answer.
-
-        Others may be served first: as long as the manager sends anything, its answer is waited for as long as computing
-        the blocks would take, within bounds. While it has not answered an earlier lookup in time, the least is enough.
-        """
-        if self._manager_slow:
-            return now_s - search.asked_s >= REPLY_DEADLINE_S
-        blocks = search.wanted - search.skip
-        prefill_s = self._cost.prefill_s(blocks, search.skip)
-        if prefill_s is None:
-            prefill_s = blocks * self._cost.block_tokens / ASSUMED_TOKENS_PER_S
-        deadline_s = min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
-        silent_s = now_s - max(search.asked_s, self._link.received_s)
-        return now_s - search.asked_s >= deadline_s or silent_s >= min(deadline_s, SILENCE_S_MAX)
-
-    def _patience_s(self, search: Search, offset: int) -> float:
-        """How long to wait for blocks that are being read from disk: no longer than computing them takes, and not at
-        all where they are expected later than that."""
-        prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
-        if prefill_s is None:
-            return ARRIVAL_DEADLINE_S
-        patience_s = min(prefill_s, ARRIVAL_DEADLINE_S)
-        return patience_s if search.arrives_s - search.asked_s <= patience_s else 0.0

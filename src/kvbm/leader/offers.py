@@ -56,7 +56,11 @@ class Offers:
             names = split_keys(keys)
             self._unsaved.note(BlockKey(parent) or None, names, table[start:end], hashes, tracked.keep)
             tracked.stored = end
-        elif self._stores.ask(entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep):
+            return
+        again = start <= tracked.refused_at
+        if self._stores.ask(
+            entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep, again
+        ):
             tracked.stored = end
 
     def loaded(self, tracked: Tracked, blocks: int) -> None:
@@ -73,14 +77,14 @@ class Offers:
         if self._unsaved is None:
             return
         # What is taken out here and cannot be asked for would be lost; a chain has one block at least.
-        blocks_max = min(LEAVING_BLOCKS, self._stores.room)
+        blocks_max, again = min(LEAVING_BLOCKS, self._stores.room), self._unsaved.refused
         for chain in self._unsaved.leaving(LEAVING_BLOCKS, blocks_max, self._clock()):
             for start in range(0, len(chain.keys), STORED_KEYS_MAX):
                 part = slice(start, start + STORED_KEYS_MAX)
                 parent = chain.keys[start - 1] if start else chain.parent or b""
                 hashes = chain.hashes[part.start * KEY_BYTES : part.stop * KEY_BYTES]
                 keys, blocks, tags = join_keys(chain.keys[part]), chain.device_blocks[part], chain.tags[part]
-                self._stores.ask("", parent, keys, blocks, tags, hashes, keep=chain.keep)
+                self._stores.ask("", parent, keys, blocks, tags, hashes, keep=chain.keep, again=again)
 
     def answered(self, answer: Answered) -> None:
         """Blocks that the manager had no slot for are offered again, while the device has them."""

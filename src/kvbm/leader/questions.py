@@ -10,7 +10,8 @@ from kvbm.block import KEY_BYTES
 from kvbm.framing import OUTGOING_BYTES_MAX
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.lookups import Lookups, Search
+from kvbm.leader.lookups import Lookups
+from kvbm.leader.search import Search
 from kvbm.leader.tracked import Tracked
 from kvbm.protocol import KEYS_PER_MESSAGE_MAX
 

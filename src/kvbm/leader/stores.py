@@ -16,7 +16,8 @@ from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.tracked import Keep
-from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply, StepReport, StorePlan
+from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply
+from kvbm.step_plan import StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
 OPEN_STORES_MAX = 2048
@@ -40,6 +41,7 @@ class _Store:
     generations: tuple[int, ...] = ()
     planned_slots: int = 0
     ranks: int = 0
+    answer_s: float = 0.0
 
 
 class Answered(NamedTuple):
@@ -106,11 +108,13 @@ class Stores:
         hashes: bytes = b"",
         first: int = 0,
         keep: Keep | None = None,
+        again: bool = False,
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
         `keys` are joined, `parent` is the key before the first or empty, and `hashes` is as in `Reserve`.
         `first` is the number of the first block in its request; `keep` is asked before the blocks are committed.
+        `again`: the manager has refused some of them before.
         With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         """
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
@@ -119,7 +123,7 @@ class Stores:
         if ready is None or self.room <= 0:
             return False
         number = next(self._numbers)
-        asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes)
+        asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes, again=again)
         if not self._link.send(asked):
             return False
         self._asked[number] = _Store(
@@ -142,6 +146,7 @@ class Stores:
         if store is None:
             return None
         store.slots, store.generations = reply.slots, reply.generations
+        store.answer_s = self._clock() - store.asked_s
         refused = REFUSED in reply.slots
         taken = reply.slots.index(REFUSED) if refused else len(reply.slots)
         asked, store.asked = store.asked, None
@@ -228,7 +233,10 @@ class Stores:
                 if store.keep is not None and not store.keep(now_s):
                     bad.update(range(store.planned_slots))
                 if store.life == self._link.life:
-                    self._link.send(Commit(store=number, failed=tuple(sorted(bad)), seconds=seconds))
+                    done = Commit(
+                        store=number, failed=tuple(sorted(bad)), seconds=seconds, answer_s=store.answer_s
+                    )
+                    self._link.send(done)
 
     def lost(self) -> None:
         """The session began anew: forget the stores of the one before."""

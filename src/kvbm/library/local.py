@@ -18,8 +18,9 @@ from kvbm.library.backend import Run
 from kvbm.library.copiers import Copiers
 from kvbm.library.staging import StagingOptions, open_staging
 from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
+from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
-from kvbm.manager.space import Space, SpaceOptions
+from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.settings import container_limit_bytes, parse_size

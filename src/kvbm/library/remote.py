@@ -337,6 +337,7 @@ class SharedSpace:
         reply = session.ask(question, ReserveReply, self.reply_timeout_s, undo=none_copied)
         if reply is None:
             return 0
+        answer_s = self._clock() - started_s
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(reply.slots) if slot >= 0]
         if not pairs:
             return 0
@@ -349,7 +350,8 @@ class SharedSpace:
                     self._copiers.store(kv_cache, pairs)
                     failed = ()
         finally:
-            session.send(Commit(store=number, failed=tuple(failed), seconds=self._clock() - started_s))
+            copied_s = self._clock() - started_s
+            session.send(Commit(store=number, failed=tuple(failed), seconds=copied_s, answer_s=answer_s))
         return len(pairs) - len(failed)
 
     def _present(self) -> _Session | None:

@@ -152,6 +152,7 @@ class Administration:
 
     def _report_engine(self, engine: Engine) -> EngineReport:
         namespace = self._spaces.namespace_of(engine.space)
+        hello = engine.leader.hello if engine.leader is not None else None
         leases = engine.space.leases.of(engine.leader.number) if engine.leader is not None else []
         return EngineReport(
             engine=engine.name,
@@ -163,6 +164,7 @@ class Administration:
             leases=len(leases),
             leased_blocks=sum(len(lease.slots) for lease in leases),
             lease_blocks_max=engine.lease_blocks,
+            device_blocks=hello.device_blocks if hello is not None else 0,
         )
 
 

@@ -11,9 +11,11 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
+from kvbm.manager.gauges import count_evictions
 from kvbm.manager.guarded_space import GuardedSpace
+from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
-from kvbm.manager.space import Space, SpaceOptions
+from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.settings import (
@@ -55,7 +57,7 @@ class SpaceTable:
         refuse_eviction(variable("eviction"), settings.eviction)
         choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
         self.settings = settings
-        self._namespaces_max = namespaces_max
+        self.namespaces_max = namespaces_max
         self._metrics = metrics
         self._clock = clock
         self._on_progress = on_progress
@@ -83,12 +85,12 @@ class SpaceTable:
                 raise ManagerRefused(f"block layout {layout} differs from this namespace's {space.layout}")
             self._advise(namespace, space, request_blocks)
             return space
-        if len(self._spaces) >= self._namespaces_max:
+        if len(self._spaces) >= self.namespaces_max:
             resident = next(iter(self._spaces.values()))[0]
             raise ManagerRefused(
                 f"namespace={namespace.short!r} ({namespace.model}) cannot be served: this manager holds "
-                f"{resident.short!r} ({resident.model}) and accepts {self._namespaces_max} namespace(s); "
-                f"{namespace.difference(resident)}; start it with --namespaces {self._namespaces_max + 1}, "
+                f"{resident.short!r} ({resident.model}) and accepts {self.namespaces_max} namespace(s); "
+                f"{namespace.difference(resident)}; start it with --namespaces {self.namespaces_max + 1}, "
                 "or start another manager"
             )
         space = self._build(namespace, layout)
@@ -102,6 +104,7 @@ class SpaceTable:
         del self._spaces[fingerprint]
         self._advised.pop(fingerprint, None)
         space.close(keep)
+        count_evictions(space, self._metrics)
 
     def _advise(self, namespace: Namespace, space: Space, request_blocks: int) -> None:
         """Warn where one request may have more blocks than the host memory that all of them go through."""
@@ -114,12 +117,12 @@ class SpaceTable:
                 layout.block_bytes,
                 layout.block_tokens,
                 request_blocks,
-                self._namespaces_max,
+                self.namespaces_max,
             ):
                 log.warning("%s", line)
 
     def _build(self, namespace: Namespace, layout: BlockLayout) -> Space:
-        settings, share = self.settings, self._namespaces_max
+        settings, share = self.settings, self.namespaces_max
         staging = settings.disk_on and not settings.host_on
         if staging:
             _refuse_small_staging(settings, layout, share)
@@ -181,7 +184,7 @@ class SpaceTable:
 
     def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
         """The admission policy of one namespace's disk tier, within its share of the write budget."""
-        settings, share, size = self.settings, self._namespaces_max, layout.block_bytes
+        settings, share, size = self.settings, self.namespaces_max, layout.block_bytes
         slots, now_s = disk_slots(settings, size) // share, self._clock()
         admission = choose_admission(
             variable("disk_admission"), admission_name(settings), max(slots, 1), now_s
@@ -190,7 +193,7 @@ class SpaceTable:
         return bound_writes(variable("disk_write_budget_bytes"), budget, admission, size, now_s, share)
 
     def _open_disk(self, namespace: Namespace, layout: BlockLayout) -> SlotTier | None:
-        settings, share = self.settings, self._namespaces_max
+        settings, share = self.settings, self.namespaces_max
         if not settings.disk_on:
             return None
         blocks = settings.disk_blocks // share if settings.disk_blocks else None

@@ -11,12 +11,14 @@ from math import inf
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
 from kvbm.manager.departed import CORRUPT, Departed
+from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import TIER_OFF, SlotPool
 from kvbm.observe.metrics import Metrics
+from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.policy.departures import Departures
 from kvbm.tiers.contract import BlockHead, Completion, RunTier
@@ -24,6 +26,24 @@ from kvbm.tiers.host import HostArena
 
 HEAL_INTERVAL_S = 10.0
 CLOSE_S_MAX = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Retired:
+    """Host memory that was replaced, and the queues that wait for the reads and writes under way there."""
+
+    arena: HostArena
+    onboarder: Onboarder
+    offloader: Offloader[BlockKey]
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks under way."""
+        return self.onboarder.queued_count + self.offloader.queued_count
+
+    def completed(self, completion: Completion) -> bool:
+        """Take a completion; False when it is not of here."""
+        return self.onboarder.completed(completion) or self.offloader.completed(completion)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,6 +77,8 @@ class DiskSide:
     _to_void: list[int] = field(default_factory=list, init=False)
     # Polled and not yet looked at.
     _ended: deque[Completion] = field(default_factory=deque, init=False)
+    # Of host memory that was replaced while blocks moved between it and disk.
+    _retired: list[_Retired] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._index()
@@ -74,7 +96,8 @@ class DiskSide:
     @property
     def queued_count(self) -> int:
         """Blocks on their way between host memory and disk."""
-        return self.onboarder.queued_count + self.offloader.queued_count
+        retired = sum(each.in_flight for each in self._retired)
+        return self.onboarder.queued_count + self.offloader.queued_count + retired
 
     @property
     def run_blocks_max(self) -> int:
@@ -109,14 +132,15 @@ class DiskSide:
         self._ended += self.medium.poll()
         while self._ended:
             completion = self._ended.popleft()
-            if not self.onboarder.completed(completion):
-                self.offloader.completed(completion)
+            if not self.onboarder.completed(completion) and not self.offloader.completed(completion):
+                any(each.completed(completion) for each in self._retired)
             if self.clock() >= until_s:
                 break
         return bool(self._ended)
 
     def advance(self) -> bool:
         """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
+        self._end_retired()
         again = self.onboarder.pump()
         if self.departures is not None:
             self.departures.advance(self.clock())
@@ -125,9 +149,10 @@ class DiskSide:
         now_s = self.clock()
         if self.fault and not self.queued_count and now_s >= self._heal_at_s:
             self._heal_at_s = now_s + HEAL_INTERVAL_S
+            self.metrics.add("kvbm_retries_total", operation="tier")
             if self.medium.heal():
                 self.onboarder.healed()
-                self._index()
+                self._index_anew()
         return again
 
     def offer_all(self) -> None:
@@ -147,6 +172,40 @@ class DiskSide:
                 break
         self.void_emptied()
         self.medium.close(keep)
+        for each in self._retired:
+            each.arena.close()
+
+    def replace_host(self, host: HostSide) -> None:
+        """Go over to other host memory. Reads and writes under way end in the memory before, which is closed then.
+
+        No lease waits for a read. Blocks that wait to be written are, where they were carried over.
+        """
+        onboarder, offloader = self.onboarder, self.offloader
+        onboarder.give_up()
+        self._retired.append(_Retired(self.arena, onboarder, offloader))
+        self.host_pool, self.arena, self.names = host.pool, host.arena, host.names
+        self.departures = host.departures
+        self._make_queues()
+        self.offloader.queue.update(offloader.queue)
+        offloader.queue.clear()
+        self._end_retired()
+
+    @property
+    def moving_out(self) -> bool:
+        """Reads or writes are still under way in host memory that was replaced."""
+        return bool(self._retired)
+
+    def _end_retired(self) -> None:
+        for each in [each for each in self._retired if not each.in_flight]:
+            self._retired.remove(each)
+            each.arena.close_beside()
+
+    def _index_anew(self) -> None:
+        """Index what a medium that works again has brought back; what it has not is evicted."""
+        before = self.pool
+        self._index()
+        self.pool.evicted += before.evicted
+        self.pool.evicted[TIER_OFF] += self.pool.held(key for _, key in before.resident()).count(0)
 
     def _index(self) -> None:
         """Index the blocks that the medium holds, and start with empty queues."""
@@ -154,6 +213,9 @@ class DiskSide:
         self.pool = SlotPool(Tier.DISK, self.medium.slot_count, policy, self._emptied)
         found = sorted(self.medium.recovered(), key=lambda block: block.sequence)
         self.pool.recover([(block.key, block.parent, block.slot) for block in found], self.clock())
+        self._make_queues()
+
+    def _make_queues(self) -> None:
         between = self.host_pool, self.pool
         self.onboarder = Onboarder(
             *between,
@@ -178,6 +240,7 @@ class DiskSide:
             self.staging,
             self.departures.write_ended if self.departures is not None else None,
             self.departed.not_written,
+            FullPool("disk", self.clock),
         )
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvbm.observe.metrics import OTHER_ENGINES
+from kvbm.observe.metric_table import OTHER_ENGINES
 
 LABELS_MAX = 64
 """A series stays as long as the manager lives; engines beyond so many names share one."""

@@ -14,7 +14,7 @@ from itertools import count
 from kvbm.manager.leases import Owner, Reservation
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
-from kvbm.observe.metrics import OTHER_ENGINES
+from kvbm.observe.metric_table import OTHER_ENGINES
 from kvbm.protocol import Fence
 
 
@@ -39,6 +39,8 @@ class Engine:
     lease_blocks: int = 0
     missed: tuple[int, ...] = ()
     label: str = OTHER_ENGINES
+    expected_until_s: float = 0.0
+    """Its sessions were ended so that it comes again: until then it has not gone."""
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -9,6 +9,14 @@ from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 
 
+def count_evictions(space: Space, metrics: Metrics) -> None:
+    """Count the blocks that the space has dropped since the last time; they are noted there, and counted in bulk."""
+    for pool in space.pools:
+        for reason, blocks in pool.evicted.items():
+            metrics.add("kvbm_evicted_blocks_total", blocks, tier=pool.tier.name.lower(), reason=reason)
+        pool.evicted.clear()
+
+
 def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
     """Bring occupancy, queues, evictions and the state of the tiers up to date."""
     capacity: Counter[str] = Counter()
@@ -16,18 +24,19 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
     blocks: Counter[tuple[str, str]] = Counter()
     queues: Counter[str] = Counter()
     faults: Counter[str] = Counter()
+    ages_s: dict[str, float] = {}
     for space in spaces:
+        count_evictions(space, metrics)
         for pool in space.pools:
             tier, counts = pool.tier.name.lower(), pool.counts()
             capacity[tier] += pool.slot_count
             leased[tier] += counts.leased
             for state in ("free", "filling", "resident"):
                 blocks[tier, state] += getattr(counts, state)
-            metrics.add("kvbm_evicted_blocks_total", pool.evicted_count, tier=tier)
-            pool.evicted_count = 0
         if space.disk is not None:
-            queues["onboard"] += space.disk.onboarder.queued_count
-            queues["offload"] += space.disk.offloader.queued_count
+            for queue, lane in (("onboard", space.disk.onboarder), ("offload", space.disk.offloader)):
+                queues[queue] += lane.queued_count
+                ages_s[queue] = max(ages_s.get(queue, 0.0), lane.oldest_s())
             faults["disk"] += bool(space.disk.fault or space.failure)
         faults["host"] += bool(space.failure)
     metrics.set("kvbm_leases", sum(len(space.leases) for space in spaces))
@@ -40,6 +49,7 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
         metrics.set("kvbm_pool_blocks", number, tier=tier, state=state)
     for queue, waiting in queues.items():
         metrics.set("kvbm_queue_blocks", waiting, queue=queue)
+        metrics.set("kvbm_queue_age_seconds", ages_s[queue], queue=queue)
     if hit_bytes := metrics.value("kvbm_hit_bytes_total", tier="disk"):
         written_bytes = metrics.value("kvbm_transfer_bytes_total", source="host", target="disk")
         metrics.set("kvbm_disk_write_bytes_per_hit_byte", written_bytes / hit_bytes)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from kvbm.admin_protocol import WhyReply
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
@@ -84,6 +86,18 @@ class Request:
         return max(0, self.found - self.loaded - sum(self.unloaded.values())) if self.over else 0
 
 
+class Held(NamedTuple):
+    """Of a chain's leading `blocks` that are held, `host` lie in host memory and the others on disk only.
+
+    In host memory alone the chain reaches to `host_prefix`, on disk alone to `disk_prefix`.
+    """
+
+    blocks: int = 0
+    host: int = 0
+    host_prefix: int = 0
+    disk_prefix: int = 0
+
+
 class _Variant(NamedTuple):
     """A prompt as it was asked for: in this namespace, with these extras, its first block has this key."""
 
@@ -127,17 +141,15 @@ class History:
     ) -> None:
         """A lookup found blocks in these tiers, and `cut` more that it could not lease."""
         asked, namespace = self._asked(owner, message), self._namespace_of(space)
-        asked.model, asked.namespace = namespace.model, namespace.short
-        asked.block_tokens, asked.policy = space.layout.block_tokens, space.options.eviction
-        asked.tiers = tuple(space.tiers())
+        _note_place(asked, space, namespace)
         asked.blocks, asked.on_device = len(keys), message.skip
         asked.host, asked.disk, asked.cut = sources.count(Tier.HOST), sources.count(Tier.DISK), cut
         asked.over = False
-        asked.missing, asked.differs, asked.forgotten = {}, [], space.departed.forgotten
+        asked.missing, asked.differs = {}, []
         asked.left_host = asked.left_disk = None
         first = message.skip + asked.found
         if first < len(keys):
-            self._explain(asked, message, keys, first, space, namespace)
+            self._explain(asked, message.prompt, message.extras, keys, first, space, namespace)
         self._count(asked)
         if message.prompt and keys:
             self._remember(message.prompt, _Variant(keys[0], namespace, _bounded(message.extras)))
@@ -159,6 +171,7 @@ class History:
 
         An engine may append a mark of its own to the id of its client: `-` and 8 characters. A prefix is enough.
         """
+        wanted = _plain(wanted)
         if wanted in self._requests:
             names = [wanted]
         else:
@@ -175,12 +188,40 @@ class History:
             asked_blocks=self._asked_blocks,
         )
 
+    def explained(self, prompt: bytes, keys: Sequence[BlockKey], space: Space, held: Held) -> WhyReply:
+        """Of a chain that nobody asked for now: what is held, and why the rest is not. Nothing is counted."""
+        asked, namespace = Request("", self._clock()), self._namespace_of(space)
+        _note_place(asked, space, namespace)
+        asked.blocks, asked.host, asked.disk = len(keys), held.host, held.blocks - held.host
+        if held.blocks < len(keys):
+            self._explain(asked, prompt, {}, keys, held.blocks, space, namespace)
+            if OTHER_EXTRAS in asked.missing and not asked.differs:
+                # The keys of a request with the same extras are others: these are in a form that is not the engine's.
+                asked.missing = {NEVER_SEEN: asked.missing[OTHER_EXTRAS]}
+        reach = {"host": held.host_prefix, "disk": held.disk_prefix}
+        described = {
+            **_described(asked, self._clock()),
+            "prefix": {tier: reach[tier] for tier in asked.tiers},
+        }
+        return msgspec.structs.replace(self.no_answer(), matching=1, requests=(described,))
+
+    def no_answer(self) -> WhyReply:
+        """About nothing that is known."""
+        return WhyReply(
+            seconds=self._clock() - self._since_s,
+            kept=REQUESTS_MAX,
+            matching=0,
+            requests=(),
+            reasons={},
+            asked_blocks=0,
+        )
+
     def _count(self, asked: Request) -> None:
         self._reasons.update(asked.missing)
         self._asked_blocks += asked.blocks
 
     def _asked(self, owner: int, message: Lookup) -> Request:
-        name = message.request[:TEXT_MAX] or f"lookup {message.lookup}"
+        name = _plain(message.request) or f"lookup {message.lookup}"
         asked = self._requests.pop(name, None) or Request(name, 0.0)
         self._requests[name] = asked
         # It is counted as it was looked up last.
@@ -201,7 +242,8 @@ class History:
     def _explain(
         self,
         asked: Request,
-        message: Lookup,
+        prompt: bytes,
+        extras: dict[str, str],
         keys: Sequence[BlockKey],
         first: int,
         space: Space,
@@ -215,13 +257,15 @@ class History:
         if why.unknown:
             reason = NEVER_SEEN
             if first == 0:
-                reason = self._same_prompt(asked, message, keys[0], namespace) or NEVER_SEEN
+                reason = self._same_prompt(asked, prompt, extras, keys[0], namespace) or NEVER_SEEN
             asked.missing[reason] = why.unknown
 
-    def _same_prompt(self, asked: Request, message: Lookup, first: BlockKey, namespace: Namespace) -> str:
+    def _same_prompt(
+        self, asked: Request, prompt: bytes, extras: dict[str, str], first: BlockKey, namespace: Namespace
+    ) -> str:
         """The reason where the same tokens were asked for under another key or elsewhere; empty where they were not."""
-        known = self._prompts.get(message.prompt, ())
-        extras = _bounded(message.extras)
+        known = self._prompts.get(prompt, ())
+        extras = _bounded(extras)
         for variant in reversed(known):
             if variant.namespace.fingerprint == namespace.fingerprint and variant.first != first:
                 names = [
@@ -254,6 +298,12 @@ class History:
         variants.append(variant)
         if len(self._prompts) > PROMPTS_MAX:
             self._prompts.popitem(last=False)
+
+
+def _note_place(asked: Request, space: Space, namespace: Namespace) -> None:
+    asked.model, asked.namespace = namespace.model, namespace.short
+    asked.block_tokens, asked.policy = space.layout.block_tokens, space.options.eviction
+    asked.tiers, asked.forgotten = tuple(space.tiers()), space.departed.forgotten
 
 
 def fates(space: Space, why: Missing) -> tuple[Fate | None, Fate | None]:
@@ -313,4 +363,9 @@ def _described(asked: Request, now_s: float) -> dict[str, object]:
 
 
 def _bounded(extras: dict[str, str]) -> dict[str, str]:
-    return {name[:TEXT_MAX]: value[:TEXT_MAX] for name, value in list(extras.items())[:EXTRAS_MAX]}
+    return {_plain(name): _plain(value) for name, value in list(extras.items())[:EXTRAS_MAX]}
+
+
+def _plain(text: str) -> str:
+    """A client chooses a request's id: what would steer a terminal is left out of it."""
+    return "".join(char if char.isprintable() else "?" for char in text[:TEXT_MAX])

@@ -142,12 +142,31 @@ class Membership:
         engine = self.of(session)
         if engine is not None:
             engine.leaving.pop(session.number, None)
-            if engine.empty:
-                log.info("engine %s has gone", engine.name)
-                del self._engines[engine.name]
-                unusable = engine.space.failure or self._spaces.namespace_of(engine.space).ephemeral
-                if unusable and not self.shared(engine):
-                    self._on_unused(engine.space)
+            self._forget_if_gone(engine)
+
+    def send_away(self, space: Space) -> list[Lease]:
+        """End all sessions of a space's engines, so that they come again and map its memory anew.
+
+        Returns the leases that they held.
+        """
+        leases = list[Lease]()
+        for engine in self:
+            if engine.space is not space:
+                continue
+            engine.expected_until_s = self._clock() + ATTACH_S
+            for session in (engine.leader, *engine.workers.values()):
+                if session is not None:
+                    session.fail()
+                    leases += self.gone(session)
+        return leases
+
+    def _forget_if_gone(self, engine: Engine) -> None:
+        if engine.empty and self._clock() >= engine.expected_until_s:
+            log.info("engine %s has gone", engine.name)
+            del self._engines[engine.name]
+            unusable = engine.space.failure or self._spaces.namespace_of(engine.space).ephemeral
+            if unusable and not self.shared(engine):
+                self._on_unused(engine.space)
 
     def announce_tiers(self) -> None:
         """Send the tiers to leaders whose tiers or share of them are others than they were."""
@@ -159,6 +178,7 @@ class Membership:
     def expire(self) -> None:
         """End leases and reservations past their deadline."""
         for engine in self:
+            self._forget_if_gone(engine)
             leader = engine.leader
             overdue = engine.space.overdue()
             if leader is not None:
@@ -212,13 +232,14 @@ class Membership:
             self._engines[hello.engine] = engine
         session.hello = hello
         engine.workers[hello.rank] = session
+        engine.expected_until_s = 0.0
         if engine.ready:
             engine.missed = ()
         space.arena.touch(hello.shard, hello.numa_node)
         session.send(
             Welcome(
                 version=PROTOCOL_VERSION,
-                epoch=self._epoch,
+                epoch=self._epoch + space.life,
                 slot_count=space.arena.slot_count,
                 slot_bytes=layout.slot_bytes,
                 lease_s=LEASE_S,
@@ -248,7 +269,7 @@ class Membership:
             engine.leader.send(
                 Ready(
                     ready=engine.ready,
-                    epoch=self._epoch,
+                    epoch=self._epoch + engine.space.life,
                     fingerprint=self._spaces.namespace_of(engine.space).fingerprint,
                     block_bytes=engine.space.layout.block_bytes,
                     lease_s=LEASE_S,

@@ -16,6 +16,8 @@ from typing import Generic, NamedTuple, Protocol
 from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import Clock
 from kvbm.manager.pool import KeyT, KeyT_contra, SlotPool
+from kvbm.manager.queue_age import QueueAge
+from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.policy.admission.write_budget import WriteBudget
@@ -58,11 +60,12 @@ class BlockWriter(Protocol[KeyT_contra]):
 
 
 class _Offloading(NamedTuple):
-    """A run that is being written, in slots from these on."""
+    """A run that is being written, in slots from these on; its first block was queued by then."""
 
     host_slot: SlotIndex
     disk_slot: SlotIndex
     length: int
+    since_s: float
 
     @property
     def host_slots(self) -> range:
@@ -93,10 +96,14 @@ class Offloader(Generic[KeyT]):
     staging: bool = False
     on_write_ended: Callable[[int], None] | None = None
     on_refused: Callable[[Sequence[KeyT], str], None] | None = None
+    full: moves_log.FullPool | None = None
     # Each block and the one before it, in the order in which they are written.
     queue: OrderedDict[KeyT, KeyT | None] = field(default_factory=OrderedDict, init=False)
     in_flight: dict[int, _Offloading] = field(default_factory=dict, init=False)
     _in_flight_blocks: int = field(default=0, init=False)
+    # Blocks that have left the queue, always from its front.
+    _left: int = field(default=0, init=False)
+    _age: QueueAge = field(default_factory=QueueAge, init=False)
 
     @property
     def _budget(self) -> WriteBudget | None:
@@ -105,6 +112,13 @@ class Offloader(Generic[KeyT]):
     @property
     def queued_count(self) -> int:
         return len(self.queue) + self._in_flight_blocks
+
+    def oldest_s(self) -> float:
+        """How long the oldest block has waited for its turn and for the disk, in seconds; 0 without any."""
+        now_s = self.clock()
+        waiting_s = self._age.look(self._left, len(self.queue), now_s)
+        run = next(iter(self.in_flight.values()), None)
+        return waiting_s if run is None else max(waiting_s, now_s - run.since_s)
 
     def committed(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None]) -> None:
         """These blocks, behind those of `parents`, came into host memory from the device."""
@@ -259,13 +273,17 @@ class Offloader(Generic[KeyT]):
                 break
         for key in gone:
             del self.queue[key]
+        self._left += len(gone)
         return keys, slots
 
     def _refuse(self, keys: list[KeyT], host_slots: list[SlotIndex]) -> None:
         """No slot on disk is to be had for a chain, not even for its first block; the others are no use without it."""
+        if self.full is not None and self.full.due and self.disk_pool.all_in_use:
+            self.full.skipped(len(keys))
         for key, slot in zip(keys, host_slots, strict=True):
             del self.queue[key]
             self._drop(slot, "full", key)
+        self._left += len(keys)
 
     def _submit(self, keys: list[KeyT], host_slots: list[SlotIndex], disk_slots: Sequence[SlotIndex]) -> bool:
         """Write a chain as far as it has slots on disk. False when the disk is busy and blocks must wait; those that
@@ -275,13 +293,16 @@ class Offloader(Generic[KeyT]):
             end = first + 1
             while end < len(disk_slots) and disk_slots[end] == disk_slots[end - 1] + 1:
                 end += 1
-            run = _Offloading(host_slots[first], disk_slots[first], end - first)
+            run = _Offloading(
+                host_slots[first], disk_slots[first], end - first, self._age.since_s(self._left, self.clock())
+            )
             outcome = self._write(run, keys[first:end])
             if outcome is Outcome.THROTTLED:
                 self.disk_pool.abort_all(disk_slots[first:][::-1])
                 return False
             for key in keys[first:end]:
                 del self.queue[key]
+            self._left += run.length
             if outcome is not Outcome.PENDING:
                 self.disk_pool.abort_all(disk_slots[first:end][::-1])
                 for key, slot in zip(keys[first:end], host_slots[first:end], strict=True):
@@ -298,6 +319,7 @@ class Offloader(Generic[KeyT]):
                 self.host_pool.lease_all(run.host_slots)
             self.in_flight[job_id] = run
             self._in_flight_blocks += run.length
+            moves_log.offloading(keys, "host", "disk")
         return outcome
 
     def completed(self, completion: Completion) -> bool:
@@ -311,6 +333,7 @@ class Offloader(Generic[KeyT]):
         for disk_slot, end in zip(run.disk_slots, completion.ends, strict=True):
             (hits if end.outcome is Outcome.HIT else failed).append(disk_slot)
         self.disk_pool.commit_all(hits)
+        moves_log.added(len(hits), "disk")
         lost = [self.disk_pool.key_of(slot) for slot in failed]
         self.disk_pool.abort_all(failed[::-1])
         if hits:

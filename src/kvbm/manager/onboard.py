@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
 from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import CORRUPT, MISSING, SlotPool
 from kvbm.manager.read_rate import ReadRate
+from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.tiers.contract import BlockEnd, Completion, RunTier
 from kvbm.tiers.host import HostArena
@@ -50,12 +51,13 @@ class _Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Rising:
-    """A run that is queued or being read, in slots from these on, and the leases that want blocks of it."""
+    """A run that is queued or being read, in slots from these on, the leases that want blocks of it, and since when."""
 
     keys: list[BlockKey]
     host_slot: int
     disk_slot: int
     waiting: list[_Wanted]
+    since_s: float
     queued: bool = True
     """Not being read yet."""
 
@@ -82,7 +84,7 @@ class _Rising:
             if low < high:
                 waiting.append(_Wanted(lease, start + low - place, low - first, high - low))
         slots = self.host_slot + first, self.disk_slot + first
-        return _Rising(self.keys[first:end], *slots, waiting)
+        return _Rising(self.keys[first:end], *slots, waiting, self.since_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +116,13 @@ class Onboarder:
     def queued_count(self) -> int:
         """Blocks that are queued or being read."""
         return len(self._by_host_slot)
+
+    def oldest_s(self) -> float:
+        """How long the oldest block has waited for its turn and for the disk, in seconds; 0 without any."""
+        while self._queue and not self._queue[0].keys:
+            self._queue.popleft()  # given up
+        run = next(chain(self._in_flight.values(), self._queue), None)
+        return 0.0 if run is None else self.clock() - run.since_s
 
     def arrival_s(self, lease: Lease) -> float:
         """Expected seconds until all blocks of the newest lease are here, behind what is queued; 0 if unknown."""
@@ -182,16 +191,19 @@ class Onboarder:
         """Queue the blocks from the i-th on that are only on disk; how many got host slots."""
         keys, disk_slots = self._only_on_disk(lease, i)
         # Loads from disk go through host memory, whatever its policy says of the blocks.
-        host_slots = self.host_pool.reserve_chain(keys, parent, self.clock(), insist=True)
+        now_s = self.clock()
+        host_slots = self.host_pool.reserve_chain(keys, parent, now_s, insist=True)
         while not host_slots and self._give_back(lease, i + len(keys), len(keys)):
-            host_slots = self.host_pool.reserve_chain(keys, parent, self.clock(), insist=True)
+            host_slots = self.host_pool.reserve_chain(keys, parent, now_s, insist=True)
         count = len(host_slots)
         disk_slots = disk_slots[:count]
         self.disk_pool.lease_all(disk_slots)
         lease.slots[i : i + count] = host_slots
+        if count:
+            moves_log.onboarding(count, "disk", "host")
         for first, end in _neighbours(host_slots, disk_slots, self.medium.run_blocks_max):
             waiting = [_Wanted(lease, i + first, 0, end - first)]
-            run = _Rising(keys[first:end], host_slots[first], disk_slots[first], waiting)
+            run = _Rising(keys[first:end], host_slots[first], disk_slots[first], waiting, now_s)
             self._by_host_slot.update(dict.fromkeys(run.host_slots, run))
             self._queue.append(run)
         return count
@@ -257,6 +269,13 @@ class Onboarder:
                 self._finish(run, [BlockEnd(outcome)] * len(run.keys))
                 unread += len(run.keys)
         return bool(self._doubted)
+
+    def give_up(self) -> None:
+        """No lease waits for anything any more: the runs that are not being read leave the queue."""
+        queued, self._queue = self._queue, deque()
+        for run in queued:
+            if run.keys:
+                self._finish(run, [BlockEnd(Outcome.THROTTLED)] * len(run.keys))
 
     def released(self) -> None:
         """A lease ended that waited for blocks: runs that nobody waits for any more shall not keep their host slots."""
@@ -335,7 +354,7 @@ class Onboarder:
         for place in reversed(missed):
             disk_slot = run.disk_slot + place
             if ends[place].outcome is Outcome.MISS and not self.disk_pool.is_leased(disk_slot):
-                self.disk_pool.evict(disk_slot)
+                self.disk_pool.evict(disk_slot, CORRUPT if ends[place].corrupt else MISSING)
             if ends[place].corrupt and self.on_corrupt is not None:
                 self.on_corrupt((run.keys[place],))
         for wanted in run.waiting:

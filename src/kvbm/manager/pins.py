@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from kvbm.admin_protocol import FindPrefix, Pin, Pinned, PrefixFound, Unpin, Unpinned
+from kvbm.admin_protocol import Pin, Pinned, Unpin, Unpinned
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
@@ -22,7 +22,6 @@ from kvbm.manager.space import Space
 PINNED_SHARE = 0.25
 """The part of a namespace's host memory that its pins may hold, and a prefetch may take."""
 PIN_S_MAX = 7 * 86400.0
-FOUND_AT_ONCE = 4096
 
 
 class Pins:
@@ -38,36 +37,12 @@ class Pins:
     @property
     def handlers(self) -> dict[type, Callable[[Session, Any], Iterator[None] | None]]:
         """What answers each message."""
-        return {FindPrefix: self.find_prefix, Pin: self.pin, Unpin: self.unpin}
-
-    def find_prefix(self, session: Session, message: FindPrefix) -> Iterator[None]:
-        """Count a chain's leading blocks that are held."""
-        refuse_other_roles(session, message)
-        keys, space = _keys(message.keys), self._space(message.fingerprint)
-        blocks = host = 0
-        for start in range(0, len(keys) if space is not None else 0, FOUND_AT_ONCE):
-            if start:
-                yield
-            assert space is not None
-            part = keys[start : start + FOUND_AT_ONCE]
-            on_host = space.host_pool.find_all(part)
-            disk_pool = space.disk.pool_if_on if space.disk is not None else None
-            on_disk = disk_pool.find_all(part) if disk_pool is not None else [None] * len(part)
-            if host == start:
-                host += on_host.index(None) if None in on_host else len(part)
-            held = [
-                above is not None or below is not None for above, below in zip(on_host, on_disk, strict=True)
-            ]
-            if False in held:
-                blocks += held.index(False)
-                break
-            blocks += len(part)
-        session.send(PrefixFound(blocks=blocks, host=host))
+        return {Pin: self.pin, Unpin: self.unpin}
 
     def pin(self, session: Session, message: Pin) -> Iterator[None]:
         """Lease the chain's blocks in the operator's name, and bring up those that are on disk."""
         refuse_other_roles(session, message)
-        keys, space = _keys(message.keys), self._space(message.fingerprint)
+        keys, space = checked_keys(message.keys), space_of(self._spaces, message.fingerprint)
         if not 0 <= message.seconds <= PIN_S_MAX:
             raise ProtocolError(f"pin seconds={message.seconds} cannot be served: 0 to {PIN_S_MAX:.0f}")
         if refusal := _refusal(space):
@@ -98,7 +73,7 @@ class Pins:
     def unpin(self, session: Session, message: Unpin) -> None:
         """End pins."""
         refuse_other_roles(session, message)
-        space, last = self._space(message.fingerprint), _keys(message.last_keys)
+        space, last = space_of(self._spaces, message.fingerprint), checked_keys(message.last_keys)
         pins, blocks = self._end(space, last or None) if space is not None else (0, 0)
         session.send(Unpinned(pins=pins, blocks=blocks))
 
@@ -127,10 +102,10 @@ class Pins:
             self._asked.pop(lease.number, None)
         return len(meant), blocks
 
-    def _space(self, fingerprint: str) -> Space | None:
-        return next(
-            (space for namespace, space in self._spaces if namespace.fingerprint.hex() == fingerprint), None
-        )
+
+def space_of(spaces: SpaceTable, fingerprint: str) -> Space | None:
+    """The space of the namespace with this fingerprint, in hex digits."""
+    return next((space for namespace, space in spaces if namespace.fingerprint.hex() == fingerprint), None)
 
 
 def _refusal(space: Space | None) -> str:
@@ -144,7 +119,8 @@ def _refusal(space: Space | None) -> str:
     return ""
 
 
-def _keys(joined: bytes) -> list[BlockKey]:
+def checked_keys(joined: bytes) -> list[BlockKey]:
+    """The keys of a message. Raises ProtocolError."""
     if len(joined) % KEY_BYTES:
         raise ProtocolError(f"keys of {len(joined)} bytes cannot be served: a multiple of {KEY_BYTES}")
     return split_keys(joined)

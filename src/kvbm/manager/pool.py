@@ -7,7 +7,7 @@ call it after every step.
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
@@ -24,6 +24,9 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _FILLING, _RESIDENT = int(BlockState.FILLING), int(BlockState.RESIDENT)
+CAPACITY, RESET, CORRUPT, MISSING, TIER_OFF = "capacity", "reset", "corrupt", "missing", "tier_off"
+"""Why a block was dropped: the policy chose it to make room; somebody dropped the whole tier; its checksum did not
+match; the medium had another block in its place, or none; the tier was off, and came back without it."""
 _SHORT_CHAIN = 128
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
@@ -60,7 +63,8 @@ class SlotPool(Generic[KeyT]):
         assert slot_count > 0
         self.tier = tier
         self.slot_count = slot_count
-        self.evicted_count = 0
+        self.evicted: Counter[str] = Counter()
+        """Blocks that were dropped, by reason, since whoever counts them cleared it."""
         self.policy = policy
         self._on_emptied = on_emptied
         self._chained = chained
@@ -71,6 +75,8 @@ class SlotPool(Generic[KeyT]):
         self._table: SlotTable = SlotTable(slot_count)
         self._state = self._table.state
         self._free = array("i", range(slot_count - 1, -1, -1))
+        # Slots that get no block any more. They count as being filled.
+        self._withheld: list[int] = []
 
     # ---- questions
 
@@ -156,6 +162,11 @@ class SlotPool(Generic[KeyT]):
         return self._table
 
     @property
+    def evicted_count(self) -> int:
+        """`evicted` for all reasons."""
+        return self.evicted.total()
+
+    @property
     def free_count(self) -> int:
         """Slots that hold nothing."""
         return len(self._free)
@@ -169,11 +180,20 @@ class SlotPool(Generic[KeyT]):
             leased=self._table.leased_count(),
         )
 
+    @property
+    def all_in_use(self) -> bool:
+        """Whether every slot is leased or being filled, so that no policy could make room. Looks at all slots."""
+        return not self._free and self._table.count(BlockState.RESIDENT) == self._table.leased_count()
+
     def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
         """Every resident slot with its key."""
         for slot, state in enumerate(self._state):
             if state == BlockState.RESIDENT:
                 yield SlotIndex(slot), self.key_of(slot)
+
+    def resident_but_not_in(self, other: SlotPool[KeyT]) -> list[KeyT]:
+        """The blocks that are resident here and not held by another pool."""
+        return [key for key in self._slots.keys() - other._slots.keys() if self.find(key) is not None]
 
     # ---- moves
 
@@ -232,9 +252,10 @@ class SlotPool(Generic[KeyT]):
         self.policy.removed(slots)
         self._empty(slots, Transition.ABORT)
 
-    def evict(self, slot: int) -> None:
+    def evict(self, slot: int, reason: str = CAPACITY) -> None:
         """Drop a resident block without leases."""
         self.policy.removed((slot,))
+        self.evicted[reason] += 1
         self._empty((slot,), Transition.EVICT)
 
     def lease(self, slot: int) -> None:
@@ -267,8 +288,34 @@ class SlotPool(Generic[KeyT]):
         """Evict every block that is not in use; (dropped, in use)."""
         unused = [slot for slot, _ in self.resident() if slot not in self._table]
         self.policy.removed(unused)
+        self.evicted[RESET] += len(unused)
         self._empty(unused, Transition.EVICT)
         return len(unused), self.slot_count - len(self._free)
+
+    def withhold(self, count: int, now_s: float) -> list[int]:
+        """Take slots out of use, at most `count`: those that hold nothing, else the policy's next victims.
+
+        Fewer, or none, where the others are leased or being filled. `give_back_withheld` undoes it.
+        """
+        if not self._free:
+            self._make_room(count, (), NO_SLOT, now_s)
+        first = max(0, len(self._free) - count)
+        slots = sorted(self._free[first:])
+        del self._free[first:]
+        self._table.move(slots, Transition.RESERVE)
+        self._withheld += slots
+        return slots
+
+    def give_back_withheld(self) -> None:
+        """The slots that were taken out of use are free again."""
+        slots, self._withheld = self._withheld, []
+        self._table.move(slots, Transition.ABORT)
+        self._free.extend(slots)
+
+    @property
+    def withheld_count(self) -> int:
+        """Slots that were taken out of use."""
+        return len(self._withheld)
 
     def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:
         """How many of `keys[start:]` lie resident in `slot` and the slots after it: a lower bound."""
@@ -288,7 +335,8 @@ class SlotPool(Generic[KeyT]):
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
         assert states[BlockState.FREE] == len(self._free) == len(set(self._free))
-        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots)
+        held = len(self._slots) + len(self._withheld)
+        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == held
         for key, slot in self._slots.items():
             assert self._keys[slot] == key
             assert self._state[slot] != BlockState.FREE
@@ -309,7 +357,7 @@ class SlotPool(Generic[KeyT]):
         self.lease_all(pinned)
         victims = self.policy.victims(needed, keys, self._table, now_s)
         self._empty(victims, Transition.EVICT)
-        self.evicted_count += len(victims)
+        self.evicted[CAPACITY] += len(victims)
         self.unlease_all(pinned)
 
     def _fill(self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:

@@ -20,8 +20,10 @@ from functools import partial
 import msgspec
 
 from kvbm.client.finder import ERROR_SUFFIX
+from kvbm.client.whereabouts import announced
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
+from kvbm.manager.admin_page import admin_page
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.garbage import collected_when_idle
 from kvbm.manager.server import Server
@@ -68,7 +70,12 @@ def serve(
     peer_uids = settings.trusted_peer_uids
     # A client that can connect is served: the socket comes when nothing else can fail.
     mode = 0o666 if peer_uids else 0o600
-    with _scraped(settings, metrics, private) as metrics_port, _listening(socket_path, mode) as listener:
+    with (
+        _scraped(settings, metrics, private) as metrics_port,
+        admin_page(settings, os.path.abspath(socket_path), private) as start_page,
+        _listening(socket_path, mode) as listener,
+        announced(os.path.abspath(socket_path), settings.runtime_dir),
+    ):
         server = Server(listener, make_spaces, traffic, clock, peer_uids)
         signals = _Signals(server)
         log.info(
@@ -83,6 +90,7 @@ def serve(
                 metrics_port=metrics_port,
             )
         )
+        start_page()
         on_listening()
         started_s = clock()
         seen_engine = False

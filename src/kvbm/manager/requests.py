@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
+from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.manager.followers import Followers
@@ -14,6 +15,7 @@ from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
+from kvbm.observe import moves_log
 from kvbm.protocol import (
     REFUSED,
     Commit,
@@ -45,7 +47,9 @@ class Requests:
         followers: Followers,
         history: History,
         session_by_number: Callable[[int], Session | None],
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._membership = membership
         self._traffic = traffic
         self._followers = followers
@@ -78,8 +82,12 @@ class Requests:
             space.release(session.number, message.lookup)
             lease = None
         self._followers.asked(space, message.keys)
+        if message.again:
+            self._traffic.tried_again("lookup")
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.counted_sources(found), len(keys) - message.skip
+        on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
+        moves_log.matched(on_host, on_disk, asked, message.request)
         self._traffic.looked_up(engine.name, asked, counted)
         self._traffic.asked(engine.label, space.layout, asked, counted)
         self._history.looked_up(session.number, message, keys, space, counted, no_room + refused)
@@ -129,6 +137,8 @@ class Requests:
             )
         if not 0 <= group <= GROUP_MAX:
             raise ProtocolError(f"reserve group={group} cannot be served: 0 to {GROUP_MAX}")
+        if message.again:
+            self._traffic.tried_again("store")
         slots: list[int] = []
         parent = parents[-1] if parents else None
         for start in range(0, len(keys), RESERVED_AT_ONCE):
@@ -159,6 +169,7 @@ class Requests:
         if engine is not None and engine.leader is session:
             stored = engine.space.commit(session.number, message.store, message.failed)
             self._traffic.stored(engine.space.layout, stored, message.seconds)
+            self._traffic.reserved(engine.label, message.answer_s)
 
     def finished(self, session: Session, message: Finished) -> None:
         """A request ended; the policies learn how much it generated."""
@@ -188,7 +199,8 @@ class Requests:
         """A lease's blocks arrived or failed: notify its leader and the workers that watch it."""
         if (lease.owner, lease.number) in self._unanswered:
             return
-        progress = Progress(lookup=lease.number, ready=lease.ready, final=lease.final)
+        at_s = self._clock() if lease.final and lease.ready else 0.0
+        progress = Progress(lookup=lease.number, ready=lease.ready, final=lease.final, at_s=at_s)
         for number in (lease.owner, *self._watchers.get((lease.owner, lease.number), ())):
             session = self._session_by_number(number)
             if session is not None:

@@ -11,6 +11,9 @@ report through its descriptor. The loop never waits for a client. For a medium i
   write for each stretch of slots. `Reset` does that for all the blocks that it drops from disk;
 - every few seconds each tier checks that its files are still there;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
+
+A resize of host memory begins with a turn that makes the new index, and ends with one that goes over to it: they take
+longer than others, by about half a millisecond for each thousand slots.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
-from kvbm.admin_protocol import Snapshot, WhyQuery
+from kvbm.admin_protocol import Resize, Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
@@ -34,7 +37,9 @@ from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
+from kvbm.manager.prompt_why import PromptQuestions
 from kvbm.manager.requests import Requests
+from kvbm.manager.resizing import Resizing
 from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
@@ -101,7 +106,7 @@ class Server:
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._history = History(clock, self.spaces.namespace_of)
         self._requests = requests = Requests(
-            self.membership, traffic, self._followers, self._history, self.sessions.get
+            self.membership, traffic, self._followers, self._history, self.sessions.get, clock
         )
         administration = Administration(
             self.spaces,
@@ -113,6 +118,7 @@ class Server:
             clock,
         )
         self._pins = Pins(self.spaces, clock)
+        self.resizing = Resizing(self.spaces, self._send_away, self._others_busy, clock)
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
@@ -138,8 +144,10 @@ class Server:
             StatusQuery: self._status,
             Snapshot: self._snapshots.answer,
             WhyQuery: self._why,
+            Resize: self.resizing.resize,
             **administration.handlers,
             **self._pins.handlers,
+            **PromptQuestions(self.spaces, self._history).handlers,
         }
 
     @property
@@ -374,6 +382,13 @@ class Server:
 
     def _why(self, session: Session, message: WhyQuery) -> None:
         session.send(self._history.reply(message.request, min(message.limit, WHY_MAX)))
+
+    def _send_away(self, space: Space) -> None:
+        self._requests.dropped(self.membership.send_away(space))
+
+    def _others_busy(self, session: Session) -> bool:
+        admins = (s for s in self.sessions.values() if s.hello is not None and s.hello.role == "admin")
+        return any(other.work is not None for other in admins if other is not session)
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)

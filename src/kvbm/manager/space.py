@@ -16,36 +16,22 @@ from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.manager.departed import NO_SLOT, RESET, Departed
 from kvbm.manager.disk_side import DiskSide
-from kvbm.manager.leases import HoldTable, Lease, Owner, Reservation
+from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
+from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups, advance
-from kvbm.manager.names import EngineNames
+from kvbm.manager.names import EngineName
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
+from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmissionPolicy, make_policy
-from kvbm.policy.departures import Departures
+from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD, REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.runs import with_runs
 
 RESERVATION_S = 120.0
-
-
-class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a space. `staging`: host memory is only a bounded way to disk.
-
-    `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
-    block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
-    `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
-    """
-
-    staging: bool = False
-    eviction: str = "lru"
-    write_on_eviction: bool = False
-    in_flight_max: int = 64
-    brought_at_once: int = 512
 
 
 class Space:
@@ -64,7 +50,7 @@ class Space:
         metrics: Metrics,
         clock: Clock,
         on_progress: Callable[[Lease], None],
-        options: SpaceOptions = SpaceOptions(),
+        options: SpaceOptions = DEFAULT_OPTIONS,
     ) -> None:
         self.layout = layout
         self.arena = arena
@@ -77,18 +63,15 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
-        self._names = EngineNames(arena.slot_count)
         self.departed = Departed(clock, options.staging)
-        # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
-        eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
-        policy = make_policy(eviction, arena.slot_count)
-        departures: Departures | None = None
-        if options.write_on_eviction and medium is not None and not options.staging:
-            policy = departures = Departures(policy, arena.slot_count)
-        keeps_parents = departures is not None
-        self.host_pool: SlotPool[BlockKey] = SlotPool(
-            Tier.HOST, arena.slot_count, policy, self._host_emptied, chained, keeps_parents
-        )
+        self._full = moves_log.FullPool("host", clock)
+        self.life = 0
+        """How often host memory was replaced by memory of another size."""
+        self.cleared = 0
+        """How often blocks of host memory were dropped on request."""
+        self._writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
+        host = self.new_host(arena)
+        self._names, self.host_pool = host.names, host.pool
         self.disk: DiskSide | None = None
         if medium is not None:
             self.disk = DiskSide(
@@ -97,7 +80,7 @@ class Space:
                 arena=arena,
                 names=self._names,
                 admission=admission,
-                departures=departures,
+                departures=host.departures,
                 eviction=options.eviction,
                 staging=options.staging,
                 in_flight_max=options.in_flight_max,
@@ -108,17 +91,65 @@ class Space:
                 departed=self.departed,
             )
         self.heat = PrefixHeat()
-        self._lookups = Lookups(
-            layout,
-            self.host_pool,
+        self._lookups = self._new_lookups(self.host_pool)
+
+    def _new_lookups(self, host_pool: SlotPool[BlockKey]) -> Lookups:
+        return Lookups(
+            self.layout,
+            host_pool,
             self.disk,
             self.leases,
             self._usage,
-            options.staging,
-            metrics,
-            clock,
+            self.options.staging,
+            self._metrics,
+            self._clock,
             self.heat,
         )
+
+    # ---- another size
+
+    def new_host(self, arena: HostArena) -> HostSide:
+        """Index and policy of an empty arena. Raises for an installed policy that cannot be made of its size."""
+        return make_host_side(arena, self.options, self._writes_on_eviction, self.departed)
+
+    def engine_name(self, slot: int, key: BlockKey) -> EngineName:
+        """The engine's own name of the block in a slot of host memory."""
+        return self._names.of(slot, key)
+
+    def replace_host(self, host: HostSide, pins_max: int) -> int:
+        """Go over to other host memory, which holds what was carried over. How many pins ended, of which at most
+        `pins_max` blocks are kept.
+
+        No engine's session of this space is left: leases of engines have ended, and what their ranks still write goes
+        to the memory before, which nobody reads. Pins are carried as far as their blocks were.
+        """
+        pins = self.leases.of(PINS)
+        for lease in list(self.leases):
+            self.release(lease.owner, lease.number)
+        for reservation in list(self.reservations):
+            self.reservations.pop(reservation.owner, reservation.number)
+        old, lookups = self.arena, self._new_lookups(host.pool)
+        host.pool.evicted += self.host_pool.evicted
+        # All or nothing: what could fail was made before.
+        self.life += 1
+        self.arena, self._names, self.host_pool, self._lookups = host.arena, host.names, host.pool, lookups
+        if self.disk is not None:
+            self.disk.replace_host(host)
+        else:
+            old.close_beside()
+        return sum(not self._pin_again(pin, pins_max) for pin in pins)
+
+    def _pin_again(self, pin: Lease, pins_max: int) -> bool:
+        """Whether the leading blocks of a pin, which has ended, are pinned again."""
+        slots = self.host_pool.find_leading(pin.keys)
+        if not slots or sum(len(other.slots) for other in self.leases.of(PINS)) + len(slots) > pins_max:
+            return False
+        sources, states = pin.sources[: len(slots)], bytearray((LeaseState.PINNED,)) * len(slots)
+        keys = pin.keys[: len(slots)]
+        lease = Lease(pin.owner, pin.number, keys, slots, sources, states, pin.deadline_s, len(slots))
+        self.host_pool.lease_all(slots)
+        self.leases.add(lease)
+        return True
 
     # ---- lookups
 
@@ -148,7 +179,9 @@ class Space:
         """End a lease. Returns it as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
         if lease is not None:
-            self.host_pool.unlease_all(lease.pinned())
+            pinned = lease.pinned()
+            self.host_pool.unlease_all(pinned)
+            moves_log.returned(len(pinned), "host")
             if self.disk is not None and not lease.final:
                 self.disk.onboarder.released()
             lease.drop()
@@ -198,6 +231,7 @@ class Space:
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist)
             self._names.reserved(slots, run, hashes, done, group)
             answer += slots
+            moves_log.offloading(run[: len(slots)], "device", "host")
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]
             mine.slots += slots
@@ -209,6 +243,8 @@ class Space:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
             self.departed.note(Tier.HOST, keys[len(answer) :], NO_SLOT)
             answer += [REFUSED] * refused
+            if self._full.due and self.host_pool.all_in_use:
+                self._full.skipped(refused)
         if mine.slots and known is None:
             self.reservations.add(mine)
         return answer
@@ -228,6 +264,7 @@ class Space:
             self.host_pool.abort_all([slot for i, slot in enumerate(mine.slots) if i in bad][::-1])
         good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
         self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
+        moves_log.added(len(good), "host")
         self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
         self._metrics.add(
             "kvbm_transfer_bytes_total",
@@ -247,8 +284,8 @@ class Space:
 
     def abort(self, reservation: Reservation) -> None:
         """Free a reservation's slots. The caller knows that no worker writes to them any more."""
-        self.reservations.pop(reservation.owner, reservation.number)
-        self.host_pool.abort_all(reservation.slots[::-1])
+        if self.reservations.pop(reservation.owner, reservation.number) is reservation:
+            self.host_pool.abort_all(reservation.slots[::-1])
 
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
@@ -307,6 +344,7 @@ class Space:
     def clear(self, tier: str = "") -> tuple[int, int]:
         """Drop every block that is not in use, of one tier or of all. Returns (dropped, in use)."""
         if tier in ("", self.host_pool.tier.name.lower()):
+            self.cleared += 1
             for reservation in self.reservations:
                 reservation.stale = True
         dropped = in_use = 0
@@ -365,11 +403,6 @@ class Space:
             self.pump()
             self.disk.close(keep)
         self.arena.close()
-
-    def _host_emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
-        self.arena.invalidate_all(slots)
-        self._names.forget_all(slots)
-        self.departed.emptied(Tier.HOST, keys, was_resident)
 
 
 def _end_of(held: bytes, start: int) -> int:

@@ -70,9 +70,16 @@ class Traffic:
 
     def waited(self, label: str, answer_s: float, wait_s: float) -> None:
         """How long an engine says it waited for an answer, and for the load; what is not a time is left out."""
-        for name, seconds in (("kvbm_lookup_answer_seconds", answer_s), ("kvbm_load_wait_seconds", wait_s)):
-            if 0.0 < seconds < math.inf:
-                self.metrics.observe(name, seconds, engine=label)
+        self._observe("kvbm_lookup_answer_seconds", label, answer_s)
+        self._observe("kvbm_load_wait_seconds", label, wait_s)
+
+    def reserved(self, label: str, answer_s: float) -> None:
+        """How long an engine says it waited for the answer to a reservation; what is not a time is left out."""
+        self._observe("kvbm_reserve_answer_seconds", label, answer_s)
+
+    def tried_again(self, operation: str) -> None:
+        """An engine says that it asks once more: for a `lookup`, or to `store` blocks."""
+        self.metrics.add("kvbm_retries_total", operation=operation)
 
     def loaded(self, layout: BlockLayout, sources: bytes, seconds: float, prefill_s: float = 0.0) -> None:
         """Blocks reached the device on all ranks; `sources` says which tier each was found in. Computing them would
@@ -126,6 +133,10 @@ class Traffic:
         self._engines = {name: hits for name, hits in self._engines.items() if name in engines}
         if self._clock() >= self._summary_at_s:
             self.summarize()
+
+    def _observe(self, name: str, label: str, seconds: float) -> None:
+        if 0.0 < seconds < math.inf:
+            self.metrics.observe(name, seconds, engine=label)
 
     def summarize(self) -> None:
         """Log the transfers since the last summary, if there were any."""

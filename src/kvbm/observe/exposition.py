@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kvbm.observe.metrics import Histogram, Metric, Metrics
+from kvbm.observe.metric_table import Metric
+from kvbm.observe.metrics import Histogram, Metrics
 
 
 def render(metrics: Metrics) -> str:

@@ -112,7 +112,7 @@ def traffic_line(before: Snapshot, after: Snapshot, seconds: float) -> str:
     stored = sum(rise(name) for name in _OFFLOADED)
     loaded = {tier: rise(name) for tier, name in _ONBOARDED.items()}
     tiers = [tier for tier in _ONBOARDED if after.get(("kvbm_pool_capacity_blocks", tier), 0) > 0]
-    evicted = {tier: rise("kvbm_evicted_blocks_total", tier) for tier in tiers}
+    evicted = {tier: rise("kvbm_evicted_blocks_total", tier, "capacity") for tier in tiers}
     failures = rises("kvbm_failures_total")
     if not (stored or any(loaded.values()) or any(evicted.values()) or failures):
         return ""

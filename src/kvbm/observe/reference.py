@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvbm.observe.metrics import TABLE, Label, Metric
+from kvbm.observe.metric_table import TABLE, Label, Metric
 from kvbm.settings import variable
 
 _HEAD = f"""\

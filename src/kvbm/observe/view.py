@@ -186,7 +186,7 @@ def _tiers(
                 leased_share=_share(leased, capacity),
                 hit_blocks=hits[name],
                 hit_share=_share(hits[name], asked),
-                evicted_per_s=lately.per_s("kvbm_evicted_blocks_total", name),
+                evicted_per_s=lately.per_s("kvbm_evicted_blocks_total", name, "capacity"),
                 up=deltas.now("kvbm_tier_up", name, default=1.0) > 0,
                 staging=name == _HOST and all(space.staging for space, _ in parts),
             )
@@ -245,11 +245,11 @@ def _signs(view: View, deltas: Deltas) -> Signs:
             for kind in ("io", "load")
         ),
         host_full=host is not None and not host.staging and host.used_share > 0.95,
-        host_evicted_per_s=deltas.per_s("kvbm_evicted_blocks_total", _HOST),
+        host_evicted_per_s=deltas.per_s("kvbm_evicted_blocks_total", _HOST, "capacity"),
         host_leased_share=host.leased_share if host is not None else 0.0,
         has_disk=disk is not None,
         disk_full=disk is not None and disk.used_share > 0.95,
-        disk_evicted_per_s=deltas.per_s("kvbm_evicted_blocks_total", _DISK),
+        disk_evicted_per_s=deltas.per_s("kvbm_evicted_blocks_total", _DISK, "capacity"),
         disk_hit_share=_share(disk.hit_blocks, found) if disk is not None else 0.0,
         cost_share=_share(deltas.grown(unloaded, "cost"), found),
         late_share=_share(deltas.grown(unloaded, "deadline"), found),

@@ -18,8 +18,8 @@ PIPE_WIDTH = 150
 
 
 def console() -> Console:
-    """For results on standard output."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    """For results on standard output. Names that come from elsewhere may look like markup: none is read."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def plain_table(

@@ -70,7 +70,7 @@ def admission_name(settings: Settings) -> str:
 
 
 def admission_notices(settings: Settings, block_bytes: int) -> list[tuple[str, str]]:
-    """(what is odd, what to do) where the frequency filter leaves a disk tier of this size nearly empty.
+    """(what is odd, what to do) where the frequency filter makes a disk tier of this size worth less.
 
     The filter admits a block at its second offer within some ten minutes. Most such blocks are in host memory still.
     Of a disk tier whose size is set below that of the host tier, `notices` speaks.
@@ -95,8 +95,8 @@ def admission_notices(settings: Settings, block_bytes: int) -> list[tuple[str, s
     if disk >= FILTERED_DISK_FACTOR * host:
         return [
             (
-                f"{filtered}: much of {sizes} will stay empty, as blocks that come back later are not written",
-                f"set {field}=ghost, which remembers for as long as the tier is large, or {field}=all",
+                f"{filtered}: {sizes} keeps no prompt that comes back later than that",
+                f"`kvbm record` and `kvbm simulate --admission NAME` compare {field}=all, ghost and filter",
             )
         ]
     return []
@@ -317,6 +317,35 @@ def container_limit_bytes(
     files = list(_limit_files(root, ours)) if cgroup_limit is None else [cgroup_limit]
     limits = [limit for limit in map(_read_limit, files) if limit is not None]
     return min(limits, default=None)
+
+
+def container_free_bytes(
+    root: Path = Path("/sys/fs/cgroup"), ours: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """The memory that this container, or this service, may still take; None without a limit.
+
+    The least of its control groups. Cached files that nobody uses now count as free: the kernel drops them first.
+    """
+    free = []
+    for file in _limit_files(root, ours):
+        if (limit := _read_limit(file)) is None:
+            continue
+        first = file.name == "memory.max"
+        used = _read_limit(file.with_name("memory.current" if first else "memory.usage_in_bytes"))
+        if used is not None:
+            cached = _read_stat(
+                file.with_name("memory.stat"), "inactive_file" if first else "total_inactive_file"
+            )
+            free.append(max(0, limit - used + cached))
+    return min(free, default=None)
+
+
+def _read_stat(file: Path, name: str) -> int:
+    try:
+        words = (line.split() for line in file.read_text().splitlines())
+        return next((int(number) for field, number in words if field == name), 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def _limit_files(root: Path, ours: Path) -> Iterator[Path]:

@@ -232,6 +232,7 @@ _TEXTS: dict[Kind, Callable[[str, str], object]] = {
     Kind.PATH: parse.parse_path,
     Kind.SOCKET: parse.parse_socket_path,
     Kind.USERS: parse.parse_user_ids,
+    Kind.LISTEN: parse.parse_listen_address,
 }
 
 

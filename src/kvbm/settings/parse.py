@@ -22,6 +22,9 @@ TEXT_CHARACTERS_MAX = 64
 SOCKET_PATH_BYTES_MAX = 107
 """The longest path of a Unix socket on Linux: `sun_path` is 108 bytes with its closing zero."""
 
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine that no name server is asked for, as they stand in an address of the web."""
+
 TRUE_WORDS = ("1", "true", "on", "yes")
 FALSE_WORDS = ("0", "false", "off", "no")
 LOG_LEVELS = ("trace", "debug", "info", "warn", "error", "off")
@@ -137,6 +140,23 @@ def parse_socket_path(field: str, text: str) -> str:
     if len(path.encode("utf-8", "surrogateescape")) > SOCKET_PATH_BYTES_MAX:
         raise reject(field, text, f"a socket path of at most {SOCKET_PATH_BYTES_MAX} bytes")
     return path
+
+
+def parse_listen_address(field: str, text: str) -> str:
+    """`HOST:PORT` on the loopback interface (`127.0.0.1:6881`, `localhost:6881`, `[::1]:6881`, or the port alone), or
+    `unix:PATH`. Port 0 is any free one. Other interfaces are refused: a token would cross the network in the clear."""
+    word = text.strip()
+    if word.startswith("unix:"):
+        return "unix:" + parse_socket_path(field, word.removeprefix("unix:"))
+    host, colon, port = word.rpartition(":")
+    host = host if colon else LOOPBACK[0]
+    if host not in LOOPBACK or not (
+        port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16
+    ):
+        raise reject(
+            field, text, "127.0.0.1:PORT, [::1]:PORT or unix:PATH; other machines come by a tunnel (ssh -L)"
+        )
+    return f"{host}:{int(port)}"
 
 
 def parse_user_ids(field: str, text: str) -> tuple[int, ...]:

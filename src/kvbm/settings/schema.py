@@ -227,6 +227,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
         "port of /metrics; an engine's own manager takes the next free one",
     ] = 6880
+    admin_http: Annotated[
+        str | None,
+        Setting("DYN_KVBM_ADMIN_HTTP", "--admin-http", Kind.LISTEN, metavar="ADDRESS", ours=True),
+        "address of the web page and the admin API: 127.0.0.1:6881, or unix:PATH; only programs of this machine "
+        "reach it. Unset is off; an engine's own manager takes the next free port",
+    ] = None
+    admin_token_file: Annotated[
+        str | None,
+        Setting(
+            "DYN_KVBM_ADMIN_TOKEN_FILE",
+            "--admin-token-file",
+            Kind.PATH,
+            metavar="FILE",
+            default_text="`admin.token` in the runtime directory",
+            ours=True,
+        ),
+        "file with the token of the web page and the admin API; unset, it is made when it is first needed, and kept",
+    ] = None
     manager: Annotated[
         str | None,
         Setting("DYN_KVBM_MANAGER", "--socket", Kind.SOCKET, ours=True, reader="both"),
@@ -305,6 +323,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "name of the weights that the engine starts with, for trainers that change weights in memory: engines "
         "with the same files and the same version share blocks, also after a restart",
     ] = None
+    traces: Annotated[
+        bool,
+        Setting("DYN_KVBM_TRACES", ours=True, reader="engine"),
+        "send a trace of each request to an OpenTelemetry collector, which `OTEL_EXPORTER_OTLP_ENDPOINT` names; "
+        "needs the packages of `openkvbm[otel]`",
+    ] = False
     log_level: Annotated[
         str,
         Setting("DYN_LOG", "--log-level", Kind.LOG, choices=LOG_LEVELS, reader="both"),

@@ -23,6 +23,7 @@ class Kind(enum.Enum):
     PATH = "path"
     SOCKET = "socket path"
     USERS = "user ids"
+    LISTEN = "address of this machine"
     LOG = "log filter"
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvbm.protocol import LoadPlan, StepPlan, StepReport
+from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 from kvbm.vllm_integration.block_tables import table_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.stats import KvbmStats

@@ -6,6 +6,7 @@ Digests where the text may be a secret or long. Nothing is decided by them.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
@@ -25,11 +26,14 @@ def told_of(request: Any, block_tokens: int) -> Told:
     if features := getattr(request, "mm_features", None):
         extras["media"] = _short("\0".join(str(feature.identifier) for feature in features))
     tokens = getattr(request, "prompt_token_ids", None)
-    if not tokens or len(tokens) < block_tokens:
-        return Told(b"", tuple(extras.items()))
-    return Told(
-        blake3(array("q", tokens[:block_tokens]).tobytes()).digest(_DIGEST_BYTES), tuple(extras.items())
-    )
+    return Told(prompt_digest(tokens or [], block_tokens), tuple(extras.items()))
+
+
+def prompt_digest(tokens: Sequence[int], block_tokens: int) -> bytes:
+    """By this a manager recognises the same first block of tokens; empty for a prompt that is shorter."""
+    if len(tokens) < block_tokens:
+        return b""
+    return blake3(array("q", tokens[:block_tokens]).tobytes()).digest(_DIGEST_BYTES)
 
 
 def _short(text: str) -> str:

@@ -13,8 +13,10 @@ from kvbm.block import Tier
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.tracked import Scheduled
-from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
+from kvbm.observe.otel import open_sink
+from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, shared_request_notices, size_notices
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration import stats
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
@@ -60,6 +62,7 @@ class SchedulerSide:
             role="leader",
             engine=transfer.engine_id,
             rank_count=int(vllm_config.parallel_config.world_size),
+            device_blocks=self._device_blocks,
         )
         layerwise = settings.onboard_mode == "layerwise" or (
             settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)
@@ -70,6 +73,7 @@ class SchedulerSide:
                 "hits are loaded before their requests, not layer by layer, though CUDA graphs stay piecewise: %s",
                 refusal,
             )
+        self._spans = open_sink(transfer.engine_id) if settings.traces else None
         self.leader = Leader(
             finder,
             hello,
@@ -81,6 +85,7 @@ class SchedulerSide:
             lazy=settings.offload_mode == "lazy",
             device=self._blocks,
             weights_version=settings.weights_version or "",
+            spans=self._spans,
         )
         self._counted = stats.Counted(self.leader)
 
@@ -106,7 +111,8 @@ class SchedulerSide:
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
         on_device = self._blocks.on_device(request.block_hashes)
         told = told_of(request, self.block_tokens)
-        self.leader.request_added(request.request_id, hashes, extras, on_device, keep, told)
+        trace = getattr(request, "trace_headers", None)
+        self.leader.request_added(request.request_id, hashes, extras, on_device, keep, told, trace)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones can be loaded (None: ask again), and whether the request waits."""
@@ -211,6 +217,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         self.leader.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def _notice_reset(self) -> None:
         """A trainer empties the device's cache after an update of the weights, often without a call to connectors."""

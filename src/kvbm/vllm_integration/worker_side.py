@@ -14,8 +14,9 @@ import torch
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
 from kvbm.layout import BlockLayout
-from kvbm.protocol import PROTOCOL_VERSION, Hello, StepPlan, StepReport
+from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.transfer import DeviceCache, numa_node
 from kvbm.vllm_integration import weight_changes
 from kvbm.vllm_integration.namespace import engine_namespace

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.protocol import LoadPlan, StorePlan
+from kvbm.step_plan import LoadPlan, StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mark
@@ -25,12 +25,16 @@ PIECES_UNDER_WAY = 2
 
 
 class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A load that ended. `failed` has the device blocks that do not hold their bytes."""
+    """A load that ended. `failed` has the device blocks that do not hold their bytes.
+
+    `copied`, of a traced one, is when its first copy began and its last ended, on its rank's clock.
+    """
 
     request: str
     failed: tuple[int, ...]
     seconds: float
     layerwise: bool = False
+    copied: tuple[float, float] | None = None
 
 
 class FinishedStore(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +108,8 @@ class LoadJob:
     under_way: deque[Piece] = field(default_factory=deque)
     broken: bool = False
     layers: LayerGate | None = None
+    copying_s: float | None = None
+    """When the first copy began."""
 
     def finished(self, copied: int, now_s: float) -> FinishedLoad:
         """The report of a load of which so many leading blocks arrived."""
@@ -112,6 +118,7 @@ class LoadJob:
             failed=self.plan.device_blocks[copied:],
             seconds=now_s - self.started_s,
             layerwise=self.plan.layerwise,
+            copied=(self.copying_s, now_s) if self.plan.traced and self.copying_s is not None else None,
         )
 
     @property

@@ -19,7 +19,8 @@ from kvbm.client.channel import Channel, readable_among
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
-from kvbm.protocol import Fence, FenceDone, Hello, Progress, StorePlan, Watch, Welcome
+from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
+from kvbm.step_plan import StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, StoreJob, wait_for_end
@@ -246,6 +247,7 @@ class Mover:
             self._channel.send(Watch(lookup=plan.lookup))
 
     def _load_by_layer(self, job: LoadJob, gate: LayerGate) -> None:
+        job.copying_s = self._clock()
         try:
             job.copy_by_layer(gate)
         except Exception as error:
@@ -303,6 +305,8 @@ class Mover:
         """Begin a piece where there is room for one, else end the oldest; False when the load failed."""
         if self._usable(job.after, job.plan.epoch) is None:
             return False  # promised out of another life's memory, or the device is lost
+        if job.copying_s is None:
+            job.copying_s = self._clock()
         try:
             return job.begin_piece() if job.may_begin else job.end_piece()
         except Exception as error:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbm.clock import Clock
-from kvbm.protocol import StorePlan
+from kvbm.step_plan import StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.jobs import FinishedStore, StoreJob, StoreUnderWay
 

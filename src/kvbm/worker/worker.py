@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
-from kvbm.clock import Clock
-from kvbm.protocol import StepPlan, StepReport, Welcome
+from kvbm.clock import Clock, nanoseconds, wall_offset_ns
+from kvbm.protocol import Welcome
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.transfer import DeviceCache
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import FinishedLoad, LoadJob, StoreJob
@@ -36,9 +37,12 @@ class Worker:
         stores_here: bool = True,
         clock: Clock = time.monotonic,
         weights_changes: Callable[[], int] = lambda: 0,
+        wall_offset_ns: Callable[[], int] = wall_offset_ns,
     ) -> None:
-        """`weights_changes` counts how often this rank's weights were changed in memory, from any number on."""
+        """`weights_changes` counts how often this rank's weights were changed in memory, from any number on.
+        `wall_offset_ns` makes a time of `clock` one of the system's clock."""
         self._clock = clock
+        self._wall_offset_ns = wall_offset_ns
         self._weights_changes = weights_changes
         self._changes_seen = weights_changes()
         self._weights_known = 0
@@ -59,6 +63,7 @@ class Worker:
         self._open_loads = 0
         self._stored: dict[int, tuple[int, tuple[int, ...], float]] = {}
         self._loaded: dict[str, float] = {}
+        self._copied: dict[str, tuple[int, int]] = {}
 
     def attach(self, timeout_s: float) -> Welcome:
         """Join the manager; raises ManagerUnavailable or ManagerRefused. `start` follows in any case."""
@@ -134,6 +139,13 @@ class Worker:
         self._open_loads -= sum(not load.layerwise for load in done)
         for load in done:
             self._loaded[load.request] = load.seconds
+            if load.copied is not None:
+                offset_ns = self._wall_offset_ns()
+                began_s, ended_s = load.copied
+                self._copied[load.request] = (
+                    nanoseconds(began_s) + offset_ns,
+                    nanoseconds(ended_s) + offset_ns,
+                )
         return [self._unless_outdated(load) for load in done]
 
     def _unless_outdated(self, load: FinishedLoad) -> FinishedLoad:
@@ -150,8 +162,13 @@ class Worker:
             self._stored.setdefault(store.store, (1, store.failed, store.seconds))
         if not self._stored and not self._loaded and not self._weights_unknown:
             return None
-        report = StepReport(stored=self._stored, loaded=self._loaded, weights_changed=self._weights_unknown)
-        self._stored, self._loaded = {}, {}
+        report = StepReport(
+            stored=self._stored,
+            loaded=self._loaded,
+            weights_changed=self._weights_unknown,
+            copied=self._copied,
+        )
+        self._stored, self._loaded, self._copied = {}, {}, {}
         return report
 
     def quiesce(self, timeout_s: float) -> bool:

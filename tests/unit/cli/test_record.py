@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.client.finder import find_manager
-from kvbm.errors import SettingsError
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.protocol import PROTOCOL_VERSION, Asked, Ended, Finished, Follow, Hello, Welcome
-from kvbm.settings import Settings
 from kvbm.sim.traces import recorder as recorder_module
 from kvbm.sim.traces.formats import read_trace
 from kvbm.sim.traces.recorder import Recorder
@@ -91,20 +88,6 @@ def test_nothing_of_the_keys_is_in_the_file(tmp_path: Path) -> None:
     assert all(
         key[:6] not in file.getvalue() and key.hex()[:8].encode() not in file.getvalue() for key in KEYS
     )
-
-
-def test_the_manager_is_found_where_it_is_clear_which(tmp_path: Path) -> None:
-    settings = Settings(runtime_dir=str(tmp_path))
-    with pytest.raises(SettingsError, match="none in"):
-        find_manager(settings)
-    (tmp_path / "private-1.sock").touch()
-    assert find_manager(settings) == str(tmp_path / "private-1.sock")
-    (tmp_path / "private-2.sock").touch()
-    with pytest.raises(SettingsError, match=r"private-1\.sock, .*private-2\.sock"):
-        find_manager(settings)
-    (tmp_path / "manager.sock").touch()
-    assert find_manager(settings) == str(tmp_path / "manager.sock")
-    assert find_manager(Settings(manager="/x.sock", runtime_dir=str(tmp_path))) == "/x.sock"
 
 
 def test_a_follower_hears_of_every_request_and_an_admin_who_does_not_follow_of_none(

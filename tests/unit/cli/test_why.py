@@ -142,3 +142,11 @@ def test_without_a_manager_it_is_one_line(tmp_path_factory: pytest.TempPathFacto
 )
 def test_ages(seconds: float, text: str) -> None:
     assert _ago(seconds) == text
+
+
+def test_an_id_that_looks_like_markup_is_shown_as_it_is(asked: ManagerBench) -> None:
+    leader = asked.leader("odd")
+    leader.send(Lookup(lookup=1, keys=join_keys(KEYS[:1]), request="[/x][bold red]id"))
+    done = run(asked, named=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[/x][bold red]id" in done.stdout

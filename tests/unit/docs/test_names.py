@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from kvbm.cli.main import COMMANDS
-from kvbm.observe.metrics import TABLE, MetricKind
+from kvbm.observe.metric_table import TABLE, MetricKind
 from kvbm.policy import registry
 from kvbm.policy.registry import PolicyRegistry
 from kvbm.settings import FIELDS
@@ -24,7 +24,7 @@ from rigs.sources import SOURCES, assert_none, module_name, parse, python_files
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
 
-OTHERS_FLAGS = {"--no-async-scheduling", "--basetemp", "--help", "--version"}
+OTHERS_FLAGS = {"--no-async-scheduling", "--otlp-traces-endpoint", "--basetemp", "--help", "--version"}
 """Flags of vLLM and pytest, and those that every command has."""
 OTHERS_FILES = ("vllm/", "dynamo/", "/", "kvbm.toml")
 """Beginnings of paths that are not in this checkout: others', and those of users."""

@@ -12,20 +12,11 @@ from kvbm.framing import encode
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.leader import Leader
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.lookups import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
+from kvbm.leader.lookups import ATTEMPTS_MAX
+from kvbm.leader.patience import ARRIVAL_DEADLINE_S, REPLY_DEADLINE_S
 from kvbm.leader.tracked import Answer, Scheduled
-from kvbm.protocol import (
-    PROTOCOL_VERSION,
-    Finished,
-    Hello,
-    Lookup,
-    Progress,
-    Refused,
-    Release,
-    Reset,
-    StepPlan,
-    StepReport,
-)
+from kvbm.protocol import PROTOCOL_VERSION, Finished, Hello, Lookup, Progress, Refused, Release, Reset
+from kvbm.step_plan import StepPlan, StepReport
 from rigs.leader import HASHES, LEASE_S, TABLE, Bench, ScriptedManager, keys
 
 
@@ -222,6 +213,7 @@ def test_a_lookup_that_left_out_what_the_device_lost_is_asked_again(bench: Bench
     released, again = bench.manager.said()
     assert released == Release(lookup=lookup.lookup)
     assert again.skip == 2
+    assert (lookup.again, again.again) == (False, True)
     assert again.lookup != lookup.lookup
     bench.answer(again, 5)
     assert bench.leader.matched("r", 2) == Answer(blocks=5)

@@ -11,7 +11,7 @@ from kvbm.block import KEY_BYTES
 from kvbm.framing import OUTGOING_BYTES_MAX
 from kvbm.hashing import split_keys
 from kvbm.leader.joint_loads import WAIT_S_MAX, JointLoads
-from kvbm.leader.lookups import (
+from kvbm.leader.patience import (
     ASSUMED_TOKENS_PER_S,
     REPLY_DEADLINE_S,
     REPLY_DEADLINE_S_MAX,

@@ -11,7 +11,8 @@ from kvbm.block import BlockKey
 from kvbm.hashing import split_keys
 from kvbm.leader.lazy import Unsaved
 from kvbm.leader.tracked import Answer, Scheduled
-from kvbm.protocol import Commit, LoadPlan, Reserve, StepReport
+from kvbm.protocol import Commit, Reserve
+from kvbm.step_plan import LoadPlan, StepReport
 from rigs.leader import TABLE, Bench, ScriptedDevice, keys
 
 # ---- released stores

@@ -32,6 +32,8 @@ def test_what_was_refused_is_offered_again_from_its_first_block_on(bench: Bench)
     bench.grant(again)
     (plan,) = bench.step({"r": 6}).stores
     assert plan.device_blocks == tuple(TABLE[2:6])
+    (later,) = offered(bench, 8)
+    assert (reserve.again, again.again, later.again) == (False, True, False), "what the manager is told"
 
 
 def test_later_blocks_wait_with_it_and_no_step_asks_meanwhile(bench: Bench) -> None:
@@ -203,6 +205,7 @@ def test_a_free_block_that_was_refused_is_noted_again(lazy: Bench, engine: Scrip
     (again,) = leave(lazy, engine, TABLE[3])
     assert again.parent == split_keys(reserve.keys)[1]
     assert again.keys == reserve.keys[2 * 32 :]
+    assert (reserve.again, again.again) == (False, True)
     assert again.hashes == reserve.hashes[2 * 32 :] != b""
     lazy.grant(again)
     engine.free = []

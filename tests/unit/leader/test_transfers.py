@@ -8,15 +8,8 @@ from kvbm.block import Tier
 from kvbm.hashing import split_keys
 from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
 from kvbm.leader.tracked import Answer, Scheduled
-from kvbm.protocol import (
-    HELD,
-    REFUSED,
-    Commit,
-    LoadPlan,
-    Lookup,
-    Release,
-    StorePlan,
-)
+from kvbm.protocol import HELD, REFUSED, Commit, Lookup, Release
+from kvbm.step_plan import LoadPlan, StorePlan
 from rigs.leader import HASHES, TABLE, Bench, keys
 
 # ---- a load
@@ -133,14 +126,16 @@ def test_a_store_in_three_steps(bench: Bench) -> None:
     assert bench.step({"r": 3}).stores == ()
     (reserve,) = bench.manager.said()
     assert (reserve.parent, split_keys(reserve.keys)) == (b"", keys(3))
+    bench.clock.advance(0.25)
     bench.grant(reserve, (HELD, 4, HELD))
     (plan,) = bench.step({"r": 3}).stores
     assert plan == StorePlan(
         store=reserve.store, epoch=7, slots=(4,), generations=(74,), device_blocks=(101,)
     )
     assert bench.manager.said() == []
+    bench.clock.advance(0.5)
     bench.report(plan)
-    assert bench.manager.said() == [Commit(store=reserve.store, seconds=0.1)]
+    assert bench.manager.said() == [Commit(store=reserve.store, seconds=0.1, answer_s=0.25)]
     assert bench.step({"r": 5}).stores == ()
     (more,) = bench.manager.said()
     assert (more.parent, split_keys(more.keys)) == (keys(3)[2], keys(5)[3:])

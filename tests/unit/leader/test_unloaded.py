@@ -8,12 +8,8 @@ from __future__ import annotations
 import pytest
 
 from kvbm.block import Tier
-from kvbm.leader.lookups import (
-    ARRIVAL_DEADLINE_S,
-    ATTEMPTS_MAX,
-    REPLY_DEADLINE_S,
-    REPLY_DEADLINE_S_MAX,
-)
+from kvbm.leader.lookups import ATTEMPTS_MAX
+from kvbm.leader.patience import ARRIVAL_DEADLINE_S, REPLY_DEADLINE_S, REPLY_DEADLINE_S_MAX
 from kvbm.leader.tracked import Answer
 from kvbm.protocol import UNLOADED_REASONS, Lookup, LookupReply, Progress, Ready, Release
 from rigs.leader import FINGERPRINT, LEASE_S, TABLE, Bench

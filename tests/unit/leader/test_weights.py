@@ -6,7 +6,8 @@ import pytest
 
 from kvbm.hashing import split_keys
 from kvbm.leader.tracked import Answer
-from kvbm.protocol import Commit, Release, Reserve, Reset, StepReport
+from kvbm.protocol import Commit, Release, Reserve, Reset
+from kvbm.step_plan import StepReport
 from rigs.leader import Bench
 
 

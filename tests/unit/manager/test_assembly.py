@@ -106,7 +106,7 @@ def test_a_filter_that_leaves_a_large_disk_empty_is_told_at_the_start(
     manager.engine("another")
     said = [r.getMessage() for r in caplog.records if "with the policy `filter`" in r.getMessage()]
     assert len(said) == lines
-    assert all("DYN_KVBM_DISK_ADMISSION=ghost" in line for line in said)
+    assert all("DYN_KVBM_DISK_ADMISSION=all, ghost and filter" in line for line in said)
 
 
 def test_a_host_tier_of_which_a_namespace_would_get_nothing_is_refused(make_manager: MakeBench) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbm.manager.engine_labels import LABELS_MAX, EngineLabels
-from kvbm.observe.metrics import OTHER_ENGINES
+from kvbm.observe.metric_table import OTHER_ENGINES
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Release
 from rigs.manager import KEYS, LAYOUT, OTHER, ManagerBench, refusal, store
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvbm.hashing import join_keys
 from kvbm.manager.lookups import LEASE_S
-from kvbm.observe.metrics import TABLE
-from kvbm.protocol import Release, Reset, ResetReply
+from kvbm.observe.metric_table import TABLE
+from kvbm.protocol import Commit, Release, Reserve, ReserveReply, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store
 
@@ -55,6 +56,11 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     manager.step()
     leader.reserve(6, KEYS[200:232])
     leader.take()
+
+    # A few of those are offered again. Their slots are committed, and the engine says how long it waited for them.
+    leader.send(Reserve(store=8, parent=b"", keys=join_keys(KEYS[230:232]), again=True))
+    leader.expect(ReserveReply)
+    leader.send(Commit(store=8, answer_s=0.02))
 
     # A prefix that the latest requests began with, and that is gone.
     leader.send(Reset())

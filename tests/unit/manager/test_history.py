@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.admin_protocol import WhyQuery, WhyReply
 from kvbm.block import BlockKey, Tier
-from kvbm.client.admin import _AdminChannel
 from kvbm.hashing import join_keys
 from kvbm.manager import departed as departed_module
 from kvbm.manager import history as history_module
@@ -17,18 +15,15 @@ from kvbm.manager.departed import Departed, Fate
 from kvbm.manager.history import fates, reason_of
 from kvbm.policy import DiskFilter
 from kvbm.protocol import (
-    PROTOCOL_VERSION,
     UNLOADED_REASONS,
     Commit,
-    Hello,
     Lookup,
     LookupReply,
     Release,
     Reset,
-    Welcome,
 )
 from kvbm.testing.fake_tier import FakeTier
-from rigs.manager import KEYS, OTHER, Client, ManagerBench, store
+from rigs.manager import KEYS, OTHER, ManagerBench, one, store, why
 from rigs.space import Bench
 
 PROMPT = b"p" * 16
@@ -61,25 +56,6 @@ class Asker:
 
     def store(self, keys: list[BlockKey]) -> tuple[int, ...]:
         return store(self.leader, self.worker, next(self._numbers), keys)
-
-
-def why(manager: ManagerBench, request: str = "", limit: int = 20) -> WhyReply:
-    client = Client(manager, _AdminChannel.connect(manager.path))
-    try:
-        client.send(Hello(version=PROTOCOL_VERSION, role="admin"))
-        client.expect(Welcome)
-        client.send(WhyQuery(request=request, limit=limit))
-        return client.expect(WhyReply)
-    finally:
-        client.close()
-        manager.step()
-
-
-def one(manager: ManagerBench, request: str) -> dict[str, Any]:
-    reply = why(manager, request)
-    assert reply.matching == 1
-    (found,) = reply.requests
-    return found
 
 
 # ---- blocks that are in no tier
@@ -396,3 +372,11 @@ def test_blocks_that_another_request_had_loaded(manager: ManagerBench) -> None:
     assert one(manager, "r")["unneeded"] == 0, "nothing is known of them yet"
     asker.leader.send(Release(lookup=reply.lookup, unloaded={"cost": 1}))
     assert one(manager, "r")["unneeded"] == 3
+
+
+def test_an_id_that_would_steer_a_terminal_is_kept_without_that(manager: ManagerBench) -> None:
+    asker = Asker(manager)
+    asker.miss(KEYS[:2], request="a\x1b[2J\x07\nb", adapter="\x1b]0;owned")
+    (found,) = why(manager, "a\x1b[2J").requests
+    assert found["request"] == "a?[2J??b"
+    assert [each["request"] for each in why(manager).requests] == ["a?[2J??b"]

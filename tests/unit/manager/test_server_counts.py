@@ -8,8 +8,20 @@ import pytest
 
 from kvbm.block import Outcome, Tier
 from kvbm.hashing import join_keys
-from kvbm.observe.metrics import BY_NAME
-from kvbm.protocol import UNLOADED_REASONS, Commit, Lookup, LookupReply, Progress, Release, Reset, ResetReply
+from kvbm.observe.metric_table import BY_NAME
+from kvbm.observe.metrics import Histogram
+from kvbm.protocol import (
+    UNLOADED_REASONS,
+    Commit,
+    Lookup,
+    LookupReply,
+    Progress,
+    Release,
+    Reserve,
+    ReserveReply,
+    Reset,
+    ResetReply,
+)
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store
 
@@ -28,6 +40,36 @@ def unloaded(manager: ManagerBench) -> dict[str, float]:
 def test_every_reason_that_a_leader_may_give_has_its_series() -> None:
     (label,) = BY_NAME["kvbm_unloaded_blocks_total"].labels
     assert label.values == UNLOADED_REASONS
+
+
+def test_an_engine_says_what_it_tries_again(manager: ManagerBench) -> None:
+    leader, _ = manager.engine()
+
+    def retries() -> tuple[float, float]:
+        lookups, stores = (
+            manager.metrics.value("kvbm_retries_total", operation=name) for name in ("lookup", "store")
+        )
+        return lookups, stores
+
+    for again, expected in ((False, (0, 0)), (True, (1, 1))):
+        leader.send(Lookup(lookup=1 + again, keys=join_keys(KEYS[:2]), again=again))
+        leader.expect(LookupReply)
+        leader.send(Reserve(store=5 + again, parent=b"", keys=join_keys(KEYS[:2]), again=again))
+        leader.expect(ReserveReply)
+        assert retries() == expected
+
+
+def test_a_wait_for_slots_is_counted_where_it_is_a_time(manager: ManagerBench) -> None:
+    leader, _ = manager.engine()
+    for number, answer_s in enumerate((0.25, 0.0, -1.0, float("nan"), float("inf")), 1):
+        leader.reserve(number, KEYS[number : number + 1])
+        leader.send(Commit(store=number, answer_s=answer_s))
+    (rows,) = (
+        rows for metric, rows in manager.metrics.series() if metric.name == "kvbm_reserve_answer_seconds"
+    )
+    ((_, histogram),) = rows
+    assert isinstance(histogram, Histogram)
+    assert (sum(histogram.counts), histogram.total) == (1, 0.25)
 
 
 def test_matched_tokens_are_those_that_a_scheduler_was_promised(manager: ManagerBench) -> None:
@@ -119,7 +161,7 @@ def test_a_load_that_fails_counts_where_the_blocks_were_found(
         (slot,) = (slot for slot, entry in below.medium.entries.items() if entry.key == KEYS[2])
         below.medium.corrupt(slot)
         below.release()
-        assert leader.expect(Progress) == Progress(lookup=3, ready=2, final=True)
+        assert leader.expect(Progress) == Progress(lookup=3, ready=2, final=True, at_s=manager.clock())
     leader.send(Release(lookup=3, loaded=1, failed=3, seconds=0.1))
     manager.step()
     assert failures(manager) == (1, 2)

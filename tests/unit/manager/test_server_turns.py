@@ -12,7 +12,7 @@ from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.manager.requests import RESERVED_AT_ONCE
 from kvbm.manager.server import ANSWERS_FIRST
-from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Reserve, ReserveReply
+from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Ready, Reserve, ReserveReply
 from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, store
 
 LONG = chain_keys(
@@ -190,6 +190,11 @@ def test_a_rank_that_goes_meanwhile_takes_the_room_with_it(manager: ManagerBench
     assert manager.space().host_pool.counts().filling == 0
 
 
+def without_ready(messages: list[FromManager]) -> list[FromManager]:
+    """What does not come by the clock: an engine's share of host memory is told again when another engine has come."""
+    return [message for message in messages if not isinstance(message, Ready)]
+
+
 def test_a_long_hit_from_disk_leaves_others_their_turn(tmp_path: Path) -> None:
     """And its leader hears nothing of the blocks that come before the answer: that says how far they are."""
     long = LONG[:1400]
@@ -209,7 +214,7 @@ def test_a_long_hit_from_disk_leaves_others_their_turn(tmp_path: Path) -> None:
     hurry(bench)
     leader.channel.send(Lookup(lookup=1, keys=join_keys(long)))
     bench.server.step(0.0)
-    assert arrived(leader) == [], "it is not through in one turn"
+    assert without_ready(arrived(leader)) == [], "it is not through in one turn"
     answered = []
     for number in range(2, 5):
         other.channel.send(Lookup(lookup=number, keys=join_keys(LONG[:1])))
@@ -217,7 +222,10 @@ def test_a_long_hit_from_disk_leaves_others_their_turn(tmp_path: Path) -> None:
             bench.server.step(0.0)
         answered += [m.lookup for m in arrived(other) if isinstance(m, LookupReply)]
     assert answered == [2, 3, 4], "each at its turn"
-    answer = leader.expect(LookupReply)
+    heard: list[FromManager] = []
+    bench.until(lambda: heard.extend(without_ready(arrived(leader))) or heard, "no answer came")
+    answer = heard[0]
+    assert isinstance(answer, LookupReply)
     assert len(answer.slots) == 1400
     lease = next(lease for lease in bench.space().leases if lease.number == 1)
     bench.until(lambda: lease.ready == 1400, "a block did not come")

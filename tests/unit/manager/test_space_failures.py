@@ -141,7 +141,7 @@ def test_a_policy_that_raises_while_a_namespace_opens_costs_its_engine_one_line(
         raise ZeroDivisionError("a policy\nof theirs")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvbm.manager.space.make_policy", broken)
+        patched.setattr("kvbm.manager.host_side.make_policy", broken)
         client = manager.client()
         client.send(manager.worker_hello("bad"))
         refused = client.expect(Refused)

@@ -85,7 +85,8 @@ def test_traffic_line():
     metrics.add("kvbm_onboard_blocks_h2d", 40)
     metrics.add("kvbm_onboard_blocks_d2d", 24)
     metrics.add("kvbm_transfer_bytes_total", 201_000_000, source="host", target="device")
-    metrics.add("kvbm_evicted_blocks_total", 12, tier="host")
+    metrics.add("kvbm_evicted_blocks_total", 12, tier="host", reason="capacity")
+    metrics.add("kvbm_evicted_blocks_total", 5, tier="host", reason="reset")  # no sign of a small tier
     assert traffic_line(before, metrics.snapshot(), 60.2) == (
         "last 60 s: stored 128 blocks (402 MB), loaded 64 (201 MB: 40 host, 24 disk), evicted 12 host 0 disk,"
         " failures 0, host 61% full, disk 12% full"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbm.observe.exposition import render
-from kvbm.observe.metrics import TABLE, MetricKind, Metrics
+from kvbm.observe.metric_table import TABLE, MetricKind
+from kvbm.observe.metrics import Metrics
 from kvbm.observe.reference import page
 from rigs.checkout import ROOT
 
@@ -148,10 +149,11 @@ def test_histogram_buckets_are_cumulative_and_complete(values):
 
 def test_each_series_has_its_own_number():
     metrics = Metrics()
-    metrics.add("kvbm_evicted_blocks_total", 2, tier="disk")
-    metrics.add("kvbm_evicted_blocks_total", 3, tier="disk")
-    assert metrics.value("kvbm_evicted_blocks_total", tier="disk") == 5
-    assert metrics.value("kvbm_evicted_blocks_total", tier="host") == 0
+    metrics.add("kvbm_evicted_blocks_total", 2, tier="disk", reason="reset")
+    metrics.add("kvbm_evicted_blocks_total", 3, tier="disk", reason="reset")
+    assert metrics.value("kvbm_evicted_blocks_total", tier="disk", reason="reset") == 5
+    assert metrics.value("kvbm_evicted_blocks_total", tier="disk", reason="capacity") == 0
+    assert metrics.value("kvbm_evicted_blocks_total", tier="host", reason="reset") == 0
     metrics.set("kvbm_queue_blocks", 5, queue="offload")
     metrics.set("kvbm_queue_blocks", 3, queue="offload")
     assert metrics.value("kvbm_queue_blocks", queue="offload") == 3
@@ -168,10 +170,10 @@ def test_reading_makes_no_series():
     [
         lambda metrics: metrics.add("kvbm_unknown"),
         lambda metrics: metrics.value("kvbm_unknown"),
-        lambda metrics: metrics.add("kvbm_evicted_blocks_total"),
-        lambda metrics: metrics.add("kvbm_evicted_blocks_total", tier="cloud"),
-        lambda metrics: metrics.add("kvbm_evicted_blocks_total", level="host"),
-        lambda metrics: metrics.add("kvbm_evicted_blocks_total", tier="host", extra="1"),
+        lambda metrics: metrics.add("kvbm_hit_blocks_total"),
+        lambda metrics: metrics.add("kvbm_hit_blocks_total", tier="cloud"),
+        lambda metrics: metrics.add("kvbm_hit_blocks_total", level="host"),
+        lambda metrics: metrics.add("kvbm_hit_blocks_total", tier="host", extra="1"),
         lambda metrics: metrics.add("kvbm_matched_tokens", tier="host"),
         lambda metrics: metrics.add("kvbm_matched_tokens", -1),
         lambda metrics: metrics.set("kvbm_matched_tokens", 1),
@@ -190,10 +192,10 @@ def test_a_wrong_name_or_label_is_a_programmers_error(wrong):
 def test_snapshot_stands_still():
     metrics = Metrics()
     before = metrics.snapshot()
-    metrics.add("kvbm_evicted_blocks_total", 4, tier="host")
+    metrics.add("kvbm_evicted_blocks_total", 4, tier="host", reason="reset")
     metrics.observe("kvbm_transfer_seconds", 1.0, source="disk", target="host")
-    assert before["kvbm_evicted_blocks_total", "host"] == 0
-    assert metrics.snapshot()["kvbm_evicted_blocks_total", "host"] == 4
+    assert before["kvbm_evicted_blocks_total", "host", "reset"] == 0
+    assert metrics.snapshot()["kvbm_evicted_blocks_total", "host", "reset"] == 4
     assert metrics.snapshot()["kvbm_transfer_seconds", "disk", "host"] == 1
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.admin_protocol import Description, EngineReport, Moment, SnapshotReply, SpaceReport, TierReport
-from kvbm.observe.metrics import BY_NAME
+from kvbm.observe.metric_table import BY_NAME
 from kvbm.observe.verdict import Signs, judge
 from kvbm.observe.view import FLOWS, look, start_of
 
@@ -95,8 +95,9 @@ SERIES = [
     ("kvbm_onboard_blocks_d2d",),
     ("kvbm_lookups_total", "hit"),
     ("kvbm_lookups_total", "miss"),
-    ("kvbm_evicted_blocks_total", "host"),
-    ("kvbm_evicted_blocks_total", "disk"),
+    ("kvbm_evicted_blocks_total", "host", "capacity"),
+    ("kvbm_evicted_blocks_total", "host", "reset"),
+    ("kvbm_evicted_blocks_total", "disk", "capacity"),
     ("kvbm_saved_prefill_seconds_total",),
     ("kvbm_lost_prefixes_total",),
     *(("kvbm_transfer_bytes_total", *flow) for flow in FLOWS),
@@ -130,7 +131,8 @@ def test_rates_are_growth_over_the_window(
     )
     for shown in view.tiers:
         assert shown.hit_share == pytest.approx(found[shown.name] / asked if asked else 0.0)
-        assert shown.evicted_per_s == pytest.approx(grown("kvbm_evicted_blocks_total", shown.name) / seconds)
+        evicted = grown("kvbm_evicted_blocks_total", shown.name, "capacity")
+        assert shown.evicted_per_s == pytest.approx(evicted / seconds), "no reset says that a tier is small"
     for flow in view.flows:
         path = (flow.source, flow.target)
         assert flow.bytes_per_s == pytest.approx(grown("kvbm_transfer_bytes_total", *path) / seconds)
@@ -178,7 +180,8 @@ def test_a_window_is_the_given_one_the_managers_or_since_its_start_but_never_of_
 
 
 def test_flows_and_evictions_may_have_a_shorter_window() -> None:
-    flow, evicted = ("kvbm_transfer_bytes_total", "host", "device"), ("kvbm_evicted_blocks_total", "host")
+    flow = ("kvbm_transfer_bytes_total", "host", "device")
+    evicted = ("kvbm_evicted_blocks_total", "host", "capacity")
     now = moment(100.0, {flow: 1000.0, evicted: 50.0})
     view = look(state(now, moment(40.0, {})), recent=moment(95.0, {flow: 900.0, evicted: 40.0}))
     assert (view.window_s, view.flows_window_s) == (60.0, 5.0)

@@ -10,6 +10,7 @@ from kvbm.errors import SettingsError
 from kvbm.settings import (
     Settings,
     available_memory_bytes,
+    container_free_bytes,
     container_limit_bytes,
     disk_slots,
     host_slots,
@@ -282,3 +283,31 @@ def test_the_limit_of_a_container_or_a_service(tmp_path, groups, files, limit):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
     assert container_limit_bytes(root=root, ours=ours) == limit
+
+
+def test_what_a_container_may_still_take(tmp_path):
+    root, ours = tmp_path / "cgroup", tmp_path / "ours"
+    inner = root / "pod" / "engine"
+    inner.mkdir(parents=True)
+    ours.write_text("0::/pod/engine\n")
+    assert container_free_bytes(root, ours) is None
+    (inner / "memory.max").write_text("1000\n")
+    (inner / "memory.current").write_text("700\n")
+    assert container_free_bytes(root, ours) == 300
+    (inner / "memory.stat").write_text("anon 500\ninactive_file 150\nactive_file 50\n")
+    assert container_free_bytes(root, ours) == 450
+    (root / "pod" / "memory.max").write_text("2000\n")
+    (root / "pod" / "memory.current").write_text("1900\n")
+    assert container_free_bytes(root, ours) == 100
+    (root / "pod" / "memory.current").write_text("2100\n")
+    assert container_free_bytes(root, ours) == 0
+
+
+def test_what_a_container_may_still_take_in_the_older_control_groups(tmp_path):
+    root, ours = tmp_path / "cgroup", tmp_path / "ours"
+    (root / "memory" / "box").mkdir(parents=True)
+    ours.write_text("9:memory:/box\n")
+    (root / "memory" / "box" / "memory.limit_in_bytes").write_text("1000\n")
+    (root / "memory" / "box" / "memory.usage_in_bytes").write_text("900\n")
+    (root / "memory" / "box" / "memory.stat").write_text("total_inactive_file 20\n")
+    assert container_free_bytes(root, ours) == 120

@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("vllm", reason="the scheduler's half counts with vLLM's classes; vllm is not installed")
 
 from kvbm.hashing import split_keys
-from kvbm.protocol import Commit, Hello, Lookup, Reserve, ReserveReply, StepPlan, StepReport
+from kvbm.protocol import Commit, Hello, Lookup, Reserve, ReserveReply
 from kvbm.settings import Settings
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration import scheduler_side
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
@@ -171,3 +172,30 @@ def test_an_adapter_without_files_is_not_followed(side: Side, path: str, tmp_pat
     assert side.said(object) == []
     side.side.finished(request)
     assert side.side.leader.requests == {}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_requests_are_traced_in_their_own_traces_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traced: bool
+) -> None:
+    opened: list[str] = []
+    taken: list[tuple[str, dict[str, str]]] = []
+    closed: list[bool] = []
+    sink = SimpleNamespace(
+        put=lambda make, parent: taken.append((make().attributes["gen_ai.request.id"], dict(parent))),
+        close=lambda: closed.append(True),
+    )
+    monkeypatch.setattr(scheduler_side, "open_sink", lambda engine: opened.append(engine) or sink)
+    side = Side(tmp_path, monkeypatch, traces=traced)
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    for name, request_headers in (("r", headers), ("s", None)):
+        request = side.request(name, 3, "")
+        request.lora_request = None
+        request.trace_headers = request_headers
+        side.side.added(request)
+        side.side.finished(request)
+    side.side.close()
+    side.manager.close()
+    assert opened == (["e"] if traced else [])
+    assert taken == ([("r", headers), ("s", {})] if traced else [])
+    assert closed == ([True] if traced else [])

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
-from kvbm.protocol import StepPlan, StepReport
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.worker.jobs import DrainJob, FinishedLoad
 from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker

@@ -13,7 +13,6 @@ from kvbm.client.channel import readable_among
 from kvbm.protocol import (
     Fence,
     FenceDone,
-    LoadPlan,
     LookupReply,
     Message,
     Release,
@@ -21,9 +20,8 @@ from kvbm.protocol import (
     ReserveReply,
     Reset,
     ResetReply,
-    StepPlan,
-    StepReport,
 )
+from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.worker import mover as mover_module
 from kvbm.worker.jobs import PIECE_BLOCKS, FinishedLoad

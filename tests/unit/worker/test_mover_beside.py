@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
 from kvbm.errors import DeviceLost
-from kvbm.protocol import Fence, FenceDone, LoadPlan, Progress, Watch
+from kvbm.protocol import Fence, FenceDone, Progress, Watch
+from kvbm.step_plan import LoadPlan
 from kvbm.worker.jobs import PIECE_BLOCKS, PIECES_UNDER_WAY, LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mark

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
 from kvbm.clock import ManualClock
-from kvbm.protocol import StepPlan, StorePlan, Welcome
+from kvbm.protocol import Welcome
+from kvbm.step_plan import StepPlan, StorePlan
 from kvbm.worker.mover import ADOPT_RETRY_S, Mover
 from kvbm.worker.worker import Worker
 from rigs.copies_beside import (

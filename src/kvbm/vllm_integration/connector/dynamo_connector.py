@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm.observe.log import configure
-from kvbm.protocol import StepPlan, StepReport
 from kvbm.settings import (
     LoadedSettings,
     available_memory_bytes,
@@ -29,6 +28,7 @@ from kvbm.settings import (
     process_environment,
     shared_manager_notices,
 )
+from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration import stats, weight_changes
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.runner import model_runner

@@ -14,7 +14,8 @@ from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import ManualClock
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
-from kvbm.manager.space import Space, SpaceOptions
+from kvbm.manager.host_side import SpaceOptions
+from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
 from kvbm.testing.run_tier_contract import load_run, outcomes, store_run

@@ -1,0 +1,53 @@
+"""How long a request waits for the manager's answer, and for blocks that are being read from disk."""
+
+from __future__ import annotations
+
+from kvbm.leader.cost import CostModel
+from kvbm.leader.link import ManagerLink
+from kvbm.leader.search import Search
+
+REPLY_DEADLINE_S = 0.25
+"""The manager's answer to a lookup is waited for at least this long."""
+REPLY_DEADLINE_S_MAX = 10.0
+SILENCE_S_MAX = 2.0
+"""A manager that has sent nothing at all for this long is not waited for."""
+ASSUMED_TOKENS_PER_S = 50_000.0
+"""How fast an engine computes a prompt, until its own steps were measured: faster than most do."""
+ARRIVAL_DEADLINE_S = 10.0
+
+
+class Patience:
+    """No wait is longer than computing the blocks takes, as far as that is known, and each has a bound besides.
+
+    `manager_slow`: it has not answered an earlier lookup in time, and no answer has come since.
+    """
+
+    def __init__(self, link: ManagerLink, cost: CostModel) -> None:
+        self._link = link
+        self._cost = cost
+        self.manager_slow = False
+
+    def unanswered_too_long(self, search: Search, now_s: float) -> bool:
+        """Whether to go on without the manager's answer.
+
+        Others may be served first: as long as the manager sends anything, its answer is waited for as long as computing
+        the blocks would take, within bounds. While it has not answered an earlier lookup in time, the least is enough.
+        """
+        if self.manager_slow:
+            return now_s - search.asked_s >= REPLY_DEADLINE_S
+        blocks = search.wanted - search.skip
+        prefill_s = self._cost.prefill_s(blocks, search.skip)
+        if prefill_s is None:
+            prefill_s = blocks * self._cost.block_tokens / ASSUMED_TOKENS_PER_S
+        deadline_s = min(max(prefill_s, REPLY_DEADLINE_S), REPLY_DEADLINE_S_MAX)
+        silent_s = now_s - max(search.asked_s, self._link.received_s)
+        return now_s - search.asked_s >= deadline_s or silent_s >= min(deadline_s, SILENCE_S_MAX)
+
+    def for_reads_s(self, search: Search, offset: int) -> float:
+        """How long to wait for blocks that are being read from disk: no longer than computing them takes, and not at
+        all where they are expected later than that."""
+        prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
+        if prefill_s is None:
+            return ARRIVAL_DEADLINE_S
+        patience_s = min(prefill_s, ARRIVAL_DEADLINE_S)
+        return patience_s if search.arrives_s - search.asked_s <= patience_s else 0.0

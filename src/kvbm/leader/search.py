@@ -1,0 +1,64 @@
+"""One request's lookup: where it stands, and what the manager answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvbm.step_plan import LoadPlan
+
+
+class Stage(Enum):
+    """Where one request's lookup stands."""
+
+    ASKED = "asked"
+    FOUND = "found"
+    LOADING = "loading"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class Search:
+    """The lookup of one request. Its first `skip` blocks were left out of the question; the run begins behind them.
+
+    All its blocks are expected in host memory at `arrives_s`. `used` holds the tiers of the blocks being loaded.
+    `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
+    blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
+    others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
+
+    For traces alone: `ready_at_answer` blocks were in host memory when the answer came, and the others were expected
+    `expected_s` later; no more came after `final_s`; the load was planned at `begun_s`, and its ranks copied from
+    `copied[0]` to `copied[1]`, in ns of the system's clock.
+    """
+
+    request: str
+    number: int
+    life: int
+    skip: int
+    asked_s: float
+    stage: Stage = Stage.ASKED
+    answered: bool = False
+    answer_s: float = 0.0
+    attempts: int = 1
+    wanted: int = 0
+    epoch: int = -1
+    slots: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+    sources: bytes = b""
+    ready: int = 0
+    final: bool = True
+    arrives_s: float = 0.0
+    plan: LoadPlan | None = None
+    used: bytes = b""
+    arrived: int | None = None
+    no_room: int = 0
+    refused: int = 0
+    missing: int = 0
+    why_missing: str = ""
+    why: str = ""
+    unloaded: dict[str, int] = field(default_factory=dict)
+    ready_at_answer: int = 0
+    expected_s: float = 0.0
+    final_s: float = 0.0
+    begun_s: float = 0.0
+    copied: tuple[int, int] | None = None

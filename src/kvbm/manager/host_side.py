@@ -1,0 +1,66 @@
+"""The host memory of a space: the arena, its index and the names of its blocks. It can be replaced as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbm.block import BlockKey, Tier
+from kvbm.manager.departed import Departed
+from kvbm.manager.names import EngineNames
+from kvbm.manager.pool import SlotPool
+from kvbm.policy import make_policy
+from kvbm.policy.departures import Departures
+from kvbm.tiers.host import HostArena
+
+
+class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a space. `staging`: host memory is only a bounded way to disk.
+
+    `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
+    block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
+    `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
+    """
+
+    staging: bool = False
+    eviction: str = "lru"
+    write_on_eviction: bool = False
+    in_flight_max: int = 64
+    brought_at_once: int = 512
+
+
+DEFAULT_OPTIONS = SpaceOptions()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSide:
+    """An arena with its index. `departures` is the policy of the pool where blocks are written on eviction."""
+
+    arena: HostArena
+    names: EngineNames
+    pool: SlotPool[BlockKey]
+    departures: Departures | None
+
+
+def make_host_side(
+    arena: HostArena, options: SpaceOptions, writes_on_eviction: bool, departed: Departed
+) -> HostSide:
+    """The index of an empty arena; `departed` learns what leaves it."""
+    names = EngineNames(arena.slot_count)
+
+    def emptied(slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
+        arena.invalidate_all(slots)
+        names.forget_all(slots)
+        departed.emptied(Tier.HOST, keys, was_resident)
+
+    # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
+    eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
+    policy = make_policy(eviction, arena.slot_count)
+    departures: Departures | None = None
+    if writes_on_eviction:
+        policy = departures = Departures(policy, arena.slot_count)
+    # Without its parents a block could not be carried over to other memory.
+    pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, keeps_parents=chained)
+    return HostSide(arena, names, pool, departures)

@@ -1,0 +1,72 @@
+"""An operator's question why a prompt misses, asked without a request: what is held of it now, and why no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from kvbm.admin_protocol import FindPrefix, PrefixFound, WhyPrompt
+from kvbm.block import BlockKey
+from kvbm.manager.administration import refuse_other_roles
+from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.history import Held, History
+from kvbm.manager.pins import checked_keys, space_of
+from kvbm.manager.session import Session
+from kvbm.manager.space import Space
+
+FOUND_AT_ONCE = 4096
+
+
+class PromptQuestions:
+    """Handlers of the questions about a prompt's blocks, which lease nothing. Owned by the manager's thread."""
+
+    def __init__(self, spaces: SpaceTable, history: History) -> None:
+        self._spaces = spaces
+        self._history = history
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Session, Any], Iterator[None] | None]]:
+        """What answers each message."""
+        return {FindPrefix: self.find_prefix, WhyPrompt: self.why}
+
+    def find_prefix(self, session: Session, message: FindPrefix) -> Iterator[None]:
+        """Count a chain's leading blocks that are held."""
+        refuse_other_roles(session, message)
+        keys, space = checked_keys(message.keys), space_of(self._spaces, message.fingerprint)
+        held = (yield from count_held(space, keys)) if space is not None else Held()
+        session.send(PrefixFound(blocks=held.blocks, host=held.host_prefix))
+
+    def why(self, session: Session, message: WhyPrompt) -> Iterator[None]:
+        """Answer with the history's word on the first block that is in no tier."""
+        refuse_other_roles(session, message)
+        keys, space = checked_keys(message.keys), space_of(self._spaces, message.fingerprint)
+        if space is None or not keys:
+            session.send(self._history.no_answer())
+            return
+        held = yield from count_held(space, keys)
+        session.send(self._history.explained(message.prompt, keys, space, held))
+
+
+def count_held(space: Space, keys: list[BlockKey]) -> Generator[None, None, Held]:
+    """Of a chain's leading blocks, how many are held in each tier; a long chain is looked through in several turns."""
+    blocks = host = host_prefix = disk_prefix = 0
+    for start in range(0, len(keys), FOUND_AT_ONCE):
+        if start:
+            yield
+        part = keys[start : start + FOUND_AT_ONCE]
+        on_host = [slot is not None for slot in space.host_pool.find_all(part)]
+        below = space.disk.pool_if_on if space.disk is not None else None
+        found = below.find_all(part) if below is not None else [None] * len(part)
+        on_disk = [slot is not None for slot in found]
+        run = _leading([above or under for above, under in zip(on_host, on_disk, strict=True)])
+        blocks += run
+        host += sum(on_host[:run])
+        host_prefix += _leading(on_host) if host_prefix == start else 0
+        disk_prefix += _leading(on_disk) if disk_prefix == start else 0
+        if run < len(part):
+            break
+    return Held(blocks, host, host_prefix, disk_prefix)
+
+
+def _leading(flags: list[bool]) -> int:
+    return flags.index(False) if False in flags else len(flags)

@@ -1,0 +1,208 @@
+"""`kvbm resize`: another size of host memory while the manager serves.
+
+Engines have mapped, and devices have page-locked, the memory that there is, and its size is sealed. So host memory of
+the new size is made beside it, the blocks are carried over, and in one turn all namespaces go over: their engines'
+sessions end, the engines come again by themselves, as after the manager's end, and map the new memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator
+
+import msgspec
+
+from kvbm.admin_protocol import Resize, Resized
+from kvbm.clock import Clock
+from kvbm.errors import KvbmError, SettingsError
+from kvbm.manager.administration import refuse_other_roles
+from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.carrying import Carrying
+from kvbm.manager.pins import PINNED_SHARE
+from kvbm.manager.session import Session
+from kvbm.manager.space import Space
+from kvbm.settings import available_memory_bytes, container_free_bytes, container_limit_bytes
+from kvbm.tiers.host import HostArena, refuse_beyond_memory
+
+log = logging.getLogger("kvbm.manager")
+
+FIELD = "--host"
+
+
+def obtainable_bytes() -> int | None:
+    """The memory that can still be had, in the machine and in this container; None where nobody knows."""
+    known = [each for each in (available_memory_bytes(), container_free_bytes()) if each is not None]
+    return min(known, default=None)
+
+
+class Resizing:
+    """The handler of `Resize`. Owned by the manager's thread.
+
+    `send_away(space)` ends the sessions of a space's engines. `others_busy(session)` tells whether another operator's
+    request is half answered. `available_bytes` tells how much memory can still be had, None where nobody knows.
+    """
+
+    def __init__(
+        self,
+        spaces: SpaceTable,
+        send_away: Callable[[Space], None],
+        others_busy: Callable[[Session], bool],
+        clock: Clock,
+        available_bytes: Callable[[], int | None] = obtainable_bytes,
+    ) -> None:
+        self._spaces = spaces
+        self._send_away = send_away
+        self._others_busy = others_busy
+        self._clock = clock
+        self._busy = False
+        self.under_way: list[Carrying] = []
+        """What is being carried over now, by namespace."""
+        self.available_bytes = available_bytes
+
+    def resize(self, session: Session, message: Resize) -> Iterator[None]:
+        """Answer with `Resized`, after many turns."""
+        refuse_other_roles(session, message)
+        if self._busy:
+            session.send(Resized(refusal="another resize is under way"))
+            return
+        self._busy = True
+        try:
+            try:
+                reply = yield from self._resized(session, message.host_bytes)
+            except KvbmError as error:
+                reply = Resized(refusal=str(error))
+            except Exception as error:
+                log.exception("host memory keeps its size")
+                reply = Resized(
+                    refusal=f"it failed, and host memory keeps its size: {type(error).__name__}: {error}"
+                )
+        finally:
+            self._busy, self.under_way = False, []
+        session.send(reply)
+
+    def _resized(self, session: Session, host_bytes: int) -> Generator[None, None, Resized]:
+        started_s, before_bytes = self._clock(), self._host_bytes()
+        self.under_way = carryings = self._begin(host_bytes)
+        try:
+            for carrying in carryings:
+                for _ in carrying.steps():
+                    yield
+                    _refuse_changed(self._spaces, carryings)
+            # A pin that is half found would go on with the memory before.
+            while self._others_busy(session):
+                yield
+            _refuse_changed(self._spaces, carryings)
+        except BaseException:
+            self._undo(carryings)
+            raise
+        # From here on there is no way back: who comes now gets the new size.
+        self._spaces.settings = msgspec.structs.replace(
+            self._spaces.settings, host_bytes=host_bytes, host_blocks=None
+        )
+        pins_ended = 0
+        for carrying in carryings:
+            self._send_away(carrying.space)
+            try:
+                pins_ended += carrying.finish(PINNED_SHARE)
+            except Exception as error:
+                log.exception("going over to the new memory")
+                carrying.space.failure = f"{type(error).__name__}: {error}"
+        failed = [each.space.failure for each in carryings if each.space.failure]
+        if failed:
+            raise KvbmError(
+                f"{len(failed)} of {len(carryings)} namespaces failed while they went over to the new memory, and are "
+                f"off until their engines have gone: {failed[0]}"
+            )
+        carried = sum(each.space.host_pool.counts().resident for each in carryings)
+        before = sum(each.before for each in carryings)
+        reply = Resized(
+            before_bytes=before_bytes,
+            after_bytes=self._host_bytes(),
+            blocks_before=before,
+            carried=carried,
+            dropped=max(0, before - carried),
+            pins_ended=pins_ended,
+            slots=sum(each.space.host_pool.slot_count for each in carryings),
+            seconds=self._clock() - started_s,
+        )
+        log.info(
+            "host memory has %.2f GB now, and had %.2f GB: %d of %d blocks were carried over in %.1f s",
+            reply.after_bytes / 1e9,
+            reply.before_bytes / 1e9,
+            carried,
+            before,
+            reply.seconds,
+        )
+        return reply
+
+    def _begin(self, host_bytes: int) -> list[Carrying]:
+        """Make the new memory of every namespace. Raises SettingsError where it cannot be had; nothing is left then."""
+        settings, share = self._spaces.settings, self._spaces.namespaces_max
+        value = f"{host_bytes / 1e9:g} GB"
+        if not settings.host_on:
+            accepted = "a manager with a host tier: host memory is only the way to disk here"
+            raise SettingsError(FIELD, value, accepted)
+        spaces = [space for _, space in self._spaces]
+        needed = 0
+        for namespace, space in self._spaces:
+            if space.failure:
+                raise SettingsError(FIELD, value, f"a manager that works: namespace {namespace.short} is off")
+            if space.disk is not None and space.disk.moving_out:
+                accepted = (
+                    "a later moment: reads and writes of disk still use the memory of the resize before"
+                )
+                raise SettingsError(FIELD, value, accepted)
+            size = space.layout.block_bytes
+            if host_bytes // size // share < 1:
+                each = f" for each of {share} namespaces" if share > 1 else ""
+                raise SettingsError(FIELD, value, f"at least one block of {size} bytes{each}")
+            # What a shrink takes out of use is not reckoned with: a device keeps the pages that it has locked, and
+            # what is leased stays.
+            needed += host_bytes // size // share * size
+        refuse_beyond_memory(host_bytes, container_limit_bytes(), FIELD)
+        available = self.available_bytes()
+        if available is not None and needed > available:
+            raise SettingsError(
+                FIELD,
+                value,
+                f"{needed / 1e9:.2f} GB are needed beside the present {self._host_bytes() / 1e9:.2f} GB until all "
+                f"engines have gone over, and {available / 1e9:.2f} GB can be had",
+            )
+        carryings: list[Carrying] = []
+        try:
+            for space in spaces:
+                slots = host_bytes // space.layout.block_bytes // share
+                arena = HostArena(space.layout, slots, min(8, os.cpu_count() or 1), field=FIELD)
+                try:
+                    carryings.append(Carrying(space, arena, self._clock))
+                except BaseException:
+                    arena.close()
+                    raise
+                arena.touch_as(space.arena)  # else each copy would pay for its pages, in the manager's thread
+        except BaseException:
+            self._undo(carryings)
+            raise
+        return carryings
+
+    def _undo(self, carryings: list[Carrying]) -> None:
+        for carrying in carryings:
+            if carrying.emptied_slots:
+                # A device may have locked pages that were given back: its rank has to map and lock them anew.
+                self._send_away(carrying.space)
+                carrying.space.life += 1
+            carrying.undo()
+
+    def _host_bytes(self) -> int:
+        return sum(space.arena.slot_count * space.layout.block_bytes for _, space in self._spaces)
+
+
+def _refuse_changed(spaces: SpaceTable, carryings: list[Carrying]) -> None:
+    """A namespace that came, went or failed meanwhile ends the resize: its memory was not reckoned with."""
+    present = [space for _, space in spaces]
+    if present != [carrying.space for carrying in carryings] or any(space.failure for space in present):
+        raise SettingsError(
+            FIELD,
+            "",
+            "the same namespaces from beginning to end: one came, went or failed meanwhile; try again",
+        )
