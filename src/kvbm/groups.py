@@ -18,6 +18,8 @@ from math import lcm
 
 import msgspec
 
+GROUPS_MAX = 64
+
 STATES_AT_ONCE = 64
 """How many boundaries back a search for a recurrent state looks at a time."""
 

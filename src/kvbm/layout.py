@@ -11,6 +11,8 @@ import hashlib
 
 import msgspec
 
+from kvbm.groups import GROUPS_MAX, Group
+
 PAGE_BYTES = 4096
 """Alignment of slots in memory and on disk (O_DIRECT)."""
 
@@ -28,17 +30,23 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     A *shard* is the part of a block that one rank holds. Ranks that hold the same bytes (MLA) share a shard,
     so `shard_count` may be below the number of ranks. All shards of a block have `shard_bytes` bytes.
+
+    `groups` names the kinds of layers of a hybrid model; it is empty where every block holds all layers. A block of
+    any group has the same size, and `block_tokens` is by how many tokens the engine names content.
     """
 
     block_tokens: int
     shard_bytes: int
     shard_count: int = 1
+    groups: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError, because layouts arrive in messages."""
         for name in ("block_tokens", "shard_bytes", "shard_count"):
             if not 0 < getattr(self, name) <= LAYOUT_MAX:
                 raise ValueError(f"{name}={getattr(self, name)} cannot be used: 1 to {LAYOUT_MAX}")
+        if len(self.groups) > GROUPS_MAX:
+            raise ValueError(f"{len(self.groups)} groups cannot be used: at most {GROUPS_MAX}")
 
     @property
     def slot_bytes(self) -> int:

@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -110,8 +110,9 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     """Ask for slots for consecutive blocks of one chain; `parent` is the key before the first, or empty.
 
     `hashes` is the engine's own hash of each block, 32 bytes each and zeros where it has none of 32 bytes; empty where
-    the keys are those hashes. `group` is the blocks' kind of layers. Blocks are found by key alone: the keys of
-    different groups must differ. `again`: for some of them there was no room when they were offered before.
+    the keys are those hashes. `group` is the blocks' kind of layers, or `groups` has one byte for each. Blocks are
+    found by key alone: the keys of different groups must differ (`grouping.in_group`). `again`: for some of them there
+    was no room when they were offered before.
     """
 
     store: int
@@ -119,6 +120,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     keys: bytes
     hashes: bytes = b""
     group: int = 0
+    groups: bytes = b""
     again: bool = False
 
 
@@ -214,6 +216,9 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     one byte per block, the tier it was found in. Behind them the run went on: by `no_room` blocks that host memory has
     no room for now, after `refused` ones that the tier below does not give. `arrival_s` is the number of seconds until
     all blocks are expected in G2, behind the reads that were asked for before; 0 where that is not known.
+
+    With several groups the run is all that the engine lacks at `boundary`, in the order of `grouping.Grouping.run`;
+    what counts blocks counts those of the prompt. `full` leading blocks of it are held as far as all tokens go.
     """
 
     lookup: int
@@ -224,6 +229,8 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     no_room: int = 0
     refused: int = 0
     arrival_s: float = 0.0
+    boundary: int = 0
+    full: int = 0
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):

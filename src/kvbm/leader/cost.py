@@ -141,6 +141,17 @@ class CostModel:
                 return found
         return best
 
+    def worth_loading_all(self, sources: bytes, first: int, blocks: int, arrival_s: float = 0.0) -> bool:
+        """Whether to load a run that is of use as a whole only (several groups): it stands for `blocks` blocks of the
+        prompt after its first `first`. Otherwise as `worth_loading`."""
+        compute_s, load_s = self.prefill_s(blocks, first), self.load_s(sources)
+        if self._always or compute_s is None or (load_s is None and not arrival_s):
+            return True
+        if max(load_s or 0.0, arrival_s) <= compute_s:
+            return True
+        self._declined_count += 1
+        return self._declined_count % _RECHECK_EVERY == 0
+
     def _per_block_s(self, tier: int) -> float | None:
         """Seconds to load one block: the median of the latest loads, or the very latest where that was faster.
 

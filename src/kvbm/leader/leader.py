@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvbm.block import Tier
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
+from kvbm.grouping import Grouping
+from kvbm.groups import Group
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.group_offers import GroupOffers
 from kvbm.leader.joint_loads import JointLoads
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved, tags_before
@@ -49,7 +52,7 @@ class Leader:
     is True for an engine that recomputes blocks which do not arrive. `layerwise`: loads may run beside the forward
     pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
     need `device`. `weights_version` names the weights that the engine starts with, where their files do not. `spans`
-    takes what became of each request.
+    takes what became of each request. `groups` are a hybrid model's.
     `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
@@ -66,14 +69,17 @@ class Leader:
         device: DeviceBlocks | None = None,
         weights_version: str = "",
         spans: SpanSink | None = None,
+        groups: Sequence[Group] = (),
     ) -> None:
         assert device is not None or not (layerwise or lazy)
+        assert not groups or not (layerwise or lazy), "layer by layer and lazily for one group only"
+        self._grouping = grouping = Grouping(groups) if groups else None
         self._clock = clock
         self._link = ManagerLink(finder, hello, clock)
         self.cost = CostModel(block_tokens, load_always)
         # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8
-        self.lookups = Lookups(self._link, self.cost, clock, promise_early, first)
+        self.lookups = Lookups(self._link, self.cost, clock, promise_early, first, grouping)
         self.traces = RequestTraces(spans, self._link, clock, block_tokens) if spans is not None else None
         self.lookups.traces = self.traces
         self.stores = Stores(self._link, clock, hello.rank_count, first)
@@ -86,7 +92,11 @@ class Leader:
         self._keys = RequestKeys(self._link, self._salt)
         self._questions = Questions(self._link, self.lookups, self.requests, self._keys)
         unsaved = Unsaved(device) if lazy and device is not None else None
-        self._offers = Offers(self.stores, unsaved, self.requests, self._keys, clock)
+        self._offers = (
+            Offers(self.stores, unsaved, self.requests, self._keys, clock)
+            if grouping is None
+            else GroupOffers(self.stores, self.requests, self._keys, clock, grouping)
+        )
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
         self._weights = 0
@@ -125,16 +135,21 @@ class Leader:
         keep: Keep | None = None,
         told: Told = NOTHING_TOLD,
         trace_headers: Mapping[str, str] | None = None,
+        before_tail: int = 0,
     ) -> None:
         """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now.
 
         Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed,
-        and `told` goes along for people. `trace_headers` name the trace that it belongs to.
+        and `told` goes along for people. `trace_headers` name the trace that it belongs to. `before_tail` is as in
+        `matched`, and counts with several groups.
         """
         self.receive()
         if self.traces is not None:
             self.traces.arrived(request, trace_headers)
         tracked = Tracked(hashes, extras, keep, told)
+        if self._grouping is not None:
+            tracked.reach = before_tail
+            tracked.tails.add(before_tail - before_tail % self._grouping.step)
         self.requests[request] = tracked
         self._questions.arrived(request, tracked, on_device)
 
@@ -154,11 +169,13 @@ class Leader:
         if tracked is None:
             return Answer()
         tracked.computed = computed
+        if self._grouping is not None:
+            tracked.reach = before_tail
         # All that it computes depends on the blocks that it finds on the device.
         tracked.outdated = self._device_mixed and computed > 0
         if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # even without a manager: the ranks confirm them
-        if not self.ready or computed >= len(tracked.hashes):
+        if not self.ready or computed >= tracked.wanted:
             return Answer()
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)
@@ -188,12 +205,15 @@ class Leader:
         if search is None or tracked is None:
             return b""
         first = tracked.computed - search.skip
-        return self.lookups.counted_sources(search.sources[first : first + blocks])
+        return self.lookups.counted_sources(search.prompt_sources()[first : first + blocks])
 
-    def allocated(self, request: str, count: int, table: Sequence[int]) -> None:
+    def allocated(
+        self, request: str, count: int, table: Sequence[int], tables: Sequence[Sequence[int]] = ()
+    ) -> None:
         """The engine made room: load `count` promised blocks; with 0, the request is computed without us.
 
-        `table` is the request's whole block table; the loaded blocks follow those that were computed already.
+        `table` is the request's whole block table; the loaded blocks follow those that were computed already. With
+        several groups `tables` has each one's.
         """
         tracked = self.requests.get(request)
         if count <= 0:
@@ -203,7 +223,7 @@ class Leader:
                 self.traces.over(request)
             return
         computed, layerwise = (tracked.computed, tracked.layerwise) if tracked is not None else (0, False)
-        self._new_loads.append(self.lookups.begin_load(request, computed, count, table, layerwise))
+        self._new_loads.append(self.lookups.begin_load(request, computed, count, table, layerwise, tables))
         if tracked is None:
             return
         tracked.begun = True
@@ -236,7 +256,7 @@ class Leader:
                 tracked.begun = self.lookups.loads(request)
                 tracked.offer_anew()
         may_wait = idle
-        if self._gone and self.stores.unanswered:
+        if (self._gone and self.stores.unanswered) or self.stores.fleeting_unanswered:
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
             self._wait_left_s = STEP_WAIT_S
@@ -260,8 +280,15 @@ class Leader:
             self._steps.scheduled(prefill_tokens, prefill_position)
         return StepPlan(stores=stores, loads=loads, idle=idle, released=released, weights=self._weights)
 
-    def updated(self, report: StepReport | None, arrived: Iterable[str], invalid: set[int]) -> None:
-        """Take in the workers' reports: `arrived` requests are loaded on all ranks, `invalid` device blocks failed."""
+    def updated(
+        self,
+        report: StepReport | None,
+        arrived: Iterable[str],
+        invalid: set[int],
+        failed: Collection[str] = (),
+    ) -> None:
+        """Take in the workers' reports: `arrived` requests are loaded on all ranks, `invalid` device blocks failed, or
+        with several groups the loads of the requests `failed`."""
         self._steps.ended()
         self.receive()
         if report is not None:
@@ -276,6 +303,7 @@ class Leader:
             self._offers.anew()
             # The engine recomputes these blocks in place, and would share them with other requests before that.
             self._device.forget_all()
+        self.lookups.note_failed(failed)
         loaded = report.loaded if report is not None else {}
         # The engine reports no end of these loads: every rank ends them within its step.
         by_layer = [request for request in loaded if self.lookups.loads_by_layer(request)]
@@ -286,8 +314,15 @@ class Leader:
                 self.joint_loads.ended(request)
                 self._end_load(request, loaded.get(request, 0.0))
 
-    def finished(self, request: str, output_tokens: int = 0) -> None:
-        """The request ended, or was aborted; its device blocks are free after this step."""
+    def finished(
+        self,
+        request: str,
+        output_tokens: int = 0,
+        tables: Sequence[Sequence[int]] = (),
+        complete_blocks: int = 0,
+    ) -> None:
+        """The request ended, or was aborted; its device blocks are free after this step. With several groups these are
+        their tables, and so many leading blocks are complete."""
         with self._link.in_one_write():
             self.lookups.drop(request)
             self._questions.over(request)
@@ -296,6 +331,8 @@ class Leader:
             if tracked is None:
                 return
             self._gone.add(request)
+            if tables and self.ready:
+                self._offers.ending(request, tracked, tables, complete_blocks)
             last = tracked.asked_blocks
             if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
                 self._link.send(Finished(key=key, output_tokens=output_tokens))
@@ -363,7 +400,8 @@ class Leader:
         """Take in the manager's messages; every call of the engine does so first."""
         for message in self._link.poll():
             if isinstance(message, LookupReply):
-                self.lookups.replied(message)
+                if (search := self.lookups.replied(message)) is not None:
+                    self._offers.found(search, message.full)
             elif isinstance(message, Progress):
                 self.lookups.progressed(message)
             elif isinstance(message, ReserveReply) and (answer := self.stores.replied(message)) is not None:

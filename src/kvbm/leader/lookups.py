@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
 from kvbm.block import KEY_BYTES, counted_as_disk
 from kvbm.clock import Clock
+from kvbm.grouping import Grouping
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.patience import Patience
@@ -27,12 +28,20 @@ _LATE_MAX = 256
 
 class Lookups:
     """All lookups of one engine. `promise_early`: blocks that are still being read from disk may be promised, because
-    the engine recomputes those that do not arrive; otherwise only verified blocks in host memory are."""
+    the engine recomputes those that do not arrive; otherwise only verified blocks in host memory are. `grouping` is the
+    order of a hybrid model's blocks."""
 
     def __init__(
-        self, link: ManagerLink, cost: CostModel, clock: Clock, promise_early: bool, first_number: int
+        self,
+        link: ManagerLink,
+        cost: CostModel,
+        clock: Clock,
+        promise_early: bool,
+        first_number: int,
+        grouping: Grouping | None = None,
     ) -> None:
         self.window = Window()
+        self._grouping = grouping
         self._link = link
         self._cost = cost
         self._clock = clock
@@ -71,16 +80,23 @@ class Lookups:
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search
-        self.window.enter(request, wanted - skip)
+        self.window.enter(request, self.lease_blocks(wanted, skip))
         return search
 
-    def replied(self, reply: LookupReply) -> None:
-        """The manager's answer. The lease of a lookup that was dropped before was released then."""
+    def lease_blocks(self, wanted: int, skip: int) -> int:
+        """The most blocks that the lease of a lookup holds that asks for the prompt's first `wanted` blocks."""
+        if self._grouping is None:
+            return wanted - skip
+        return len(self._grouping.run(wanted - wanted % self._grouping.step, skip))
+
+    def replied(self, reply: LookupReply) -> Search | None:
+        """The manager's answer, and its lookup. The lease of a lookup that was dropped before was released then."""
         self._patience.manager_slow = False
         late = self._late.pop(reply.lookup, None)
         search = late[0] if late is not None else self._by_number.get(reply.lookup)
         if search is None:
-            return
+            return None
+        search.boundary = reply.boundary
         search.answered = True
         search.answer_s = self._clock() - search.asked_s
         search.slots, search.generations = reply.slots, reply.generations
@@ -97,6 +113,7 @@ class Lookups:
             self._unloaded.note(search, late[1], 0)
             if search.unloaded:
                 self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
+        return search
 
     def progressed(self, progress: Progress) -> None:
         """Blocks arrived in host memory, or will not come."""
@@ -146,7 +163,7 @@ class Lookups:
         if search.stage is not Stage.FOUND:
             return 0
         search.missing, search.why = 0, ""
-        if computed < search.skip:
+        if computed < search.skip or (search.boundary and computed != search.skip):
             search.why = "stale"
             return 0
         if self._aged(search):
@@ -161,13 +178,18 @@ class Lookups:
             and now_s - search.asked_s < self._patience.for_reads_s(search, offset)
         ):
             return None
-        search.missing = max(0, len(search.slots) - max(held, offset))
+        missing = max(0, len(search.slots) - max(held, offset))
+        search.missing = search.blocks if search.boundary and missing else missing
         search.why_missing = "refused" if search.final else "deadline"
         usable = max(0, held - offset)
-        if not usable:
+        if not usable or (search.boundary and usable < len(search.slots)):
             return 0
         arrival_s = 0.0 if search.ready - offset >= usable else max(0.0, search.arrives_s - now_s)
-        worth = self._cost.worth_loading(sources[:usable], computed, arrival_s)
+        if search.boundary:
+            usable = search.blocks
+            worth = usable * self._cost.worth_loading_all(sources, computed, usable, arrival_s)
+        else:
+            worth = self._cost.worth_loading(sources[:usable], computed, arrival_s)
         if worth < usable:
             search.why = "cost"
         if not worth:
@@ -184,9 +206,10 @@ class Lookups:
             return False
         if self._aged(search):
             return True
-        dropped = computed < search.skip
+        # What several groups lack at a boundary is known for one beginning only.
+        dropped = computed < search.skip or (search.boundary > computed != search.skip)
         # Leases of earlier requests may have left no room in host memory for this one's blocks.
-        short = search.final and search.skip + len(search.slots) < search.wanted
+        short = search.final and search.skip + search.blocks < search.wanted
         waited = self._clock() - search.asked_s > ASK_AGAIN_S
         return (dropped or (short and waited)) and search.attempts < ATTEMPTS_MAX
 
@@ -200,9 +223,16 @@ class Lookups:
         return search.ready >= computed - search.skip + count
 
     def begin_load(
-        self, request: str, computed: int, count: int, table: Sequence[int], layerwise: bool = False
+        self,
+        request: str,
+        computed: int,
+        count: int,
+        table: Sequence[int],
+        layerwise: bool = False,
+        tables: Sequence[Sequence[int]] = (),
     ) -> LoadPlan:
         """The load of `count` promised blocks after the first `computed`, for the next plan: the engine made room.
+        With several groups each has its own of `tables`.
 
         The manager may have died since the promise. The plan names the epoch of the promise: workers that still map
         that memory load from it, others report failed blocks, and in both cases the engine's request goes on.
@@ -210,21 +240,25 @@ class Lookups:
         search = self._by_request.get(request)
         if search is None or search.stage is not Stage.FOUND:
             search = Search(request, next(self._numbers), -1, 0, self._clock())
-            search.slots = search.generations = (0,) * count
+            search.slots = search.generations = (0,) * self.lease_blocks(computed + count, computed)
             search.skip = computed
+            search.boundary = computed + count if self._grouping is not None else 0
             self._by_request[request] = search
         self.window.begin(request)
         offset = computed - search.skip
         end = offset + count
+        device_blocks = tuple(table[computed : computed + count])
+        if self._grouping is not None:
+            device_blocks, end = self._blocks_of_run(search, computed, tables), len(search.slots)
         search.plan = LoadPlan(
             request=request,
             lookup=search.number,
             epoch=search.epoch,
             slots=search.slots[offset:end],
             generations=search.generations[offset:end],
-            device_blocks=tuple(table[computed : computed + count]),
+            device_blocks=device_blocks,
             offset=offset,
-            ready=max(0, min(search.ready - offset, count)),
+            ready=max(0, min(search.ready - offset, len(device_blocks))),
             layerwise=layerwise,
             traced=self.traces is not None,
         )
@@ -235,6 +269,17 @@ class Lookups:
         search.stage = Stage.LOADING
         moves_log.onboarding(count, "host", "device", request)
         return search.plan
+
+    def _blocks_of_run(
+        self, search: Search, computed: int, tables: Sequence[Sequence[int]]
+    ) -> tuple[int, ...]:
+        """Where the engine wants the blocks of all groups up to a boundary."""
+        assert self._grouping is not None
+        run = self._grouping.run(search.boundary, computed)
+        blocks = tuple(tables[group][block] for group, block in run)
+        assert all(blocks), f"the engine made no room for a block that boundary {search.boundary} needs"
+        assert len(blocks) == len(search.slots)
+        return blocks
 
     def loads(self, request: str) -> bool:
         """Whether the request's load runs."""
@@ -266,6 +311,13 @@ class Lookups:
                     read = read or search.plan.layerwise
         return read
 
+    def note_failed(self, requests: Collection[str]) -> None:
+        """Of these requests' loads, which are of use as a whole only, a rank lacks a part."""
+        for request in requests:
+            search = self._by_request.get(request)
+            if search is not None and search.stage is Stage.LOADING:
+                search.arrived = 0
+
     def note_copies(self, copied: Mapping[str, tuple[int, int]]) -> None:
         """Ranks report when they copied; of a load it counts from the first to the last."""
         for request, (began, ended) in copied.items():
@@ -283,7 +335,9 @@ class Lookups:
         failed = 0 if search.arrived is None else planned - search.arrived
         arrived = search.used[: planned - failed]
         self._cost.loaded(arrived, seconds)
-        self._unloaded.count(search, self._unloaded.why_failed(search), failed)
+        lost = failed if not search.boundary else search.blocks * bool(failed)
+        self._unloaded.count(search, self._unloaded.why_failed(search), lost)
+        came = search.prompt_sources() if search.boundary and not failed else arrived
         if search.life == self._link.life:
             first = search.plan.offset
             self._link.send(
@@ -296,11 +350,11 @@ class Lookups:
                     answer_s=search.answer_s,
                     wait_s=self._clock() - search.asked_s,
                     unloaded=search.unloaded,
-                    prefill_s=self._cost.prefill_s(len(arrived), search.skip + first) or 0.0,
+                    prefill_s=self._cost.prefill_s(len(came), search.skip + first) or 0.0,
                 )
             )
         self._forget(search)
-        return self.counted_sources(arrived), failed
+        return self.counted_sources(came), lost
 
     def decline(self, request: str, computed: int) -> None:
         """The engine loads nothing and computes all blocks after the first `computed`: count those, and drop."""

@@ -3,13 +3,14 @@ again those that the manager had no slot for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.clock import Clock
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved
+from kvbm.leader.search import Search
 from kvbm.leader.stores import Answered, Stores
 from kvbm.leader.tracked import Scheduled, Tracked
 from kvbm.protocol import STORED_KEYS_MAX
@@ -62,6 +63,12 @@ class Offers:
             entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep, again
         ):
             tracked.stored = end
+
+    def found(self, search: Search, full: int) -> None:
+        """A lookup was answered (see `GroupOffers`)."""
+
+    def ending(self, request: str, tracked: Tracked, tables: Sequence[Sequence[int]], complete: int) -> None:
+        """The request has ended, and its blocks are offered already (see `GroupOffers`)."""
 
     def loaded(self, tracked: Tracked, blocks: int) -> None:
         """So many blocks of the request have come from the manager, which need not be asked whether it holds them.

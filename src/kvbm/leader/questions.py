@@ -116,7 +116,8 @@ class Questions:
         return ready is not None
 
     def _ask_in_turn(self, request: str, tracked: Tracked, skip: int) -> Search | None:
-        blocks = len(tracked.hashes) - skip
+        wanted = tracked.wanted
+        blocks = self._lookups.lease_blocks(wanted, skip) if wanted > skip else 0
         if blocks <= 0:
             self._window.forget(request)  # the device has them all by now
         elif self._ready() and self._window.has_room(request, blocks):
@@ -132,13 +133,13 @@ class Questions:
         self._lookups.drop(request)
         if tracked is not None:
             tracked.asked_from = None
-            self._window.wait(request, len(tracked.hashes))
+            self._window.wait(request, self._lookups.lease_blocks(tracked.wanted, 0))
 
     def _ask(self, request: str, tracked: Tracked, skip: int, attempts: int = 1) -> Search | None:
         if not self._ready():
             return None
         tracked.asked_from = skip
-        keys = self._keys(tracked, 0, KEYS_PER_MESSAGE_MAX).keys
+        keys = self._keys(tracked, 0, min(tracked.wanted, KEYS_PER_MESSAGE_MAX)).keys
         search = self._lookups.ask(request, keys, skip, attempts, self._keys.told(tracked))
         if search is None:
             self._window.forget(request)  # nothing can be asked for: it must not wait for that

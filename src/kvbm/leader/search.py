@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvbm.grouping import sources_of_prompt
 from kvbm.step_plan import LoadPlan
 
 
@@ -25,6 +26,9 @@ class Search:
     `arrived` is None until a rank reports a failure, then the number of blocks before the first failed one. `missing`
     blocks were found but did not come to host memory in time, for the reason `why_missing`; `why` is the reason for the
     others that are not promised. `unloaded` counts, by reason, blocks that were found and are computed all the same.
+
+    With several groups the slots hold the run of all of them up to `boundary` (`LookupReply`), of which `blocks` of the
+    prompt come; it is promised as a whole or not at all.
 
     For traces alone: `ready_at_answer` blocks were in host memory when the answer came, and the others were expected
     `expected_s` later; no more came after `final_s`; the load was planned at `begun_s`, and its ranks copied from
@@ -62,3 +66,13 @@ class Search:
     final_s: float = 0.0
     begun_s: float = 0.0
     copied: tuple[int, int] | None = None
+    boundary: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of the prompt were found."""
+        return self.boundary - self.skip if self.boundary else len(self.slots)
+
+    def prompt_sources(self) -> bytes:
+        """The tiers of these, a byte each."""
+        return sources_of_prompt(self.sources, self.blocks) if self.boundary else self.sources

@@ -2,7 +2,9 @@
 
 A block belongs to its request until the request ends or is preempted, and is not overwritten before. So copies may run
 beside later steps, until the step that *releases* their store. A store without a request (lazy offload) copies free
-blocks: it is planned only while their content is unchanged, and released with the next step.
+blocks: it is planned only while their content is unchanged, and released with the next step. A *fleeting* store is of
+blocks that their request gives up while it runs (a sliding window's, a recurrent state): it is planned and released in
+the next step, or given up.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class _Store:
     planned_slots: int = 0
     ranks: int = 0
     answer_s: float = 0.0
+    fleeting: bool = False
 
 
 class Answered(NamedTuple):
@@ -82,6 +85,11 @@ class Stores:
         return any(store.slots is None for store in self._asked.values())
 
     @property
+    def fleeting_unanswered(self) -> bool:
+        """Whether the next step is the last one in which a store can be planned that the manager has yet to answer."""
+        return any(store.fleeting and store.slots is None for store in self._asked.values())
+
+    @property
     def pending(self) -> bool:
         """Whether answers or reports of recent stores are still to come. The engine should step on for them, even with
         no request left, but not for older ones."""
@@ -109,12 +117,15 @@ class Stores:
         first: int = 0,
         keep: Keep | None = None,
         again: bool = False,
+        groups: bytes = b"",
+        fleeting: bool = False,
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
         `keys` are joined, `parent` is the key before the first or empty, and `hashes` is as in `Reserve`.
         `first` is the number of the first block in its request; `keep` is asked before the blocks are committed.
         `again`: the manager has refused some of them before.
+        `groups` is as in `Reserve`, and for `fleeting` see the module.
         With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         """
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
@@ -123,7 +134,7 @@ class Stores:
         if ready is None or self.room <= 0:
             return False
         number = next(self._numbers)
-        asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes, again=again)
+        asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes, groups=groups, again=again)
         if not self._link.send(asked):
             return False
         self._asked[number] = _Store(
@@ -137,6 +148,7 @@ class Stores:
             first,
             keep,
             asked if tags else None,
+            fleeting=fleeting,
         )
         return True
 
@@ -165,7 +177,7 @@ class Stores:
             if store.slots is None:
                 if store.life != self._link.life:
                     del self._asked[store.number]
-                elif store.request in gone or now_s - store.asked_s > PLAN_AGE_S_MAX:
+                elif store.fleeting or store.request in gone or now_s - store.asked_s > PLAN_AGE_S_MAX:
                     # Not when the answer comes: the engine may take no further step in which to do it.
                     del self._asked[store.number]
                     self._give_back(store.number, len(store.device_blocks))
@@ -204,7 +216,7 @@ class Stores:
         """Planned stores whose device blocks may be overwritten from this step on. Called once a step, after `plan`."""
         released = []
         for store in self._planned.values():
-            if store.request in gone or (store.tags and store.steps_planned):
+            if store.request in gone or store.fleeting or (store.tags and store.steps_planned):
                 released.append(store.number)
             store.steps_planned += 1
         return tuple(released)

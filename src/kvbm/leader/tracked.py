@@ -24,16 +24,28 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     layerwise: bool = False
 
 
+class StateOffer(NamedTuple):
+    """A recurrent state of a group, for the first `boundary` blocks of a request: it lies in this device block until
+    the step after the next."""
+
+    group: int
+    device_block: int
+    boundary: int
+
+
 class Scheduled(NamedTuple):
     """A request in an engine step: how many of its leading blocks are complete after it, and its block table.
 
-    The step writes to blocks of the table from `written_from` on. The table is only asked for when it is needed.
+    The step writes to blocks of the table from `written_from` on. The table is only asked for when it is needed. With
+    several groups `tables` has that of each, and `states` the recurrent states that the step leaves behind.
     """
 
     request: str
     complete_blocks: int
     device_blocks: Callable[[], Sequence[int]]
     written_from: int = 0
+    tables: Callable[[], Sequence[Sequence[int]]] = lambda: ()
+    states: tuple[StateOffer, ...] = ()
 
 
 class Told(NamedTuple):
@@ -83,10 +95,21 @@ class Tracked:
     begun: bool = False
     outdated: bool = False
     """It is computed from KV that must not be stored under the present keys: none of its blocks is stored."""
+    reach: int | None = None
+    """Lookups ask for no more than so many blocks: the engine computes the others in any case. None: for all."""
+    tails: set[int] = field(default_factory=set)
+    """With several groups: the boundaries at which it, or another request, may be taken up again."""
+    tails_offered: set[int] = field(default_factory=set)
+
+    @property
+    def wanted(self) -> int:
+        """How many of its first blocks lookups ask for."""
+        return len(self.hashes) if self.reach is None else min(self.reach, len(self.hashes))
 
     def offer_anew(self) -> None:
         """Nothing of it counts as stored any more."""
         self.stored, self.refused_at, self.retry = 0, -1, Retry()
+        self.tails_offered.clear()
 
     def refused(self, block: int, now_s: float) -> None:
         """The manager had no slot for the block of this number, nor for those after it: they are offered again.

@@ -16,7 +16,7 @@ class Unloaded:
 
     def note(self, search: Search, computed: int, taken: int) -> None:
         """Count found blocks that are computed: all but the first `computed` and the `taken` after them."""
-        end = search.skip + len(search.slots)
+        end = search.skip + search.blocks
         held = computed + taken if computed >= search.skip else search.skip
         left = max(0, end - max(held, search.skip))
         missing = min(left, search.missing)

@@ -60,7 +60,7 @@ class GuardedSpace(Space):
         parent: BlockKey | None,
         keys: Sequence[BlockKey],
         hashes: bytes = b"",
-        group: int = 0,
+        group: int | bytes = 0,
         more: bool = False,
     ) -> list[int]:
         refused = self.refuse(keys)

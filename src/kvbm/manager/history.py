@@ -36,6 +36,7 @@ MODEL_CHANGED = "model_changed"
 EXTRAS_CHANGED = {"adapter": "adapter_changed", "weights": "weights_changed", "cache_salt": "salt_changed"}
 OTHER_EXTRAS = "extras_changed"
 NEVER_SEEN = "never_seen"
+NO_BOUNDARY = "no_state_at_boundary"
 NOT_STORED = "not_stored"
 NOT_WRITTEN = "not_written"
 FILTERED = "refused_by_filter"
@@ -138,8 +139,10 @@ class History:
         space: Space,
         sources: bytes,
         cut: int,
+        full: int = 0,
     ) -> None:
-        """A lookup found blocks in these tiers, and `cut` more that it could not lease."""
+        """A lookup found blocks in these tiers, and `cut` more that it could not lease. With several groups the first
+        `full` blocks are held, as far as all tokens go."""
         asked, namespace = self._asked(owner, message), self._namespace_of(space)
         _note_place(asked, space, namespace)
         asked.blocks, asked.on_device = len(keys), message.skip
@@ -148,18 +151,20 @@ class History:
         asked.missing, asked.differs = {}, []
         asked.left_host = asked.left_disk = None
         first = message.skip + asked.found
+        if first < full:
+            asked.missing[NO_BOUNDARY], first = full - first, full
         if first < len(keys):
             self._explain(asked, message.prompt, message.extras, keys, first, space, namespace)
         self._count(asked)
         if message.prompt and keys:
             self._remember(message.prompt, _Variant(keys[0], namespace, _bounded(message.extras)))
 
-    def released(self, owner: int, message: Release) -> None:
-        """The leader says what became of the blocks that a lookup found."""
+    def released(self, owner: int, message: Release, loaded: int) -> None:
+        """The leader says what became of the blocks that a lookup found; `loaded` of the prompt's were loaded."""
         asked = self._by_name.get((owner, message.lookup))
         if asked is not None:
             asked.over = True
-            asked.loaded += max(0, message.loaded)
+            asked.loaded += loaded
             for reason, blocks in message.unloaded.items():
                 if reason in UNLOADED_REASONS:
                     name = UNLOADED.get(reason, reason)

@@ -39,6 +39,9 @@ class Lease:
     `slots[i]` is leased when `states[i]` is PINNED and on its way up when ONBOARDING. `ready` counts the leading
     pinned blocks; `sources[i]` is the tier (see `block.Tier`) in which the block was found. When a block fails, `keys`,
     `slots` and `sources` end before it; `states` keeps its length, so that late arrivals find DROPPED.
+
+    With several groups the run is what an engine lacks at `boundary` (see `grouping`), and stands for `prompt_blocks`
+    of the prompt; half of it is worth nothing.
     """
 
     owner: Owner
@@ -49,6 +52,8 @@ class Lease:
     states: bytearray
     deadline_s: float
     ready: int = 0
+    boundary: int = 0
+    prompt_blocks: int = 0
 
     def advance(self) -> bool:
         """Recount `ready`; True when it grew."""

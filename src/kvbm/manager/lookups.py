@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import or_
 from typing import NamedTuple
 
 from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
+from kvbm.grouping import Grouping, sources_of_prompt
+from kvbm.groups import largest_boundary
 from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import HoldTable, Lease, LeaseState, Owner
@@ -26,12 +29,28 @@ LEASE_S = 120.0
 class Found(NamedTuple):
     """What a lookup found: the lease, or None, and by how many blocks it is shorter than the run that was found.
 
-    `no_room`: host memory had no slots for them. `refused`: the disk did not take them up.
+    `no_room`: host memory had no slots for them. `refused`: the disk did not take them up. With several groups `full`
+    leading blocks of the prompt are held as far as all their tokens are needed: the boundary may lie before that.
     """
 
     lease: Lease | None = None
     no_room: int = 0
     refused: int = 0
+    full: int = 0
+
+
+class _Wanted(NamedTuple):
+    """The blocks that a lookup wants, the one before them, and the chain that policies are told of: the first `used`
+    of its blocks are wanted or on the device. `tail` is what lies behind that chain."""
+
+    run: list[BlockKey]
+    before: BlockKey | None
+    chain: list[BlockKey]
+    used: int
+    boundary: int = 0
+    prompt_blocks: int = 0
+    full: int = 0
+    tail: Sequence[BlockKey] = ()
 
 
 LookingUp = Generator[None, None, Found]
@@ -51,6 +70,10 @@ class Lookups:
     metrics: Metrics
     clock: Clock
     heat: PrefixHeat
+    _grouping: Grouping | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._grouping = Grouping(self.layout.groups) if self.layout.groups else None
 
     def begin(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
         """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only on disk.
@@ -62,39 +85,95 @@ class Lookups:
         if not self.leases.has_room(owner) or self.leases.get(owner, number) is not None:
             self.metrics.add("kvbm_lookups_total", outcome="throttled")
             return Found()
+        wanted = self._wanted_plain(keys, skip) if self._grouping is None else self._wanted(keys, skip)
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
-        self._gather(lease, keys, skip)
+        self._gather(lease, wanted.run)
         found = len(lease.slots)
         try:
             if lease.slots:
                 self.leases.add(lease)
             if self.disk is not None:
-                for _ in self.disk.onboarder.bring_up(lease, keys[skip - 1] if skip else None):
+                for _ in self.disk.onboarder.bring_up(lease, wanted.before):
                     self.disk.onboarder.pump()
                     yield
             if lease.slots and self.leases.get(owner, number) is not lease:  # it ended meanwhile
                 return Found()
             kept = len(lease.slots)
-            self.usage.note(list(keys), skip + kept)
+            if wanted.boundary and kept < len(wanted.run):  # a part of it is worth nothing to the engine
+                self._give_back(lease)
+                lease.slots, lease.sources, kept, found = [], bytearray(), 0, wanted.prompt_blocks
+            self._note(wanted, kept)
+            lease.boundary, lease.prompt_blocks = wanted.boundary, wanted.prompt_blocks or kept
             lease.advance()
             if lease.slots and self.disk is not None:
                 self.disk.onboarder.pump()
         except BaseException:
             self._give_back(lease)
             raise
+        sources = self.prompt_sources(lease)
         if owner >= 0:  # hit rates and heat are of what engines ask for
-            self._account(lease, len(keys) - skip)
-            if self.heat.asked(keys, skip + found, len(keys) - skip, len(lease.slots)):
+            self._account(sources, len(keys) - skip)
+            reached = skip + (wanted.prompt_blocks or found)
+            if self.heat.asked(keys, reached, len(keys) - skip, len(sources)):
                 self.metrics.add("kvbm_lost_prefixes_total")
         cut = found - kept, kept - len(lease.slots)
+        if wanted.boundary and lease.slots:
+            cut = 0, 0
         if not lease.slots:  # nothing was found, or the tier refused the first block just now
             self.leases.pop(owner, number)
-            return Found(None, *cut)
-        return Found(lease, *cut)
+            return Found(None, *cut, wanted.full)
+        return Found(lease, *cut, wanted.full)
+
+    def _wanted_plain(self, keys: Sequence[BlockKey], skip: int) -> _Wanted:
+        """Every block is of all layers: the longest run."""
+        return _Wanted(list(keys[skip:]), keys[skip - 1] if skip else None, list(keys), skip)
+
+    def _wanted(self, keys: Sequence[BlockKey], skip: int) -> _Wanted:
+        """What all groups need at the largest boundary at which they hold it."""
+        grouping = self._grouping
+        assert grouping is not None
+        limit = len(keys) - len(keys) % grouping.step
+        places = grouping.chain(0, limit)
+        chain = grouping.keys(keys, places)
+        hole = self._held(chain).find(0)
+        full = limit if hole < 0 else grouping.start_of(places[hole])
+        boundary = largest_boundary(
+            grouping.groups, full, lambda number, blocks: self._held(grouping.own(keys, number, blocks))
+        )
+        before = len(grouping.chain(0, skip))
+        if boundary <= skip:
+            return _Wanted([], None, chain, before, full=full)
+        run = grouping.keys(keys, grouping.run(boundary, skip))
+        tail = grouping.keys(keys, grouping.tail(boundary))
+        used = len(grouping.chain(0, boundary))
+        parent = chain[before - 1] if before else None
+        return _Wanted(run, parent, chain, used, boundary, boundary - skip, full, tail)
+
+    def _held(self, keys: list[BlockKey]) -> bytes:
+        """Which of these blocks are resident in a tier, a byte each."""
+        there = bytes(slot is not None for slot in self.host_pool.find_all(keys))
+        below = self.disk.pool_if_on if self.disk is not None else None
+        if below is not None:
+            there = bytes(map(or_, there, (slot is not None for slot in below.find_all(keys))))
+        return there
+
+    def _note(self, wanted: _Wanted, kept: int) -> None:
+        """Tell the policies of the request: with several groups of the boundary that it used, then of its chain."""
+        if not wanted.boundary:
+            self.usage.note(wanted.chain, wanted.used + kept)
+            return
+        used = [*wanted.chain[: wanted.used], *wanted.tail]
+        self.usage.note(used, len(used))
+        self.usage.note(wanted.chain, 0)
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""
         return counted_as_disk(sources) if self.staging else sources
+
+    def prompt_sources(self, lease: Lease) -> bytes:
+        """The tiers of the blocks of the prompt that a lease stands for, as they are counted."""
+        sources = self.counted_sources(bytes(lease.sources))
+        return sources_of_prompt(sources, lease.prompt_blocks) if lease.boundary else sources
 
     def _give_back(self, lease: Lease) -> None:
         """End the pins of a lookup that failed half-way, or whose owner has gone."""
@@ -106,9 +185,8 @@ class Lookups:
         with contextlib.suppress(Exception):  # what failed first is told
             self.host_pool.unlease_all(pinned)
 
-    def _gather(self, lease: Lease, keys: Sequence[BlockKey], skip: int) -> None:
+    def _gather(self, lease: Lease, wanted: list[BlockKey]) -> None:
         """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""
-        wanted = list(keys[skip:])
         slots = self.host_pool.find_leading(wanted)
         run = len(slots)
         sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
@@ -132,8 +210,8 @@ class Lookups:
         lease.sources, lease.states = sources, states
         self.host_pool.lease_all(lease.pinned())
 
-    def _account(self, lease: Lease, queried: int) -> None:
-        hits, on_host = len(lease.slots), self.counted_sources(bytes(lease.sources)).count(Tier.HOST)
+    def _account(self, sources: bytes, queried: int) -> None:
+        hits, on_host = len(sources), sources.count(Tier.HOST)
         self.metrics.add("kvbm_queried_blocks_total", queried)
         self.metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
         for tier, blocks in (("host", on_host), ("disk", hits - on_host)):

@@ -36,17 +36,23 @@ class EngineNames:
         self._table: bytearray | None = None
 
     def reserved(
-        self, slots: Sequence[int], keys: Sequence[BlockKey], hashes: bytes, first: int, group: int
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        hashes: bytes,
+        first: int,
+        group: int | bytes,
     ) -> None:
         """These slots are being filled with blocks of these keys, or with fewer.
 
         `hashes` holds 32 bytes for each, from number `first` on, and NO_HASH where the engine has no such name; it is
-        empty where the keys are the names.
+        empty where the keys are the names. `group` is that of all, or has a byte for each, as `hashes`.
         """
         if hashes or group:
-            for index, slot in enumerate(slots):
-                start = (first + index) * KEY_BYTES
-                self._note(slot, hashes[start : start + KEY_BYTES] if hashes else keys[index], group)
+            for index, slot in enumerate(slots, first):
+                start = index * KEY_BYTES
+                own = group if isinstance(group, int) else group[index]
+                self._note(slot, hashes[start : start + KEY_BYTES] if hashes else keys[index - first], own)
 
     def brought(self, slot: int, key: BlockKey, engine_hash: bytes, group: int) -> None:
         """A block came from disk with this name."""

@@ -73,7 +73,7 @@ class Requests:
         space, name = engine.space, (session.number, message.lookup)
         self._unanswered.add(name)
         try:
-            lease, no_room, refused = yield from space.looking_up(
+            lease, no_room, refused, full = yield from space.looking_up(
                 session.number, message.lookup, keys, message.skip
             )
         finally:
@@ -85,14 +85,14 @@ class Requests:
         if message.again:
             self._traffic.tried_again("lookup")
         found = bytes(lease.sources) if lease is not None else b""
-        counted, asked = space.counted_sources(found), len(keys) - message.skip
+        counted, asked = space.prompt_sources(lease), len(keys) - message.skip
         on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
         moves_log.matched(on_host, on_disk, asked, message.request)
         self._traffic.looked_up(engine.name, asked, counted)
         self._traffic.asked(engine.label, space.layout, asked, counted)
-        self._history.looked_up(session.number, message, keys, space, counted, no_room + refused)
+        self._history.looked_up(session.number, message, keys, space, counted, no_room + refused, full)
         if lease is None:
-            session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused))
+            session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused, full=full))
             return
         session.send(
             LookupReply(
@@ -104,6 +104,8 @@ class Requests:
                 no_room=no_room,
                 refused=refused,
                 arrival_s=space.arrival_s(lease),
+                boundary=lease.boundary,
+                full=full,
             )
         )
 
@@ -122,21 +124,24 @@ class Requests:
         if message.failed > 0:
             on_disk = _failed_on_disk(engine.space, lease, message)
             self._traffic.failed_load(engine.label, message.failed - on_disk, on_disk)
-        self._traffic.matched(engine.space.layout, max(0, message.loaded) + max(0, message.failed))
+        begun = max(0, message.loaded) + max(0, message.failed)
+        self._traffic.matched(engine.space.layout, _of_prompt(lease, begun))
         self._traffic.unloaded(message.unloaded)
         self._traffic.waited(engine.label, message.answer_s, message.wait_s)
-        self._history.released(session.number, message)
+        self._history.released(session.number, message, _of_prompt(lease, max(0, message.loaded)))
 
     def reserve(self, session: Session, message: Reserve) -> Iterator[None]:
         """Slots for blocks that are not held yet; so many at once that other sessions need not wait for long."""
         keys, parents = _keys(message.keys), _keys(message.parent)
-        hashes, group = message.hashes, message.group
+        hashes, group, groups = message.hashes, message.group, message.groups
         if len(hashes) not in (0, len(message.keys)):
             raise ProtocolError(
                 f"reserve hashes of {len(hashes)} bytes cannot be served: none, or {len(message.keys)}"
             )
         if not 0 <= group <= GROUP_MAX:
             raise ProtocolError(f"reserve group={group} cannot be served: 0 to {GROUP_MAX}")
+        if len(groups) not in (0, len(keys)):
+            raise ProtocolError(f"reserve groups of {len(groups)} bytes cannot be served: none, or {len(keys)}")
         if message.again:
             self._traffic.tried_again("store")
         slots: list[int] = []
@@ -153,8 +158,9 @@ class Requests:
                 break
             end = start + RESERVED_AT_ONCE
             part, names = keys[start:end], hashes[start * KEY_BYTES : end * KEY_BYTES]
+            kinds = groups[start:end] or group
             slots += engine.space.reserve(
-                session.number, message.store, parent, part, names, group, more=start > 0
+                session.number, message.store, parent, part, names, kinds, more=start > 0
             )
             parent = part[-1]
         engine = self._membership.led_by(session)
@@ -228,6 +234,13 @@ def _failed_on_disk(space: Space, lease: Lease | None, message: Release) -> int:
     nameless = Tier.DISK if lease is not None else space.counted_sources(bytes((Tier.HOST,)))[0]
     lost = message.failed - len(found) if nameless == Tier.DISK else 0
     return space.counted_sources(found).count(Tier.DISK) + lost
+
+
+def _of_prompt(lease: Lease | None, blocks: int) -> int:
+    """How many blocks of the prompt a load stands for: with several groups all of the run's, or none."""
+    if lease is None or not lease.boundary:
+        return blocks
+    return lease.prompt_blocks if blocks >= len(lease.slots) > 0 else 0
 
 
 def _keys(joined: bytes) -> list[BlockKey]:

@@ -175,6 +175,10 @@ class Space:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""
         return self._lookups.counted_sources(sources)
 
+    def prompt_sources(self, lease: Lease | None) -> bytes:
+        """The same of a lease, for each block of the prompt."""
+        return self._lookups.prompt_sources(lease) if lease is not None else b""
+
     def release(self, owner: Owner, number: int) -> Lease | None:
         """End a lease. Returns it as it was, or None when it had ended already."""
         lease = self.leases.pop(owner, number)
@@ -196,7 +200,7 @@ class Space:
         parent: BlockKey | None,
         keys: Sequence[BlockKey],
         hashes: bytes = b"",
-        group: int = 0,
+        group: int | bytes = 0,
         more: bool = False,
     ) -> list[int]:
         """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others.

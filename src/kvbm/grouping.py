@@ -1,0 +1,124 @@
+"""The blocks of a hybrid model's groups: in which order a prefix needs them, and their keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import lcm
+from typing import NamedTuple
+
+from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.groups import GROUPS_MAX, Group, GroupKind
+from kvbm.hashing import join_keys, split_keys
+
+
+class Place(NamedTuple):
+    """A block of a group by its number among the group's own blocks."""
+
+    group: int
+    block: int
+
+
+class Grouping:
+    """The groups of a namespace, and the order in which a prefix needs their blocks.
+
+    The blocks of all tokens come first: they form one *chain*, in which every block of the layout has one entry for
+    each group of full attention. What the other groups need at a boundary, its *tail*, comes behind them. Blocks are
+    leased, copied and evicted in this order, the last one first.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        assert 0 < len(groups) <= GROUPS_MAX
+        self.groups = tuple(groups)
+        self.step = lcm(*(group.span for group in groups))
+        """Boundaries are multiples of so many blocks of the layout."""
+        self._full = [n for n, group in enumerate(groups) if group.kind is GroupKind.FULL]
+        self._others = [n for n, group in enumerate(groups) if group.kind is not GroupKind.FULL]
+
+    def chain(self, start: int, end: int) -> list[Place]:
+        """The blocks of all tokens that end behind the first `start` blocks of the layout, and not behind `end`."""
+        if len(self._full) == 1 and self.groups[self._full[0]].span == 1:
+            return [Place(self._full[0], index) for index in range(start, end)]
+        return [
+            Place(number, position // self.groups[number].span)
+            for position in range(start, end)
+            for number in self._full
+            if (position + 1) % self.groups[number].span == 0
+        ]
+
+    def tail(self, boundary: int, start: int = 0, kinds: Iterable[GroupKind] = GroupKind) -> list[Place]:
+        """What the other groups, of these kinds, need at a boundary, without their blocks that end within the first
+        `start` blocks of the layout."""
+        return [
+            Place(number, index)
+            for number in self._others
+            if self.groups[number].kind in kinds
+            for index in self.groups[number].needed(boundary)
+            if (index + 1) * self.groups[number].span > start
+        ]
+
+    def run(self, boundary: int, start: int) -> list[Place]:
+        """All blocks that an engine which has the first `start` blocks lacks at a boundary."""
+        return self.chain(start, boundary) + self.tail(boundary, start)
+
+    def start_of(self, place: Place) -> int:
+        """The last boundary that does not need this block of all tokens, in blocks of the layout."""
+        start = place.block * self.groups[place.group].span
+        return start - start % self.step
+
+    def first_of(self, place: Place) -> int:
+        """How many blocks of the layout end before this block begins."""
+        return place.block * self.groups[place.group].span
+
+    def end_of(self, place: Place) -> int:
+        """How many blocks of the layout end with this block."""
+        return (place.block + 1) * self.groups[place.group].span
+
+    def keys(self, keys: Sequence[bytes], places: Sequence[Place], first: int = 0) -> list[BlockKey]:
+        """The keys of blocks, in order; `keys` are those of the layout's blocks from number `first` on."""
+        plain = join_keys(
+            keys[(block + 1) * self.groups[number].span - 1 - first] for number, block in places
+        )
+        masks = b"".join(map(_mask, (number for number, _ in places)))
+        return split_keys(_xor(plain, masks))
+
+    def own(self, keys: Sequence[BlockKey], number: int, blocks: range) -> list[BlockKey]:
+        """The keys of consecutive blocks of a group."""
+        span = self.groups[number].span
+        last = keys[(blocks.start + 1) * span - 1 : blocks.stop * span : span] if blocks else []
+        return split_keys(in_group(join_keys(last), number))
+
+
+def sources_of_prompt(sources: bytes, blocks: int) -> bytes:
+    """The tiers of so many blocks of a prompt, a byte each, for which this run of blocks of all groups stands.
+
+    Each tier has the share of them that it has of the run; the deepest one has one at least, since the engine waits
+    for it.
+    """
+    if not sources:
+        return b""
+    below = sorted(set(sources) - {min(sources)}, reverse=True)
+    counted = b""
+    for tier in below:
+        share = max(1, sources.count(tier) * blocks // len(sources))
+        counted = bytes((tier,)) * min(share, blocks - len(counted)) + counted
+    return bytes((min(sources),)) * (blocks - len(counted)) + counted
+
+
+def in_group(keys: bytes, number: int) -> bytes:
+    """Joined keys of content, as the keys of the blocks that a group has of it: the first group's are the same.
+
+    As with `hashing.keys_in_space`, two of them are equal only by a chance that is as small as that of equal hashes.
+    """
+    return _xor(keys, _mask(number) * (len(keys) // KEY_BYTES)) if number else keys
+
+
+@lru_cache(maxsize=GROUPS_MAX)
+def _mask(number: int) -> bytes:
+    return hashlib.sha256(b"kvbm-group-%d" % number).digest() if number else bytes(KEY_BYTES)
+
+
+def _xor(one: bytes, other: bytes) -> bytes:
+    both = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+    return both.to_bytes(len(one), "little")

@@ -1,0 +1,143 @@
+"""Which blocks of a hybrid model are offered to the manager, and when.
+
+Blocks of all tokens are offered when they are complete, as those of other models. Of the other groups only what a
+boundary needs at which a request may be taken up again, its *tail*: where the same prompt could be loaded again, where
+the request leaves what is stored (others may leave there too), and where it ends (its next turn begins there). What
+lies between is worth nothing, and the engine drops it soon. Recurrent states exist only where the engine keeps one: all
+of them are offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvbm.block import KEY_BYTES
+from kvbm.clock import Clock
+from kvbm.grouping import Grouping, Place
+from kvbm.groups import GroupKind
+from kvbm.hashing import join_keys, split_keys
+from kvbm.leader.keys import RequestKeys
+from kvbm.leader.offers import Offers
+from kvbm.leader.search import Search
+from kvbm.leader.stores import Answered, Stores
+from kvbm.leader.tracked import Scheduled, Tracked
+from kvbm.protocol import STORED_KEYS_MAX
+
+WINDOWS = (GroupKind.WINDOW, GroupKind.CHUNK)
+
+Tables = Sequence[Sequence[int]]
+"""The block table of each group; 0 stands for a block that the engine has dropped."""
+
+
+class GroupOffers(Offers):
+    """The reservations of an engine with several groups."""
+
+    def __init__(
+        self,
+        stores: Stores,
+        requests: Mapping[str, Tracked],
+        keys: RequestKeys,
+        clock: Clock,
+        grouping: Grouping,
+    ) -> None:
+        super().__init__(stores, None, requests, keys, clock)
+        self._grouping = grouping
+
+    def found(self, search: Search, full: int) -> None:
+        """The manager holds `full` blocks of a request as far as all tokens go: where that is more than can be taken
+        up, the request stores what was missing there."""
+        tracked = self._requests.get(search.request)
+        if tracked is not None and full > search.boundary:
+            tracked.tails.add(full)
+
+    def complete(self, tracked: Tracked, entry: Scheduled) -> None:
+        """Offer what the step completes of the request."""
+        if tracked.outdated or tracked.extras is None:
+            return
+        end = min(entry.complete_blocks, len(tracked.hashes))
+        end -= end % self._grouping.step
+        due = sorted(each for each in tracked.tails - tracked.tails_offered if each <= end)
+        more = end > tracked.stored and self._clock() >= tracked.retry.due_s
+        if not (due or more or entry.states) or (tracked.keep is not None and not tracked.keep(0.0)):
+            return
+        tables = entry.tables()
+        if more:
+            self._offer_chain(entry.request, tracked, tables, end)
+        for boundary in due:
+            self._offer_tail(entry.request, tracked, tables, boundary)
+        for state in entry.states:
+            if state.boundary <= end:
+                place = Place(state.group, state.boundary // self._grouping.groups[state.group].span - 1)
+                self._offer(entry.request, tracked, [place], [state.device_block], state.boundary)
+
+    def ending(self, request: str, tracked: Tracked, tables: Tables, complete: int) -> None:
+        """The request has ended, with so many complete blocks: its next turn begins there."""
+        boundary = min(complete, len(tracked.hashes), tracked.stored)
+        boundary -= boundary % self._grouping.step
+        usable = not tracked.outdated and tracked.extras is not None and boundary > 0
+        if usable and boundary not in tracked.tails_offered and (tracked.keep is None or tracked.keep(0.0)):
+            self._offer_tail(request, tracked, tables, boundary)
+
+    def answered(self, answer: Answered) -> None:
+        """Blocks of all tokens that the manager had no slot for are offered again."""
+        tracked = self._requests.get(answer.request)
+        if tracked is None or not answer.refused or answer.first < 0:
+            return
+        asked = self._grouping.chain(answer.first, answer.first + len(answer.device_blocks) * self._grouping.step)
+        tracked.refused(self._grouping.start_of(asked[answer.taken]), self._clock())
+
+    def _offer_chain(self, request: str, tracked: Tracked, tables: Tables, end: int) -> None:
+        step = self._grouping.step
+        start = tracked.stored - tracked.stored % step
+        per_step = max(1, len(self._grouping.chain(0, step)))
+        end = min(end, start + STORED_KEYS_MAX // per_step * step)
+        places = self._grouping.chain(start, end)
+        if not places:
+            tracked.stored = end
+            return
+        if any(len(tables[group]) <= block for group, block in (places[-1], places[-per_step])):
+            return
+        blocks = [tables[group][block] for group, block in places]
+        again = start <= tracked.refused_at
+        if self._offer(request, tracked, places, blocks, start, first=start, again=again):
+            tracked.stored = end
+
+    def _offer_tail(self, request: str, tracked: Tracked, tables: Tables, boundary: int) -> None:
+        tracked.tails_offered.add(boundary)
+        places = self._grouping.tail(boundary, kinds=WINDOWS)
+        blocks = [tables[group][block] if block < len(tables[group]) else 0 for group, block in places]
+        if places and all(blocks):
+            self._offer(request, tracked, places, blocks, boundary)
+
+    def _offer(
+        self,
+        request: str,
+        tracked: Tracked,
+        places: Sequence[Place],
+        blocks: Sequence[int],
+        behind: int,
+        first: int = -1,
+        again: bool = False,
+    ) -> bool:
+        """Reserve slots for these blocks, which come behind those of the first `behind` blocks' tokens. Blocks of all
+        tokens have `first`, and stay; the others are fleeting."""
+        grouping = self._grouping
+        parents = grouping.chain(max(0, behind - grouping.step), behind)[-1:]
+        start = min(grouping.first_of(place) for place in (*parents, *places))
+        end = max(map(grouping.end_of, places))
+        named = self._keys(tracked, start, end)
+        plain = split_keys(named.keys)
+        hashes = named.hashes or named.keys
+        ends = [(grouping.end_of(place) - 1 - start) * KEY_BYTES for place in places]
+        return self._stores.ask(
+            request,
+            join_keys(grouping.keys(plain, parents, start)),
+            join_keys(grouping.keys(plain, places, start)),
+            blocks,
+            hashes=b"".join(hashes[at : at + KEY_BYTES] for at in ends),
+            first=first,
+            keep=tracked.keep,
+            again=again,
+            groups=bytes(group for group, _ in places),
+            fleeting=first < 0,
+        )
