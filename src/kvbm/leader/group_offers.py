@@ -83,7 +83,9 @@ class GroupOffers(Offers):
         tracked = self._requests.get(answer.request)
         if tracked is None or not answer.refused or answer.first < 0:
             return
-        asked = self._grouping.chain(answer.first, answer.first + len(answer.device_blocks) * self._grouping.step)
+        asked = self._grouping.chain(
+            answer.first, answer.first + len(answer.device_blocks) * self._grouping.step
+        )
         tracked.refused(self._grouping.start_of(asked[answer.taken]), self._clock())
 
     def _offer_chain(self, request: str, tracked: Tracked, tables: Tables, end: int) -> None:

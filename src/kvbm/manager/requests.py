@@ -141,7 +141,9 @@ class Requests:
         if not 0 <= group <= GROUP_MAX:
             raise ProtocolError(f"reserve group={group} cannot be served: 0 to {GROUP_MAX}")
         if len(groups) not in (0, len(keys)):
-            raise ProtocolError(f"reserve groups of {len(groups)} bytes cannot be served: none, or {len(keys)}")
+            raise ProtocolError(
+                f"reserve groups of {len(groups)} bytes cannot be served: none, or {len(keys)}"
+            )
         if message.again:
             self._traffic.tried_again("store")
         slots: list[int] = []

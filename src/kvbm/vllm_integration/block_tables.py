@@ -29,13 +29,18 @@ class AllocatedBlocks(Sequence[int]):
         return number
 
 
-def table_of(allocated: Any) -> Sequence[int]:
-    """The block table in a `KVCacheBlocks` of vLLM, whose own `get_block_ids` lists every block."""
+def tables_of(allocated: Any) -> Sequence[Sequence[int]]:
+    """The block table of each group in a `KVCacheBlocks` of vLLM, whose own `get_block_ids` lists every block."""
     groups = getattr(allocated, "blocks", None)
     if groups is not None:
-        return AllocatedBlocks(groups[0])
-    numbers: list[int] = allocated.get_block_ids()[0]
+        return [AllocatedBlocks(group) for group in groups]
+    numbers: Sequence[Sequence[int]] = allocated.get_block_ids()
     return numbers
+
+
+def table_of(allocated: Any) -> Sequence[int]:
+    """The block table of the first group."""
+    return tables_of(allocated)[0]
 
 
 class BlockTables:
@@ -77,6 +82,22 @@ class BlockTables:
             return table_of(self._blocks_of(request_id))
         found = self._state.get_block_ids(request_id)
         return found[0] if found else ()
+
+    def of_groups(self, request_id: str) -> Sequence[Sequence[int]]:
+        """The request's table of each group, from a vLLM that hands them out; empty where it gives none."""
+        if self._state is None or request_id not in self._state.req_ids:
+            return ()
+        if self._blocks_of is not None:
+            return tables_of(self._blocks_of(request_id))
+        tables: Sequence[Sequence[int]] = self._state.get_block_ids(request_id) or ()
+        return tables
+
+    def states(self, request_id: str) -> Sequence[tuple[int, int, int]]:
+        """The recurrent states that this step leaves behind: (group, device block, tokens) each."""
+        offered: dict[str, list[tuple[int, int, int]]] = (
+            getattr(self._state, "boundary_state_offloads", None) or {}
+        )
+        return offered.get(request_id, ())
 
     def drop(self, request_id: str) -> None:
         self._tables.pop(request_id, None)

@@ -84,11 +84,11 @@ class GuardedScheduler:
         """Take in the ranks' reports."""
         self._call(None, self.side.updated, connector_output, report)
 
-    def finished(self, request: Any) -> None:
-        """The request ended or was aborted."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> None:
+        """The request ended or was aborted; `block_ids` has the block table of each group."""
         self._computed_tokens.pop(request.request_id, None)
         self._by_layer.discard(request.request_id)
-        self._call(None, self.side.finished, request)
+        self._call(None, self.side.finished, request, block_ids)
 
     def stores_pending(self) -> bool:
         """Whether the engine should step on although it has no request."""

@@ -17,8 +17,10 @@ import msgspec
 import torch
 
 from kvbm.errors import KvbmError
+from kvbm.groups import Group, GroupKind
 from kvbm.layout import Namespace
 from kvbm.vllm_integration import engine_start
+from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.rotary import rotary_digest, rotary_modules
 from kvbm.weights import canonical_config, changed_since, weights_digest
 
@@ -127,6 +129,7 @@ def cpu_packing(vllm_config: Any, spec: Any, layers: Iterable[Any]) -> str:
 
 def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]) -> Namespace:
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    hybrid = hybrid_of(kv_cache_config)
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     weights = parts[0].weights
     fields = [
@@ -138,13 +141,15 @@ def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]
         ("dtype", str(model.dtype)),
         ("quantization", str(model.quantization)),
         ("kv_dtype", str(cache.cache_dtype)),
-        ("block_tokens", str(spec.block_size)),
+        ("block_tokens", str(spec.block_size if hybrid is None else hybrid.block_tokens)),
         ("tensor_parallel", str(vllm_config.parallel_config.tensor_parallel_size)),
     ]
     for name in ("rotary", "attention", "kv_scales", "packing", "device_layout"):
         values = [getattr(part, name) for part in parts]
         fields.append((name, values[0] if len(set(values)) == 1 else _digest(repr(values))))
     fields += [(name, value) for name, value in _optional_facts(vllm_config).items() if value]
+    if hybrid is not None:
+        fields.append(("groups", " ".join(map(_group_fact, hybrid.groups))))
     # Scales that are computed from the first prompt are this engine's own.
     own_scales = bool(getattr(cache, "calculate_kv_scales", False))
     ephemeral = weights.startswith(UNKNOWN_WEIGHTS) or own_scales
@@ -155,15 +160,18 @@ def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]
 
 
 def _rank_part(vllm_config: Any, kv_cache_config: Any, device_layout: str) -> RankPart:
-    group = kv_cache_config.kv_cache_groups[0]
+    groups = kv_cache_config.kv_cache_groups
     _refuse_moving_rotary(vllm_config.model_config)
     context = vllm_config.compilation_config.static_forward_context
-    layers = {name: context[name] for name in group.layer_names if name in context}
+    layers = {name: context[name] for group in groups for name in group.layer_names if name in context}
+    attention = next(
+        (spec for _, spec in cacheable_groups(kv_cache_config) if kind_of(spec) is not GroupKind.STATE), None
+    )
     return RankPart(
         rotary=rotary_digest(rotary_modules()),
         attention=_digest("\n".join(_attention(layer) for layer in layers.values())),
         kv_scales=_digest("\n".join(_scales(layer) for layer in layers.values())),
-        packing=cpu_packing(vllm_config, group.kv_cache_spec, layers.values()) if _on_cpu() else "none",
+        packing=cpu_packing(vllm_config, attention, layers.values()) if _on_cpu() and attention else "none",
         device_layout=_digest(device_layout),
     )
 
@@ -181,6 +189,10 @@ def _gather(part: RankPart, rank_count: int) -> tuple[RankPart, ...]:
     except RuntimeError as error:
         raise KvbmError(f"the ranks' parts could not be gathered: {' '.join(str(error).split())}") from None
     return tuple(msgspec.json.decode(encoded, type=RankPart) for encoded in gathered)
+
+
+def _group_fact(group: Group) -> str:
+    return f"{group.kind.value}:{group.span}:{group.reach}"
 
 
 def _attention(layer: Any) -> str:

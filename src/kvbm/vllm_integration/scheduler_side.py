@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from kvbm.block import Tier
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
-from kvbm.leader.tracked import Scheduled
+from kvbm.leader.tracked import Scheduled, StateOffer
 from kvbm.observe.otel import open_sink
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, shared_request_notices, size_notices
@@ -22,6 +22,7 @@ from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables, table_of
+from kvbm.vllm_integration.hybrid import Hybrid, hybrid_of
 from kvbm.vllm_integration.request_facts import told_of
 from kvbm.vllm_integration.support import layerwise_is_free, layerwise_refusal
 
@@ -40,7 +41,11 @@ class SchedulerSide:
         self, vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str]
     ) -> None:
         transfer = vllm_config.kv_transfer_config
-        self.block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._hybrid = hybrid_of(kv_cache_config)
+        if self._hybrid is not None:
+            self.block_tokens = self._hybrid.block_tokens
+        else:
+            self.block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
         self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json", time.monotonic)
         self._requests: dict[str, Any] = {}
@@ -67,6 +72,12 @@ class SchedulerSide:
         layerwise = settings.onboard_mode == "layerwise" or (
             settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)
         )
+        lazy = settings.offload_mode == "lazy"
+        if self._hybrid is not None:
+            for name, wanted in (("offload_mode=lazy", lazy), ("onboard_mode=layerwise", layerwise)):
+                if wanted and settings.onboard_mode != "auto":
+                    log.warning("%s has no effect: this model has several KV cache groups", name)
+            lazy = layerwise = False
         refusal = layerwise_refusal(vllm_config) if layerwise else ""
         if refusal:
             log.warning(
@@ -82,10 +93,11 @@ class SchedulerSide:
             clock=time.monotonic,
             load_always=settings.onboard == "always",
             layerwise=layerwise and not refusal,
-            lazy=settings.offload_mode == "lazy",
+            lazy=lazy,
             device=self._blocks,
             weights_version=settings.weights_version or "",
             spans=self._spans,
+            groups=self._hybrid.groups if self._hybrid is not None else (),
         )
         self._counted = stats.Counted(self.leader)
 
@@ -109,10 +121,14 @@ class SchedulerSide:
                 self._unnamed[request.request_id] = request
             keep = partial(self._adapters.unchanged, lora.lora_path)
         hashes = OwnHashes(request, self.block_tokens) if self._own_hashes else EngineHashes(request)
-        on_device = self._blocks.on_device(request.block_hashes)
+        # Of several groups the scheduler alone knows what the device can take up.
+        on_device = self._blocks.on_device(request.block_hashes) if self._hybrid is None else 0
         told = told_of(request, self.block_tokens)
         trace = getattr(request, "trace_headers", None)
-        self.leader.request_added(request.request_id, hashes, extras, on_device, keep, told, trace)
+        before_tail = (request.num_tokens - 1) // self.block_tokens
+        self.leader.request_added(
+            request.request_id, hashes, extras, on_device, keep, told, trace, before_tail
+        )
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones can be loaded (None: ask again), and whether the request waits."""
@@ -143,7 +159,8 @@ class SchedulerSide:
         """The request has device blocks now: plan its load, or drop its lookup."""
         count = -(-num_external_tokens // self.block_tokens)
         table = table_of(blocks) if count > 0 else ()
-        self.leader.allocated(request.request_id, count, table)
+        tables = self._hybrid.allocated(blocks) if self._hybrid is not None and count > 0 else ()
+        self.leader.allocated(request.request_id, count, table, tables)
 
     def step(self, output: Any) -> StepPlan:
         """The plan that goes to the ranks with this step's scheduler output."""
@@ -170,7 +187,8 @@ class SchedulerSide:
             complete = (request.num_computed_tokens + token_count) // self.block_tokens
             written_from = request.num_computed_tokens // self.block_tokens
             table = partial(self._tables.get, request_id)
-            entries.append(Scheduled(request_id, complete, table, written_from))
+            entry = Scheduled(request_id, complete, table, written_from)
+            entries.append(entry if self._hybrid is None else self._with_groups(entry, self._hybrid))
         preempted = getattr(output, "preempted_req_ids", None) or ()
         return self.leader.step(
             entries,
@@ -180,18 +198,32 @@ class SchedulerSide:
             prefill_position=positions / prefill if prefill else 0.0,
         )
 
+    def _with_groups(self, entry: Scheduled, hybrid: Hybrid) -> Scheduled:
+        """A scheduled request of a hybrid model, with the tables of all groups and the states that it leaves behind."""
+        tables = self._tables.of_groups
+        states = tuple(
+            StateOffer(hybrid.ids.index(group), block, tokens // self.block_tokens)
+            for group, block, tokens in self._tables.states(entry.request)
+            if group in hybrid.ids and tokens % self.block_tokens == 0
+        )
+        return entry._replace(tables=lambda: hybrid.in_order(tables(entry.request)), states=states)
+
     def updated(self, connector_output: Any, report: StepReport | None) -> None:
         """Take in the ranks' reports of a step."""
         arrived = getattr(connector_output, "finished_recving", None) or ()
         invalid = getattr(connector_output, "invalid_block_ids", None) or set()
-        self.leader.updated(report, arrived, invalid)
+        failed = getattr(connector_output, "failed_recving", None) or ()
+        self.leader.updated(report, arrived, invalid, failed)
 
-    def finished(self, request: Any) -> None:
-        """The request ended or was aborted."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> None:
+        """The request ended or was aborted; of several groups these are the block tables."""
         self._requests.pop(request.request_id, None)
         self._unnamed.pop(request.request_id, None)
         self._tables.drop(request.request_id)
-        self.leader.finished(request.request_id, request.num_output_tokens)
+        tables = self._hybrid.in_order(block_ids) if self._hybrid is not None and block_ids else ()
+        # The last token was sampled, and not computed.
+        complete = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_tokens
+        self.leader.finished(request.request_id, request.num_output_tokens, tables, complete)
 
     @property
     def stores_pending(self) -> bool:

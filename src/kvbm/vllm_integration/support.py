@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvbm.groups import GroupKind
+from kvbm.vllm_integration.block_hashes import hashes_are_deterministic
+from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.runner import V2, model_runner
 
-SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except (
+    ImportError
+):  # vLLM < 0.32 can only name blocks whose load failed, which it does not accept of several groups
+    KVConnectorTransferResults = None
+
+SUPPORTED_SPECS = (
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+    "MambaSpec",
+)
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why KVBM stays off for this configuration, in one line; empty when it can serve."""
     parallel = vllm_config.parallel_config
-    groups = kv_cache_config.kv_cache_groups
     if not vllm_config.cache_config.enable_prefix_caching:
         # Without it vLLM may name images by request instead of by content: other images would share a name after a
         # restart.
@@ -25,33 +41,62 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
             return f"{name}={getattr(parallel, name)}; accepted is 1"
     if getattr(parallel, "nnodes", 1) > 1:
         return f"nnodes={parallel.nnodes}: ranks on other nodes cannot share host memory; accepted is 1"
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        return f"the model has {len(groups)} KV cache groups ({kinds or 'none'}); accepted is one"
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+    return _unsupported_groups(vllm_config, kv_cache_config)
+
+
+def _unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The same, of the model's kinds of layers."""
+    groups = kv_cache_config.kv_cache_groups
+    if not groups or not cacheable_groups(kv_cache_config):
+        return "the model has no KV cache group whose blocks are named by content"
+    for number, spec in cacheable_groups(kv_cache_config):
+        if reason := _unsupported_spec(groups[number], spec):
+            return reason
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and not _zeroed_in_time(vllm_config, groups):
         # On V2 the engine then zeroes a block before we have read its old content.
-        why = _why_zeroed(groups[0])
+        why = _why_zeroed(groups)
         return f"{why}, so the engine zeroes blocks before use; accepted is attention of one precision"
-    spec = groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    if kind == "UniformTypeKVCacheSpecs":
-        layers = {type(layer).__name__ for layer in spec.kv_cache_specs.values()}
-        kind = layers.pop() if len(layers) == 1 else kind
-    if kind not in SUPPORTED_SPECS:
-        return f"its KV cache is a {kind}; accepted are {', '.join(SUPPORTED_SPECS)}"
-    if getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
+    hybrid = hybrid_of(kv_cache_config)
+    if hybrid is None:
+        size = groups[0].kv_cache_spec.block_size
+        hashed = getattr(kv_cache_config, "hash_block_size", None) or size
         return (
-            "its attention has a window, so old blocks are dropped by the engine; accepted is full attention"
+            ""
+            if hashed == size
+            else f"blocks of {size} tokens are hashed every {hashed}; accepted is the same size"
         )
-    hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
-    if hash_block_size != spec.block_size:
-        return f"blocks of {spec.block_size} tokens are hashed every {hash_block_size}; accepted is the same size"
+    if KVConnectorTransferResults is None:
+        kinds = ", ".join(sorted({type(spec).__name__ for _, spec in cacheable_groups(kv_cache_config)}))
+        return (
+            f"this vLLM cannot report a failed load of a model with {kinds}; accepted is vLLM 0.32 or later"
+        )
+    if not hashes_are_deterministic(vllm_config):
+        return "several KV cache groups need prefix_caching_hash_algo=sha256"
     return ""
 
 
-def _why_zeroed(group: Any) -> str:
-    """The reason why the engine zeroes the blocks of this group."""
-    layers = dict(_layers(group))
+def _unsupported_spec(group: Any, spec: Any) -> str:
+    layers = {type(each).__name__ for _, each in _layers(group)}
+    if kind_of(spec) is None or len(layers) > 1:
+        kind = " and ".join(sorted(layers))
+        return f"its KV cache is a {kind}; accepted are {', '.join(SUPPORTED_SPECS)}"
+    chunk, size = getattr(spec, "attention_chunk_size", None), int(spec.block_size)
+    if chunk and chunk % size:
+        return f"attention_chunk_size={chunk} is no multiple of the block size {size}"
+    if kind_of(spec) is GroupKind.STATE and getattr(spec, "mamba_cache_mode", "align") != "align":
+        return f"mamba_cache_mode={spec.mamba_cache_mode}; accepted is align, which keeps states at block boundaries"
+    return ""
+
+
+def _zeroed_in_time(vllm_config: Any, groups: Any) -> bool:
+    """Whether the engine zeroes new blocks only after we have read their old content: V1 does, for recurrent layers."""
+    recurrent = any("Mamba" in type(spec).__name__ for group in groups for _, spec in _layers(group))
+    return recurrent and model_runner(vllm_config) != V2
+
+
+def _why_zeroed(groups: Any) -> str:
+    """The reason why the engine zeroes the blocks of these groups."""
+    layers = {name: spec for group in groups for name, spec in _layers(group)}
     if any("Mamba" in type(spec).__name__ for spec in layers.values()):
         return "it has recurrent layers"
     indexed = [

@@ -13,12 +13,14 @@ import torch
 
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
+from kvbm.grouping import Grouping
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings
 from kvbm.step_plan import StepPlan, StepReport
 from kvbm.transfer import DeviceCache, numa_node
 from kvbm.vllm_integration import weight_changes
+from kvbm.vllm_integration.hybrid import hybrid_of
 from kvbm.vllm_integration.namespace import engine_namespace
 from kvbm.vllm_integration.support import kv_replicas
 from kvbm.worker import Mapping as WorkerMapping
@@ -47,7 +49,9 @@ class WorkerSide:
         self.worker: Worker | None = None
         self.mover: Mover | None = None
         self._stored_plan: StepPlan | None = None
+        self._hybrid = hybrid_of(kv_cache_config)
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         # A private manager starts now, so that it is there when the KV tensors are.
         channel = self._finder.attempt()
         if channel is not None:
@@ -63,7 +67,7 @@ class WorkerSide:
             return
         config, settings = self._vllm_config, self._settings
         cache = DeviceCache.from_tensors(kv_caches, int(self._kv_cache_config.num_blocks))
-        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        layout = self._layout(cache.shard_bytes)
         rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
         replicas = kv_replicas(config, self._kv_cache_config)
         memo_path = Path(settings.runtime_dir) / "weights.json"
@@ -79,15 +83,11 @@ class WorkerSide:
             rank=rank,
             rank_count=rank_count,
             shard=rank // replicas,
-            request_blocks=-(-int(config.model_config.max_model_len) // spec.block_size),
+            request_blocks=self._largest_request(layout),
             numa_node=numa_node(cache.device) if settings.numa else -1,
             namespace=namespace,
             data_parallel_rank=_data_parallel_rank(config),
-            layout=BlockLayout(
-                block_tokens=spec.block_size,
-                shard_bytes=cache.shard_bytes,
-                shard_count=rank_count // replicas,
-            ),
+            layout=layout,
         )
         map_arena = partial(
             WorkerMapping, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
@@ -123,6 +123,26 @@ class WorkerSide:
             return
         self.worker.start()
 
+    def _layout(self, shard_bytes: int) -> BlockLayout:
+        """The layout of a block; those of all groups have one size."""
+        config, hybrid = self._vllm_config, self._hybrid
+        replicas = kv_replicas(config, self._kv_cache_config)
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        return BlockLayout(
+            block_tokens=hybrid.block_tokens if hybrid is not None else spec.block_size,
+            shard_bytes=shard_bytes,
+            shard_count=int(config.parallel_config.world_size) // replicas,
+            groups=hybrid.groups if hybrid is not None else (),
+        )
+
+    def _largest_request(self, layout: BlockLayout) -> int:
+        """How many slots the largest request needs that the engine accepts."""
+        blocks = -(-int(self._vllm_config.model_config.max_model_len) // layout.block_tokens)
+        if not layout.groups:
+            return blocks
+        grouping = Grouping(layout.groups)
+        return len(grouping.run(blocks - blocks % grouping.step, 0))
+
     def store(self, plan: StepPlan) -> None:
         """Once a step, before anything else of it."""
         if self.worker is not None:
@@ -147,12 +167,21 @@ class WorkerSide:
             return set()
         loads = self.worker.finished(plan)
         for load in loads:
-            self._failed_blocks.update(load.failed)
+            if self._hybrid is None:
+                self._failed_blocks.update(load.failed)
+            elif load.failed:
+                # A block's number alone does not tell vLLM which of its groups lacks it.
+                self._failed_requests.add(load.request)
         return {load.request for load in loads if not load.layerwise}
 
     def take_failed_blocks(self) -> set[int]:
         """Device blocks whose loads failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests of a hybrid model whose loads failed, of those that `finished` named since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def report(self) -> StepReport | None:

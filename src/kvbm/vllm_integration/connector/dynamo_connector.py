@@ -137,6 +137,12 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         return None, self._worker.finished(self._plan()) or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving = self._worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks() if self._worker is not None else set()
 
@@ -195,7 +201,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        return False, None
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset() if self._scheduler is not None else None
