@@ -17,6 +17,7 @@ from kvbm.grouping import Grouping, Place
 from kvbm.groups import GroupKind
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.keys import RequestKeys
+from kvbm.leader.lazy import Unsaved
 from kvbm.leader.offers import Offers
 from kvbm.leader.search import Search
 from kvbm.leader.stores import Answered, Stores
@@ -35,12 +36,13 @@ class GroupOffers(Offers):
     def __init__(
         self,
         stores: Stores,
+        unsaved: Unsaved | None,
         requests: Mapping[str, Tracked],
         keys: RequestKeys,
         clock: Clock,
         grouping: Grouping,
     ) -> None:
-        super().__init__(stores, None, requests, keys, clock)
+        super().__init__(stores, unsaved, requests, keys, clock)
         self._grouping = grouping
 
     def found(self, search: Search, full: int) -> None:

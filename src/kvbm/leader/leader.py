@@ -6,11 +6,9 @@ a dead one or a slow one, every answer is "nothing found, nothing to store".
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from kvbm.block import Tier
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
@@ -25,17 +23,15 @@ from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.offers import Offers
 from kvbm.leader.questions import Questions
-from kvbm.leader.salt import KeySalt
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
 from kvbm.leader.traces import RequestTraces
 from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Scheduled, Told, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
+from kvbm.leader.weights_known import WeightsKnown
 from kvbm.observe.spans import SpanSink
 from kvbm.protocol import Finished, Hello, LookupReply, Progress, ReserveReply, Reset
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
-
-log = logging.getLogger("kvbm.leader")
 
 STEP_WAIT_S = 0.002
 """How long an engine step with work to do may wait for the manager's answers, in all."""
@@ -88,25 +84,17 @@ class Leader:
         self._unconfirmed = Unconfirmed()
         self.joint_loads = JointLoads()
         self.requests: dict[str, Tracked] = {}
-        self._salt = KeySalt(weights_version)
-        self._keys = RequestKeys(self._link, self._salt)
+        self._weights = WeightsKnown(weights_version)
+        self._keys = RequestKeys(self._link, self._weights.salt)
         self._questions = Questions(self._link, self.lookups, self.requests, self._keys)
         unsaved = Unsaved(device) if lazy and device is not None else None
-        self._offers = (
-            Offers(self.stores, unsaved, self.requests, self._keys, clock)
-            if grouping is None
-            else GroupOffers(self.stores, self.requests, self._keys, clock, grouping)
-        )
+        offering = self.stores, unsaved, self.requests, self._keys, clock
+        self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
         self._gone: set[str] = set()
         self._new_loads: list[LoadPlan] = []
-        self._weights = 0
-        # The device's prefix cache may hold KV of earlier weights.
-        self._device_mixed = False
         self._life = self._readied = 0
         self._wait_left_s = STEP_WAIT_S
         self._steps = StepTimes(self.cost, clock)
-        self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
-        self.failed_blocks = 0
         self.receive()
 
     @property
@@ -148,8 +136,7 @@ class Leader:
             self.traces.arrived(request, trace_headers)
         tracked = Tracked(hashes, extras, keep, told)
         if self._grouping is not None:
-            tracked.reach = before_tail
-            tracked.tails.add(before_tail - before_tail % self._grouping.step)
+            tracked.ends_before(before_tail, self._grouping.step)
         self.requests[request] = tracked
         self._questions.arrived(request, tracked, on_device)
 
@@ -170,22 +157,20 @@ class Leader:
             return Answer()
         tracked.computed = computed
         if self._grouping is not None:
-            tracked.reach = before_tail
+            tracked.ends_before(before_tail, self._grouping.step)
         # All that it computes depends on the blocks that it finds on the device.
-        tracked.outdated = self._device_mixed and computed > 0
+        tracked.outdated = self._weights.device_mixed and computed > 0
         if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # even without a manager: the ranks confirm them
         if not self.ready or computed >= tracked.wanted:
             return Answer()
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)
-        search = self._questions.search(request, tracked, computed)
-        promised = self.lookups.promised(search, computed) if search is not None else None
+        search, promised = self._questions.answer(request, tracked, computed)
         if search is not None and promised is None and self._wait_left_s > 0.0:
             self._wait_a_little(self._wait_left_s)
             # The answer may have come, and be to a question that left out blocks which the device has dropped since.
-            search = self._questions.search(request, tracked, computed)
-            promised = self.lookups.promised(search, computed) if search is not None else None
+            search, promised = self._questions.answer(request, tracked, computed)
         if search is None:
             return Answer(later=self._questions.waits(request))
         if promised is None:
@@ -201,11 +186,8 @@ class Leader:
 
     def promised_sources(self, request: str, blocks: int) -> bytes:
         """The tiers that `blocks` promised blocks come from, one byte each."""
-        search, tracked = self.lookups.get(request), self.requests.get(request)
-        if search is None or tracked is None:
-            return b""
-        first = tracked.computed - search.skip
-        return self.lookups.counted_sources(search.prompt_sources()[first : first + blocks])
+        tracked = self.requests.get(request)
+        return self.lookups.sources(request, tracked.computed, blocks) if tracked is not None else b""
 
     def allocated(
         self, request: str, count: int, table: Sequence[int], tables: Sequence[Sequence[int]] = ()
@@ -278,7 +260,9 @@ class Leader:
             self._wait_a_little(IDLE_WAIT_S)
         if not idle:
             self._steps.scheduled(prefill_tokens, prefill_position)
-        return StepPlan(stores=stores, loads=loads, idle=idle, released=released, weights=self._weights)
+        return StepPlan(
+            stores=stores, loads=loads, idle=idle, released=released, weights=self._weights.changes
+        )
 
     def updated(
         self,
@@ -345,17 +329,14 @@ class Leader:
         Keys change, so that blocks of before and after (perhaps of other weights) never mix. The manager drops older
         ones, unless another engine uses them; with `keep_disk` those on disk stay for the next start.
         """
-        self._salt.renew()
+        self._weights.renew()
         self._forget_keys()
-        self._device_mixed = False
         self._link.send(Reset(tier="host" if keep_disk else ""))
         return not self.lookups.loading
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights: no block of before is found or stored any more."""
-        self._weights += 1
-        self._device_mixed = True
-        self._salt.renew()
+        self._weights.changed()
         self._forget_keys()
 
     def weights_named(self, version: str) -> None:
@@ -363,15 +344,13 @@ class Leader:
 
         Two engines that were started with the same files and were given the same version share their blocks.
         """
-        if self._salt.name(version):
+        if self._weights.named(version):
             self._forget_keys()
 
     def device_was_reset(self, weights_may_change: bool) -> None:
-        """The engine emptied its device's cache. If weights may change, and we saw no change and the trainer named
-        none, this may be the only sign of one."""
-        if weights_may_change and not self._device_mixed and not self._salt.named:
-            self.weights_changed()
-        self._device_mixed = False
+        """The engine emptied its device's cache (see `WeightsKnown`)."""
+        if self._weights.device_was_reset(weights_may_change):
+            self._forget_keys()
 
     def unkeep(self, request: str) -> None:
         """Load and store nothing more for this request."""
@@ -416,9 +395,7 @@ class Leader:
             self._questions.ready_again()
 
     def _wait_a_little(self, seconds: float) -> None:
-        started_s = self._clock()
-        self._link.wait(seconds)
-        self._wait_left_s -= self._clock() - started_s
+        self._wait_left_s -= self._link.wait(seconds)
         self.receive()
 
     def _ran(self, entry: Scheduled) -> None:
@@ -434,9 +411,6 @@ class Leader:
         tracked = self.requests.get(request)
         if tracked is not None and held and not failed:
             self._offers.loaded(tracked, len(arrived))
-        for source in arrived:
-            self.loaded_blocks[Tier(source)] += 1
-        self.failed_blocks += failed
         if self.traces is not None:
             self.traces.over(request, last=tracked is None)
 

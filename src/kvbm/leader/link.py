@@ -84,15 +84,16 @@ class ManagerLink:
                 except ManagerUnavailable as error:
                     self._lose(str(error))
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for a message, at most `timeout_s`; only where the engine has nothing else to do, or for the budget."""
-        if self._channel is None:
-            return False
+    def wait(self, timeout_s: float) -> float:
+        """Wait for a message, at most `timeout_s`; only where the engine has nothing else to do, or for the budget.
+        How many seconds it took."""
+        started_s = self._clock()
         try:
-            return self._channel.wait(timeout_s)
+            if self._channel is not None:
+                self._channel.wait(timeout_s)
         except (ManagerUnavailable, OSError, ValueError) as error:
             self._lose(str(error))
-            return False
+        return self._clock() - started_s
 
     def close(self) -> None:
         if self._channel is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
-from kvbm.block import KEY_BYTES, counted_as_disk
+from kvbm.block import KEY_BYTES, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
 from kvbm.leader.cost import CostModel
@@ -56,6 +56,9 @@ class Lookups:
         self._unloaded = Unloaded(link)
         self.unloaded = self._unloaded.by_reason
         """Blocks that the device lacked, that were found, and that were computed all the same, by reason."""
+        self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
+        self.failed_blocks = 0
+        """Blocks that reached the device, by tier, and those that were promised and did not."""
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -195,6 +198,14 @@ class Lookups:
         if not worth:
             search.stage = Stage.OVER
         return worth
+
+    def sources(self, request: str, computed: int, blocks: int) -> bytes:
+        """The tiers that so many promised blocks of the request come from, one byte each."""
+        search = self.get(request)
+        if search is None:
+            return b""
+        first = computed - search.skip
+        return self.counted_sources(search.prompt_sources()[first : first + blocks])
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as metrics count them: blocks that pass through a staging area come from disk."""
@@ -354,7 +365,11 @@ class Lookups:
                 )
             )
         self._forget(search)
-        return self.counted_sources(came), lost
+        counted = self.counted_sources(came)
+        for tier in self.loaded_blocks:
+            self.loaded_blocks[tier] += counted.count(tier)
+        self.failed_blocks += lost
+        return counted, lost
 
     def decline(self, request: str, computed: int) -> None:
         """The engine loads nothing and computes all blocks after the first `computed`: count those, and drop."""

@@ -65,6 +65,11 @@ class Questions:
             search = self._ask(request, tracked, computed, search.attempts + 1)
         return search
 
+    def answer(self, request: str, tracked: Tracked, computed: int) -> tuple[Search | None, int | None]:
+        """The same lookup, and how many blocks can be loaded (`Lookups.promised`)."""
+        search = self.search(request, tracked, computed)
+        return search, self._lookups.promised(search, computed) if search is not None else None
+
     def waits(self, request: str) -> bool:
         """Whether the request is to be looked up later."""
         return self._window.waits(request)

@@ -106,6 +106,13 @@ class Tracked:
         """How many of its first blocks lookups ask for."""
         return len(self.hashes) if self.reach is None else min(self.reach, len(self.hashes))
 
+    def ends_before(self, tail: int, step: int) -> None:
+        """With several groups: what lies behind the first `tail` blocks must be computed in any case. Where the same
+        prompt comes again, it is taken up at the last boundary before that, a multiple of `step`."""
+        if self.reach != tail:
+            self.reach = tail
+            self.tails.add(tail - tail % step)
+
     def offer_anew(self) -> None:
         """Nothing of it counts as stored any more."""
         self.stored, self.refused_at, self.retry = 0, -1, Retry()

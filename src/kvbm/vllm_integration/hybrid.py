@@ -13,6 +13,16 @@ from typing import Any, NamedTuple
 from kvbm.groups import Group, GroupKind
 from kvbm.vllm_integration.block_tables import tables_of
 
+_KINDS = {
+    "FullAttentionSpec": GroupKind.FULL,
+    "MLAAttentionSpec": GroupKind.FULL,
+    "SlidingWindowSpec": GroupKind.WINDOW,
+    "SlidingWindowMLASpec": GroupKind.WINDOW,
+    "ChunkedLocalAttentionSpec": GroupKind.CHUNK,
+    "MambaSpec": GroupKind.STATE,
+}
+SUPPORTED_SPECS = tuple(_KINDS)
+
 
 class Hybrid(NamedTuple):
     """The groups of a model that has several kinds of layers, or one kind that does not need all tokens.
@@ -62,14 +72,8 @@ def hybrid_of(kv_cache_config: Any) -> Hybrid | None:
 
 def kind_of(spec: Any) -> GroupKind | None:
     """What a group of this specification keeps of a prefix; None for a kind that we do not know."""
-    name = type(spec).__name__
-    if name == "MambaSpec":
-        return GroupKind.STATE
-    if getattr(spec, "attention_chunk_size", None):
-        return GroupKind.CHUNK
-    if getattr(spec, "sliding_window", None) and name in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
-        return GroupKind.WINDOW
-    return GroupKind.FULL if name in ("FullAttentionSpec", "MLAAttentionSpec") else None
+    # vLLM may have layers with a window keep all tokens: their specification is one of full attention then.
+    return _KINDS.get(type(spec).__name__)
 
 
 def _group(spec: Any, tokens: int) -> Group:

@@ -91,9 +91,9 @@ class Counted:
     def since_last(self) -> KvbmStats | None:
         """The counts since the last call; None when there are none."""
         now = Counter({name: self._leader.lookups.unloaded[reason] for name, reason in UNLOADED.items()})
-        now["loaded_host_blocks"] = self._leader.loaded_blocks[Tier.HOST]
-        now["loaded_disk_blocks"] = self._leader.loaded_blocks[Tier.DISK]
-        now["failed_blocks"] = self._leader.failed_blocks
+        now["loaded_host_blocks"] = self._leader.lookups.loaded_blocks[Tier.HOST]
+        now["loaded_disk_blocks"] = self._leader.lookups.loaded_blocks[Tier.DISK]
+        now["failed_blocks"] = self._leader.lookups.failed_blocks
         rise, self._last = now - self._last, now
         # Reasons without blocks are left out: vLLM's log line repeats everything that is in.
         return KvbmStats(data={**dict.fromkeys(COUNTERS, 0), **rise}) if rise else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbm.groups import GroupKind
 from kvbm.vllm_integration.block_hashes import hashes_are_deterministic
-from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
+from kvbm.vllm_integration.hybrid import SUPPORTED_SPECS, cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.runner import V2, model_runner
 
 try:
@@ -16,15 +16,6 @@ except (
     ImportError
 ):  # vLLM < 0.32 can only name blocks whose load failed, which it does not accept of several groups
     KVConnectorTransferResults = None
-
-SUPPORTED_SPECS = (
-    "FullAttentionSpec",
-    "MLAAttentionSpec",
-    "SlidingWindowSpec",
-    "SlidingWindowMLASpec",
-    "ChunkedLocalAttentionSpec",
-    "MambaSpec",
-)
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:

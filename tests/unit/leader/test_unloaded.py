@@ -224,7 +224,7 @@ def test_a_load_that_did_not_bring_all(bench: Bench, ready: int, final: bool, re
     bench.manager.send(Progress(lookup=plan.lookup, ready=ready, final=final))
     bench.arrive(plan, set(plan.device_blocks[3:]))
     assert counted(bench) == told(bench) == {reason: 2}
-    assert bench.leader.failed_blocks == 2
+    assert bench.leader.lookups.failed_blocks == 2
 
 
 def test_what_an_engine_did_not_take(bench: Bench) -> None:
@@ -304,4 +304,4 @@ def test_what_passes_through_a_staging_area_is_loaded_from_disk(bench: Bench) ->
     assert bench.leader.promised_sources("r", 5) == bytes([Tier.DISK] * 5)
     bench.manager.send(Ready(ready=False, epoch=7))
     bench.arrive(plan)
-    assert bench.leader.loaded_blocks == {Tier.HOST: 0, Tier.DISK: 5}
+    assert bench.leader.lookups.loaded_blocks == {Tier.HOST: 0, Tier.DISK: 5}

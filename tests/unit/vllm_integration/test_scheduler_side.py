@@ -25,6 +25,12 @@ BLOCK_TOKENS = 4
 DONE = SimpleNamespace(finished_recving=None, invalid_block_ids=None)
 
 
+class FullAttentionSpec:
+    """Named as vLLM's, which is all that is looked at."""
+
+    block_size = BLOCK_TOKENS
+
+
 class Side:
     """A scheduler's half at a manager that answers from a script; digests are made when the test says so."""
 
@@ -38,7 +44,7 @@ class Side:
             lambda memo, clock: Adapters(memo, clock, self.digests.append),
         )
         monkeypatch.setattr(scheduler_side, "hashes_are_deterministic", lambda config: True)
-        spec = SimpleNamespace(block_size=BLOCK_TOKENS)
+        spec = FullAttentionSpec()
         kv_cache = SimpleNamespace(num_blocks=200, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         transfer = SimpleNamespace(engine_id="e", kv_load_failure_policy="recompute")
         config = SimpleNamespace(

@@ -33,14 +33,16 @@ def metrics(registry: CollectorRegistry) -> KvbmPromMetrics:
 
 def test_what_was_not_loaded_is_reported_once_by_reason_and_zeros_are_left_out() -> None:
     leader: Any = SimpleNamespace(
-        loaded_blocks={Tier.HOST: 0, Tier.DISK: 0},
-        failed_blocks=0,
-        lookups=SimpleNamespace(unloaded=dict.fromkeys(UNLOADED_REASONS, 0)),
+        lookups=SimpleNamespace(
+            loaded_blocks={Tier.HOST: 0, Tier.DISK: 0},
+            failed_blocks=0,
+            unloaded=dict.fromkeys(UNLOADED_REASONS, 0),
+        ),
     )
     counted = Counted(leader)
     assert counted.since_last() is None
     leader.lookups.unloaded["cost"] = 3
-    leader.loaded_blocks[Tier.DISK] = 2
+    leader.lookups.loaded_blocks[Tier.DISK] = 2
     first = counted.since_last()
     assert first is not None
     assert first.data == {

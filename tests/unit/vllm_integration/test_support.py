@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvbm.vllm_integration import support
 from kvbm.vllm_integration.runner import V1, V2, model_runner
 from kvbm.vllm_integration.support import (
     layerwise_is_free,
@@ -24,18 +25,39 @@ class FullAttentionSpec:
 
 
 class SlidingWindowSpec(FullAttentionSpec):
-    """Another kind."""
+    """The last tokens only."""
+
+    sliding_window = 4096
+
+
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    """The tokens since the last multiple of a chunk."""
+
+    attention_chunk_size = 4090
 
 
 class MambaSpec(FullAttentionSpec):
     """Recurrent state."""
 
+    mamba_cache_mode = "align"
+
+
+class Unaligned(MambaSpec):
+    mamba_cache_mode = "all"
+
+
+class SinkFullAttentionSpec(FullAttentionSpec):
+    """A kind that we do not know."""
+
 
 class Windowed(FullAttentionSpec):
+    """Layers with a window, of which vLLM keeps all tokens."""
+
     sliding_window = 4096
 
 
 Windowed.__name__ = "FullAttentionSpec"
+Unaligned.__name__ = "MambaSpec"
 
 
 class UniformTypeKVCacheSpecs:
@@ -50,15 +72,26 @@ class UniformTypeKVCacheSpecs:
 INDEXED = UniformTypeKVCacheSpecs(**{"a.indexer.k": FullAttentionSpec()})
 
 
+def grouped(*specs: object) -> list[Any]:
+    return [SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer{i}"]) for i, spec in enumerate(specs)]
+
+
+HYBRID = grouped(SlidingWindowSpec(), FullAttentionSpec())
+
+
 def configuration(spec: object | None = None, **changes: Any) -> tuple[Any, Any]:
     parallel = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "nnodes": 1}
-    cache = {"enable_prefix_caching": True}
-    groups = [SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec(), layer_names=["layer0"])]
+    cache = {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
+    groups = grouped(spec or FullAttentionSpec())
     found: dict[str, Any] = {"kv_cache_groups": groups, "needs_kv_cache_zeroing": False}
     for name, value in changes.items():
         owner = next((o for o in (parallel, cache, found) if name in o), parallel)
         owner[name] = value
-    vllm = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), cache_config=SimpleNamespace(**cache))
+    vllm = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(**cache),
+        use_v2_model_runner=changes.get("runner") == V2,
+    )
     return vllm, SimpleNamespace(**found)
 
 
@@ -66,6 +99,23 @@ def test_full_attention_is_served() -> None:
     assert unsupported_reason(*configuration()) == ""
     same = UniformTypeKVCacheSpecs(FullAttentionSpec(), FullAttentionSpec())
     assert unsupported_reason(*configuration(same)) == ""
+    assert unsupported_reason(*configuration(Windowed())) == ""
+
+
+@pytest.mark.parametrize("kind", [SlidingWindowSpec, MambaSpec, ChunkedLocalAttentionSpec])
+def test_kinds_of_layers_that_do_not_need_all_tokens_are_served(kind: type[Any]) -> None:
+    spec = kind()
+    if kind is ChunkedLocalAttentionSpec:
+        spec.attention_chunk_size = 4096
+    for groups in (grouped(spec), grouped(spec, spec, FullAttentionSpec())):
+        zeroes = kind is MambaSpec  # V1 zeroes blocks of such a model after we have read them
+        assert unsupported_reason(*configuration(kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes)) == ""
+
+
+def test_an_older_vllm_serves_models_of_one_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "KVConnectorTransferResults", None)
+    assert "vLLM 0.32" in unsupported_reason(*configuration(kv_cache_groups=HYBRID))
+    assert unsupported_reason(*configuration()) == ""
 
 
 @pytest.mark.parametrize(
@@ -76,14 +126,15 @@ def test_full_attention_is_served() -> None:
         ("decode_context_parallel_size=2", None, {"decode_context_parallel_size": 2}),
         ("prefill_context_parallel_size=2", None, {"prefill_context_parallel_size": 2}),
         ("nnodes=2", None, {"nnodes": 2}),
-        ("2 KV cache groups", None, {"kv_cache_groups": [SimpleNamespace(kv_cache_spec=FullAttentionSpec())] * 2}),
-        ("0 KV cache groups (none)", None, {"kv_cache_groups": []}),
+        ("no KV cache group", None, {"kv_cache_groups": []}),
+        ("prefix_caching_hash_algo", None, {"kv_cache_groups": HYBRID, "prefix_caching_hash_algo": "xxhash"}),
         ("mixes precisions", None, {"needs_kv_cache_zeroing": True}),
-        ("recurrent layers", MambaSpec(), {"needs_kv_cache_zeroing": True}),
+        ("recurrent layers", MambaSpec(), {"needs_kv_cache_zeroing": True, "runner": V2}),
         ("indexer (a.indexer.k)", INDEXED, {"needs_kv_cache_zeroing": True}),
-        ("SlidingWindowSpec", SlidingWindowSpec(), {}),
-        ("has a window", Windowed(), {}),
-        ("UniformType", UniformTypeKVCacheSpecs(FullAttentionSpec(), SlidingWindowSpec()), {}),
+        ("is a SinkFullAttentionSpec", SinkFullAttentionSpec(), {}),
+        ("attention_chunk_size=4090", ChunkedLocalAttentionSpec(), {}),
+        ("mamba_cache_mode=all", Unaligned(), {}),
+        ("FullAttentionSpec and S", UniformTypeKVCacheSpecs(FullAttentionSpec(), SlidingWindowSpec()), {}),
         ("hashed every 8", None, {"hash_block_size": 8}),
     ],
 )  # fmt: skip
