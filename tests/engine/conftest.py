@@ -85,7 +85,7 @@ def v2_launcher(process_of: ProcessOf, model: Path, runtime_dir: Path) -> Iterat
     yield from _launcher(process_of(f"engine-{V2}", V2), model, runtime_dir)
 
 
-def _answers(process: EngineProcess, model: Path, requests: list[Request]) -> dict[str, list[int]]:
+def engine_answers(process: EngineProcess, model: Path, requests: list[Request]) -> dict[str, list[int]]:
     """The answers of an engine without KVBM that never evicts and never preempts."""
     process.start({"model": str(model), "num_gpu_blocks_override": REFERENCE_BLOCKS}, {})
     answers = process.run(requests)
@@ -98,7 +98,7 @@ def _answers(process: EngineProcess, model: Path, requests: list[Request]) -> di
 @pytest.fixture(scope="session")
 def reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
     """The answers to the workload, on the chosen model runner."""
-    answers = _answers(process_of(f"engine-{chosen()}", chosen()), model, workload())
+    answers = engine_answers(process_of(f"engine-{chosen()}", chosen()), model, workload())
     assert len(answers) >= (96 if chosen() == V1 else 32)
     return answers
 
@@ -106,13 +106,13 @@ def reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def v1_reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
     """The answers to the small workload, on V1."""
-    return _answers(process_of(f"engine-{V1}", V1), model, small_workload())
+    return engine_answers(process_of(f"engine-{V1}", V1), model, small_workload())
 
 
 @pytest.fixture(scope="session")
 def v2_reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
     """The answers to the small workload, on V2."""
-    return _answers(process_of(f"engine-{V2}", V2), model, small_workload())
+    return engine_answers(process_of(f"engine-{V2}", V2), model, small_workload())
 
 
 @pytest.fixture
