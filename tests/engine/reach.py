@@ -119,6 +119,11 @@ def run_one_by_one(child: Child, requests: Sequence[Request]) -> None:
         engine.run([request])
 
 
+def run_alone(child: Child, requests: Sequence[Request], timeout_s: float) -> Answers:
+    """Answer one request after the other: no step computes two of them."""
+    return _engine(child).run(requests, concurrency=1, timeout_s=timeout_s)
+
+
 def run_and_signal(
     child: Child, requests: Sequence[Request], finished: int, path: str, timeout_s: float = 80.0
 ) -> Answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 
 from engine import reach
-from engine.conftest import ProcessOf, engine_answers
-from engine.engine_child import KV_CONNECTOR
+from engine.conftest import REFERENCE_BLOCKS, ProcessOf, engine_answers
+from engine.engine_child import KV_CONNECTOR, Answers
+from engine.engine_process import EngineProcess
 from engine.hybrid_models import HybridModel, hybrid_model
 from engine.launcher import Launcher, differences
 from engine.model_runners import V1, chosen
 from engine.tier_settings import disk, host
-from engine.vllm_versions import VERSION
-from engine.workload import again, workload
+from engine.vllm_versions import VERSION, runs_gated_delta_net
+from engine.workload import Request, again, random_tokens, workload
 from rigs.manager_probe import flip_bits
 
 pytestmark = [
@@ -202,3 +204,52 @@ def test_abort_while_loading(launcher: Launcher, start: Start, references: Any) 
     assert differences(references("windows"), engine.run(again(workload(), "+")), "+") == []
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
+
+
+RECURRENT_OPTIONS = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_batched_tokens": 1024}
+
+
+def conversations(count: int) -> list[Request]:
+    """Turns that append to long prompts, which begin alike in fours: recurrent states lie at ends of chunks only."""
+    source = random.Random(3)
+    begins = [random_tokens(source, tokens) for tokens in (600, 900)]
+    requests = []
+    for talk in range(count):
+        tokens = begins[talk // 4 % len(begins)] + random_tokens(source, source.randint(200, 900))
+        requests.append(Request(f"talk{talk}-1", tokens, 8))
+    for turn in (2, 3, 4):
+        for talk in range(count):
+            more = random_tokens(source, source.randint(100, 400))
+            requests.append(Request(f"talk{talk}-{turn}", more, 8, f"talk{talk}-{turn - 1}"))
+    return requests
+
+
+def alone(process: EngineProcess, requests: list[Request]) -> Answers:
+    return process.call(reach.run_alone, requests, 90.0, timeout_s=100.0)
+
+
+@runs_gated_delta_net
+def test_recurrent_layers(
+    launcher: Launcher, process_of: ProcessOf, hybrid_model: HybridModel, tmp_path: Path
+) -> None:
+    """In bfloat16 sums depend on what is computed together. So every request runs alone, and what was onboarded is
+    compared with a hit on a device that never evicts: the same text from the same number of cached tokens."""
+    model, requests = str(hybrid_model("recurrent")), conversations(24)
+    process = process_of(f"engine-{chosen()}", chosen())
+    process.start({"model": model, "num_gpu_blocks_override": REFERENCE_BLOCKS, **RECURRENT_OPTIONS}, {})
+    on_device = alone(process, requests)
+    process.stop()
+    assert len(on_device.outputs) >= 96
+    for settings in (host(HOST_BLOCKS), disk(tmp_path)):
+        engine = launcher.start(settings, model=model, num_gpu_blocks_override=40, **RECURRENT_OPTIONS)
+        answers = alone(engine, requests)
+        assert answers.cached_tokens == on_device.cached_tokens
+        assert differences(on_device.outputs, answers) == []
+        assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+        launcher.assert_nothing_held()
+        metrics = launcher.metrics()
+        launcher.stop()
+    assert metrics["kvbm_onboard_blocks_d2d"] > 50
+    engine = launcher.start(host(HOST_BLOCKS), model=model, num_gpu_blocks_override=40, **RECURRENT_OPTIONS)
+    engine.call(reach.scribble_over_slots, timeout_s=20.0)
+    assert len(differences(on_device.outputs, alone(engine, requests))) > 10

@@ -78,7 +78,7 @@ class Leader:
         self.lookups = Lookups(self._link, self.cost, clock, promise_early, first, grouping)
         self.traces = RequestTraces(spans, self._link, clock, block_tokens) if spans is not None else None
         self.lookups.traces = self.traces
-        self.stores = Stores(self._link, clock, hello.rank_count, first)
+        self.stores = Stores(self._link, clock, hello.rank_count, first, device)
         self._layerwise = layerwise
         self._device = device
         self._unconfirmed = Unconfirmed()
@@ -90,9 +90,8 @@ class Leader:
         unsaved = Unsaved(device) if lazy and device is not None else None
         offering = self.stores, unsaved, self.requests, self._keys, clock
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
-        self._gone: set[str] = set()
+        self._gone, self._life, self._readied = set[str](), 0, 0
         self._new_loads: list[LoadPlan] = []
-        self._life = self._readied = 0
         self._wait_left_s = STEP_WAIT_S
         self._steps = StepTimes(self.cost, clock)
         self.receive()
@@ -194,8 +193,8 @@ class Leader:
     ) -> None:
         """The engine made room: load `count` promised blocks; with 0, the request is computed without us.
 
-        `table` is the request's whole block table; the loaded blocks follow those that were computed already. With
-        several groups `tables` has each one's.
+        `table` is the request's whole block table, with several groups `tables` has each one's; the loaded blocks
+        follow those that were computed already.
         """
         tracked = self.requests.get(request)
         if count <= 0:
@@ -231,6 +230,7 @@ class Leader:
         self.receive()
         for request in preempted:
             self._gone.add(request)
+            self.stores.ended(request)
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
@@ -271,8 +271,7 @@ class Leader:
         invalid: set[int],
         failed: Collection[str] = (),
     ) -> None:
-        """Take in the workers' reports: `arrived` requests are loaded on all ranks, `invalid` device blocks failed, or
-        with several groups the loads of the requests `failed`."""
+        """The ranks' reports: `arrived` requests are loaded; `invalid` blocks, or loads of `failed` requests, are not."""
         self._steps.ended()
         self.receive()
         if report is not None:
@@ -315,8 +314,9 @@ class Leader:
             if tracked is None:
                 return
             self._gone.add(request)
-            if tables and self.ready:
+            if self.ready:
                 self._offers.ending(request, tracked, tables, complete_blocks)
+            self.stores.ended(request)
             last = tracked.asked_blocks
             if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
                 self._link.send(Finished(key=key, output_tokens=output_tokens))
