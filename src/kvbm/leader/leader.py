@@ -271,7 +271,7 @@ class Leader:
         invalid: set[int],
         failed: Collection[str] = (),
     ) -> None:
-        """The ranks' reports: `arrived` requests are loaded; `invalid` blocks, or loads of `failed` requests, are not."""
+        """Ranks report: `arrived` requests are loaded; `invalid` blocks, or the loads of `failed` requests, are not."""
         self._steps.ended()
         self.receive()
         if report is not None:
