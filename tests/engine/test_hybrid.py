@@ -89,6 +89,7 @@ def test_wrong_kv_is_noticed(start: Start, references: Any) -> None:
     assert len(differences(references("windows"), engine.run(workload()))) > 10
 
 
+@pytest.mark.slow
 def test_host_that_evicts_and_disk(launcher: Launcher, start: Start, references: Any, tmp_path: Path) -> None:
     """Blocks of all groups pass through a small host tier to disk, survive a restart, and are verified."""
     for turn in ("first", "restarted"):
@@ -116,7 +117,8 @@ def test_disk_without_host(launcher: Launcher, start: Start, references: Any, tm
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
 def test_loads_that_fail(
     launcher: Launcher, start: Start, references: Any, tmp_path: Path, every: int
 ) -> None:
@@ -179,6 +181,7 @@ def test_manager_killed_while_serving(
     launcher.assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_stores_beside_later_steps(launcher: Launcher, start: Start, references: Any) -> None:
     """As on a GPU: the engine waits for copies of blocks that leave their window before it overwrites them."""
     engine = start("windows", host(HOST_BLOCKS))
