@@ -248,6 +248,11 @@ def _fail_every(mover: Any, every: int) -> None:
     _wrap_copier(mover, before=strike)
 
 
+def after_loads(child: Child, spoil: Callable[..., None]) -> None:
+    """`spoil(pairs, layer)` is called after each load's copies, before the load counts as done."""
+    _wrap_copier(_mover(_engine(child)), after=spoil)
+
+
 def scribble_over_slots(child: Child) -> None:
     """Whatever is loaded is overwritten in host memory before, behind everybody's back."""
     engine = _engine(child)

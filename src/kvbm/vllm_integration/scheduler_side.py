@@ -186,8 +186,10 @@ class SchedulerSide:
                 positions += token_count * (computed + token_count / 2)
             if request is None:
                 continue
+            # With guesses that may be wrong. Only blocks that the engine has hashed are stored, and it hashes no guess.
             complete = (request.num_computed_tokens + token_count) // self.block_tokens
-            written_from = request.num_computed_tokens // self.block_tokens
+            # Asynchronously scheduled, guesses of the step before count as computed, and may be written over.
+            written_from = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_tokens
             table = partial(self._tables.get, request_id)
             entry = Scheduled(request_id, complete, table, written_from)
             entries.append(entry if self._hybrid is None else self._with_groups(entry, self._hybrid))
