@@ -30,7 +30,8 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the table.
 
     `compatible` marks a series of the original, with its exact name and no labels. `at_zero` counters are exported from
-    the start with every combination of label values, so that a rate includes the first event.
+    the start with every combination of label values, so that a rate includes the first event; of tiers, with those that
+    the manager has.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
 TIERS = ("device", "host", "disk", "remote")
 """The names of the tiers in labels, from the top down."""
+
+CACHE_TIERS = ("host", "disk")
+"""The tiers that a manager can have."""
+
+TIER_LABEL = "tier"
+"""The label whose value is one of `TIERS`, in metrics of what is kept there."""
 
 TRANSFER_BUCKETS_S = (
     0.0001,
@@ -73,7 +80,7 @@ OTHER_ENGINES = "other"
 
 _SOURCE = Label("source", TIERS)
 _TARGET = Label("target", TIERS)
-_TIER = Label("tier", TIERS)
+_TIER = Label(TIER_LABEL, TIERS)
 _QUEUE = Label("queue", ("offload", "onboard"))
 _ENGINE = Label("engine", (OTHER_ENGINES,), open=True)
 
