@@ -108,6 +108,7 @@ class Server:
         self._requests = requests = Requests(
             self.membership, traffic, self._followers, self._history, self.sessions.get, clock
         )
+        self.resizing = Resizing(self.spaces, self._send_away, self._others_busy, clock)
         administration = Administration(
             self.spaces,
             self.membership,
@@ -116,9 +117,9 @@ class Server:
             self.epoch,
             lambda: self.refused_count,
             clock,
+            self.resizing.report,
         )
         self._pins = Pins(self.spaces, clock)
-        self.resizing = Resizing(self.spaces, self._send_away, self._others_busy, clock)
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
         self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
@@ -383,8 +384,10 @@ class Server:
     def _why(self, session: Session, message: WhyQuery) -> None:
         session.send(self._history.reply(message.request, min(message.limit, WHY_MAX)))
 
-    def _send_away(self, space: Space) -> None:
+    def _send_away(self, space: Space) -> list[str]:
+        engines = [engine.name for engine in self.membership if engine.space is space]
         self._requests.dropped(self.membership.send_away(space))
+        return engines
 
     def _others_busy(self, session: Session) -> bool:
         admins = (s for s in self.sessions.values() if s.hello is not None and s.hello.role == "admin")

@@ -62,18 +62,45 @@ def serving(
 # ---- bounds
 
 
-def test_connections_are_bounded_and_those_over_it_are_hung_up_on() -> None:
+def test_connections_are_bounded_and_those_that_show_no_token_make_room() -> None:
+    """Any user of the machine may open them all, and keep opening them: whoever has the token gets in."""
     with serving() as web, contextlib.ExitStack() as ends:
         before = threading.active_count()
         idle = []
         for _ in range(2 * CONNECTIONS_MAX):
             idle.append(ends.enter_context(socket.create_connection(("127.0.0.1", web.port))))
-        for connection in idle[CONNECTIONS_MAX:]:
+        for connection in idle[:CONNECTIONS_MAX]:
             connection.settimeout(SEEN_S)
             assert connection.recv(1) == b""
         assert threading.active_count() <= before + CONNECTIONS_MAX
-        for connection in idle:
-            connection.close()
+        assert web.get("/").text == "fine"
+        for connection in idle[CONNECTIONS_MAX + 1 :]:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+
+
+def test_whoever_has_shown_the_token_keeps_the_place() -> None:
+    entered, done = threading.Semaphore(0), threading.Event()
+
+    def answer(request: Request) -> Reply:
+        if request.target == "/let-in":
+            request.let_in()
+            entered.release()
+            assert done.wait(SEEN_S)
+        return FINE
+
+    with serving(answer) as web, contextlib.ExitStack() as ends:
+        insiders = []
+        for _ in range(CONNECTIONS_MAX):
+            insider = ends.enter_context(socket.create_connection(("127.0.0.1", web.port)))
+            insider.settimeout(SEEN_S)
+            insider.sendall(b"GET /let-in HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            insiders.append(insider)
+            assert entered.acquire(timeout=SEEN_S)
+        assert not answers(web)
+        done.set()
+        assert all(insider.recv(15).startswith(b"HTTP/1.1 200") for insider in insiders)
         wait_for(lambda: answers(web), SEEN_S, "no room again")
 
 
@@ -198,7 +225,7 @@ def test_a_pace() -> None:
 def test_heavy_calls_are_paced_and_light_ones_are_not(tmp_path: Path) -> None:
     clock = ManualClock()
     gate = ManagerGate(Settings(manager=str(tmp_path / "none.sock")), clock)
-    site = Site(gate, Token(SECRET, "c"), "file", clock)
+    site = Site(gate, Token(SECRET), "file", clock)
     with serving(site.answer) as web:
         web.token = SECRET
         statuses = [web.post("/api/reset", {"tier": "all"}).status for _ in range(int(HEAVY_BURST) + 1)]
