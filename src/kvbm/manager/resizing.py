@@ -232,7 +232,8 @@ class Resizing:
         """Of all namespaces; of none yet, what the settings say, as far as they say it in bytes."""
         spaces = [space for _, space in self._spaces]
         if not spaces:
-            return self._spaces.settings.host_bytes or 0
+            settings = self._spaces.settings
+            return 0 if settings.host_blocks else settings.host_bytes or 0
         return sum(space.arena.slot_count * space.layout.block_bytes for space in spaces)
 
 
