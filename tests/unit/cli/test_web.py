@@ -9,15 +9,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from kvbm.cli.web import openapi
 from kvbm.cli.web.access import Token
-from kvbm.cli.web.documents import Nothing
 from kvbm.cli.web.listener import (
     BODY_BYTES_MAX,
     CONNECTION_S_MAX,
@@ -27,7 +23,7 @@ from kvbm.cli.web.listener import (
     Reply,
     Request,
 )
-from kvbm.cli.web.operations import OPERATIONS, STATE_S, ManagerGate
+from kvbm.cli.web.operations import STATE_S, ManagerGate
 from kvbm.cli.web.pace import Pace
 from kvbm.cli.web.site import HEAVY_BURST, Site
 from kvbm.client.admin_http import admin_token, listening, url_of
@@ -37,26 +33,10 @@ from kvbm.manager.admin_page import admin_page
 from kvbm.settings import Settings
 from rigs.manager_probe import wait_for
 from rigs.served import ServedManager
-from rigs.web import Web, page_processes
+from rigs.web import FINE, Web, page_processes, serving
 
 SECRET = "a-token-of-the-test"
-FINE = Reply(status=200, content_type="text/plain", body=b"fine")
 SEEN_S = 20.0
-
-
-@contextlib.contextmanager
-def serving(
-    answer: Callable[[Request], Reply] = lambda request: FINE, clock: ManualClock | None = None
-) -> Iterator[Web]:
-    with listening("127.0.0.1:0") as listener:
-        server = Listener(listener, answer, clock or ManualClock())
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        try:
-            yield Web(listener.getsockname()[1])
-        finally:
-            server.stop()
-            thread.join()
 
 
 # ---- bounds
@@ -363,25 +343,3 @@ def test_the_token_is_made_once_and_kept(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^DYN_KVBM_ADMIN_TOKEN_FILE="):
         admin_token(None, str(run))
     assert not (tmp_path / "elsewhere").exists()
-
-
-# ---- the document
-
-
-def test_the_document_is_that_of_the_operations() -> None:
-    document = openapi.document()
-    assert document["openapi"] == "3.1.0"
-    paths = {(method.upper(), path) for path, found in document["paths"].items() for method in found}
-    assert paths == {(each.method, each.path) for each in OPERATIONS}
-    for each in OPERATIONS:
-        found = document["paths"][each.path][each.method.lower()]
-        assert ("requestBody" in found) == (each.method == "POST")
-        named = {parameter["name"] for parameter in found.get("parameters", ())}
-        fields = {field.encode_name for field in msgspec.structs.fields(each.given)}
-        assert named == (fields if each.method == "GET" else set()), each.path
-    assert Nothing.__name__ not in document["components"]["schemas"]
-    page = openapi.page()
-    for each in OPERATIONS:
-        assert f"<code>{each.path}</code>" in page
-    for name in document["components"]["schemas"]:
-        assert f'id="{name}"' in page

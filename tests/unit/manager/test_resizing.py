@@ -343,10 +343,14 @@ def test_a_staging_area_is_refused(
 def test_disk_goes_on_with_the_new_memory(
     make_manager: Callable[..., ManagerBench], below: FakeTier, disk_write: str
 ) -> None:
-    manager = make_manager(disk_blocks=40, disk_offload_filter=False, disk_write=disk_write)
+    manager = make_manager(
+        disk_blocks=40, disk_offload_filter=False, disk_write=disk_write,
+        max_concurrent_transfers=3, max_transfer_batch_size=1,
+    )  # fmt: skip
     leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:8])
     manager.step()
+    assert manager.space().disk.offloader.queued_count == (8 if disk_write == "through" else 0)
     admin = operator(manager)
     assert resize(admin, 12).carried == 8  # with writes under way, and others that wait
     sent_away(leader, worker)
