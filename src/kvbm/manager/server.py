@@ -13,7 +13,7 @@ report through its descriptor. The loop never waits for a client. For a medium i
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
 
 A resize of host memory begins with a turn that makes the new index, and ends with one that goes over to it: they take
-longer than others, by about half a millisecond for each thousand slots.
+longer than others, by up to half a millisecond for each thousand slots, and by some where gigabytes are mapped.
 """
 
 from __future__ import annotations

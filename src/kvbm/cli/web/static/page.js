@@ -309,7 +309,7 @@ async function look() {
 function drawNotice(view) {
   const each = view.resizing;
   at("notice").hidden = !each;
-  if (each) at("notice").textContent = `Host memory is being resized to ${bytes(each.host_bytes)}: ${whole(each.carried)} of ${whole(each.blocks)} blocks carried over, for ${duration(each.seconds)} so far.`;
+  if (each) at("notice").textContent = `Host memory is being resized to ${bytes(each.host_bytes)}: ${whole(each.carried)} of ${whole(each.blocks)} blocks carried over${each.dropped ? `, ${whole(each.dropped)} dropped to make room` : ""}, for ${duration(each.seconds)} so far.`;
 }
 
 function drawPaused() {
