@@ -294,6 +294,26 @@ def test_a_page_that_dies_is_started_again_three_times(
     assert json.loads(node.kvbm("status", "--json")[1])["managers"][0]["faults"] == []
 
 
+def test_a_page_that_cannot_start_again_says_why_in_a_line(
+    make_node: MakeNode, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a-token-of-the-operators-own\n")
+    file.chmod(0o600)
+    node = make_node(admin_http=f"127.0.0.1:{free_port()}", admin_token_file=file)
+    node.manage()
+    child = page_of(node)
+    web = Web(int(node.environment["DYN_KVBM_ADMIN_HTTP"].rpartition(":")[2]))
+    assert web.get("/").status == 200
+    file.unlink()
+    os.kill(child, signal.SIGKILL)
+    wait_for(lambda: gone(web), END_S, "the address still takes connections")
+    said = capfd.readouterr().err
+    assert said.count(f"no admin page: DYN_KVBM_ADMIN_TOKEN_FILE='{file}' cannot be used") == STARTS_MAX - 1
+    assert "the admin page is off until the manager starts again" in said
+    assert "Traceback" not in said
+
+
 # ---- the command
 
 

@@ -26,6 +26,7 @@ from kvbm.cli.web.listener import (
 from kvbm.cli.web.operations import STATE_S, ManagerGate
 from kvbm.cli.web.pace import Pace
 from kvbm.cli.web.site import HEAVY_BURST, Site
+from kvbm.cli.web.troubles import Denied
 from kvbm.client.admin_http import admin_token, listening, url_of
 from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUnavailable, SettingsError
@@ -214,6 +215,24 @@ def test_heavy_calls_are_paced_and_light_ones_are_not(tmp_path: Path) -> None:
         assert web.get("/api/queues").status == 503
         clock.advance(1.0)
         assert web.get("/api/blocks").status == 503
+
+
+@pytest.mark.parametrize("shown", [f"Bearer {SECRET}", "Bearer wrong", ""])
+def test_only_who_shows_the_token_keeps_the_place(tmp_path: Path, shown: str) -> None:
+    gate = ManagerGate(Settings(manager=str(tmp_path / "none.sock")), ManualClock())
+    site = Site(gate, Token(SECRET), "file", ManualClock())
+    let_in = list[str]()
+    for target in ("/", "/page.js", "/api/nothing"):
+        request = Request(
+            method="GET",
+            target=target,
+            headers={"host": "localhost", "authorization": shown},
+            body=bytes,
+            let_in=lambda target=target: let_in.append(target),
+        )
+        with contextlib.suppress(Denied):
+            site.answer(request)
+    assert let_in == (["/api/nothing"] if SECRET in shown else [])
 
 
 # ---- the manager behind it
