@@ -69,10 +69,10 @@ def test_the_page_lives(browser: Browser, loaded: Loaded) -> None:
     for wrong in ("wrong", "w\u00f6rse"):
         browser.enter("#token", wrong)
         browser.wait_for_text("#enter", "This is not the token.")
-        assert browser.text("#main") == ""
+        assert (browser.text("#main"), browser.text("#pause")) == ("", "")
     browser.enter("#token", loaded.token)
     browser.wait_for_text("#pill", "live")
-    assert browser.text("#enter") == ""
+    assert (browser.text("#enter"), browser.text("#pause")) == ("", "Pause")
     assert [line for line in browser.complaints() if "401 (Unauthorized)" not in line] == []
     assert (browser.run("return location.href"), browser.run("return history.length")) == (loaded.url, pages)
     assert browser.run("return [document.cookie, localStorage.length]") == ["", 0]

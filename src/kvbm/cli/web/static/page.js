@@ -325,6 +325,7 @@ const clock = (date) => date.toLocaleTimeString("en-GB");
 // The form is shown again; `token` was wrong, or there was none.
 function lock() {
   locked = true;
+  at("window").hidden = at("pause").hidden = true; // there is nothing to count or to pause
   at("wrong").hidden = !token;
   at("wrong").textContent = shown ? "The token has changed: this one is not accepted any more." : "This is not the token.";
   token = "";
@@ -340,6 +341,7 @@ function unlock(given) {
   token = given;
   sessionStorage.setItem(STORED, token);
   locked = false;
+  at("window").hidden = at("pause").hidden = false;
   at("enter").hidden = true;
   setPill("wait", "looking…");
   look();
