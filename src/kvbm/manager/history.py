@@ -138,8 +138,11 @@ class History:
         space: Space,
         sources: bytes,
         cut: int,
-    ) -> None:
-        """A lookup found blocks in these tiers, and `cut` more that it could not lease."""
+    ) -> str:
+        """A lookup found blocks in these tiers, and `cut` more that it could not lease.
+
+        Returns why it found nothing, one of `MISSED_REASONS`; empty where it found something, or asked for nothing.
+        """
         asked, namespace = self._asked(owner, message), self._namespace_of(space)
         _note_place(asked, space, namespace)
         asked.blocks, asked.on_device = len(keys), message.skip
@@ -153,6 +156,7 @@ class History:
         self._count(asked)
         if message.prompt and keys:
             self._remember(message.prompt, _Variant(keys[0], namespace, _bounded(message.extras)))
+        return "" if asked.found else next(iter(asked.missing), "")
 
     def released(self, owner: int, message: Release) -> None:
         """The leader says what became of the blocks that a lookup found."""

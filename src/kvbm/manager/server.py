@@ -297,7 +297,7 @@ class Server:
         self.membership.expire()
         self.membership.announce_tiers()
         self.membership.name_missing()
-        publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
+        publish_gauges(self.spaces.named(), self.traffic.metrics)
         if self.membership.awaited:
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
