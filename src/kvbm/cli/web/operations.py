@@ -41,7 +41,7 @@ from kvbm.cli.resize import RESIZE_S_MAX
 from kvbm.cli.status import ManagerStatus, faults_of
 from kvbm.cli.web import documents as doc
 from kvbm.cli.why_prompt import about_prompt
-from kvbm.client.admin import Admin, choose_manager
+from kvbm.client.admin import Admin
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.hashing import join_keys
@@ -57,7 +57,7 @@ STATE_S = 0.5
 
 
 class ManagerGate:
-    """The way to the manager: the one that the settings name, or the only one that runs."""
+    """The way to the manager that the settings name."""
 
     def __init__(self, settings: Settings, clock: Clock, answer_s: float = ANSWER_S) -> None:
         self._settings = settings
@@ -104,10 +104,6 @@ class ManagerGate:
         return self._connected()
 
     def _connected(self) -> Admin:
-        try:
-            self.socket_path = choose_manager(self._settings)
-        except SettingsError as error:  # none, or several: it is not what the caller gave
-            raise ManagerUnavailable(str(error)) from None
         return Admin(self.socket_path, self._settings, self._answer_s)
 
     def _see(self, state: SnapshotReply) -> None:
