@@ -119,7 +119,7 @@ def test_what_needs_only_a_manager_is_run(
     node = make_node()
     engine = node.engine(node.manage())
     (space,) = node.json("inspect", "namespaces")["namespaces"]
-    engine.store(next(candidates(SimpleNamespace(**space), TOKENS)))  # type: ignore[arg-type]
+    engine.store(next(candidates(SimpleNamespace(**space), TOKENS, "prompt")))  # type: ignore[arg-type]
     code, out, err = node.kvbm(*words_of(line))
     if re.match(r"kvbm why [a-z]", line):
         assert (code, "the id of one of the last" in err) == (2, True), UNKNOWN_REQUEST

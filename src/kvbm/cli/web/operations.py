@@ -234,7 +234,7 @@ def _prefetch(gate: ManagerGate, given: doc.PromptBody) -> doc.PrefetchDone:
 def _unpin(gate: ManagerGate, given: doc.PromptBody) -> doc.UnpinDone:
     with gate.session() as admin:
         space = _space(admin, given.namespace, given.model)
-        last = join_keys(keys[-1] for keys in candidates(space, given.tokens))
+        last = join_keys(keys[-1] for keys in candidates(space, given.tokens, ""))
         ended = admin.ask(Unpin(fingerprint=space.fingerprint, last_keys=last), Unpinned)
     return doc.UnpinDone(pins=ended.pins, blocks=ended.blocks)
 
@@ -250,7 +250,7 @@ def _hold(gate: ManagerGate, given: doc.PromptBody, seconds: float) -> tuple[Pin
     """The manager's answer to a pin, or with 0 seconds a prefetch, and the number of the prompt's blocks."""
     with gate.session() as admin:
         space = _space(admin, given.namespace, given.model)
-        keys, _ = held_chain(admin, space, given.tokens)
+        keys, _ = held_chain(admin, space, given.tokens, "")
         request = Pin(fingerprint=space.fingerprint, keys=join_keys(keys), seconds=seconds)
         reply = admin.ask(request, Pinned)
     if reply.refusal:
