@@ -1,4 +1,4 @@
-"""What keeps KV safe on Model Runner V2 are refusals. They meet here what vLLM itself makes of such models.
+"""What KVBM serves and refuses meets here what vLLM itself makes of such models.
 
 No engine is started: the specs, the groups they fall into and the answers about them are vLLM's own.
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.vllm_versions import VERSION
+from kvbm.vllm_integration import support
 from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.support import unsupported_reason
 
@@ -98,19 +99,23 @@ def test_ranks_that_share_the_tokens_of_a_block_name_it_as_vllm_does(
         assert unsupported_reason(config, seen) == ""
 
 
-def test_layers_of_several_precisions_are_refused() -> None:
-    """V2 zeroes new blocks before it lets us read what they held."""
+def test_layers_of_several_precisions_are_served() -> None:
+    """V2 zeroes new blocks before it lets us read what they held: those that are stored are pinned."""
     found = cache_config({"layer0": attention(64, torch.bfloat16), "layer1": attention(64, torch.uint8)})
     assert len(found.kv_cache_groups) == 1
     assert found.needs_kv_cache_zeroing
-    assert "mixes precisions, so the engine zeroes blocks" in unsupported_reason(vllm_config(), found)
+    assert unsupported_reason(vllm_config(), found) == ""
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
-def test_sparse_attention_is_named(cache_dtype: str) -> None:
+def test_sparse_attention_is_named_where_it_cannot_be_served(
+    cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = cache_config(sparse_attention(cache_dtype))
     assert len(found.kv_cache_groups) == 1
     assert found.needs_kv_cache_zeroing
+    assert unsupported_reason(vllm_config(), found) == ""
+    monkeypatch.setattr(support, "base", SimpleNamespace(KVConnectorBase_V1=object))
     reason = unsupported_reason(vllm_config(), found)
     assert (
         "sparse attention keeps the cache of an indexer (model.layers.0.self_attn.indexer.k_cache)" in reason

@@ -5,7 +5,8 @@ beside later steps, until the step that *releases* their store. A store without 
 blocks: it is planned only while their content is unchanged, and released with the next step. A *fleeting* store is of
 blocks that their request gives up while it runs (a sliding window's, a recurrent state). They are pinned until they are
 copied or the request ends; where the engine cannot pin, the store is planned and released in the next step, or given
-up.
+up. An engine that zeroes blocks when it hands them out may do that before we read what they held: there every store's
+blocks are pinned until they are copied.
 """
 
 from __future__ import annotations
@@ -77,9 +78,11 @@ class Stores:
         rank_count: int,
         first_number: int,
         device: DeviceBlocks | None = None,
+        pin_all: bool = False,
     ) -> None:
         self._link = link
         self._device = device
+        self._pin_all = pin_all
         self._clock = clock
         self._rank_count = rank_count
         self._numbers = count(first_number)
@@ -146,11 +149,15 @@ class Stores:
         ready = self._link.ready
         if ready is None or self.room <= 0:
             return False
+        pinned = (fleeting or self._pin_all) and self._pin(device_blocks)
+        if self._pin_all and not pinned:
+            return False
         number = next(self._numbers)
         asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes, groups=groups, again=again)
         if not self._link.send(asked):
+            if pinned and self._device is not None:
+                self._device.unpin(device_blocks)
             return False
-        pinned = fleeting and self._device is not None and self._device.pin(device_blocks)
         self._asked[number] = _Store(
             number,
             self._link.life,
@@ -189,7 +196,7 @@ class Stores:
         plans: list[StorePlan] = []
         now_s = self._clock()
         for store in list(self._asked.values()):
-            now_or_never = store.request in gone or (store.fleeting and not store.pinned)
+            now_or_never = (store.request in gone or store.fleeting) and not store.pinned
             if store.slots is None:
                 if store.life != self._link.life:
                     del self._asked[store.number]
@@ -236,8 +243,8 @@ class Stores:
         """Planned stores whose device blocks may be overwritten from this step on. Called once a step, after `plan`."""
         released = []
         for store in self._planned.values():
-            fleeting = store.fleeting and not store.pinned
-            if store.request in gone or fleeting or (store.tags and store.steps_planned):
+            ended = (store.request in gone or store.fleeting) and not store.pinned
+            if ended or (store.tags and store.steps_planned):
                 released.append(store.number)
             store.steps_planned += 1
         return tuple(released)
@@ -246,8 +253,11 @@ class Stores:
         """The request gives all of its blocks back: what is not copied by the next step's beginning is given up, and
         nothing keeps the engine from emptying its cache."""
         for store in (*self._asked.values(), *self._planned.values()):
-            if store.request == request:
+            if store.request == request and not self._pin_all:
                 self._unpin(store)
+
+    def _pin(self, device_blocks: Sequence[int]) -> bool:
+        return self._device is not None and self._device.pin(device_blocks)
 
     def _unpin(self, store: _Store) -> None:
         if store.pinned:

@@ -74,10 +74,11 @@ class SchedulerSide:
             settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)
         )
         lazy = settings.offload_mode == "lazy"
-        if self._hybrid is not None:
+        zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        if self._hybrid is not None or zeroes:
             for name, wanted in (("offload_mode=lazy", lazy), ("onboard_mode=layerwise", layerwise)):
                 if wanted and settings.onboard_mode != "auto":
-                    log.warning("%s has no effect: this model has several KV cache groups", name)
+                    log.warning("%s has no effect: this model has several kinds of KV blocks", name)
             lazy = layerwise = False
         refusal = layerwise_refusal(vllm_config) if layerwise else ""
         if refusal:
@@ -99,6 +100,7 @@ class SchedulerSide:
             weights_version=settings.weights_version or "",
             spans=self._spans,
             groups=self._hybrid.groups if self._hybrid is not None else (),
+            zeroes=zeroes,
         )
         self._counted = stats.Counted(self.leader)
 

@@ -12,11 +12,9 @@ from kvbm.vllm_integration.ranks import block_tokens, context_parallel
 from kvbm.vllm_integration.runner import V2, model_runner
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except (
-    ImportError
-):  # vLLM < 0.32 can only name blocks whose load failed, which it does not accept of several groups
-    KVConnectorTransferResults = None
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+except ImportError:  # without vLLM there is nothing to ask it for
+    base = None
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -41,29 +39,26 @@ def _unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     for number, spec in cacheable_groups(kv_cache_config):
         if reason := _unsupported_spec(groups[number], spec):
             return reason
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and not _zeroed_in_time(vllm_config, groups):
-        # On V2 the engine then zeroes a block before we have read its old content.
-        why = _why_zeroed(groups)
-        return f"{why}, so the engine zeroes blocks before use; accepted is attention of one precision"
+    zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    if zeroes and not hasattr(getattr(base, "KVConnectorBase_V1", None), "get_loaded_kv_cache_group_ids"):
+        # Blocks that a load fills are zeroed too. (Those that are stored are pinned, see `leader.stores`.)
+        return f"{_why_zeroed(groups)}, so the engine zeroes blocks before use; accepted from vLLM 0.32 on"
     hybrid = hybrid_of(kv_cache_config)
     if hybrid is None:
         size = block_tokens(vllm_config, groups[0].kv_cache_spec)
         hashed = getattr(kv_cache_config, "hash_block_size", None) or size
-        return (
-            ""
-            if hashed == size
-            else f"blocks of {size} tokens are hashed every {hashed}; accepted is the same size"
-        )
+        if hashed != size:
+            return f"blocks of {size} tokens are hashed every {hashed}; accepted is the same size"
+        return ""
     if context_parallel(vllm_config) > 1:
         return (
             f"decode_context_parallel_size={context_parallel(vllm_config)} with several kinds of layers; "
             "accepted is 1, or a model whose layers all need all tokens"
         )
-    if KVConnectorTransferResults is None:
+    if not hasattr(base, "KVConnectorTransferResults"):
+        # It can only name blocks whose load failed, which it does not accept of several groups.
         kinds = ", ".join(sorted({type(spec).__name__ for _, spec in cacheable_groups(kv_cache_config)}))
-        return (
-            f"this vLLM cannot report a failed load of a model with {kinds}; accepted is vLLM 0.32 or later"
-        )
+        return f"the model's KV cache is a {kinds}, whose failed loads cannot be told; accepted from vLLM 0.32 on"
     if not hashes_are_deterministic(vllm_config):
         return "several KV cache groups need prefix_caching_hash_algo=sha256"
     return ""
@@ -80,12 +75,6 @@ def _unsupported_spec(group: Any, spec: Any) -> str:
     if kind_of(spec) is GroupKind.STATE and getattr(spec, "mamba_cache_mode", "align") != "align":
         return f"mamba_cache_mode={spec.mamba_cache_mode}; accepted is align, which keeps states at block boundaries"
     return ""
-
-
-def _zeroed_in_time(vllm_config: Any, groups: Any) -> bool:
-    """Whether the engine zeroes new blocks only after we have read their old content: V1 does, for recurrent layers."""
-    recurrent = any("Mamba" in type(spec).__name__ for group in groups for _, spec in _layers(group))
-    return recurrent and model_runner(vllm_config) != V2
 
 
 def _why_zeroed(groups: Any) -> str:

@@ -169,6 +169,33 @@ def test_without_pins_a_store_is_made_in_the_next_step_or_never() -> None:
     bench.manager.close()
 
 
+def test_an_engine_that_zeroes_blocks_hands_out_none_that_is_not_copied() -> None:
+    """It may zero them before we read them, also those of a request that has ended."""
+    bench = GroupsBench(zeroes=True)
+    bench.found(bench.arrives(), 0)
+    bench.computes(8)
+    chain, tail = (message for _, message in bench.reserved())
+    bench.leader.finished("r", 1, bench.tables, 8)
+    everything = [*range(100, 108), 205, 206, 207]
+    assert bench.device.pinned == everything
+    assert bench.step().stores == (), "the manager has not answered"
+    bench.grant(chain)
+    bench.grant(tail)
+    plan = bench.step()
+    assert plan.released == (), "no step need wait for copies"
+    assert [block for store in plan.stores for block in store.device_blocks] == everything
+    for store in plan.stores:
+        bench.report(store)
+    assert bench.device.pinned == []
+    bench.device.pin = lambda blocks: False  # type: ignore[method-assign]
+    bench.manager.said()
+    bench.arrives("s")
+    bench.computes(8, request="s")
+    assert bench.reserved() == [], "what cannot be pinned is not stored"
+    bench.leader.close()
+    bench.manager.close()
+
+
 def test_a_boundary_is_loaded_as_a_whole(bench: GroupsBench) -> None:
     bench.found(bench.arrives(), 6)
     assert bench.leader.matched("r", 0, 8) == Answer(blocks=6)

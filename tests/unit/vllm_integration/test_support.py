@@ -72,6 +72,7 @@ class UniformTypeKVCacheSpecs:
 
 
 INDEXED = UniformTypeKVCacheSpecs(**{"a.indexer.k": FullAttentionSpec()})
+INDEXED_LINE = "indexer (a.indexer.k)"
 
 
 def grouped(*specs: object) -> list[Any]:
@@ -92,7 +93,6 @@ def configuration(spec: object | None = None, **changes: Any) -> tuple[Any, Any]
     vllm = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(**cache),
-        use_v2_model_runner=changes.get("runner") == V2,
     )
     return vllm, SimpleNamespace(**found)
 
@@ -141,14 +141,26 @@ def test_kinds_of_layers_that_do_not_need_all_tokens_are_served(kind: type[Any])
     if kind is ChunkedLocalAttentionSpec:
         spec.attention_chunk_size = 4096
     for groups in (grouped(spec), grouped(spec, spec, FullAttentionSpec())):
-        zeroes = kind is MambaSpec  # V1 zeroes blocks of such a model after we have read them
-        assert unsupported_reason(*configuration(kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes)) == ""
+        found = configuration(kv_cache_groups=groups, needs_kv_cache_zeroing=kind is MambaSpec)
+        assert unsupported_reason(*found) == ""
 
 
 def test_an_older_vllm_serves_models_of_one_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "KVConnectorTransferResults", None)
-    assert "vLLM 0.32" in unsupported_reason(*configuration(kv_cache_groups=HYBRID))
+    older = SimpleNamespace(KVConnectorBase_V1=object)
+    monkeypatch.setattr(support, "base", older)
+    assert "FullAttentionSpec, SlidingWindowSpec, whose failed loads" in unsupported_reason(
+        *configuration(kv_cache_groups=HYBRID)
+    )
     assert unsupported_reason(*configuration()) == ""
+    for word, spec in (
+        ("mixes precisions", None),
+        ("recurrent layers", MambaSpec()),
+        (INDEXED_LINE, INDEXED),
+    ):
+        reason = unsupported_reason(*configuration(spec, needs_kv_cache_zeroing=True))
+        assert word in reason
+        assert "vLLM 0.32" in reason
+        assert "\n" not in reason
 
 
 @pytest.mark.parametrize(
@@ -160,9 +172,6 @@ def test_an_older_vllm_serves_models_of_one_group_only(monkeypatch: pytest.Monke
         ("nnodes=2", None, {"nnodes": 2}),
         ("no KV cache group", None, {"kv_cache_groups": []}),
         ("prefix_caching_hash_algo", None, {"kv_cache_groups": HYBRID, "prefix_caching_hash_algo": "xxhash"}),
-        ("mixes precisions", None, {"needs_kv_cache_zeroing": True}),
-        ("recurrent layers", MambaSpec(), {"needs_kv_cache_zeroing": True, "runner": V2}),
-        ("indexer (a.indexer.k)", INDEXED, {"needs_kv_cache_zeroing": True}),
         ("is a SinkFullAttentionSpec", SinkFullAttentionSpec(), {}),
         ("attention_chunk_size=4090", ChunkedLocalAttentionSpec(), {}),
         ("mamba_cache_mode=all", Unaligned(), {}),
