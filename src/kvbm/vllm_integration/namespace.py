@@ -73,6 +73,9 @@ _QUANTIZING_VARIABLES = ("QUANT", "FP4", "FP8", "INT4", "W4A8", "MARLIN")
 """Parts of the names of vLLM's variables that choose how quantized weights are multiplied: some kernels quantize
 activations too."""
 
+_GUESSES_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""These look guesses up in the text: an engine that does so computes the same KV as one that does not."""
+
 _ADAPTER_FACTS = ("lora_dtype", "lora_target_modules", "target_modules", "enable_tower_connector_lora")
 
 
@@ -237,12 +240,18 @@ def _optional_facts(vllm_config: Any) -> dict[str, str]:
     return {
         "encoder": _facts(multimodal, _ENCODER_FACTS),
         "adapters": _facts(lora, _ADAPTER_FACTS),
-        "speculative": str(getattr(speculative, "method", "")) if speculative is not None else "",
+        "speculative": guessing(speculative),
         "pipeline_parallel": _if_several(vllm_config.parallel_config.pipeline_parallel_size),
         "context_parallel": _context_parallel(vllm_config),
         "quantized_kernels": _quantized_kernels(vllm_config),
         "matmul_precision": _matmul_precision(),
     }
+
+
+def guessing(speculative: Any) -> str:
+    """How an engine guesses tokens, where that has layers with KV of its own; empty elsewhere."""
+    method = str(getattr(speculative, "method", "") or "")
+    return "" if method in _GUESSES_WITHOUT_LAYERS else method
 
 
 def _if_several(count: Any) -> str:
