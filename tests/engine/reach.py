@@ -255,15 +255,29 @@ def after_loads(child: Child, spoil: Callable[..., None]) -> None:
 
 def scribble_over_slots(child: Child) -> None:
     """Whatever is loaded is overwritten in host memory before, behind everybody's back."""
-    engine = _engine(child)
+    _scribble(_mover(_engine(child)))
 
+
+def scribble_in_rank(child: Child, rank: int) -> None:
+    """The same in one of several ranks."""
+    _engine(child).llm.collective_rpc(_scribble_in_rank, args=(rank,))
+
+
+def _scribble_in_rank(worker: Any, rank: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if worker.rank == rank:
+        _scribble(get_kv_transfer_group()._worker.mover)
+
+
+def _scribble(mover: Any) -> None:
     def scribble(pairs: Any) -> None:
-        mapping = _mapping(_mover(engine))
+        mapping = _mapping(mover)
         slot_bytes = mapping.slot_bytes
         for _, slot in pairs:
             mapping.region[slot * slot_bytes : (slot + 1) * slot_bytes] = bytes(slot_bytes)
 
-    _wrap_copier(_mover(engine), before=scribble)
+    _wrap_copier(mover, before=scribble)
 
 
 def gate_loads(child: Child) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from engine.vllm_versions import VERSION
 from kvbm.vllm_integration import support
+from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.support import unsupported_reason
 
 pytestmark = pytest.mark.skipif(VERSION < (0, 32), reason="this vLLM makes other objects of a configuration")
@@ -75,6 +76,27 @@ def sparse_attention(cache_dtype: str) -> dict[str, Any]:
 def test_layers_of_one_precision_are_served() -> None:
     found = cache_config({f"layer{i}": attention(64 * (1 + i), torch.bfloat16) for i in range(2)})
     assert unsupported_reason(vllm_config(), found) == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("head_sizes", [(64, 64), (64, 128)], ids=["alike", "different"])
+def test_ranks_that_share_the_tokens_of_a_block_name_it_as_vllm_does(
+    ranks: int, head_sizes: tuple[int, ...]
+) -> None:
+    """decode_context_parallel_size: a contract test, since no CPU runs it."""
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
+
+    config = vllm_config()
+    config.parallel_config.decode_context_parallel_size = ranks
+    config.cache_config.prefix_match_unit = None
+    config.kv_transfer_config = object()
+    found = cache_config({f"layer{i}": attention(size, torch.bfloat16) for i, size in enumerate(head_sizes)})
+    sizes = resolve_kv_cache_block_sizes(found, config)
+    found.hash_block_size = sizes[1]
+    for seen in (found, generate_scheduler_kv_cache_config([found])):  # a rank's, and the scheduler's
+        spec = seen.kv_cache_groups[0].kv_cache_spec
+        assert sizes == (block_tokens(config, spec),) * 2 == (BLOCK_TOKENS * ranks,) * 2
+        assert unsupported_reason(config, seen) == ""
 
 
 def test_layers_of_several_precisions_are_served() -> None:

@@ -23,6 +23,7 @@ from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_a
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables, table_of
 from kvbm.vllm_integration.hybrid import Hybrid, hybrid_of
+from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.request_facts import told_of
 from kvbm.vllm_integration.support import layerwise_is_free, layerwise_refusal
 
@@ -45,7 +46,7 @@ class SchedulerSide:
         if self._hybrid is not None:
             self.block_tokens = self._hybrid.block_tokens
         else:
-            self.block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+            self.block_tokens = block_tokens(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
         self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json", time.monotonic)
         self._requests: dict[str, Any] = {}

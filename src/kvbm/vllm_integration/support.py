@@ -8,6 +8,7 @@ from typing import Any
 from kvbm.groups import GroupKind
 from kvbm.vllm_integration.block_hashes import hashes_are_deterministic
 from kvbm.vllm_integration.hybrid import SUPPORTED_SPECS, cacheable_groups, hybrid_of, kind_of
+from kvbm.vllm_integration.ranks import block_tokens, context_parallel
 from kvbm.vllm_integration.runner import V2, model_runner
 
 try:
@@ -23,11 +24,8 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
         # Without it vLLM may name images by request instead of by content: other images would share a name after a
         # restart.
         return "prefix caching is off (enable_prefix_caching), so block hashes do not name contents"
-    if parallel.pipeline_parallel_size > 1:
-        return f"pipeline_parallel_size={parallel.pipeline_parallel_size}; accepted is 1"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name}={getattr(parallel, name)}; accepted is 1"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}; accepted is 1"
     if getattr(parallel, "nnodes", 1) > 1:
         return f"nnodes={parallel.nnodes}: ranks on other nodes cannot share host memory; accepted is 1"
     return _unsupported_groups(vllm_config, kv_cache_config)
@@ -47,11 +45,16 @@ def _unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
         return f"{_why_zeroed(groups)}, so the engine zeroes blocks before use; accepted from vLLM 0.32 on"
     hybrid = hybrid_of(kv_cache_config)
     if hybrid is None:
-        size = groups[0].kv_cache_spec.block_size
+        size = block_tokens(vllm_config, groups[0].kv_cache_spec)
         hashed = getattr(kv_cache_config, "hash_block_size", None) or size
         if hashed != size:
             return f"blocks of {size} tokens are hashed every {hashed}; accepted is the same size"
         return ""
+    if context_parallel(vllm_config) > 1:
+        return (
+            f"decode_context_parallel_size={context_parallel(vllm_config)} with several kinds of layers; "
+            "accepted is 1, or a model whose layers all need all tokens"
+        )
     if not hasattr(base, "KVConnectorTransferResults"):
         # It can only name blocks whose load failed, which it does not accept of several groups.
         kinds = ", ".join(sorted({type(spec).__name__ for _, spec in cacheable_groups(kv_cache_config)}))
@@ -144,6 +147,8 @@ def layout_notice(kv_layout: str, has_block_layouts: bool) -> str:
 
 def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """How many consecutive ranks hold identical KV (MLA under tensor parallelism), at least 1."""
+    if context_parallel(vllm_config) > 1:
+        return 1  # each has tokens of its own
     known = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
     if known > 1:
         return known
