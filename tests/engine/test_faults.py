@@ -26,7 +26,15 @@ def test_wrong_kv_is_noticed(launcher: Launcher, reference: Reference) -> None:
     assert len(differences(reference, engine.run(workload()))) > some(10)
 
 
-@pytest.mark.parametrize(("tiers", "every"), [("host", 1), ("host", 2), ("host", 3), ("host and disk", 2)])
+@pytest.mark.parametrize(
+    ("tiers", "every"),
+    [
+        pytest.param("host", 1, marks=pytest.mark.slow),
+        ("host", 2),
+        pytest.param("host", 3, marks=pytest.mark.slow),
+        ("host and disk", 2),
+    ],
+)
 def test_loads_that_fail(
     launcher: Launcher, reference: Reference, tmp_path: Path, tiers: str, every: int
 ) -> None:
@@ -152,7 +160,7 @@ def test_blocks_corrupted_in_place(launcher: Launcher, reference: Reference, tmp
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("manager_dies", [False, True])
+@pytest.mark.parametrize("manager_dies", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_abort_while_loading(launcher: Launcher, reference: Reference, manager_dies: bool) -> None:
     """Requests aborted while their loads are pending: the engine goes on, and gives everything back."""
     # A load beside the forward pass would hold that at the gate.

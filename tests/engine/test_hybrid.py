@@ -214,8 +214,9 @@ def alone(process: EngineProcess, requests: list[Request]) -> Answers:
 
 
 @runs_gated_delta_net
+@pytest.mark.parametrize("tiers", ["host", pytest.param("disk", marks=pytest.mark.slow)])
 def test_recurrent_layers(
-    launcher: Launcher, process_of: ProcessOf, hybrid_model: HybridModel, tmp_path: Path
+    launcher: Launcher, process_of: ProcessOf, hybrid_model: HybridModel, tmp_path: Path, tiers: str
 ) -> None:
     """In bfloat16 sums depend on what is computed together. So every request runs alone, and what was onboarded is
     compared with a hit on a device that never evicts: the same text from the same number of cached tokens."""
@@ -225,16 +226,16 @@ def test_recurrent_layers(
     on_device = alone(process, requests)
     process.stop()
     assert len(on_device.outputs) >= 96
-    for settings in (host(HOST_BLOCKS), disk(tmp_path)):
-        engine = launcher.start(settings, model=model, num_gpu_blocks_override=40, **RECURRENT_OPTIONS)
-        answers = alone(engine, requests)
-        assert answers.cached_tokens == on_device.cached_tokens
-        assert differences(on_device.outputs, answers) == []
-        assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
-        launcher.assert_nothing_held()
-        metrics = launcher.metrics()
-        launcher.stop()
-    assert metrics["kvbm_onboard_blocks_d2d"] > 50
-    engine = launcher.start(host(HOST_BLOCKS), model=model, num_gpu_blocks_override=40, **RECURRENT_OPTIONS)
+    settings = host(HOST_BLOCKS) if tiers == "host" else disk(tmp_path)
+    engine = launcher.start(settings, model=model, num_gpu_blocks_override=40, **RECURRENT_OPTIONS)
+    answers = alone(engine, requests)
+    assert answers.cached_tokens == on_device.cached_tokens
+    assert differences(on_device.outputs, answers) == []
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    launcher.assert_nothing_held()
+    assert launcher.metrics()[f"kvbm_onboard_blocks_{'h2d' if tiers == 'host' else 'd2d'}"] > 50
+    if tiers == "disk":
+        return
+    engine.call(reach.reset, connector=False, timeout_s=20.0)
     engine.call(reach.scribble_over_slots, timeout_s=20.0)
-    assert len(differences(on_device.outputs, alone(engine, requests))) > 10
+    assert len(differences(on_device.outputs, alone(engine, again(requests, "+")), "+")) > 10

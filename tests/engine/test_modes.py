@@ -50,7 +50,7 @@ def test_layer_by_layer_with_failures(launcher: Launcher, reference: Reference) 
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("mode", [{}, LAZY], ids=["eager", "lazy"])
+@pytest.mark.parametrize("mode", [{}, pytest.param(LAZY, marks=pytest.mark.slow)], ids=["eager", "lazy"])
 def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mode: dict[str, str]) -> None:
     """As on a GPU: the engine goes on while blocks are copied, and waits only before it overwrites them."""
     engine = launcher.start({**host(), **mode})

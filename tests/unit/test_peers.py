@@ -196,7 +196,7 @@ def test_a_manager_serves_whom_it_is_told_to(tmp_path: Path, monkeypatch: pytest
         stranger = bench.client()
         with pytest.raises(ManagerUnavailable):
             stranger.send(Hello(version=PROTOCOL_VERSION, role="admin"))
-        bench.server._peer_uids = frozenset((OURS + 7,))
+        bench.server._door._peer_uids = frozenset((OURS + 7,))
         assert bench.leader() is not None
     finally:
         bench.close()
