@@ -69,7 +69,7 @@ def start(launcher: Launcher, reference: dict[str, list[int]], guessing: Guessin
 
 @pytest.mark.parametrize(
     "kind",
-    ["ngram", "eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "draft_model"))],
+    ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "eagle3", "draft_model"))],
 )
 def test_text_is_that_of_an_engine_that_never_guesses(
     launcher: Launcher, start: Callable[..., Any], reference: dict[str, list[int]], kind: str
