@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey
-from kvbm.groups import GROUPS_MAX, Group, GroupKind
+from kvbm.groups import GROUPS_MAX, Group, GroupKind, largest_boundary
 from kvbm.hashing import join_keys, split_keys
 
 
@@ -18,6 +18,14 @@ class Place(NamedTuple):
 
     group: int
     block: int
+
+
+class Reach(NamedTuple):
+    """How far a prompt is held, in blocks of the layout: `full` of them as far as all of their tokens are needed, and
+    all that every group needs at `boundary`, which may lie before that; 0 where there is none."""
+
+    full: int
+    boundary: int
 
 
 class Grouping:
@@ -49,18 +57,39 @@ class Grouping:
 
     def tail(self, boundary: int, start: int = 0, kinds: Iterable[GroupKind] = GroupKind) -> list[Place]:
         """What the other groups, of these kinds, need at a boundary, without their blocks that end within the first
-        `start` blocks of the layout."""
-        return [
+        `start` blocks of the layout. The last tokens' blocks come first: each block lies behind those that stay useful
+        for longer while the prompt grows, and so is evicted before them."""
+        places = [
             Place(number, index)
             for number in self._others
             if self.groups[number].kind in kinds
             for index in self.groups[number].needed(boundary)
             if (index + 1) * self.groups[number].span > start
         ]
+        return sorted(places, key=self.end_of, reverse=True)
 
     def run(self, boundary: int, start: int) -> list[Place]:
         """All blocks that an engine which has the first `start` blocks lacks at a boundary."""
         return self.chain(start, boundary) + self.tail(boundary, start)
+
+    def reach(self, limit: int, chain_held: bytes, held: Callable[[list[Place]], bytes]) -> Reach:
+        """How far a prompt of `limit` blocks, a multiple of `step`, is held. `chain_held` has a byte for each block of
+        its chain, 1 or 0, and `held` says the same of other blocks."""
+        hole = chain_held.find(0)
+        full = limit if hole < 0 else self.start_of(self.chain(0, limit)[hole])
+
+        def held_of(number: int, blocks: range) -> bytes:
+            if self.groups[number].kind is GroupKind.FULL:
+                return b"\1" * len(blocks)  # nothing behind the hole is looked at
+            return held([Place(number, block) for block in blocks])
+
+        return Reach(full, largest_boundary(self.groups, full, held_of))
+
+    def uses(self, found: Reach) -> list[list[Place]]:
+        """The runs that a request is told to the policies as, before its whole chain: what it takes up, and what it
+        would take up if the tail at `full` were held too. A policy that heard of held tails only would never learn that
+        those it gave up were wanted."""
+        return [self.run(boundary, 0) for boundary in sorted({*found} - {0})]
 
     def start_of(self, place: Place) -> int:
         """The last boundary that does not need this block of all tokens, in blocks of the layout."""
@@ -82,12 +111,6 @@ class Grouping:
         )
         masks = b"".join(map(_mask, (number for number, _ in places)))
         return split_keys(_xor(plain, masks))
-
-    def own(self, keys: Sequence[BlockKey], number: int, blocks: range) -> list[BlockKey]:
-        """The keys of consecutive blocks of a group."""
-        span = self.groups[number].span
-        last = keys[(blocks.start + 1) * span - 1 : blocks.stop * span : span] if blocks else []
-        return split_keys(in_group(join_keys(last), number))
 
 
 def sources_of_prompt(sources: bytes, blocks: int) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.engine_process import EngineProcess
+from engine.hybrid_models import KINDS, HybridModel, make_hybrid_model
 from engine.launcher import Launcher
 from engine.model_runners import V1, V2, chosen
 from engine.workload import Request, small_workload, workload
@@ -101,6 +102,34 @@ def reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
     answers = engine_answers(process_of(f"engine-{chosen()}", chosen()), model, workload())
     assert len(answers) >= (96 if chosen() == V1 else 32)
     return answers
+
+
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> HybridModel:
+    """The directory of a tiny hybrid model of that kind; each is made once."""
+    made: dict[str, Path] = {}
+
+    def model(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_hybrid_model(tmp_path_factory.mktemp("hybrid") / "model", KINDS[kind])
+        return made[kind]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def references(process_of: ProcessOf, hybrid_model: HybridModel) -> Callable[[str], dict[str, list[int]]]:
+    """The answers to the workload of an engine that never evicts, without us; each model is asked once."""
+    known: dict[str, dict[str, list[int]]] = {}
+
+    def reference(kind: str) -> dict[str, list[int]]:
+        if kind not in known:
+            process = process_of(f"engine-{chosen()}", chosen())
+            known[kind] = engine_answers(process, hybrid_model(kind), workload())
+            assert len(known[kind]) >= 96
+        return known[kind]
+
+    return reference
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.model_configs import CONFIGS
 
 SEED = 1
@@ -22,8 +20,11 @@ MOSTLY_FULL = {
 RECURRENT = CONFIGS["qwen3_next"]
 """Three groups of recurrent layers, one of full attention. vLLM computes them on a CPU in bfloat16 only."""
 
+HYBRID_DEVICE_BLOCKS = 100
+"""Blocks of all groups together: far too few for the workload, and enough for its longest request."""
+
 HybridModel = Callable[[str], Path]
-_KINDS = {"windows": WINDOWS, "mostly full": MOSTLY_FULL, "recurrent": RECURRENT}
+KINDS = {"windows": WINDOWS, "mostly full": MOSTLY_FULL, "recurrent": RECURRENT}
 
 
 def make_hybrid_model(directory: Path, config: dict[str, Any]) -> Path:
@@ -43,16 +44,3 @@ def make_hybrid_model(directory: Path, config: dict[str, Any]) -> Path:
                 weight.copy_(torch.randn(weight.shape, generator=source) * scale)
     model.save_pretrained(directory)
     return directory
-
-
-@pytest.fixture(scope="session")
-def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> HybridModel:
-    """The directory of a tiny model of that kind; each is made once."""
-    made: dict[str, Path] = {}
-
-    def model(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = make_hybrid_model(tmp_path_factory.mktemp("hybrid") / "model", _KINDS[kind])
-        return made[kind]
-
-    return model

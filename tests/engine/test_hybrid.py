@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine import reach
-from engine.conftest import REFERENCE_BLOCKS, ProcessOf, engine_answers
+from engine.conftest import REFERENCE_BLOCKS, ProcessOf
 from engine.engine_child import KV_CONNECTOR, Answers
 from engine.engine_process import EngineProcess
-from engine.hybrid_models import HybridModel, hybrid_model
+from engine.hybrid_models import HYBRID_DEVICE_BLOCKS, HybridModel
 from engine.launcher import Launcher, differences
 from engine.model_runners import V1, chosen
 from engine.tier_settings import disk, host
@@ -25,31 +25,13 @@ pytestmark = [
     pytest.mark.skipif(VERSION < (0, 32), reason="this vLLM cannot report failed loads of several groups"),
     pytest.mark.skipif(chosen() != V1, reason="on V2 a double stands for these models"),
 ]
-__all__ = ["hybrid_model"]
 
-DEVICE_BLOCKS = 100
-"""Blocks of all groups together: far too few for the workload, and enough for the longest request."""
 HOST_BLOCKS = 1200
 SMALL_HOST_BLOCKS = 120
 BLOCK_BYTES = 65_536
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
 Start = Callable[..., Any]
-
-
-@pytest.fixture(scope="session")
-def references(process_of: ProcessOf, hybrid_model: HybridModel) -> Callable[[str], dict[str, list[int]]]:
-    """The answers to the workload of an engine that never evicts, without us; each model is asked once."""
-    known: dict[str, dict[str, list[int]]] = {}
-
-    def reference(kind: str) -> dict[str, list[int]]:
-        if kind not in known:
-            process = process_of(f"engine-{chosen()}", chosen())
-            known[kind] = engine_answers(process, hybrid_model(kind), workload())
-            assert len(known[kind]) >= 96
-        return known[kind]
-
-    return reference
 
 
 @pytest.fixture
@@ -61,7 +43,7 @@ def start(launcher: Launcher, hybrid_model: HybridModel, references: Any) -> Sta
         return launcher.start(
             environment,
             model=str(hybrid_model(kind)),
-            num_gpu_blocks_override=options.pop("num_gpu_blocks_override", DEVICE_BLOCKS),
+            num_gpu_blocks_override=options.pop("num_gpu_blocks_override", HYBRID_DEVICE_BLOCKS),
             **options,
         )
 

@@ -36,18 +36,19 @@ class Bench:
         disk: bool = True,
         run_blocks_max: int | None = None,
         brought_at_once: int = 512,
+        layout: BlockLayout = LAYOUT,
     ):
         """`run_blocks_max`: the tier below moves runs of so many blocks; None: single blocks."""
         self.clock = ManualClock(100.0)
-        self.medium = FakeMedium(LAYOUT, disk_slots)
+        self.medium = FakeMedium(layout, disk_slots)
         self.tier = FakeTier(self.medium, pending_limit)
         if run_blocks_max is not None:
             self.tier = FakeRunTier(self.medium, pending_limit, run_blocks_max=run_blocks_max)
         self.metrics = Metrics()
         self.progress: list[tuple[int, int, bool]] = []
-        self.arena = HostArena(LAYOUT, host_slots, touch_threads=0)
+        self.arena = HostArena(layout, host_slots, touch_threads=0)
         self.space = Space(
-            LAYOUT,
+            layout,
             self.arena,
             self.tier if disk else None,
             AdmitAll() if admission is None else admission,

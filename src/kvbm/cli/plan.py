@@ -22,6 +22,7 @@ Examples:
   kvbm plan synthetic --target-ttft 120ms@p90 --bytes-per-token 128KiB
   kvbm plan synthetic --target-hit-rate 60% --bytes-per-token 128KiB --plot plan.png
   kvbm plan monday.jsonl.gz --target-ttft 2.5s --model ./Llama-3.1-8B --price-host 2.2 --price-disk 0.06
+  kvbm plan monday.jsonl.gz --target-hit-rate 30% --model gemma-3-27b
   kvbm plan monday.jsonl.gz --target-ttft 2.5s --model ./Llama-3.1-8B --machine
 """
 
@@ -149,7 +150,7 @@ def plan(
     question = Question(
         traces=traces,
         target=target,
-        bytes_per_token=simulate.read_bytes_per_token(bytes_per_token, model),
+        **simulate.read_model(bytes_per_token, model)._asdict(),
         policy=_policy(policy),
         prices=prices,
         bounds=bounds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -13,6 +13,7 @@ from kvbm.errors import SettingsError
 
 if TYPE_CHECKING:
     from kvbm.sim.serving.disk import DiskRules
+    from kvbm.sim.serving.hybrid import HybridModel
     from kvbm.sim.serving.machine import Machine
 
 app = typer.Typer(rich_markup_mode=None)
@@ -20,12 +21,14 @@ app = typer.Typer(rich_markup_mode=None)
 DEFAULT_SIZES = "1%,2%,5%,10%,20%"
 DEFAULT_POLICIES = "lru,s3fifo,gittins,belady"
 DEFAULT_TIMED_POLICIES = "lru,gittins"
+DEFAULT_GROUPED_POLICIES = "lru,s3fifo,gittins"
 
 _EXAMPLES = """\b
 Examples:
   kvbm simulate synthetic
   kvbm simulate conversation_trace.jsonl --policy all --host 1%,5%,20% --plot hits.png
   kvbm simulate sessions/ --chunk-tokens 512 --seed 0,1,2
+  kvbm simulate trace.jsonl.gz --model gemma-3-27b --host 100GB,200GB
   kvbm simulate trace.jsonl.gz --model ./Llama-3.1-8B --host 100GB,200GB --disk 2TB
 """
 
@@ -59,7 +62,12 @@ BytesPerToken = Annotated[
     str | None, typer.Option(metavar="SIZE", help="KV of one token on all ranks: 128KiB for Llama 3.1 8B.")
 ]
 Model = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Take that from the config.json of a model instead.")
+    Path | None,
+    typer.Option(
+        metavar="DIR|NAME",
+        help="Take that from the config.json of a model instead; one with several groups has no such number. "
+        "Or a name: gemma-3-27b, gemma-3-12b, gpt-oss-120b, qwen3-next-80b.",
+    ),
 ]
 Chunk = Annotated[
     int | None, typer.Option("--chunk-tokens", metavar="N", min=1, help="Regroup blocks into larger ones.")
@@ -177,6 +185,9 @@ def simulate(
     timed = times or disk is not None
     if timed and policy == DEFAULT_POLICIES:
         policy = DEFAULT_TIMED_POLICIES
+    kv = read_model(bytes_per_token, model)
+    if kv.model is not None and policy == DEFAULT_POLICIES:
+        policy = DEFAULT_GROUPED_POLICIES
     links = (host_bandwidth, disk_read, disk_write)
     simulation = Simulation(
         traces=traces,
@@ -185,10 +196,10 @@ def simulate(
         disk=parse_sizes("--disk", disk) if disk is not None else [],
         seeds=read_seeds(seed),
         reading=ReadOptions(chunk_tokens, 0, session_hours, time_scale, limit),
-        bytes_per_token=read_bytes_per_token(bytes_per_token, model),
+        **kv._asdict(),
         sample=sample,
         halves=halves,
-        curve=curve or plot is not None,
+        curve=curve or (plot is not None and kv.model is None),
         machine=read_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
         rules=[read_disk_rules(admission, word.strip(), write_budget) for word in write.split(",")],
         closed_loop=not open_loop,
@@ -207,21 +218,29 @@ def read_seeds(text: str) -> list[int]:
     return [parse_count("--seed", word, 0, 2**31 - 1) for word in text.split(",")]
 
 
-def read_bytes_per_token(size: str | None, model: Path | None) -> int | None:
-    """Bytes of KV per token, from --bytes-per-token or --model; None without either. Raises SettingsError."""
+class ModelKv(NamedTuple):
+    """The bytes of KV of a token, or a model with several groups, whose tokens have no such number; None: not told."""
+
+    bytes_per_token: int | None
+    model: HybridModel | None
+
+
+def read_model(size: str | None, model: Path | None) -> ModelKv:
+    """What --bytes-per-token or --model say of the model. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
-    from kvbm.sim.serving.model import kv_bytes_per_token
+    from kvbm.sim.serving.model import model_of
 
     if size is not None and model is not None:
         raise SettingsError("--model", str(model), "either this or --bytes-per-token, not both")
     if model is not None:
-        return kv_bytes_per_token(model)
+        found = model_of(model)
+        return ModelKv(found, None) if isinstance(found, int) else ModelKv(None, found)
     if size is None:
-        return None
+        return ModelKv(None, None)
     count = parse_size("--bytes-per-token", size)
     if count < 1:
         raise SettingsError("--bytes-per-token", size, "at least one byte")
-    return count
+    return ModelKv(count, None)
 
 
 def read_disk_rules(admission: str, write: str, budget: str | None) -> DiskRules:

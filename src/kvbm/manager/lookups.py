@@ -14,7 +14,6 @@ from typing import NamedTuple
 from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping, sources_of_prompt
-from kvbm.groups import largest_boundary
 from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import HoldTable, Lease, LeaseState, Owner
@@ -41,7 +40,8 @@ class Found(NamedTuple):
 
 class _Wanted(NamedTuple):
     """The blocks that a lookup wants, the one before them, and the chain that policies are told of: the first `used`
-    of its blocks are wanted or on the device. `tail` is what lies behind that chain."""
+    of its blocks are wanted or on the device. With several groups they are told of the runs in `uses` before that; what
+    lies at the boundary comes first."""
 
     run: list[BlockKey]
     before: BlockKey | None
@@ -50,7 +50,7 @@ class _Wanted(NamedTuple):
     boundary: int = 0
     prompt_blocks: int = 0
     full: int = 0
-    tail: Sequence[BlockKey] = ()
+    uses: Sequence[list[BlockKey]] = ()
 
 
 LookingUp = Generator[None, None, Found]
@@ -135,19 +135,17 @@ class Lookups:
         limit = len(keys) - len(keys) % grouping.step
         places = grouping.chain(0, limit)
         chain = grouping.keys(keys, places)
-        hole = self._held(chain).find(0)
-        full = limit if hole < 0 else grouping.start_of(places[hole])
-        boundary = largest_boundary(
-            grouping.groups, full, lambda number, blocks: self._held(grouping.own(keys, number, blocks))
+        found = grouping.reach(
+            limit, self._held(chain), lambda others: self._held(grouping.keys(keys, others))
         )
+        uses = [grouping.keys(keys, run) for run in grouping.uses(found)]
         before = len(grouping.chain(0, skip))
-        if boundary <= skip:
-            return _Wanted([], None, chain, before, full=full)
-        run = grouping.keys(keys, grouping.run(boundary, skip))
-        tail = grouping.keys(keys, grouping.tail(boundary))
-        used = len(grouping.chain(0, boundary))
+        if found.boundary <= skip:
+            return _Wanted([], None, chain, before, full=found.full, uses=uses)
+        run = grouping.keys(keys, grouping.run(found.boundary, skip))
         parent = chain[before - 1] if before else None
-        return _Wanted(run, parent, chain, used, boundary, boundary - skip, full, tail)
+        own = found.boundary, found.boundary - skip, found.full, uses
+        return _Wanted(run, parent, chain, before, *own)
 
     def _held(self, keys: list[BlockKey]) -> bytes:
         """Which of these blocks are resident in a tier, a byte each."""
@@ -159,12 +157,9 @@ class Lookups:
 
     def _note(self, wanted: _Wanted, kept: int) -> None:
         """Tell the policies of the request: with several groups of the boundary that it used, then of its chain."""
-        if not wanted.boundary:
-            self.usage.note(wanted.chain, wanted.used + kept)
-            return
-        used = [*wanted.chain[: wanted.used], *wanted.tail]
-        self.usage.note(used, len(used))
-        self.usage.note(wanted.chain, 0)
+        for i, run in enumerate(wanted.uses):
+            self.usage.note(run, len(run) if wanted.boundary and i == 0 else 0)
+        self.usage.note(wanted.chain, 0 if wanted.boundary else wanted.used + kept)
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""

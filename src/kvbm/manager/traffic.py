@@ -70,6 +70,11 @@ class Traffic:
             self.metrics.add("kvbm_hit_tokens_total", sources.count(source) * tokens, engine=label, tier=tier)
         self.metrics.add("kvbm_recompute_fallbacks_total", 0, engine=label)
 
+    def missed(self, reason: str) -> None:
+        """A lookup found nothing for this reason; empty where it found something."""
+        if reason:
+            self.metrics.add("kvbm_missed_lookups_total", reason=reason)
+
     def waited(self, label: str, answer_s: float, wait_s: float) -> None:
         """How long an engine says it waited for an answer, and for the load; what is not a time is left out."""
         self._observe("kvbm_lookup_answer_seconds", label, answer_s)

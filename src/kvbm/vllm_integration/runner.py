@@ -32,8 +32,8 @@ We rely on these facts, which hold on both:
   model with recurrent layers) `leader.stores` pins each stored block in the block pool until it is copied, so none of
   them is handed out. Elsewhere nothing of it happens: hits inside a block are looked for beside recurrent layers only,
   and one group of full attention wants `hash_block_size == block_size`, which `support.unsupported_reason` asks for.
-- **No step writes into a block that one of its loads fills.** The blocks were free when the step was planned; vLLM zeroes
-  none of those that it is told are loaded (`get_loaded_kv_cache_group_ids`, by default all that have hashes). Writes
+- **No step writes into a block that one of its loads fills.** The blocks were free when the step was planned; vLLM
+  zeroes none of those that are loaded (`get_loaded_kv_cache_group_ids`, by default all that have hashes). Writes
   of earlier steps into them are queued before `handle_preemptions`, and copies come after that mark
   (`Worker._set_mark`), although V2 calls `start_load_kv` after the forward pass and after sampling.
 - **The plan of `handle_preemptions` is that of `start_load_kv` and `get_finished`.** V2 binds it in `execute_model` and

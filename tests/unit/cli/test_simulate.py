@@ -158,3 +158,40 @@ def test_an_error_is_one_line(simulate, words: tuple[str, ...], message: str) ->
     assert (code, out) == (2, "")
     assert err.startswith(f"kvbm: {message}")
     assert err.count("\n") == 1
+
+
+def test_a_model_with_several_groups(simulate, tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    asked = (*SHORT, "--model", "gemma-3-27b", "--host", "2%,20GB", "--json", str(file))
+    code, out, err = simulate(*asked, "--plot", str(tmp_path / "hits.png"))
+    assert (code, err) == (0, "")
+    for words in ("slots", "gemma-3-27b: a slot is a block of one of its groups", "gittins"):
+        assert words in " ".join(out.split())
+    document = json.loads(file.read_text())
+    trace = document["traces"][0]
+    assert trace["block_bytes"] == 10 * 8192 * trace["block_tokens"]
+    assert trace["everything_bytes"] == trace["unique_blocks"] * 62 * 8192 * trace["block_tokens"]
+    sizes = {row["size"]: row["blocks"] for row in document["hit_rates"]}
+    assert sizes == {
+        "2%": int(0.02 * (trace["unique_blocks"] * 62 // 10)),
+        "20GB": 20 * 10**9 // trace["block_bytes"],
+    }
+    assert 0.0 < max(row["hit_rate"] for row in document["hit_rates"]) < trace["repeated_rate"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--disk", "1TB"), "--model"),
+        (("--times",), "--model"),
+        (("--sample", "0.5"), "--sample"),
+        (("--curve",), "--curve"),
+        (("--policy", "belady"), "--policy"),
+    ],
+)
+def test_what_is_not_known_of_several_groups(simulate, options: tuple[str, ...], named: str) -> None:
+    code, _, err = simulate(*SHORT, "--model", "gemma-3-27b", *options)
+    assert code == 2
+    assert err.startswith(f"kvbm: {named}=")
+    assert "gemma-3-27b" in err
+    assert err.count("\n") == 1

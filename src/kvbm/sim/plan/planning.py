@@ -30,6 +30,7 @@ from kvbm.sim.plan.cheapest import (
 from kvbm.sim.replay.curves import LruCurve, lru_curve
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.disk import DiskRules
+from kvbm.sim.serving.hybrid import HybridModel
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.report import TraceFacts, facts
 from kvbm.sim.simulate.simulation import Simulation, Watch, open_trace
@@ -83,6 +84,7 @@ class Question:
     traces: list[str]
     target: Target
     bytes_per_token: int | None
+    model: HybridModel | None = None
     policy: str = Settings().eviction
     prices: Prices = field(default_factory=lambda: Prices(assumed=True))
     bounds: Bounds = field(default_factory=Bounds)
@@ -96,17 +98,21 @@ class Question:
 
     def check(self) -> None:
         """`SettingsError` for options that cannot be run, whatever the traces hold."""
-        if self.bytes_per_token is None:
+        if self.bytes_per_token is None and self.model is None:
             raise KvbmError(
                 "sizes have a price only with the KV of a token: --bytes-per-token 128KiB, or --model DIR"
             )
         if self.sample is not None and self.target.most_s is not None:
             raise SettingsError("--sample", self.sample, "nothing with --target-ttft: a sample has no queue")
+        if self.model is not None and self.target.most_s is not None:
+            accepted = "with --target-ttft a model without groups: their times are not simulated; --target-hit-rate is"
+            raise SettingsError("--model", self.model.name, accepted)
         Simulation(
             traces=self.traces,
             policies=[self.policy],
             host=[],
             reading=self.reading,
+            model=self.model,
             sample=self.sample,
             rules=[self.rules],
         ).check()
@@ -123,6 +129,7 @@ def answer(question: Question, watch: Watch) -> Answers:
     settings: dict[str, object] = {
         "policy": question.policy,
         "bytes_per_token": question.bytes_per_token,
+        "model": question.model.name if question.model is not None else None,
         "bounds": question.bounds,
         "reading": question.reading,
         "limit": question.limit,
@@ -164,19 +171,24 @@ class _Planning:
     """One trace's answer in the making."""
 
     def __init__(self, question: Question, word: str, trace: Trace, watch: Watch) -> None:
-        assert question.bytes_per_token is not None
+        self._slots = question.model.slots(trace.block_tokens) if question.model is not None else None
         self._question = question
         self._target = question.target
         self._trace = trace
         self._watch = watch
-        self._block_bytes = question.bytes_per_token * trace.block_tokens
-        self._everything = trace.unique_blocks * self._block_bytes
+        found = facts(trace, word, question.reading.seed, question.bytes_per_token, question.model)
+        assert found.block_bytes is not None and found.everything_bytes is not None
+        self._block_bytes = found.block_bytes
+        # Every group's blocks, with their padding.
+        per_block = len(self._slots.groups) if self._slots is not None else 1
+        self._most_blocks = trace.unique_blocks * per_block
+        self._everything = self._most_blocks * self._block_bytes
         self._found: dict[Point, Candidate] = {}
         self._replays = 0
         self._cut_short = False
         self._sampling_error = 0.0
         self._answer = Answer(
-            trace=facts(trace, word, question.reading.seed, question.bytes_per_token),
+            trace=found,
             target=question.target,
             policy=question.policy,
             prices=question.prices,
@@ -216,7 +228,7 @@ class _Planning:
 
     def _blocks(self, size_bytes: int) -> int:
         # More than all blocks is as good as all.
-        return min(size_bytes // self._block_bytes, self._trace.unique_blocks)
+        return min(size_bytes // self._block_bytes, self._most_blocks)
 
     def _next_replay(self, what: str, requests: int) -> Progress:
         self._replays += 1
@@ -227,11 +239,12 @@ class _Planning:
 
     def _by_hit_rate(self) -> None:
         """The smallest size that meets the target, and some to compare: each as host memory and as disk."""
-        curve = lru_curve(self._trace)
+        curve = lru_curve(self._trace) if self._slots is None else None
         rate_of = self._rates(curve)
         least = self._target.least_hit_rate
         assert least is not None
-        if self._question.policy == BASELINE:
+        exact = self._question.policy == BASELINE and curve is not None
+        if exact and curve is not None:
             self._answer.lru_curve = curve.points(CURVE_POINTS)
         self._add((0, 0), {"hit_rate": 0.0})
         bounds = (self._question.bounds.host_bytes, self._question.bounds.disk_bytes)
@@ -246,16 +259,16 @@ class _Planning:
             if not high:
                 low, high = (blocks, 0) if rate < least else (low, blocks)
         # One pass tells everything about LRU; elsewhere every size costs a replay.
-        precision = 0.0 if self._question.policy == BASELINE else PRECISION
+        precision = 0.0 if exact else PRECISION
         blocks = smallest_enough(lambda blocks: (rate_of(blocks) or 0.0) >= least, low, high, precision)
         rate = rate_of(blocks) if blocks else None
         if rate is not None:
             self._add_as_host_and_as_disk(blocks * self._block_bytes, rate)
 
-    def _rates(self, curve: LruCurve) -> Callable[[int], float | None]:
+    def _rates(self, curve: LruCurve | None) -> Callable[[int], float | None]:
         """Blocks to the hit rate of the policy; None when there are no replays left."""
         question, trace, seed = self._question, self._trace, self._question.reading.seed
-        if question.policy == BASELINE:
+        if question.policy == BASELINE and curve is not None:
             return curve.hit_rate
         sample = Sample(trace, question.sample, seed, curve) if question.sample is not None else None
         requests = len((trace if sample is None else sample.trace).requests)
@@ -268,7 +281,9 @@ class _Planning:
                     return None
                 what = format_bytes(blocks * self._block_bytes)
                 on_progress = self._next_replay(what, requests)
-                row = hit_row(trace, seed, question.policy, what, blocks, sample, on_progress)
+                row = hit_row(
+                    trace, seed, question.policy, what, blocks, sample, on_progress, slots=self._slots
+                )
                 known[blocks] = row.hit_rate
                 self._sampling_error = max(self._sampling_error, abs(row.sampling_error or 0.0))
             return known[blocks]

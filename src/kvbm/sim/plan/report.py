@@ -127,7 +127,7 @@ def _gigabytes(size_bytes: int) -> str:
 
 def _notes(answer: Answer) -> list[Text]:
     trace, prices = answer.trace, answer.prices
-    everything = format_bytes(trace.unique_blocks * (trace.block_bytes or 0))
+    everything = format_bytes(trace.everything_bytes or 0)
     served = (
         f"{trace.requests:,} requests in {trace.seconds / SECONDS_PER_HOUR:,.1f} h ask for {trace.accesses:,} blocks "
         f"of {trace.block_tokens} tokens; all different ones take {everything}; no cache can hit more than "

@@ -12,6 +12,7 @@ from kvbm.present.numbers import column_bytes, format_seconds
 from kvbm.present.tables import plain_table, title_line
 from kvbm.sim.replay import optimum
 from kvbm.sim.serving.disk import WRITES
+from kvbm.sim.serving.hybrid import HybridModel
 from kvbm.sim.simulate.study import HitRow, TimeRow, averaged, spread
 from kvbm.sim.traces.trace import Trace
 
@@ -19,7 +20,11 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The trace that was replayed. `repeated_rate`: the share of blocks asked for before, which no cache can exceed."""
+    """The trace that was replayed. `repeated_rate`: the share of blocks asked for before, which no cache can exceed.
+
+    Of a model with several groups `block_bytes` is that of a block of one of them, and `everything_bytes` what all
+    different blocks take in all layers; else the two say the same of whole blocks.
+    """
 
     name: str
     path: str
@@ -31,6 +36,8 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     repeated_rate: float
     seconds: float
     block_bytes: int | None = None
+    everything_bytes: int | None = None
+    model: str = ""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +58,14 @@ class Document(msgspec.Struct, kw_only=True):
     lru_curves: list[Curve] = msgspec.field(default_factory=list)
 
 
-def facts(trace: Trace, path: str, seed: int, bytes_per_token: int | None) -> TraceFacts:
+def facts(
+    trace: Trace, path: str, seed: int, bytes_per_token: int | None, model: HybridModel | None = None
+) -> TraceFacts:
     """The facts of one trace as it was read."""
+    block_bytes = whole_bytes = bytes_per_token * trace.block_tokens if bytes_per_token else None
+    if model is not None:
+        slots = model.slots(trace.block_tokens)
+        block_bytes, whole_bytes = slots.slot_bytes, slots.everything_bytes
     return TraceFacts(
         name=trace.name,
         path=path,
@@ -63,7 +76,9 @@ def facts(trace: Trace, path: str, seed: int, bytes_per_token: int | None) -> Tr
         unique_blocks=trace.unique_blocks,
         repeated_rate=1.0 - trace.unique_blocks / trace.accesses,
         seconds=trace.seconds,
-        block_bytes=bytes_per_token * trace.block_tokens if bytes_per_token else None,
+        block_bytes=block_bytes,
+        everything_bytes=trace.unique_blocks * whole_bytes if whole_bytes else None,
+        model=model.name if model is not None else "",
     )
 
 
@@ -87,7 +102,7 @@ def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableTyp
     gaps = any(row.gap_closed is not None for row in rows)
     columns = {
         "size": True,
-        "blocks": True,
+        "slots" if traces[0].model else "blocks": True,
         "bytes": traces[0].block_bytes,
         "policy": True,
         "hit rate": True,
@@ -171,6 +186,11 @@ def _note(traces: Sequence[TraceFacts]) -> Text:
         f"{trace.block_tokens} tokens, {trace.unique_blocks:,} of them different: no cache can hit more than "
         f"{trace.repeated_rate:.2%}"
     )
+    if trace.model:
+        text += (
+            f"; {trace.model}: a slot is a block of one of its groups, and everything that was asked for takes "
+            f"{column_bytes(trace.everything_bytes or 0)} in all layers"
+        )
     if len(traces) > 1:
         text += f"; means over seeds {', '.join(str(trace.seed) for trace in traces)}"
     return Text(text + "\n", style="dim")

@@ -12,6 +12,7 @@ from kvbm.sim.replay import optimum
 from kvbm.sim.replay.curves import LruCurve, lru_curve
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.disk import DiskRules
+from kvbm.sim.serving.hybrid import HybridModel
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.report import Curve, Document, facts
 from kvbm.sim.simulate.sizes import TierSize
@@ -32,6 +33,7 @@ Watch = Callable[[str, int], Progress]
 class Simulation:
     """Traces × seeds × policies × sizes. With a machine (its `block_bytes` set per trace) times, else hit rates.
 
+    `model` stands in place of `bytes_per_token` where a model has several groups.
     With `halves` each trace is two: see `sim.traces.halves`. `rules` are ways to get blocks onto the disks, to compare.
     """
 
@@ -42,6 +44,7 @@ class Simulation:
     seeds: list[int] = field(default_factory=lambda: [0])
     reading: ReadOptions = field(default_factory=ReadOptions)
     bytes_per_token: int | None = None
+    model: HybridModel | None = None
     sample: float | None = None
     halves: bool = False
     curve: bool = False
@@ -61,6 +64,8 @@ class Simulation:
                 raise SettingsError(option, value, "a number above 0")
         for rules in self.rules:
             rules.check()
+        if self.model is not None:
+            self._check_groups(self.model)
         if self.machine is not None and self.bytes_per_token is None:
             raise KvbmError(
                 "--times and --disk need the KV of a token: --bytes-per-token 128KiB, or --model DIR"
@@ -72,6 +77,21 @@ class Simulation:
         for name in self.traces:
             if name != SYNTHETIC and not Path(name).exists():
                 raise SettingsError("TRACE", name, f"an existing file or directory, or {SYNTHETIC}")
+
+    def _check_groups(self, model: HybridModel) -> None:
+        """What is known of blocks that hold all layers, and not of groups."""
+        if self.machine is not None:
+            raise SettingsError(
+                "--model",
+                model.name,
+                "with --times and --disk a model without groups: theirs are not simulated",
+            )
+        for option, given in (("--sample", self.sample is not None), ("--curve", self.curve)):
+            if given:
+                raise SettingsError(option, "given", f"nothing with {model.name}, which has several groups")
+        if optimum.NAME in self.policies:
+            accepted = f"a policy: the optimum of several groups is not known, and {model.name} has them"
+            raise SettingsError("--policy", optimum.NAME, accepted)
 
 
 def parse_policies(text: str, timed: bool) -> list[str]:
@@ -105,9 +125,12 @@ def _replay(
     """One trace with one seed, at all sizes."""
     if any(known.name == trace.name and known.path != word for known in document.traces):
         trace = replace(trace, name=f"{trace.name} ({word})")
-    sizes = [(size.text, size.blocks_of(trace, simulation.bytes_per_token)) for size in simulation.host]
+    slots = simulation.model.slots(trace.block_tokens) if simulation.model is not None else None
+    sizes = [
+        (size.text, size.blocks_of(trace, simulation.bytes_per_token, slots)) for size in simulation.host
+    ]
     below = [(size.text, size.blocks_of(trace, simulation.bytes_per_token)) for size in simulation.disk]
-    document.traces.append(facts(trace, word, seed, simulation.bytes_per_token))
+    document.traces.append(facts(trace, word, seed, simulation.bytes_per_token, simulation.model))
     exact = lru_curve(trace) if simulation.curve or simulation.sample is not None else None
     if simulation.curve and exact is not None:
         points = exact.points(CURVE_POINTS)
@@ -136,12 +159,14 @@ def _hit_rates(
     exact: LruCurve | None,
     watch: Watch,
 ) -> None:
+    slots = simulation.model.slots(trace.block_tokens) if simulation.model is not None else None
     sample = Sample(trace, simulation.sample, seed, exact) if simulation.sample is not None else None
     replayed = sample.trace if sample is not None else trace
     for text, blocks in sizes:
         for policy in simulation.policies:
             on_progress = watch(f"{trace.name}: {policy}, {text}", len(replayed.requests))
-            document.hit_rates.append(hit_row(trace, seed, policy, text, blocks, sample, on_progress))
+            row = hit_row(trace, seed, policy, text, blocks, sample, on_progress, slots=slots)
+            document.hit_rates.append(row)
 
 
 def _times(
@@ -182,6 +207,7 @@ def _settings(simulation: Simulation) -> dict[str, object]:
         "policies": simulation.policies,
         "seeds": simulation.seeds,
         "bytes_per_token": simulation.bytes_per_token,
+        "model": simulation.model.name if simulation.model is not None else None,
         "sample": simulation.sample,
         "halves": simulation.halves,
         "reading": simulation.reading,

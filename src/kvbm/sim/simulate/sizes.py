@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvbm.errors import SettingsError
 from kvbm.settings.parse import parse_size, reject
+from kvbm.sim.serving.hybrid import Slots
 from kvbm.sim.traces.trace import Trace
 
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
@@ -24,18 +25,26 @@ class TierSize:
     blocks: int | None = None
     size_bytes: int | None = None
 
-    def blocks_of(self, trace: Trace, bytes_per_token: int | None) -> int:
-        """How many of the trace's blocks fit. `SettingsError` where that is none, or a block's bytes are not known."""
+    def blocks_of(self, trace: Trace, bytes_per_token: int | None, slots: Slots | None = None) -> int:
+        """How many of the trace's blocks fit; of a model with several groups, how many of their blocks.
+
+        `SettingsError` where that is none, or a block's bytes are not known.
+        """
         if self.share is not None:
-            count, one = int(trace.unique_blocks * self.share), f"1 of {trace.unique_blocks:,}"
+            everything = trace.unique_blocks
+            if slots is not None:
+                everything = everything * slots.everything_bytes // slots.slot_bytes
+            count, one = int(everything * self.share), f"1 of {everything:,}"
         elif self.blocks is not None:
             count, one = self.blocks, "1"
         else:
-            if bytes_per_token is None:
+            if bytes_per_token is None and slots is None:
                 accepted = f"sizes in bytes need {_BYTES_OF_A_TOKEN} or --model; or write 5% or 20000blocks"
                 raise SettingsError(self.field, self.text, accepted)
             assert self.size_bytes is not None
-            block_bytes = bytes_per_token * trace.block_tokens
+            block_bytes = (
+                slots.slot_bytes if slots is not None else (bytes_per_token or 0) * trace.block_tokens
+            )
             count, one = self.size_bytes // block_bytes, f"{block_bytes:,} bytes"
         if count < 1:
             raise SettingsError(self.field, self.text, f"at least one block ({one} in {trace.name})")

@@ -9,13 +9,16 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from kvbm.grouping import Grouping
 from kvbm.policy import make_policy
 from kvbm.present.numbers import quantile
 from kvbm.sim.replay import optimum
+from kvbm.sim.replay.grouped import grouped_replay
 from kvbm.sim.replay.replay import Replay, replay
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.engine import Served, SimulatedEngine
+from kvbm.sim.serving.hybrid import Slots
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.trace import Trace
@@ -89,14 +92,15 @@ def hit_row(
     sample: Sample | None,
     on_progress: Progress,
     clock: Callable[[], float] = time.perf_counter,
+    slots: Slots | None = None,
 ) -> HitRow:
-    """Replay the trace, or the sample of it, through one tier of `blocks` blocks."""
+    """Replay the trace, or the sample of it, through one tier of `blocks` blocks, of the groups of `slots` if given."""
     accesses, seconds = 0, 0.0
 
     def measured(replayed: Trace, capacity: int) -> float:
         nonlocal accesses, seconds
         started_s = clock()
-        result = run_policy(replayed, policy, capacity, on_progress)
+        result = run_policy(replayed, policy, capacity, on_progress, slots)
         accesses, seconds = result.accesses, clock() - started_s
         return result.hit_rate
 
@@ -118,8 +122,13 @@ def hit_row(
     )
 
 
-def run_policy(trace: Trace, policy: str, capacity: int, on_progress: Progress) -> Replay:
-    """One replay; `policy` is a name of the registry, or that of the optimum."""
+def run_policy(
+    trace: Trace, policy: str, capacity: int, on_progress: Progress, slots: Slots | None = None
+) -> Replay:
+    """One replay; `policy` is a name of the registry, or, without groups, that of the optimum."""
+    if slots is not None:
+        made = make_policy(policy, capacity)
+        return grouped_replay(trace, Grouping(slots.groups), capacity, made, on_progress)
     if policy == optimum.NAME:
         return optimum.optimum(trace, capacity, on_progress)
     return replay(trace, capacity, make_policy(policy, capacity), on_progress)

@@ -10,6 +10,8 @@ import matplotlib.image
 import pytest
 
 from kvbm.cli import main as entry
+from kvbm.errors import SettingsError
+from kvbm.groups import GroupKind
 from kvbm.policy import make_policy
 from kvbm.settings.parse import GB
 from kvbm.sim.plan import cheapest, picture, planning
@@ -18,6 +20,7 @@ from kvbm.sim.plan.planning import Answer, Question, answer_for, first_requests,
 from kvbm.sim.replay.curves import lru_curve
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.serving.disk import DiskRules
+from kvbm.sim.serving.hybrid import MODELS, HybridModel, Layers
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.study import Setup, time_row
 from kvbm.sim.traces.synthetic import ChatShape, chats
@@ -307,3 +310,32 @@ def test_an_error_is_one_line(plan, words: tuple[str, ...], message: str) -> Non
     assert (code, out) == (2, "")
     assert err.startswith(f"kvbm: {message}")
     assert err.count("\n") == 1
+
+
+def test_a_model_with_several_groups_is_planned_by_its_slots() -> None:
+    model = HybridModel("mixed", (Layers(GroupKind.FULL, 1, 1000), Layers(GroupKind.WINDOW, 5, 1000, 64)))
+    sizes = {}
+    for known in (model, None):
+        question = Question(
+            traces=["tiny"],
+            target=Target(least_hit_rate=0.6),
+            bytes_per_token=None if known else 6000,
+            model=known,
+            policy="lru",
+            bounds=Bounds(disk_bytes=0),
+        )
+        found = answer_for(question, "tiny", TRACE, quiet)
+        assert found.chosen is not None
+        assert found.chosen.hit_rate >= 0.6
+        sizes[known is not None] = found.chosen.host_bytes
+        assert found.trace.everything_bytes == TRACE.unique_blocks * TRACE.block_tokens * 6000
+    # One window of 64 tokens for five layers of six: much less than all layers of all tokens.
+    assert sizes[True] < 0.5 * sizes[False]
+
+
+def test_times_of_a_model_with_several_groups_are_not_planned() -> None:
+    question = Question(
+        traces=["synthetic"], target=Target(most_s=1.0), bytes_per_token=None, model=MODELS["gemma-3-27b"]
+    )
+    with pytest.raises(SettingsError, match="--target-hit-rate"):
+        question.check()
