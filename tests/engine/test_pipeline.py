@@ -11,7 +11,7 @@ import pytest
 from engine import pipeline, reach
 from engine.conftest import ProcessOf, engine_answers
 from engine.engine_process import EngineProcess
-from engine.hybrid_models import HybridModel, hybrid_model
+from engine.hybrid_models import HybridModel
 from engine.launcher import Launcher, differences
 from engine.model_runners import V1, chosen
 from engine.tier_settings import HOST_BLOCKS, SMALL_HOST_BLOCKS, disk, host
@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(VERSION < (0, 32), reason="older releases were not tried on a CPU"),
     pytest.mark.skipif(chosen() != V1, reason="on a CPU stages are run on V1"),
 ]
-__all__ = ["hybrid_model"]
 
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
