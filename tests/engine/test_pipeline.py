@@ -21,6 +21,7 @@ from engine.workload import again, small_workload, workload
 pytestmark = [
     pytest.mark.skipif(VERSION < (0, 32), reason="older releases were not tried on a CPU"),
     pytest.mark.skipif(chosen() != V1, reason="on a CPU stages are run on V1"),
+    pytest.mark.timeout(300),  # processes for each stage, on few cores
 ]
 
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}

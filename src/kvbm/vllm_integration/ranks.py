@@ -42,10 +42,20 @@ def gather(parallel: Any, part: bytes) -> list[bytes]:
 
 
 def largest_shard(parallel: Any, shard_bytes: int) -> int:
-    """The bytes of a block in the rank that has most of it; stages of a pipeline may have more layers than others."""
+    """The bytes of a block in the rank that has most of it: stages of a pipeline may have more layers than others.
+
+    `shard_bytes` is 0 in a rank whose layers keep no KV: it can hold no shard. Raises KvbmError in one line then, in
+    every rank.
+    """
     if int(parallel.world_size) == 1 or int(parallel.pipeline_parallel_size) == 1:
         return shard_bytes
-    return max(int.from_bytes(size, "big") for size in gather(parallel, shard_bytes.to_bytes(8, "big")))
+    gathered = gather(parallel, shard_bytes.to_bytes(8, "big"))
+    sizes = [int.from_bytes(size, "big") for size in gathered]
+    if 0 in sizes:
+        raise KvbmError(
+            f"rank {sizes.index(0)} of {len(sizes)} has no layer that keeps KV; accepted are stages that all have one"
+        )
+    return max(sizes)
 
 
 def context_parallel(vllm_config: Any) -> int:

@@ -64,11 +64,11 @@ class WorkerSide:
         A tier that cannot be opened stops the engine's start with one line. A shared manager that is absent does not,
         nor does another user's socket in its place.
         """
-        if not kv_caches:
+        opened = self._open(kv_caches)
+        if opened is None:
             return
+        cache, layout = opened
         config, settings = self._vllm_config, self._settings
-        cache = DeviceCache.from_tensors(kv_caches, int(self._kv_cache_config.num_blocks))
-        layout = self._layout(largest_shard(config.parallel_config, cache.shard_bytes))
         rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
         replicas = kv_replicas(config, self._kv_cache_config)
         memo_path = Path(settings.runtime_dir) / "weights.json"
@@ -123,6 +123,18 @@ class WorkerSide:
             self.worker = None
             return
         self.worker.start()
+
+    def _open(self, kv_caches: dict[str, torch.Tensor]) -> tuple[DeviceCache, BlockLayout] | None:
+        """The rank's tensors and the layout of a block; None, with one line, where some rank has no tensors."""
+        cache = None
+        if kv_caches:
+            cache = DeviceCache.from_tensors(kv_caches, int(self._kv_cache_config.num_blocks))
+        try:
+            largest = largest_shard(self._vllm_config.parallel_config, cache.shard_bytes if cache else 0)
+        except KvbmError as error:
+            log.warning("KVBM is off for this engine: %s", error)
+            return None
+        return (cache, self._layout(largest)) if cache is not None else None
 
     def _layout(self, shard_bytes: int) -> BlockLayout:
         """The layout of a block; those of all groups have one size."""

@@ -28,4 +28,4 @@ def test_keys_are_vllms_hashes(size: int, form: int, digest: object, monkeypatch
         parent = kv_cache_utils.hash_block_tokens(digest, parent, TOKENS[start : start + size], None)
         hashes.append(bytes(parent))
     space = SimpleNamespace(block_tokens=size, fingerprint=bytes(32).hex())
-    assert list(candidates(space, TOKENS))[form] == hashes
+    assert list(candidates(space, TOKENS, "prompt.txt"))[form] == hashes
