@@ -148,6 +148,13 @@ ROWS: tuple[Row, ...] = (
                 (_rate("kvbm_lookups_total", by=("outcome",)),),
             ),
             Panel(
+                "Why nothing was found",
+                "ops",
+                "Lookups a second that found nothing, by what became of their first block; `kvbm why` says it of one "
+                "request. evicted: a larger tier would help. never_seen: prompts that do not repeat.",
+                (_rate("kvbm_missed_lookups_total", by=("reason",)),),
+            ),
+            Panel(
                 "Lookups that found nothing",
                 "percentunit",
                 "Of all lookups. Near 1 with few bytes found: prompts share no beginning, or their blocks have gone. "
@@ -251,6 +258,20 @@ ROWS: tuple[Row, ...] = (
                 (
                     _plain("kvbm_pool_blocks", by=("tier", "state")),
                     _plain("kvbm_pool_capacity_blocks", "{{tier}} capacity", ("tier",)),
+                ),
+            ),
+            Panel(
+                "Namespaces",
+                "short",
+                "Blocks of each namespace by tier, and how many a second were dropped: who fills the tiers, and who "
+                "loses blocks.",
+                (
+                    _plain("kvbm_namespace_blocks", by=("namespace", "tier")),
+                    _rate(
+                        "kvbm_namespace_evicted_blocks_total",
+                        "{{namespace}} {{tier}} dropped",
+                        ("namespace", "tier"),
+                    ),
                 ),
             ),
             Panel(

@@ -51,7 +51,7 @@ def main() -> None:
         browser = Browser(directory, given.width, 800, given.dark)
         ends.callback(browser.close)
         token = (node.runtime_dir / "admin.token").read_text().strip()
-        browser.open(f"http://127.0.0.1:6899/?token={token}")
+        browser.open(f"http://127.0.0.1:6899/#token={token}")
         browser.wait_for_text("#pill", "live")
         time.sleep(given.seconds)  # the curves grow by a point every two seconds
         browser.picture(given.picture.resolve())

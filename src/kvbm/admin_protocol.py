@@ -94,6 +94,17 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     ends_in_s: float
 
 
+class ResizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A resize that is under way, since `seconds`: `carried` of about `blocks` blocks lie in the new memory, which has
+    `host_bytes`, by now. Where it is smaller, `dropped` blocks had to go before."""
+
+    host_bytes: int
+    blocks: int
+    carried: int
+    dropped: int
+    seconds: float
+
+
 Series = tuple[str, tuple[str, ...]]
 """A metric's name and its label values in the table's order; of a histogram, the name ends in `_count` or `_sum`."""
 
@@ -223,6 +234,7 @@ class Description(Message, frozen=True, kw_only=True, tag="description"):
     sessions: int
     fences: int
     refused: int
+    resizing: ResizeReport | None = None
 
 
 class BlockPage(Message, frozen=True, kw_only=True, tag="blocks"):
@@ -270,7 +282,9 @@ class Unpinned(Message, frozen=True, kw_only=True, tag="unpinned"):
 class Resized(Message, frozen=True, kw_only=True, tag="resized"):
     """Host memory has `after_bytes` now, for `slots` blocks. Of the blocks that it held, `carried` are there.
 
-    Pins that no longer fitted have ended. `refusal` says in one line why nothing was changed.
+    Pins that no longer fitted have ended. `refusal` says in one line why the size was not changed; `dropped` blocks may
+    have gone nevertheless. With 0 slots there is no memory yet: the first engine will find `after_bytes`, where the
+    settings had `before_bytes` for it, or 0 where they count blocks.
     """
 
     before_bytes: int = 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.engine_process import EngineProcess
+from engine.hybrid_models import KINDS, HybridModel, make_hybrid_model
 from engine.launcher import Launcher
 from engine.model_runners import V1, V2, chosen
 from engine.workload import Request, small_workload, workload
@@ -85,7 +86,7 @@ def v2_launcher(process_of: ProcessOf, model: Path, runtime_dir: Path) -> Iterat
     yield from _launcher(process_of(f"engine-{V2}", V2), model, runtime_dir)
 
 
-def _answers(process: EngineProcess, model: Path, requests: list[Request]) -> dict[str, list[int]]:
+def engine_answers(process: EngineProcess, model: Path, requests: list[Request]) -> dict[str, list[int]]:
     """The answers of an engine without KVBM that never evicts and never preempts."""
     process.start({"model": str(model), "num_gpu_blocks_override": REFERENCE_BLOCKS}, {})
     answers = process.run(requests)
@@ -98,21 +99,49 @@ def _answers(process: EngineProcess, model: Path, requests: list[Request]) -> di
 @pytest.fixture(scope="session")
 def reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
     """The answers to the workload, on the chosen model runner."""
-    answers = _answers(process_of(f"engine-{chosen()}", chosen()), model, workload())
+    answers = engine_answers(process_of(f"engine-{chosen()}", chosen()), model, workload())
     assert len(answers) >= (96 if chosen() == V1 else 32)
     return answers
 
 
 @pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> HybridModel:
+    """The directory of a tiny hybrid model of that kind; each is made once."""
+    made: dict[str, Path] = {}
+
+    def model(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_hybrid_model(tmp_path_factory.mktemp("hybrid") / "model", KINDS[kind])
+        return made[kind]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def references(process_of: ProcessOf, hybrid_model: HybridModel) -> Callable[[str], dict[str, list[int]]]:
+    """The answers to the workload of an engine that never evicts, without us; each model is asked once."""
+    known: dict[str, dict[str, list[int]]] = {}
+
+    def reference(kind: str) -> dict[str, list[int]]:
+        if kind not in known:
+            process = process_of(f"engine-{chosen()}", chosen())
+            known[kind] = engine_answers(process, hybrid_model(kind), workload())
+            assert len(known[kind]) >= 96
+        return known[kind]
+
+    return reference
+
+
+@pytest.fixture(scope="session")
 def v1_reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
     """The answers to the small workload, on V1."""
-    return _answers(process_of(f"engine-{V1}", V1), model, small_workload())
+    return engine_answers(process_of(f"engine-{V1}", V1), model, small_workload())
 
 
 @pytest.fixture(scope="session")
 def v2_reference(process_of: ProcessOf, model: Path) -> dict[str, list[int]]:
     """The answers to the small workload, on V2."""
-    return _answers(process_of(f"engine-{V2}", V2), model, small_workload())
+    return engine_answers(process_of(f"engine-{V2}", V2), model, small_workload())
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Engine:
     """One vLLM engine in this process."""
 
     def __init__(self, options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        for name in [name for name in os.environ if name.startswith("DYN_")]:
+        for name in [name for name in os.environ if name.startswith(("DYN_", "VLLM_PP_"))]:
             del os.environ[name]
         os.environ.update(ENGINE_ENVIRONMENT)
         os.environ.update(environment)

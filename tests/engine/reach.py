@@ -119,6 +119,11 @@ def run_one_by_one(child: Child, requests: Sequence[Request]) -> None:
         engine.run([request])
 
 
+def run_alone(child: Child, requests: Sequence[Request], timeout_s: float) -> Answers:
+    """Answer one request after the other: no step computes two of them."""
+    return _engine(child).run(requests, concurrency=1, timeout_s=timeout_s)
+
+
 def run_and_signal(
     child: Child, requests: Sequence[Request], finished: int, path: str, timeout_s: float = 80.0
 ) -> Answers:
@@ -243,17 +248,36 @@ def _fail_every(mover: Any, every: int) -> None:
     _wrap_copier(mover, before=strike)
 
 
+def after_loads(child: Child, spoil: Callable[..., None]) -> None:
+    """`spoil(pairs, layer)` is called after each load's copies, before the load counts as done."""
+    _wrap_copier(_mover(_engine(child)), after=spoil)
+
+
 def scribble_over_slots(child: Child) -> None:
     """Whatever is loaded is overwritten in host memory before, behind everybody's back."""
-    engine = _engine(child)
+    _scribble(_mover(_engine(child)))
 
+
+def scribble_in_rank(child: Child, rank: int) -> None:
+    """The same in one of several ranks."""
+    _engine(child).llm.collective_rpc(_scribble_in_rank, args=(rank,))
+
+
+def _scribble_in_rank(worker: Any, rank: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if worker.rank == rank:
+        _scribble(get_kv_transfer_group()._worker.mover)
+
+
+def _scribble(mover: Any) -> None:
     def scribble(pairs: Any) -> None:
-        mapping = _mapping(_mover(engine))
+        mapping = _mapping(mover)
         slot_bytes = mapping.slot_bytes
         for _, slot in pairs:
             mapping.region[slot * slot_bytes : (slot + 1) * slot_bytes] = bytes(slot_bytes)
 
-    _wrap_copier(_mover(engine), before=scribble)
+    _wrap_copier(mover, before=scribble)
 
 
 def gate_loads(child: Child) -> None:

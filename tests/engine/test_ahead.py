@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import ahead, reach
 from engine.engine_child import KV_CONNECTOR
+from engine.hybrid_models import HYBRID_DEVICE_BLOCKS, HybridModel
 from engine.launcher import Launcher, differences
+from engine.model_runners import V1, chosen
 from engine.tier_settings import SMALL_HOST_BLOCKS, disk, host
+from engine.vllm_versions import VERSION
 from engine.workload import again, some, workload
 
 MODES = {
@@ -112,3 +116,24 @@ def test_stores_beside_steps_that_were_planned_ahead(ahead_launcher: Launcher, r
         assert differences(reference, engine.run(again(workload(), turn)), turn) == []
     assert engine.call(reach.stores_waited_for, timeout_s=20.0) > 0
     launcher.assert_nothing_held()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VERSION < (0, 32), reason="this vLLM serves no model with several groups")
+@pytest.mark.skipif(chosen() != V1, reason="too slow on V2 here")
+def test_windows_scheduled_ahead(
+    ahead_launcher: Launcher, hybrid_model: HybridModel, references: Any, tmp_path: Path
+) -> None:
+    """Blocks leave their window a step before it is known what that step gave."""
+    expected = references("windows")
+    engine = ahead_launcher.start(
+        disk(tmp_path, 3 * SMALL_HOST_BLOCKS),
+        model=str(hybrid_model("windows")),
+        num_gpu_blocks_override=HYBRID_DEVICE_BLOCKS,
+    )
+    assert engine.call(ahead.steps_in_flight, timeout_s=20.0) == 2
+    for turn in ("", "+"):
+        assert differences(expected, engine.run(again(workload(), turn)), turn) == []
+    assert ahead_launcher.metrics()["kvbm_onboard_blocks_h2d"] > 100
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+    ahead_launcher.assert_nothing_held()

@@ -1,4 +1,4 @@
-"""What keeps KV safe on Model Runner V2 are refusals. They meet here what vLLM itself makes of such models.
+"""What KVBM serves and refuses meets here what vLLM itself makes of such models.
 
 No engine is started: the specs, the groups they fall into and the answers about them are vLLM's own.
 """
@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from engine.vllm_versions import VERSION
+from kvbm.vllm_integration import support
+from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.support import unsupported_reason
 
 pytestmark = pytest.mark.skipif(VERSION < (0, 32), reason="this vLLM makes other objects of a configuration")
@@ -76,19 +78,44 @@ def test_layers_of_one_precision_are_served() -> None:
     assert unsupported_reason(vllm_config(), found) == ""
 
 
-def test_layers_of_several_precisions_are_refused() -> None:
-    """V2 zeroes new blocks before it lets us read what they held."""
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("head_sizes", [(64, 64), (64, 128)], ids=["alike", "different"])
+def test_ranks_that_share_the_tokens_of_a_block_name_it_as_vllm_does(
+    ranks: int, head_sizes: tuple[int, ...]
+) -> None:
+    """decode_context_parallel_size: a contract test, since no CPU runs it."""
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
+
+    config = vllm_config()
+    config.parallel_config.decode_context_parallel_size = ranks
+    config.cache_config.prefix_match_unit = None
+    config.kv_transfer_config = object()
+    found = cache_config({f"layer{i}": attention(size, torch.bfloat16) for i, size in enumerate(head_sizes)})
+    sizes = resolve_kv_cache_block_sizes(found, config)
+    found.hash_block_size = sizes[1]
+    for seen in (found, generate_scheduler_kv_cache_config([found])):  # a rank's, and the scheduler's
+        spec = seen.kv_cache_groups[0].kv_cache_spec
+        assert sizes == (block_tokens(config, spec),) * 2 == (BLOCK_TOKENS * ranks,) * 2
+        assert unsupported_reason(config, seen) == ""
+
+
+def test_layers_of_several_precisions_are_served() -> None:
+    """V2 zeroes new blocks before it lets us read what they held: those that are stored are pinned."""
     found = cache_config({"layer0": attention(64, torch.bfloat16), "layer1": attention(64, torch.uint8)})
     assert len(found.kv_cache_groups) == 1
     assert found.needs_kv_cache_zeroing
-    assert "mixes precisions, so the engine zeroes blocks" in unsupported_reason(vllm_config(), found)
+    assert unsupported_reason(vllm_config(), found) == ""
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
-def test_sparse_attention_is_named(cache_dtype: str) -> None:
+def test_sparse_attention_is_named_where_it_cannot_be_served(
+    cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = cache_config(sparse_attention(cache_dtype))
     assert len(found.kv_cache_groups) == 1
     assert found.needs_kv_cache_zeroing
+    assert unsupported_reason(vllm_config(), found) == ""
+    monkeypatch.setattr(support, "base", SimpleNamespace(KVConnectorBase_V1=object))
     reason = unsupported_reason(vllm_config(), found)
     assert (
         "sparse attention keeps the cache of an indexer (model.layers.0.self_attn.indexer.k_cache)" in reason

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 
+from kvbm.cli.main import COMMANDS
 from kvbm.cli.prompts import candidates
 from rigs.admin import Node
 from rigs.checkout import ROOT
@@ -38,16 +39,24 @@ TOKENS = list(range(20))
 UNKNOWN_REQUEST = "no request of this id is there: status 2, in one line"
 
 
-def command_lines() -> list[str]:
-    """The calls of `kvbm` in blocks of code; a line that ends in a backslash goes on."""
-    found: dict[str, None] = {}
-    for page in PAGES:
+def code_lines() -> list[str]:
+    """The lines of blocks of code; one that ends in a backslash goes on."""
+    blocks = (
+        block
+        for page in PAGES
         for block in re.findall(
             r"^ *```[^\n]*\n(.*?)^ *```", page.read_text(), flags=re.DOTALL | re.MULTILINE
-        ):
-            for line in re.sub(r" *\\\n\s*", " ", block).splitlines():
-                if match := re.match(r"\s*(?:\$ )?(?:DYN_\S+=\S+ )*(kvbm [a-z].*)", line):
-                    found[match[1]] = None
+        )
+    )
+    return [line for block in blocks for line in re.sub(r" *\\\n\s*", " ", block).splitlines()]
+
+
+def command_lines() -> list[str]:
+    """The calls of `kvbm` in blocks of code."""
+    found: dict[str, None] = {}
+    for line in code_lines():
+        if match := re.match(r"\s*(?:\$ )?(?:[A-Z]\w*=\S+ )*(kvbm [a-z].*)", line):
+            found[match[1]] = None
     return list(found)
 
 
@@ -82,6 +91,15 @@ def test_a_line_that_is_wrong_is_noticed() -> None:
         assert hasattr(caught.value, "format_message"), "the parser's own error"
 
 
+def test_no_call_is_passed_over() -> None:
+    """Neither in a pipe, nor behind another program's name or variables."""
+    commands = "|".join(COMMANDS)
+    calls = [line for line in code_lines() if re.search(rf"(?:^|[\s(;&|])kvbm (?:{commands})\b", line)]
+    printed = [line for line in calls if not any(known in line for known in LINES)]
+    # What a program prints may name a command between backticks, and is no call.
+    assert [line for line in printed if not re.search(rf"`kvbm (?:{commands})\b", line)] == []
+
+
 def test_lines_were_found() -> None:
     called = {words_of(line)[0] for line in LINES}
     assert {"manager", "status", "inspect", "reset", "pin", "unpin", "prefetch", "why", "doctor"} <= called
@@ -101,7 +119,7 @@ def test_what_needs_only_a_manager_is_run(
     node = make_node()
     engine = node.engine(node.manage())
     (space,) = node.json("inspect", "namespaces")["namespaces"]
-    engine.store(next(candidates(SimpleNamespace(**space), TOKENS)))  # type: ignore[arg-type]
+    engine.store(next(candidates(SimpleNamespace(**space), TOKENS, "prompt")))  # type: ignore[arg-type]
     code, out, err = node.kvbm(*words_of(line))
     if re.match(r"kvbm why [a-z]", line):
         assert (code, "the id of one of the last" in err) == (2, True), UNKNOWN_REQUEST

@@ -7,13 +7,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from kvbm.admin_protocol import Describe, Description, Resize
+from kvbm.client.admin import Admin
+from kvbm.settings import Settings
 from rigs.admin import Node
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER
+from rigs.manager_probe import wait_for
 
 BLOCK = LAYOUT.block_bytes
+END_S = 60.0
 
 
 @pytest.mark.parametrize("blocks", [12, 64])
@@ -68,11 +74,18 @@ def test_a_manager_without_engines_takes_the_size_for_the_first(make_node: Calla
     assert node.engine(path).welcome.slot_count == 7
 
 
+def test_for_a_script_the_size_for_the_first_engine_is_the_size_after(make_node: Callable[..., Node]) -> None:
+    node = make_node(host_blocks="", host_bytes=f"{9 * BLOCK / 1e9:.9f}")
+    node.manage()
+    reply = node.json("resize", "--host", str(7 * BLOCK))
+    assert (reply["before_bytes"], reply["after_bytes"], reply["slots"]) == (9 * BLOCK, 7 * BLOCK, 0)
+
+
 @pytest.mark.parametrize("size", ["0", "-1GB", "much", "4XB", ""])
 def test_a_size_that_is_none_is_one_line(make_node: Callable[..., Node], size: str) -> None:
     node = make_node()
     node.manage()
-    assert "--host" in node.refused("resize", f"--host={size}")
+    assert node.refused("resize", f"--host={size}").startswith(f"kvbm: --host={size!r} cannot be used: ")
 
 
 def test_what_cannot_be_had_is_one_line_and_changes_nothing(make_node: Callable[..., Node]) -> None:
@@ -101,23 +114,42 @@ time.sleep(600)
 """
 
 
-def test_an_engine_that_is_killed_around_it_costs_no_block(make_node: Callable[..., Node]) -> None:
+@pytest.mark.parametrize("killed_first", [True, False])
+def test_an_engine_that_is_killed_around_it_costs_no_block(
+    make_node: Callable[..., Node], killed_first: bool
+) -> None:
+    """The manager finds both at once, the end of the engine's sessions and the resize, in either order."""
     node = make_node()
     path = node.manage()
     command = [sys.executable, "-c", ENGINE, path]
     environment = {**node.environment, "PYTHONPATH": ":".join(filter(None, sys.path))}
     victim = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    manager, settings = node.managers[0], Settings(manager=path)
     try:
         assert victim.stdout is not None
         assert victim.stdout.readline() == "stored\n"
-        resizing = subprocess.Popen(
-            [sys.executable, "-m", "kvbm.cli.main", "resize", "--host", str(64 * BLOCK)], env=node.environment
-        )
-        victim.send_signal(signal.SIGKILL)
-        assert resizing.wait(60) == 0
+        with Admin(path, settings) as admin:
+            manager.send_signal(signal.SIGSTOP)
+            wait_for(lambda: state_of(manager.pid) == "T", END_S, "the manager goes on")
+            if killed_first:
+                victim.kill()
+                victim.wait()
+            admin._channel.send(Resize(host_bytes=64 * BLOCK))
+            victim.kill()
+            victim.wait()
+            manager.send_signal(signal.SIGCONT)
+            reply = admin.ask(Describe(), Description, END_S)
+            assert [space.tiers[0].blocks for space in reply.spaces] == [64]
+            assert [space.tiers[0].resident for space in reply.spaces] == [8]
     finally:
+        manager.send_signal(signal.SIGCONT)
         victim.kill()
         victim.communicate(timeout=60)
     engine = node.engine(path, "engine-2")
     assert engine.welcome.slot_count == 64
     assert len(engine.lookup(KEYS[:8]).slots) == 8
+
+
+def state_of(pid: int) -> str:
+    """The state of a process, as the kernel names it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

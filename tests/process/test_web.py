@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -15,6 +18,8 @@ from typing import Any
 import pytest
 
 from kvbm.cli.web.listener import BODY_BYTES_MAX
+from kvbm.cli.web.operations import OPERATIONS
+from kvbm.manager.admin_page import STARTS_MAX
 from rigs.admin import Node
 from rigs.manager import KEYS
 from rigs.manager_probe import free_port, wait_for
@@ -35,43 +40,47 @@ def gone(web: Web) -> bool:
 # ---- who may ask, and what is refused
 
 
-def test_without_the_token_there_is_nothing(make_node: MakeNode, tmp_path: Path) -> None:
+def test_without_the_token_there_is_nothing_of_the_manager(make_node: MakeNode, tmp_path: Path) -> None:
+    """The page and its parts hold no data: anybody may have them. All data needs the header, and nothing else helps."""
     node, web = served(make_node, tmp_path)
     file = node.runtime_dir / "admin.token"
     assert (stat.S_IMODE(file.stat().st_mode), len(web.token) >= 40) == (0o600, True)
     stranger = Web(web.port)
-    for target in ("/", "/docs", "/openapi.json", "/api/status", "/api/nothing", "/?token=wrong"):
+    for target in (
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/page.js",
+        "/page.css",
+        "/favicon.ico",
+        f"/?token={web.token}",
+    ):
+        answer = stranger.get(target)
+        assert (answer.status, answer.headers["Set-Cookie"], web.token in answer.text) == (
+            200,
+            None,
+            False,
+        ), target
+        for told in (node.managers[0].pid, node.runtime_dir / "manager.sock"):
+            assert str(told) not in answer.text, target
+    assert str(file) in stranger.get("/").text
+    for target in (*(each.path for each in OPERATIONS if each.method == "GET"), "/api/nothing", "/nothing"):
         answer = stranger.get(target)
         assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), target
-        assert web.token not in answer.text
-    assert str(file) in stranger.get("/").text
     assert stranger.post("/api/reset", {"tier": "all"}).status == 401
     for wrong in (f"Bearer {web.token}x", f"Basic {web.token}", web.token, "Bearer", "Bearer \xe9"):
         assert stranger.get("/api/status", Authorization=wrong).status == 401, wrong
-    assert stranger.get("/api/status", Cookie=f"kvbm_token={web.token}").status == 401
-    assert stranger.get("/page.css").status == 200
-    entered = stranger.get(f"/?token={web.token}")
-    cookie, *attributes = entered.headers["Set-Cookie"].split("; ")
-    assert (entered.status, set(attributes)) == (200, {"HttpOnly", "SameSite=Strict", "Path=/"})
-    assert web.token not in cookie, "a browser sends cookies to every port of this machine"
-    for jar in (cookie, f'prefs={{"a":1}}; {cookie}', f"a[b]=1;{cookie}; c@d"):
-        assert stranger.get("/api/status", Cookie=jar).status == 200, jar
-    assert stranger.get("/api/status", Cookie=f"kvbm_token_{web.port}={web.token}").status == 401
-    assert stranger.get("/api/status", Cookie=f"kvbm_token_{web.port}=").status == 401
-    assert "<main" in stranger.get("/", Cookie=cookie).text
+    assert stranger.get(f"/api/status?token={web.token}").status == 401
+    assert stranger.get("/api/status", Cookie=f"kvbm_token={web.token}; token={web.token}").status == 401
+    assert web.get("/api/status").headers["Set-Cookie"] is None
 
 
 def test_another_sites_page_can_change_nothing(make_node: MakeNode, tmp_path: Path) -> None:
-    """A cookie comes along from another port of this machine, too; a name server can call this machine anything."""
+    """A name server can call this machine anything."""
     _, web = served(make_node, tmp_path)
-    stranger = Web(web.port)
-    cookie = stranger.get(f"/?token={web.token}").headers["Set-Cookie"].split("; ")[0]
-    ours = f"http://127.0.0.1:{web.port}"
     body = {"tier": "all"}
-    assert stranger.post("/api/reset", body, Cookie=cookie, Origin=ours).status == 200
-    assert stranger.post("/api/reset", body, Cookie=cookie).status == 403
+    assert web.post("/api/reset", body, Origin=f"http://127.0.0.1:{web.port}").status == 200
     for origin in ("http://127.0.0.1:1", "http://evil.example", "null", f"https://127.0.0.1:{web.port}"):
-        assert stranger.post("/api/reset", body, Cookie=cookie, Origin=origin).status == 403, origin
         assert web.post("/api/reset", body, Origin=origin).status == 403, origin
     for host in (
         "evil.example",
@@ -86,7 +95,7 @@ def test_another_sites_page_can_change_nothing(make_node: MakeNode, tmp_path: Pa
     for host in ("localhost", "localhost:1234", "127.0.0.1:80", "[::1]", "[::1]:9"):
         assert web.get("/api/status", Host=host).status == 200, host
     policy = web.get("/").headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "default-src 'none'" in policy and "form-action 'none'" in policy and "unsafe" not in policy
     assert web.get("/api/status").headers["Access-Control-Allow-Origin"] is None
 
 
@@ -250,6 +259,61 @@ def test_the_page_ends_with_its_manager(make_node: MakeNode, tmp_path: Path, end
     wait_for(lambda: gone(web), END_S, "the page outlives its manager")
 
 
+def page_of(node: Node) -> int:
+    """The page's process, once there is one."""
+    manager = node.managers[0].pid
+    wait_for(lambda: len(page_processes(manager)) == 1, END_S, "no page")
+    return page_processes(manager)[0]
+
+
+def test_a_page_that_dies_is_started_again_three_times(
+    make_node: MakeNode, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And it is told; then it is off, and nobody waits for an answer that will not come."""
+    node, web = served(make_node, tmp_path)
+    seen = set[int]()
+    said = ""
+    for times in range(STARTS_MAX):
+        wait_for(lambda: not seen & set(page_processes(node.managers[0].pid)), END_S, "it does not end")
+        child = page_of(node)
+        assert web.get("/api/status").status == 200  # also where it waits in the queue for the new one
+        with socket.create_connection(("127.0.0.1", web.port)) as waiting:
+            waiting.settimeout(END_S)
+            waiting.sendall(b"GET /")
+            os.kill(child, signal.SIGKILL)
+            if times == STARTS_MAX - 1:
+                with contextlib.suppress(ConnectionResetError):
+                    assert waiting.recv(1) == b""
+        seen.add(child)
+    wait_for(lambda: gone(web), END_S, "the address still takes connections")
+    said = capfd.readouterr().err
+    assert said.count("the process of the admin page ended, killed by signal 9; it is started again") == 3
+    assert said.count("the admin page is off until the manager starts again") == 1
+    assert len(seen) == STARTS_MAX
+    # The manager goes on.
+    assert json.loads(node.kvbm("status", "--json")[1])["managers"][0]["faults"] == []
+
+
+def test_a_page_that_cannot_start_again_says_why_in_a_line(
+    make_node: MakeNode, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a-token-of-the-operators-own\n")
+    file.chmod(0o600)
+    node = make_node(admin_http=f"127.0.0.1:{free_port()}", admin_token_file=file)
+    node.manage()
+    child = page_of(node)
+    web = Web(int(node.environment["DYN_KVBM_ADMIN_HTTP"].rpartition(":")[2]))
+    assert web.get("/").status == 200
+    file.unlink()
+    os.kill(child, signal.SIGKILL)
+    wait_for(lambda: gone(web), END_S, "the address still takes connections")
+    said = capfd.readouterr().err
+    assert said.count(f"no admin page: DYN_KVBM_ADMIN_TOKEN_FILE='{file}' cannot be used") == STARTS_MAX - 1
+    assert "the admin page is off until the manager starts again" in said
+    assert "Traceback" not in said
+
+
 # ---- the command
 
 
@@ -272,7 +336,7 @@ def test_the_command_serves_the_only_manager_until_it_is_stopped(make_node: Make
     node = make_node()
     path = node.manage()
     command = Command(node)
-    match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)", command.url)
+    match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)", command.url)
     assert match is not None, command.url
     web = Web(int(match[1]), match[2])
     assert web.document("/api/status")["managers"][0]["socket"] == path
@@ -285,6 +349,13 @@ def test_the_command_serves_the_only_manager_until_it_is_stopped(make_node: Make
     assert len(manager["faults"]) == 1
     node.manage()
     assert web.document("/api/status")["managers"][0]["description"]["pid"] == node.managers[1].pid
+    node.managers[1].kill()
+    node.managers[1].wait()
+    node.manage("another.sock")
+    # The page of one manager never shows another one.
+    answer = web.get("/api/top")
+    assert (answer.status, f"no manager at {path}" in answer.error) == (503, True), answer.text
+    node.managers.pop().terminate()
     assert command.end() == 0
 
 

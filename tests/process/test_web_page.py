@@ -16,6 +16,7 @@ from rigs.admin import Node
 from rigs.browser import Browser
 from rigs.busy_engine import BusyEngine
 from rigs.manager_probe import free_port, wait_for
+from rigs.web import token_of
 
 NAMESPACE = Namespace(model="page/model-8b", fields=(("weights", "aa"), ("dtype", "bfloat16")))
 SEEN_S = 30.0
@@ -62,13 +63,19 @@ def number(text: str) -> int:
 def test_the_page_lives(browser: Browser, loaded: Loaded) -> None:
     """It asks for the token, shows what the manager does while it does it, and says when the manager has gone."""
     browser.open(loaded.url)
-    assert "needs the token" in browser.text("body")
-    browser.run("document.querySelector('input[name=token]').value = arguments[0]", loaded.token)
-    browser.click("form button")
+    browser.wait_for_text("body", "needs the token")
+    assert str(loaded.node.runtime_dir / "admin.token") in browser.text("#enter")
+    pages = browser.run("return history.length")
+    for wrong in ("wrong", "w\u00f6rse"):
+        browser.enter("#token", wrong)
+        browser.wait_for_text("#enter", "This is not the token.")
+        assert (browser.text("#main"), browser.text("#pause")) == ("", "")
+    browser.enter("#token", loaded.token)
     browser.wait_for_text("#pill", "live")
+    assert (browser.text("#enter"), browser.text("#pause")) == ("", "Pause")
     assert [line for line in browser.complaints() if "401 (Unauthorized)" not in line] == []
-    assert "token" not in str(browser.run("return location.href"))
-    assert browser.run("return document.cookie") == ""
+    assert (browser.run("return location.href"), browser.run("return history.length")) == (loaded.url, pages)
+    assert browser.run("return [document.cookie, localStorage.length]") == ["", 0]
     browser.wait_for_text("#verdict", "Hit rate")
     assert f"manager {loaded.node.managers[0].pid}" in browser.text("#manager")
     assert "vllm-busy" in browser.wait_for_text("#engines", NAMESPACE.model)
@@ -99,16 +106,95 @@ def test_the_page_lives(browser: Browser, loaded: Loaded) -> None:
     loaded.node.manage()
     browser.wait_for_text("#pill", "live")
     browser.wait_for_text("#engines", "No engine is connected")
+    (loaded.node.runtime_dir / "admin.token").unlink()
+    loaded.node.managers.pop().terminate()
+    browser.wait_for_text("#pill", "does not answer")
+    loaded.node.manage()
+    browser.wait_for_text("#enter", "The token has changed")
+    browser.enter("#token", token_of(loaded.node))
+    browser.wait_for_text("#pill", "live")
+
+
+FAKE = """
+const [status, text] = arguments;
+window.trueFetch ||= window.fetch;
+window.fetch = status === 0 ? window.trueFetch : async () => new Response(JSON.stringify({error: text}), {status});
+"""
+
+
+def test_the_page_says_in_which_state_it_is(browser: Browser, loaded: Loaded) -> None:
+    browser.open(f"{loaded.url}#token={loaded.token}")
+    browser.wait_for_text("#pill", "live")
+    for status, text in ((429, "too many calls; wait a second"), (500, "a defect of KVBM; the log has it")):
+        browser.run(FAKE, status, text)
+        browser.wait_for_text("#verdict", f"{status}: {text}")
+        assert "no numbers since" in browser.text("#pill")
+        assert "was when it was last seen" in browser.text("#verdict")
+    browser.run(FAKE, 503, "no manager at X")
+    browser.wait_for_text("#verdict", "503: no manager at X")
+    assert "manager does not answer since" in browser.text("#pill")
+    browser.run(FAKE, 0, "")
+    browser.wait_for_text("#pill", "live")
+    browser.click("#pause")
+    browser.wait_for_text("#pill", "paused")
+    assert re.search(r"the numbers are those of \d\d:\d\d:\d\d", browser.text("#notice"))
+    browser.click("#window")  # looks once, and stays paused
+    browser.wait_for_text("#manager", "since its start")
+    assert (browser.text("#pill"), "Paused" in browser.text("#notice")) == ("paused", True)
+    browser.click("#pause")
+    browser.wait_for_text("#pill", "live")
+    assert browser.text("#notice") == ""
+    browser.run(FAKE, 401, "")
+    browser.wait_for_text("#enter", "The token has changed")
+    assert (browser.text("#pill"), browser.text("#main")) == ("token needed", "")
+
+
+CURVES = """
+const draw = (points) => {
+  curves = {"device → host": points};
+  drawFlows({flows: [{source: "device", target: "host", bytes_per_s: 1e9, mean_s: null}]});
+  return [...document.querySelectorAll("#flows polyline")].map((line) => line.getAttribute("points"));
+};
+paused = true;
+return draw(arguments[0]);
+"""
+
+
+def test_a_curve_has_the_time_of_each_look(browser: Browser, loaded: Loaded) -> None:
+    """And no line over a time in which nobody looked."""
+    browser.open(f"{loaded.url}#token={loaded.token}")
+    browser.wait_for_text("#pill", "live")
+    points = [[100.0, 0.0], [102.0, 5e8], [190.0, 0.0], [191.0, 1e9], [199.0, 5e8]]
+    assert browser.run(CURVES, points) == [
+        "45.00,32.00 46.11,18.00",
+        "95.00,32.00 95.56,4.00 100.00,18.00",
+    ]
+
+
+RESIZING = """
+paused = true;
+drawNotice({resizing: {host_bytes: 2e9, blocks: 1000, carried: 250, dropped: 0, seconds: 3.2}});
+return document.querySelector("#notice").innerText;
+"""
+
+
+def test_a_resize_is_shown(browser: Browser, loaded: Loaded) -> None:
+    browser.open(f"{loaded.url}#token={loaded.token}")
+    browser.wait_for_text("#pill", "live")
+    assert browser.run(RESIZING) == (
+        "Host memory is being resized to 2 GB: 250 of 1,000 blocks carried over, for 3.2 s so far."
+    )
 
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_window(tmp_path: Path, loaded: Loaded, width: int) -> None:
     browser = Browser(tmp_path, width)
     try:
-        for path in (f"?token={loaded.token}", "docs"):
+        for path in (f"?token={loaded.token}", f"#token={loaded.token}", "docs"):
             browser.open(loaded.url + path)
             if path != "docs":
                 browser.wait_for_text("#pill", "live")
+                assert browser.run("return location.href") == loaded.url
                 browser.wait_for_text("#why", "cmpl-")
             assert browser.run("return innerWidth") == width
             assert browser.run("return document.documentElement.scrollWidth") <= width, path

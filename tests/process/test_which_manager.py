@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvbm.cli import main as entry
 from rigs.admin import Node
 from rigs.manager import KEYS, NAMESPACE
 
@@ -19,6 +21,7 @@ COMMANDS = [
     ("inspect", "namespaces"),
     ("inspect", "queues"),
     ("reset", "--tier", "G2"),
+    ("resize", "--host", "1GB"),
     ("top", "--once"),
     ("why",),
     ("why", *PROMPT),
@@ -29,6 +32,19 @@ COMMANDS = [
     ("record", "trace.jsonl", "--requests", "1", "--seconds", "0.1"),
 ]
 """Every command that asks one manager, with words that it takes."""
+OTHERS = {
+    "manager": "is one",
+    "config": "asks no manager",
+    "doctor": "looks at all of them",
+    "status": "shows all of them",
+    "demo": "starts its own",
+    "disk": "reads files",
+    "bench": "asks no manager",
+    "simulate": "asks no manager",
+    "plan": "asks no manager",
+    "scale": "asks no manager",
+    "web": "chooses one at its start, see test_web_page",
+}
 
 
 @pytest.fixture
@@ -36,6 +52,25 @@ def node(make_node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.json").write_text(json.dumps(list(range(20))))
     return make_node()
+
+
+def test_no_command_is_passed_over() -> None:
+    asked = {words[0] for words in COMMANDS}
+    assert asked | set(OTHERS) == set(entry.COMMANDS)
+    assert not asked & set(OTHERS)
+
+
+def test_dead_sockets_and_records_hide_no_living_manager(node: Node, tmp_path: Path) -> None:
+    """A thousand managers that were killed come first by name."""
+    path = node.manage("zz.sock")
+    for number in range(70):
+        dead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        dead.bind(str(node.runtime_dir / f"a{number:04}.sock"))
+        dead.close()
+        (node.runtime_dir / f"{number:016x}.at").write_bytes(b"/nowhere/%d.sock" % number)
+    (manager,) = node.json("status")["managers"]
+    assert manager["socket"] == path
+    assert node.json("reset", "--tier", "G2")["manager"] == path
 
 
 def test_with_several_managers_each_command_lists_them_and_says_how_to_choose(

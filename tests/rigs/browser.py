@@ -45,13 +45,20 @@ class Browser:
         self.driver.get(url)
 
     def text(self, css: str) -> str:
-        """What a reader sees of the first element that this selects; empty when there is none."""
-        return str(
-            self.run("const e = document.querySelector(arguments[0]); return e ? e.innerText : ''", css)
+        """What a reader sees of the first element that this selects; empty when there is none, or it is hidden."""
+        script = (
+            "const e = document.querySelector(arguments[0]); return e?.checkVisibility() ? e.innerText : ''"
         )
+        return str(self.run(script, css))
 
     def click(self, css: str) -> None:
         self.driver.find_element("css selector", css).click()
+
+    def enter(self, css: str, text: str) -> None:
+        """Type into a field, and press Enter."""
+        field = self.driver.find_element("css selector", css)
+        field.clear()
+        field.send_keys(text + "\n")
 
     def run(self, script: str, *values: object) -> Any:
         """What a script on the page returns."""

@@ -96,12 +96,21 @@ class ScriptedDevice:
     def __init__(self) -> None:
         self.holds: dict[int, Hashable] = {block: f"hash {block}" for block in TABLE}
         self.free: list[int] = []
+        self.pinned: list[int] = []
 
     def tag(self, block: int) -> Hashable | None:
         return self.holds.get(block)
 
     def next_out(self, limit: int) -> Sequence[int]:
         return self.free[:limit]
+
+    def pin(self, blocks: Sequence[int]) -> bool:
+        self.pinned += blocks
+        return True
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.pinned.remove(block)
 
     def forget_all(self) -> None:
         self.holds.clear()

@@ -6,9 +6,18 @@ from typing import Any
 
 from kvbm.admin_protocol import Resize, Resized, decode_from_manager
 from kvbm.block import BlockKey
+from kvbm.clock import ManualClock
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import LAYOUT, Client, ManagerBench
+
+
+class PassingClock(ManualClock):
+    """Time passes with every look at it, so that a turn of the manager takes one message, or one piece."""
+
+    def __call__(self) -> float:
+        self.advance(0.0015)
+        return super().__call__()
 
 
 def operator(manager: ManagerBench) -> Client:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvbm.cli.web.listener import Listener, Reply, Request
+from kvbm.client.admin_http import listening
+from kvbm.clock import ManualClock
 from kvbm.manager.admin_page import PROGRAM
 from rigs.admin import Node
 from rigs.manager_probe import free_port
 
 TIMEOUT_S = 30.0
+FINE = Reply(status=200, content_type="text/plain", body=b"fine")
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -109,3 +115,19 @@ def served(
 
 def token_of(node: Node) -> str:
     return (node.runtime_dir / "admin.token").read_text().strip()
+
+
+@contextlib.contextmanager
+def serving(
+    answer: Callable[[Request], Reply] = lambda request: FINE, clock: ManualClock | None = None
+) -> Iterator[Web]:
+    """The server of the page, in a thread of the test's process."""
+    with listening("127.0.0.1:0") as listener:
+        server = Listener(listener, answer, clock or ManualClock())
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            yield Web(listener.getsockname()[1])
+        finally:
+            server.stop()
+            thread.join()

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbm.admin_protocol import Describe, Description
+from kvbm.admin_protocol import Describe, Description, Snapshot, SnapshotReply
 from kvbm.cli.doctor_check import Check, advice, fault, ok
 from kvbm.client.admin import Admin
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ERROR_SUFFIX, SOCKET_NAME
 from kvbm.client.whereabouts import known_sockets
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
+from kvbm.observe.unread import Growth
 from kvbm.present.numbers import format_bytes
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Status, StatusQuery
 from kvbm.runtime_dir import read_private
@@ -88,6 +89,7 @@ def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
     found = f"answers in {seconds * 1e3:.1f} ms; {spaces}"
     yield ok(name, found, answer_seconds=seconds, block_bytes=block_bytes)
     yield from _check_device_caches(str(path), settings)
+    yield from _check_unread(str(path), settings)
     for space in status.spaces:
         if space["fault"]:
             remedy = (
@@ -120,6 +122,19 @@ def _check_device_caches(path: str, settings: Settings) -> Iterator[Check]:
                 host_blocks=blocks,
                 device_blocks=engine.device_blocks,
             )
+
+
+def _check_unread(path: str, settings: Settings) -> Iterator[Check]:
+    """Whether what was stored since the manager's start was ever read."""
+    try:
+        with Admin(path, settings, ANSWER_TIMEOUT_S) as admin:
+            state = admin.ask(Snapshot(), SnapshotReply)
+    except KvbmError:
+        return  # another version, or it has just ended
+    growth = Growth.between({}, {(name, *labels): value for name, labels, value in state.now.values})
+    if growth.unread(state.manager.uptime_s):
+        remedy = "until something is read, storing costs memory bandwidth and wears the disk for nothing"
+        yield advice(f"manager {path}", growth.alarm(state.manager.uptime_s), remedy)
 
 
 def ask_status(socket_path: str, peer_uids: tuple[int, ...]) -> Status:

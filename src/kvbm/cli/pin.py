@@ -9,7 +9,13 @@ import typer
 
 from kvbm.admin_protocol import Pin, Pinned
 from kvbm.cli.managers import JsonOption, ManagerOption, NamespaceOption
-from kvbm.cli.prompt_commands import NOTHING_EXIT_CODE, ModelOption, PromptOption, open_prompt
+from kvbm.cli.prompt_commands import (
+    NOTHING_EXIT_CODE,
+    ModelOption,
+    PromptOption,
+    TokenizerOption,
+    open_prompt,
+)
 from kvbm.errors import SettingsError
 from kvbm.hashing import join_keys
 from kvbm.present.tables import json_text
@@ -29,6 +35,7 @@ Examples:
 def pin(
     prompt_file: PromptOption,
     model: ModelOption = "",
+    tokenizer: TokenizerOption = "",
     hours: Annotated[str, typer.Option(metavar="H", help="How long; at most a week (168).")] = "1",
     namespace: NamespaceOption = "",
     manager: ManagerOption = "",
@@ -39,7 +46,7 @@ def pin(
     Pins may hold a quarter of a namespace's host memory. Only blocks that an engine has stored can be pinned.
     """
     seconds = _seconds(hours)
-    with open_prompt(prompt_file, model, namespace, manager) as prompt:
+    with open_prompt(prompt_file, model, tokenizer, namespace, manager) as prompt:
         request = Pin(fingerprint=prompt.space.fingerprint, keys=join_keys(prompt.keys), seconds=seconds)
         reply = prompt.ask_to_hold(request)
     _report(reply, len(prompt.keys), seconds, as_json)

@@ -6,7 +6,13 @@ import typer
 
 from kvbm.admin_protocol import Pin
 from kvbm.cli.managers import JsonOption, ManagerOption, NamespaceOption
-from kvbm.cli.prompt_commands import NOTHING_EXIT_CODE, ModelOption, PromptOption, open_prompt
+from kvbm.cli.prompt_commands import (
+    NOTHING_EXIT_CODE,
+    ModelOption,
+    PromptOption,
+    TokenizerOption,
+    open_prompt,
+)
 from kvbm.hashing import join_keys
 from kvbm.present.tables import json_text
 
@@ -17,12 +23,13 @@ app = typer.Typer(rich_markup_mode=None)
 def prefetch(
     prompt_file: PromptOption,
     model: ModelOption = "",
+    tokenizer: TokenizerOption = "",
     namespace: NamespaceOption = "",
     manager: ManagerOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Bring a prompt's blocks up to host memory, up to a quarter of it. Nothing keeps them there (see kvbm pin)."""
-    with open_prompt(prompt_file, model, namespace, manager) as prompt:
+    with open_prompt(prompt_file, model, tokenizer, namespace, manager) as prompt:
         request = Pin(fingerprint=prompt.space.fingerprint, keys=join_keys(prompt.keys), seconds=0.0)
         reply = prompt.ask_to_hold(request)
     asked, coming = len(prompt.keys), reply.blocks - reply.ready

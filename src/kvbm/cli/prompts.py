@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbm.admin_protocol import FindPrefix, PrefixFound, SpaceReport
+from kvbm.cli.tokenizing import chat_tokenized, tokenized
 from kvbm.client.admin import Admin
 from kvbm.errors import SettingsError
 from kvbm.hashing import chain_keys, join_keys
@@ -29,38 +31,56 @@ VLLM_SEED = "vllm-none-hash"
 """The start of vLLM's chain where PYTHONHASHSEED is not set."""
 
 
-def read_prompt(file: Path, model: str) -> list[int]:
-    """The prompt's token ids: those of a JSON list, or of text by the tokenizer of a local model.
+def read_prompt(file: Path, tokenizer: str) -> list[int]:
+    """The prompt's token ids: a JSON list of them, the body of a request to the completions or the chat API, or text.
+    `tokenizer` is the directory of the tokenizer for all but the first.
 
     Raises SettingsError in one line.
     """
+    text = _read(file)
+    if text.lstrip()[:1] not in ("[", "{"):
+        return tokenized(text, tokenizer)
     try:
-        if file.stat().st_size > PROMPT_BYTES_MAX:
-            raise SettingsError("--prompt-file", str(file), f"a file of at most {PROMPT_BYTES_MAX >> 20} MiB")
-        text = file.read_text()
-    except OSError as error:
-        raise SettingsError(
-            "--prompt-file", str(file), f"a file that can be read ({error.strerror})"
-        ) from None
-    except UnicodeDecodeError:
-        raise SettingsError("--prompt-file", str(file), "UTF-8 text, or a JSON list of token ids") from None
-    if not text.lstrip().startswith("["):
-        return _tokenized(text, model)
-    try:
-        ids = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         if file.suffix != ".json":
-            return _tokenized(text, model)  # a prompt may begin like that
-        ids = None
-    if not isinstance(ids, list) or any(type(each) is not int or not 0 <= each <= TOKEN_MAX for each in ids):
-        raise SettingsError("--prompt-file", str(file), "a JSON list of token ids, or text")
-    return ids
+            return tokenized(text, tokenizer)  # a prompt may begin like that
+        content = None
+    if isinstance(content, dict):
+        if isinstance(content.get("messages"), list):
+            return chat_tokenized(content["messages"], tokenizer)
+        content = content.get("prompt")
+        if isinstance(content, str):
+            return tokenized(content, tokenizer)
+    if not isinstance(content, list) or any(
+        type(each) is not int or not 0 <= each <= TOKEN_MAX for each in content
+    ):
+        accepted = "a JSON list of token ids, the body of a request with prompt or messages, or text"
+        raise SettingsError("--prompt-file", str(file), accepted)
+    return content
 
 
-def held_chain(admin: Admin, space: SpaceReport, tokens: Sequence[int]) -> tuple[list[bytes], PrefixFound]:
+def _read(file: Path) -> str:
+    try:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            raise SettingsError("--prompt-file", str(file), "a regular file")
+        if found.st_size > PROMPT_BYTES_MAX:
+            raise SettingsError("--prompt-file", str(file), f"a file of at most {PROMPT_BYTES_MAX >> 20} MiB")
+        return file.read_text()
+    except OSError as error:
+        accepted = f"a file that can be read ({error.strerror})"
+        raise SettingsError("--prompt-file", str(file), accepted) from None
+    except UnicodeDecodeError:
+        raise SettingsError("--prompt-file", str(file), "UTF-8 text, or a JSON list of token ids") from None
+
+
+def held_chain(
+    admin: Admin, space: SpaceReport, tokens: Sequence[int], name: str
+) -> tuple[list[bytes], PrefixFound]:
     """The prompt's keys, in the form of which the manager holds the most blocks, and how many that is."""
     best, most = list[bytes](), PrefixFound(blocks=0, host=0)
-    for keys in candidates(space, tokens):
+    for keys in candidates(space, tokens, name):
         request = FindPrefix(fingerprint=space.fingerprint, keys=join_keys(keys))
         found = admin.ask(request, PrefixFound)
         if not best or found.blocks > most.blocks:
@@ -68,12 +88,13 @@ def held_chain(admin: Admin, space: SpaceReport, tokens: Sequence[int]) -> tuple
     return best, most
 
 
-def candidates(space: SpaceReport, tokens: Sequence[int]) -> Iterator[list[bytes]]:
-    """The keys of the prompt's full blocks, in each form that an engine may give them. Raises SettingsError."""
+def candidates(space: SpaceReport, tokens: Sequence[int], name: str) -> Iterator[list[bytes]]:
+    """The keys of the prompt's full blocks, in each form that an engine may give them. Raises SettingsError, which
+    names the prompt's file."""
     size = space.block_tokens
     tokens = tokens[: min(len(tokens) // size, KEYS_PER_MESSAGE_MAX) * size]
     if not tokens:
-        raise SettingsError("--prompt-file", "", f"a prompt of at least one block: {size} tokens")
+        raise SettingsError("--prompt-file", name, f"a prompt of at least one block: {size} tokens")
     blocks = [tuple(tokens[start : start + size]) for start in range(0, len(tokens), size)]
     seeds = dict.fromkeys((VLLM_SEED, process_environment().get("PYTHONHASHSEED", VLLM_SEED)))
     for digest in _digests():
@@ -122,25 +143,3 @@ def _number_opcodes(number: int) -> bytes:
     if number < 1 << 16:
         return b"M" + number.to_bytes(2, "little")
     return b"J" + number.to_bytes(4, "little")
-
-
-def _tokenized(text: str, model: str) -> list[int]:
-    """As an engine tokenizes a prompt of the completions API. A chat template is not applied."""
-    accepted = (
-        "the directory of a model with a tokenizer.json; or give --prompt-file a JSON list of token ids"
-    )
-    path = Path(model) / "tokenizer.json"
-    if not path.is_file():
-        raise SettingsError("--model", model, accepted)
-    try:
-        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(path))
-    except ImportError:
-        raise SettingsError(
-            "--model",
-            model,
-            "a JSON list of token ids in --prompt-file: no tokenizers here (pip install tokenizers)",
-        ) from None
-    except Exception as error:
-        raise SettingsError("--model", model, f"{accepted} ({' '.join(str(error).split())})") from None
-    ids: list[int] = tokenizer.encode(text).ids
-    return ids

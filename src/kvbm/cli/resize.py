@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import msgspec
@@ -10,13 +11,15 @@ import typer
 from kvbm.admin_protocol import Resize, Resized
 from kvbm.cli.managers import JsonOption, ManagerOption, settings_for
 from kvbm.client.admin import Admin, choose_manager
-from kvbm.errors import ManagerRefused, SettingsError
+from kvbm.errors import ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.present.numbers import format_bytes
 from kvbm.present.tables import json_text
 from kvbm.settings import parse_size
 
 RESIZE_S_MAX = 3600.0
-"""How long the command waits. The manager goes on without it, as it does after Ctrl-C."""
+"""How long the answer is waited for. It bounds the wait alone: a resize that has begun goes on to its end."""
+INTERRUPTED_EXIT_CODE = 1
+_GOES_ON = "the resize goes on in the manager; kvbm status shows how far it is"
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -24,6 +27,8 @@ _EXAMPLES = """\b
 Examples:
   kvbm resize --host 8GB
   kvbm resize --host 20GiB --manager /run/kvbm/manager.sock
+Nothing stops a resize that has begun: Ctrl-C ends this command, and kvbm status,
+kvbm top and the page show how far it is. Resize again, when it has ended, to go back.
 """
 
 
@@ -47,7 +52,15 @@ def resize(
     settings = settings_for(manager)
     path = choose_manager(settings)
     with Admin(path, settings) as admin:
-        reply = admin.ask(Resize(host_bytes=size), Resized, RESIZE_S_MAX)
+        if sys.stderr.isatty():
+            print("kvbm: resizing; Ctrl-C ends the wait, not the resize", file=sys.stderr)
+        try:
+            reply = admin.ask(Resize(host_bytes=size), Resized, RESIZE_S_MAX)
+        except KeyboardInterrupt:
+            print(f"kvbm: interrupted: {_GOES_ON}", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+        except ManagerUnavailable as error:
+            raise ManagerUnavailable(f"{error}; if it runs still, {_GOES_ON}") from None
     if reply.refusal:
         raise ManagerRefused(f"the manager at {path} refused: {reply.refusal}")
     if as_json:

@@ -12,6 +12,7 @@ from kvbm.admin_protocol import Describe, Description, EngineReport, SpaceReport
 from kvbm.cli.managers import JsonOption, ManagerOption, settings_for, tier_label
 from kvbm.client.admin import Admin, running_managers
 from kvbm.errors import KvbmError
+from kvbm.observe.view import resize_line
 from kvbm.present import tables
 from kvbm.present.numbers import format_bytes
 from kvbm.present.tables import json_text, plain_table
@@ -105,6 +106,8 @@ def _show(status: ManagerStatus) -> None:
         f"version {description.version or 'unknown'}, {_found(description)}",
         soft_wrap=True,
     )
+    if description.resizing is not None:
+        console.print(f"  {resize_line(description.resizing)}", soft_wrap=True)
     if not description.spaces:
         console.print("  no engine has connected yet: there are no tiers\n")
         return

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvbm.observe.view import View
+from kvbm.observe.view import View, resize_line
 from kvbm.present.numbers import format_bytes
 
 WIDE = 120
@@ -25,11 +25,13 @@ def title(view: View, socket_path: str, width: int) -> Text:
 
 
 def verdict(view: View) -> Text:
-    """The findings, a paragraph each."""
+    """The findings, a paragraph each, and a resize that is under way."""
     text = Text()
     for finding in view.findings:
         mark, style = _LEVELS[finding.level]
         text.append(("\n" if text else "") + mark + finding.text, style=style)
+    if view.resizing is not None:
+        text.append(("\n" if text else "") + resize_line(view.resizing), style="bold cyan")
     return text
 
 

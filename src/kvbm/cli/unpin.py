@@ -9,8 +9,9 @@ import typer
 
 from kvbm.admin_protocol import Describe, Description, Unpin, Unpinned
 from kvbm.cli.managers import JsonOption, ManagerOption, NamespaceOption, choose_space, settings_for
-from kvbm.cli.prompt_commands import NOTHING_EXIT_CODE, ModelOption
+from kvbm.cli.prompt_commands import NOTHING_EXIT_CODE, ModelOption, TokenizerOption
 from kvbm.cli.prompts import candidates, read_prompt
+from kvbm.cli.tokenizing import tokenizer_of
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
 from kvbm.hashing import join_keys
@@ -32,6 +33,7 @@ def unpin(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="End all pins of the namespace.")] = False,
     model: ModelOption = "",
+    tokenizer: TokenizerOption = "",
     namespace: NamespaceOption = "",
     manager: ManagerOption = "",
     as_json: JsonOption = False,
@@ -43,14 +45,14 @@ def unpin(
     path = choose_manager(settings)
     with Admin(path, settings) as admin:
         space = choose_space(admin.ask(Describe(), Description).spaces, namespace, model)
-        last = b""
+        last, directory = b"", tokenizer_of(tokenizer, space.model)
         if prompt_file is not None:
-            tokens = read_prompt(prompt_file, model or space.model)
-            last = join_keys(keys[-1] for keys in candidates(space, tokens))
+            tokens = read_prompt(prompt_file, directory)
+            last = join_keys(keys[-1] for keys in candidates(space, tokens, str(prompt_file)))
         ended = admin.ask(Unpin(fingerprint=space.fingerprint, last_keys=last), Unpinned)
     if as_json:
         print(json_text({"pins": ended.pins, "blocks": ended.blocks}))
     else:
-        print(f"{ended.pins} pins ended, of {ended.blocks} blocks")
+        print(f"{ended.pins} {'pin' if ended.pins == 1 else 'pins'} ended, of {ended.blocks} blocks")
     if not ended.pins and not every:
         raise typer.Exit(NOTHING_EXIT_CODE)

@@ -9,7 +9,7 @@ import typer
 
 from kvbm.admin_protocol import WhyQuery, WhyReply
 from kvbm.cli.managers import NamespaceOption, settings_for
-from kvbm.cli.prompt_commands import ModelOption
+from kvbm.cli.prompt_commands import ModelOption, TokenizerOption
 from kvbm.cli.why_prompt import ask_prompt, prefix_line
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
@@ -31,6 +31,7 @@ MEANINGS = {
     "evicted": "it was here, and the policy evicted it",
     "reset": "somebody reset the tier",
     "refused_by_filter": "the filter kept it from disk, and host memory evicted it",
+    "no_state_at_boundary": "it is held, but not what the model's other layers need to go on from there",
     "not_written": "it did not reach the disk before host memory evicted it",
     "not_stored": "it was computed, but never got into host memory",
     "failed_checksum": "its bytes on disk were damaged; it was dropped",
@@ -75,9 +76,13 @@ def why(
     ] = 20,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Ask about a prompt instead: text, or a JSON list of token ids."),
+        typer.Option(
+            metavar="FILE",
+            help="Ask about a prompt instead: token ids or a request's body in JSON, or text as it is.",
+        ),
     ] = None,
     model: ModelOption = "",
+    tokenizer: TokenizerOption = "",
     namespace: NamespaceOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -88,9 +93,9 @@ def why(
     if prompt_file is not None:
         if request:
             raise SettingsError("REQUEST_ID", request, "no value together with --prompt-file")
-        _tell_prompt(ask_prompt(prompt_file, model, namespace, manager), as_json)
+        _tell_prompt(ask_prompt(prompt_file, model, tokenizer, namespace, manager), as_json)
         return
-    for option, value in (("--model", model), ("--namespace", namespace)):
+    for option, value in (("--model", model), ("--tokenizer", tokenizer), ("--namespace", namespace)):
         if value:
             raise SettingsError(option, value, "a value only together with --prompt-file")
     reply = ask(manager, WhyQuery(request=request, limit=limit))
@@ -217,6 +222,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
         "refused_by_filter": f"{larger}, or another admission to disk ({variable('disk_admission')})",
         "not_written": f"{larger}, a faster disk, or a larger write budget ({variable('disk_write_budget_bytes')})",
         "not_stored": larger,
+        "no_state_at_boundary": "vLLM's prefix_cache_retention_interval (docs/guides/hybrid-models.md)",
         "no_room": larger,
         "failed_checksum": "look at the disk; `kvbm disk verify` reads every block",
         "promotion_too_late": f"{larger}, or a faster disk",

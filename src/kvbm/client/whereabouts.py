@@ -25,6 +25,8 @@ log = logging.getLogger("kvbm.client.whereabouts")
 SOCKET_SUFFIX = ".sock"
 RECORD_SUFFIX = ".at"
 MANAGERS_MAX = 64
+"""Managers of one runtime directory that are told of."""
+_LOOKED_AT_MAX = 4096
 """Sockets, and records, of one runtime directory that are looked at."""
 _RECORDS_SWEPT_MAX = 256
 _PATH_BYTES_MAX = 107
@@ -36,17 +38,26 @@ def listening_sockets(runtime_dir: str) -> list[str]:
 
     Raises SettingsError for a directory that others could have put a socket into.
     """
-    return [path for path in known_sockets(runtime_dir) if _connects(path) == 0]
+    return list(islice((path for path in _candidates(runtime_dir) if _connects(path) == 0), MANAGERS_MAX))
 
 
 def known_sockets(runtime_dir: str) -> list[str]:
     """The sockets in the directory, also those that nobody listens at, and those of records at which somebody does."""
+    # Living ones first: those that killed managers left must not hide them.
+    paths = _candidates(runtime_dir)
+    living = [path for path in paths if _connects(path) == 0]
+    inside = str(Path(runtime_dir))
+    dead = [path for path in paths if path not in set(living) and os.path.dirname(path) == inside]
+    return living[:MANAGERS_MAX] + dead[: max(0, MANAGERS_MAX - len(living))]
+
+
+def _candidates(runtime_dir: str) -> list[str]:
+    """The sockets in the directory, and those of its records."""
     if not check_runtime_dir(runtime_dir):
         return []
-    there = sorted(map(str, Path(runtime_dir).glob(f"*{SOCKET_SUFFIX}")))[:MANAGERS_MAX]
-    recorded = filter(None, map(_socket_of, islice(_records(runtime_dir), MANAGERS_MAX)))
-    elsewhere = {path for path in recorded if _connects(path) == 0}
-    return there + sorted(elsewhere - set(there))
+    there = sorted(map(str, islice(Path(runtime_dir).glob(f"*{SOCKET_SUFFIX}"), _LOOKED_AT_MAX)))
+    recorded = set(filter(None, map(_socket_of, islice(_records(runtime_dir), _LOOKED_AT_MAX))))
+    return there + sorted(recorded - set(there))
 
 
 @contextlib.contextmanager

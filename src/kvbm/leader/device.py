@@ -17,3 +17,9 @@ class DeviceBlocks(Protocol):
 
     def forget_all(self) -> None:
         """Later requests find no block on the device; requests that hold blocks keep them."""
+
+    def pin(self, blocks: Sequence[int]) -> bool:
+        """Keep blocks that are in use from being handed out again; False where the engine cannot."""
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """End a pin of these blocks; what nobody uses any more may be handed out again."""

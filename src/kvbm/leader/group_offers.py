@@ -76,7 +76,7 @@ class GroupOffers(Offers):
         """The request has ended, with so many complete blocks: its next turn begins there."""
         boundary = min(complete, len(tracked.hashes), tracked.stored)
         boundary -= boundary % self._grouping.step
-        usable = not tracked.outdated and tracked.extras is not None and boundary > 0
+        usable = bool(tables) and not tracked.outdated and tracked.extras is not None and boundary > 0
         if usable and boundary not in tracked.tails_offered and (tracked.keep is None or tracked.keep(0.0)):
             self._offer_tail(request, tracked, tables, boundary)
 

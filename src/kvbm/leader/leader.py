@@ -23,6 +23,7 @@ from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.offers import Offers
 from kvbm.leader.questions import Questions
+from kvbm.leader.step_budget import IDLE_WAIT_S, LAST_STORES_WAIT_S, StepBudget
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
 from kvbm.leader.traces import RequestTraces
@@ -33,13 +34,6 @@ from kvbm.observe.spans import SpanSink
 from kvbm.protocol import Finished, Hello, LookupReply, Progress, ReserveReply, Reset
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 
-STEP_WAIT_S = 0.002
-"""How long an engine step with work to do may wait for the manager's answers, in all."""
-IDLE_WAIT_S = 0.005
-"""How long an engine step without work waits for the answer to a lookup."""
-LAST_STORES_WAIT_S = 0.02
-"""How long an idle step waits for slots for the last blocks of requests that ended."""
-
 
 class Leader:
     """Decides which blocks one engine loads and stores.
@@ -48,7 +42,8 @@ class Leader:
     is True for an engine that recomputes blocks which do not arrive. `layerwise`: loads may run beside the forward
     pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
     need `device`. `weights_version` names the weights that the engine starts with, where their files do not. `spans`
-    takes what became of each request. `groups` are a hybrid model's.
+    takes what became of each request. `groups` are a hybrid model's. `zeroes`: the engine
+    zeroes blocks when it hands them out.
     `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
@@ -66,9 +61,12 @@ class Leader:
         weights_version: str = "",
         spans: SpanSink | None = None,
         groups: Sequence[Group] = (),
+        zeroes: bool = False,
     ) -> None:
-        assert device is not None or not (layerwise or lazy)
-        assert not groups or not (layerwise or lazy), "layer by layer and lazily for one group only"
+        assert device is not None or not (layerwise or lazy or zeroes)
+        assert not (groups or zeroes) or not (layerwise or lazy), (
+            "layer by layer and lazily for one group only"
+        )
         self._grouping = grouping = Grouping(groups) if groups else None
         self._clock = clock
         self._link = ManagerLink(finder, hello, clock)
@@ -78,7 +76,7 @@ class Leader:
         self.lookups = Lookups(self._link, self.cost, clock, promise_early, first, grouping)
         self.traces = RequestTraces(spans, self._link, clock, block_tokens) if spans is not None else None
         self.lookups.traces = self.traces
-        self.stores = Stores(self._link, clock, hello.rank_count, first)
+        self.stores = Stores(self._link, clock, hello.rank_count, first, device, zeroes)
         self._layerwise = layerwise
         self._device = device
         self._unconfirmed = Unconfirmed()
@@ -90,10 +88,9 @@ class Leader:
         unsaved = Unsaved(device) if lazy and device is not None else None
         offering = self.stores, unsaved, self.requests, self._keys, clock
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
-        self._gone: set[str] = set()
+        self._gone, self._life, self._readied = set[str](), 0, 0
         self._new_loads: list[LoadPlan] = []
-        self._life = self._readied = 0
-        self._wait_left_s = STEP_WAIT_S
+        self._budget = StepBudget(self._link)
         self._steps = StepTimes(self.cost, clock)
         self.receive()
 
@@ -167,8 +164,8 @@ class Leader:
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)
         search, promised = self._questions.answer(request, tracked, computed)
-        if search is not None and promised is None and self._wait_left_s > 0.0:
-            self._wait_a_little(self._wait_left_s)
+        if search is not None and promised is None and self._budget.left_s > 0.0:
+            self._wait_a_little(self._budget.left_s)
             # The answer may have come, and be to a question that left out blocks which the device has dropped since.
             search, promised = self._questions.answer(request, tracked, computed)
         if search is None:
@@ -194,8 +191,8 @@ class Leader:
     ) -> None:
         """The engine made room: load `count` promised blocks; with 0, the request is computed without us.
 
-        `table` is the request's whole block table; the loaded blocks follow those that were computed already. With
-        several groups `tables` has each one's.
+        `table` is the request's whole block table, with several groups `tables` has each one's; the loaded blocks
+        follow those that were computed already.
         """
         tracked = self.requests.get(request)
         if count <= 0:
@@ -220,17 +217,18 @@ class Leader:
     def step(
         self,
         scheduled: Iterable[Scheduled],
-        preempted: Iterable[str],
+        preempted: Collection[str],
         prefill_tokens: int,
         idle: bool,
         prefill_position: float = 0.0,
     ) -> StepPlan:
         """The plan of an engine step that computes `prefill_tokens` prompt tokens, whose mean position is
         `prefill_position`; an `idle` step computes nothing."""
-        left_s, self._wait_left_s = self._wait_left_s, STEP_WAIT_S
+        left_s = self._budget.begin()
         self.receive()
+        self._gone.update(preempted)
         for request in preempted:
-            self._gone.add(request)
+            self.stores.ended(request)
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.asked_from = None
@@ -240,8 +238,8 @@ class Leader:
         may_wait = idle
         if (self._gone and self.stores.unanswered) or self.stores.fleeting_unanswered:
             may_wait = False
-            self._wait_a_little(LAST_STORES_WAIT_S if idle else max(0.0, left_s))
-            self._wait_left_s = STEP_WAIT_S
+            self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s)
+            self._budget.begin()
         scheduled = list(scheduled)
         # The tags of free device blocks are asked for only where a plan needs them: a step has thousands of blocks.
         free = self.stores.plans_free_blocks
@@ -271,8 +269,7 @@ class Leader:
         invalid: set[int],
         failed: Collection[str] = (),
     ) -> None:
-        """Take in the workers' reports: `arrived` requests are loaded on all ranks, `invalid` device blocks failed, or
-        with several groups the loads of the requests `failed`."""
+        """Ranks report: `arrived` requests are loaded; `invalid` blocks, or the loads of `failed` requests, are not."""
         self._steps.ended()
         self.receive()
         if report is not None:
@@ -315,8 +312,9 @@ class Leader:
             if tracked is None:
                 return
             self._gone.add(request)
-            if tables and self.ready:
+            if self.ready:
                 self._offers.ending(request, tracked, tables, complete_blocks)
+            self.stores.ended(request)
             last = tracked.asked_blocks
             if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
                 self._link.send(Finished(key=key, output_tokens=output_tokens))
@@ -395,7 +393,7 @@ class Leader:
             self._questions.ready_again()
 
     def _wait_a_little(self, seconds: float) -> None:
-        self._wait_left_s -= self._link.wait(seconds)
+        self._budget.wait(seconds)
         self.receive()
 
     def _ran(self, entry: Scheduled) -> None:

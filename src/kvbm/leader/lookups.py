@@ -114,8 +114,8 @@ class Lookups:
             self.window.found(search.request, len(search.slots))
         else:
             self._unloaded.note(search, late[1], 0)
-            if search.unloaded:
-                self._link.send(Release(lookup=search.number, unloaded=search.unloaded))
+            # The slowest answers are those that came too late: their times count too.
+            self._link.send(Release(lookup=search.number, answer_s=search.answer_s, unloaded=search.unloaded))
         return search
 
     def progressed(self, progress: Progress) -> None:
@@ -393,7 +393,8 @@ class Lookups:
         search = self._by_request.get(request)
         if search is None or search.stage is Stage.LOADING:
             return
-        if search.life == self._link.life and (search.slots or search.unloaded or not search.answered):
+        if search.life == self._link.life:
+            # Also where nothing was found: how long the answer took counts all the same.
             self._link.send(Release(lookup=search.number, answer_s=search.answer_s, unloaded=search.unloaded))
         self._forget(search)
 

@@ -3,8 +3,10 @@
 A block belongs to its request until the request ends or is preempted, and is not overwritten before. So copies may run
 beside later steps, until the step that *releases* their store. A store without a request (lazy offload) copies free
 blocks: it is planned only while their content is unchanged, and released with the next step. A *fleeting* store is of
-blocks that their request gives up while it runs (a sliding window's, a recurrent state): it is planned and released in
-the next step, or given up.
+blocks that their request gives up while it runs (a sliding window's, a recurrent state). They are pinned until they are
+copied or the request ends; where the engine cannot pin, the store is planned and released in the next step, or given
+up. An engine that zeroes blocks when it hands them out may do that before we read what they held: there every store's
+blocks are pinned until they are copied.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
+from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.tracked import Keep
 from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply
@@ -45,6 +48,7 @@ class _Store:
     ranks: int = 0
     answer_s: float = 0.0
     fleeting: bool = False
+    pinned: bool = False
 
 
 class Answered(NamedTuple):
@@ -67,8 +71,18 @@ class Answered(NamedTuple):
 class Stores:
     """All stores of one engine, in three steps: asked, planned, committed. `rank_count` ranks must report each."""
 
-    def __init__(self, link: ManagerLink, clock: Clock, rank_count: int, first_number: int) -> None:
+    def __init__(
+        self,
+        link: ManagerLink,
+        clock: Clock,
+        rank_count: int,
+        first_number: int,
+        device: DeviceBlocks | None = None,
+        pin_all: bool = False,
+    ) -> None:
         self._link = link
+        self._device = device
+        self._pin_all = pin_all
         self._clock = clock
         self._rank_count = rank_count
         self._numbers = count(first_number)
@@ -87,7 +101,9 @@ class Stores:
     @property
     def fleeting_unanswered(self) -> bool:
         """Whether the next step is the last one in which a store can be planned that the manager has yet to answer."""
-        return any(store.fleeting and store.slots is None for store in self._asked.values())
+        return any(
+            store.fleeting and not store.pinned and store.slots is None for store in self._asked.values()
+        )
 
     @property
     def pending(self) -> bool:
@@ -133,9 +149,14 @@ class Stores:
         ready = self._link.ready
         if ready is None or self.room <= 0:
             return False
+        pinned = (fleeting or self._pin_all) and self._pin(device_blocks)
+        if self._pin_all and not pinned:
+            return False
         number = next(self._numbers)
         asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes, groups=groups, again=again)
         if not self._link.send(asked):
+            if pinned and self._device is not None:
+                self._device.unpin(device_blocks)
             return False
         self._asked[number] = _Store(
             number,
@@ -149,6 +170,7 @@ class Stores:
             keep,
             asked if tags else None,
             fleeting=fleeting,
+            pinned=pinned,
         )
         return True
 
@@ -174,19 +196,24 @@ class Stores:
         plans: list[StorePlan] = []
         now_s = self._clock()
         for store in list(self._asked.values()):
+            now_or_never = (store.request in gone or store.fleeting) and not store.pinned
             if store.slots is None:
                 if store.life != self._link.life:
                     del self._asked[store.number]
-                elif store.fleeting or store.request in gone or now_s - store.asked_s > PLAN_AGE_S_MAX:
+                    self._unpin(store)
+                elif now_or_never or now_s - store.asked_s > PLAN_AGE_S_MAX:
                     # Not when the answer comes: the engine may take no further step in which to do it.
                     del self._asked[store.number]
+                    self._unpin(store)
                     self._give_back(store.number, len(store.device_blocks))
                 continue
             del self._asked[store.number]
             pairs = [(slot, i) for i, slot in enumerate(store.slots) if slot >= 0]
             if not pairs or store.life != self._link.life:
+                self._unpin(store)
                 continue
             if now_s - store.asked_s > PLAN_AGE_S_MAX:
+                self._unpin(store)
                 self._give_back(store.number, len(pairs))
                 continue
             if store.tags:
@@ -216,14 +243,32 @@ class Stores:
         """Planned stores whose device blocks may be overwritten from this step on. Called once a step, after `plan`."""
         released = []
         for store in self._planned.values():
-            if store.request in gone or store.fleeting or (store.tags and store.steps_planned):
+            ended = (store.request in gone or store.fleeting) and not store.pinned
+            if ended or (store.tags and store.steps_planned):
                 released.append(store.number)
             store.steps_planned += 1
         return tuple(released)
 
+    def ended(self, request: str) -> None:
+        """The request gives all of its blocks back: what is not copied by the next step's beginning is given up, and
+        nothing keeps the engine from emptying its cache."""
+        for store in (*self._asked.values(), *self._planned.values()):
+            if store.request == request and not self._pin_all:
+                self._unpin(store)
+
+    def _pin(self, device_blocks: Sequence[int]) -> bool:
+        return self._device is not None and self._device.pin(device_blocks)
+
+    def _unpin(self, store: _Store) -> None:
+        if store.pinned:
+            assert self._device is not None
+            store.pinned = False
+            self._device.unpin(store.device_blocks)
+
     def doubt(self) -> None:
         """KV may be wrong, or its keys are: no store that was asked for up to now is committed."""
         for store in self._asked.values():
+            self._unpin(store)
             self._give_back(store.number, len(store.device_blocks))
         self._asked.clear()
         for store in self._planned.values():
@@ -242,6 +287,7 @@ class Stores:
             if store.ranks >= self._rank_count:
                 del self._planned[number]
                 del self._failed[number]
+                self._unpin(store)
                 if store.keep is not None and not store.keep(now_s):
                     bad.update(range(store.planned_slots))
                 if store.life == self._link.life:
@@ -253,6 +299,9 @@ class Stores:
     def lost(self) -> None:
         """The session began anew: forget the stores of the one before."""
         life = self._link.life
+        for store in (*self._asked.values(), *self._planned.values()):
+            if store.life != life:
+                self._unpin(store)
         self._asked = {n: s for n, s in self._asked.items() if s.life == life}
         self._planned = {n: s for n, s in self._planned.items() if s.life == life}
         self._failed = {n: f for n, f in self._failed.items() if n in self._planned}

@@ -19,6 +19,7 @@ from kvbm.admin_protocol import (
     LeaseRow,
     ListBlocks,
     ListLeases,
+    ResizeReport,
     SpaceReport,
     TierReport,
 )
@@ -43,7 +44,8 @@ Handler = Callable[[Session, Any], Iterator[None] | None]
 class Administration:
     """Handlers of an operator's messages. Owned by the manager's thread.
 
-    `sessions` has the open ones by number; `refused_count` tells how many were refused so far. `metrics` are read only.
+    `sessions` has the open ones by number; `refused_count` tells how many were refused so far, `resizing` how far a
+    resize is. `metrics` are read only.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Administration:
         epoch: int,
         refused_count: Callable[[], int],
         clock: Clock,
+        resizing: Callable[[], ResizeReport | None] = lambda: None,
     ) -> None:
         self._spaces = spaces
         self._membership = membership
@@ -63,6 +66,7 @@ class Administration:
         self._epoch = epoch
         self._refused_count = refused_count
         self._clock = clock
+        self._resizing = resizing
         self._started_s = clock()
 
     @property
@@ -92,6 +96,7 @@ class Administration:
             sessions=len(self._sessions),
             fences=len(self._membership.fences),
             refused=self._refused_count(),
+            resizing=self._resizing(),
         )
 
     def list_blocks(self, session: Session, message: ListBlocks) -> Iterator[None]:

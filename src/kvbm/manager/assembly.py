@@ -11,10 +11,11 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
-from kvbm.manager.gauges import count_evictions
+from kvbm.manager.gauges import count_evictions, forget_blocks
 from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
+from kvbm.manager.namespace_labels import NamespaceLabels
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
@@ -62,11 +63,16 @@ class SpaceTable:
         self._clock = clock
         self._on_progress = on_progress
         self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
+        self._labels = NamespaceLabels()
         # The largest request, in blocks, for which each was compared with its memory: every rank asks.
         self._advised: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[tuple[Namespace, Space]]:
         return iter(list(self._spaces.values()))
+
+    def named(self) -> list[tuple[str, Space]]:
+        """Every space with its name in metrics."""
+        return [(self._labels.name(namespace), space) for namespace, space in self]
 
     def namespace_of(self, space: Space) -> Namespace:
         """The namespace of one of ours."""
@@ -100,11 +106,13 @@ class SpaceTable:
 
     def drop(self, space: Space, keep: bool) -> None:
         """Close a space and forget it."""
-        fingerprint = self.namespace_of(space).fingerprint
+        namespace = self.namespace_of(space)
+        fingerprint, label = namespace.fingerprint, self._labels.name(namespace)
         del self._spaces[fingerprint]
         self._advised.pop(fingerprint, None)
         space.close(keep)
-        count_evictions(space, self._metrics)
+        count_evictions(label, space, self._metrics)
+        forget_blocks(label, space, self._metrics)
 
     def _advise(self, namespace: Namespace, space: Space, request_blocks: int) -> None:
         """Warn where one request may have more blocks than the host memory that all of them go through."""

@@ -35,6 +35,8 @@ class Carrying:
         """Takes the empty arena over. Raises for an installed policy that cannot be made of this size."""
         self.space = space
         self.before = space.host_pool.counts().resident
+        self.dropped = 0
+        """Blocks that a shrink took out of the present memory, before anything was carried."""
         self._clock = clock
         self._arena = arena
         self._cleared = space.cleared
@@ -47,6 +49,11 @@ class Carrying:
     def carried(self) -> int:
         """Blocks in the new memory."""
         return self._new.pool.counts().resident
+
+    @property
+    def goal(self) -> int:
+        """About how many blocks will have been carried at the end, as it looks now."""
+        return min(self.space.host_pool.counts().resident, self._arena.slot_count)
 
     @property
     def emptied_slots(self) -> bool:
@@ -95,7 +102,9 @@ class Carrying:
         """Take slots out of use until there are no more than the new memory has, or the others are in use."""
         old = self.space.host_pool
         while (excess := old.slot_count - old.withheld_count - self._arena.slot_count) > 0:
+            evicted = old.evicted_count
             slots = old.withhold(min(excess, PIECE_BLOCKS_MAX), self._clock())
+            self.dropped += old.evicted_count - evicted
             if not slots:
                 return
             self.space.arena.discard(slots)

@@ -1,4 +1,4 @@
-"""The present state of the tiers for the metrics table, summed over namespaces: labels never name one."""
+"""The present state of the tiers for the metrics table: summed over namespaces, but for what each of them holds."""
 
 from __future__ import annotations
 
@@ -9,28 +9,42 @@ from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 
 
-def count_evictions(space: Space, metrics: Metrics) -> None:
-    """Count the blocks that the space has dropped since the last time; they are noted there, and counted in bulk."""
+def count_evictions(label: str, space: Space, metrics: Metrics) -> None:
+    """Count the blocks that the space has dropped since the last time; they are noted there, and counted in bulk.
+
+    `label` is the space's name in metrics.
+    """
     for pool in space.pools:
+        tier = pool.tier.name.lower()
+        metrics.add("kvbm_namespace_evicted_blocks_total", pool.evicted_count, namespace=label, tier=tier)
         for reason, blocks in pool.evicted.items():
-            metrics.add("kvbm_evicted_blocks_total", blocks, tier=pool.tier.name.lower(), reason=reason)
+            metrics.add("kvbm_evicted_blocks_total", blocks, tier=tier, reason=reason)
         pool.evicted.clear()
 
 
-def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
-    """Bring occupancy, queues, evictions and the state of the tiers up to date."""
+def forget_blocks(label: str, space: Space, metrics: Metrics) -> None:
+    """A space is closed: none of its blocks can be found until there is one of its name again."""
+    for pool in space.pools:
+        metrics.set("kvbm_namespace_blocks", 0, namespace=label, tier=pool.tier.name.lower())
+
+
+def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None:
+    """Bring occupancy, queues, evictions and the state of the tiers up to date; each space has its name in metrics."""
+    spaces = [space for _, space in named]
+    resident: Counter[tuple[str, str]] = Counter()
     capacity: Counter[str] = Counter()
     leased: Counter[str] = Counter()
     blocks: Counter[tuple[str, str]] = Counter()
     queues: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     ages_s: dict[str, float] = {}
-    for space in spaces:
-        count_evictions(space, metrics)
+    for label, space in named:
+        count_evictions(label, space, metrics)
         for pool in space.pools:
             tier, counts = pool.tier.name.lower(), pool.counts()
             capacity[tier] += pool.slot_count
             leased[tier] += counts.leased
+            resident[label, tier] += counts.resident
             for state in ("free", "filling", "resident"):
                 blocks[tier, state] += getattr(counts, state)
         if space.disk is not None:
@@ -47,6 +61,8 @@ def publish_gauges(spaces: Sequence[Space], metrics: Metrics) -> None:
             metrics.set("kvbm_tier_up", 0 if faults[tier] else 1, tier=tier)
     for (tier, state), number in blocks.items():
         metrics.set("kvbm_pool_blocks", number, tier=tier, state=state)
+    for (label, tier), number in resident.items():
+        metrics.set("kvbm_namespace_blocks", number, namespace=label, tier=tier)
     for queue, waiting in queues.items():
         metrics.set("kvbm_queue_blocks", waiting, queue=queue)
         metrics.set("kvbm_queue_age_seconds", ages_s[queue], queue=queue)

@@ -140,9 +140,12 @@ class History:
         sources: bytes,
         cut: int,
         full: int = 0,
-    ) -> None:
+    ) -> str:
         """A lookup found blocks in these tiers, and `cut` more that it could not lease. With several groups the first
-        `full` blocks are held, as far as all tokens go."""
+        `full` blocks are held, as far as all tokens go.
+
+        Returns why it found nothing, one of `MISSED_REASONS`; empty where it found something, or asked for nothing.
+        """
         asked, namespace = self._asked(owner, message), self._namespace_of(space)
         _note_place(asked, space, namespace)
         asked.blocks, asked.on_device = len(keys), message.skip
@@ -158,6 +161,7 @@ class History:
         self._count(asked)
         if message.prompt and keys:
             self._remember(message.prompt, _Variant(keys[0], namespace, _bounded(message.extras)))
+        return "" if asked.found else next(iter(asked.missing), "")
 
     def released(self, owner: int, message: Release, loaded: int) -> None:
         """The leader says what became of the blocks that a lookup found; `loaded` of the prompt's were loaded."""

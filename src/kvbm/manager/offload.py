@@ -278,8 +278,8 @@ class Offloader(Generic[KeyT]):
 
     def _refuse(self, keys: list[KeyT], host_slots: list[SlotIndex]) -> None:
         """No slot on disk is to be had for a chain, not even for its first block; the others are no use without it."""
-        if self.full is not None and self.full.due and self.disk_pool.all_in_use:
-            self.full.skipped(len(keys))
+        if self.full is not None:
+            self.full.skipped(len(keys), self.disk_pool.all_in_use)
         for key, slot in zip(keys, host_slots, strict=True):
             del self.queue[key]
             self._drop(slot, "full", key)

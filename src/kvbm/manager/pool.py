@@ -180,7 +180,6 @@ class SlotPool(Generic[KeyT]):
             leased=self._table.leased_count(),
         )
 
-    @property
     def all_in_use(self) -> bool:
         """Whether every slot is leased or being filled, so that no policy could make room. Looks at all slots."""
         return not self._free and self._table.count(BlockState.RESIDENT) == self._table.leased_count()

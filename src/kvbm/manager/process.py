@@ -47,6 +47,11 @@ _BACKLOG = 128
 _SWEEP_MAX = 256
 
 
+def _tiers(settings: Settings) -> list[str]:
+    """The tiers that keep blocks, as labels name them. Where disk is alone, host memory only passes blocks on."""
+    return [name for name, on in (("host", settings.host_on), ("disk", settings.disk_on)) if on]
+
+
 def serve(
     settings: Settings,
     socket_path: str,
@@ -62,7 +67,7 @@ def serve(
     port, or does without. Tiers are made when the first engine names its namespace; a failure then is reported to that
     engine.
     """
-    metrics = Metrics()
+    metrics = Metrics(_tiers(settings))
     traffic = Traffic(metrics, settings, clock)
     make_spaces = partial(SpaceTable, settings, namespaces, metrics, clock)
     if not settings.manager:

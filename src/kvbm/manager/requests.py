@@ -9,7 +9,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.manager.followers import Followers
-from kvbm.manager.history import History
+from kvbm.manager.history import UNAVAILABLE, History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
@@ -69,6 +69,7 @@ class Requests:
         if engine is None:
             session.send(LookupReply(lookup=message.lookup))
             self._history.unavailable(session.number, message)
+            self._traffic.missed(UNAVAILABLE)
             return
         space, name = engine.space, (session.number, message.lookup)
         self._unanswered.add(name)
@@ -90,7 +91,8 @@ class Requests:
         moves_log.matched(on_host, on_disk, asked, message.request)
         self._traffic.looked_up(engine.name, asked, counted)
         self._traffic.asked(engine.label, space.layout, asked, counted)
-        self._history.looked_up(session.number, message, keys, space, counted, no_room + refused, full)
+        why = self._history.looked_up(session.number, message, keys, space, counted, no_room + refused, full)
+        self._traffic.missed(why)
         if lease is None:
             session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused, full=full))
             return

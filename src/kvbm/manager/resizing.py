@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import msgspec
 
-from kvbm.admin_protocol import Resize, Resized
+from kvbm.admin_protocol import Resize, Resized, ResizeReport
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.administration import refuse_other_roles
@@ -28,6 +28,7 @@ from kvbm.tiers.host import HostArena, refuse_beyond_memory
 log = logging.getLogger("kvbm.manager")
 
 FIELD = "--host"
+_NAMED_MAX = 8
 
 
 def obtainable_bytes() -> int | None:
@@ -39,14 +40,15 @@ def obtainable_bytes() -> int | None:
 class Resizing:
     """The handler of `Resize`. Owned by the manager's thread.
 
-    `send_away(space)` ends the sessions of a space's engines. `others_busy(session)` tells whether another operator's
-    request is half answered. `available_bytes` tells how much memory can still be had, None where nobody knows.
+    `send_away(space)` ends the sessions of a space's engines, and names them. `others_busy(session)` tells whether
+    another operator's request is half answered. `available_bytes` tells how much memory can still be had, None where
+    nobody knows.
     """
 
     def __init__(
         self,
         spaces: SpaceTable,
-        send_away: Callable[[Space], None],
+        send_away: Callable[[Space], list[str]],
         others_busy: Callable[[Session], bool],
         clock: Clock,
         available_bytes: Callable[[], int | None] = obtainable_bytes,
@@ -56,9 +58,22 @@ class Resizing:
         self._others_busy = others_busy
         self._clock = clock
         self._busy = False
+        self._wanted_bytes, self._started_s = 0, 0.0
         self.under_way: list[Carrying] = []
         """What is being carried over now, by namespace."""
         self.available_bytes = available_bytes
+
+    def report(self) -> ResizeReport | None:
+        """How far the resize is that is under way."""
+        if not self._busy:
+            return None
+        return ResizeReport(
+            host_bytes=self._wanted_bytes,
+            blocks=sum(each.goal for each in self.under_way),
+            carried=sum(each.carried for each in self.under_way),
+            dropped=sum(each.dropped for each in self.under_way),
+            seconds=self._clock() - self._started_s,
+        )
 
     def resize(self, session: Session, message: Resize) -> Iterator[None]:
         """Answer with `Resized`, after many turns."""
@@ -67,22 +82,31 @@ class Resizing:
             session.send(Resized(refusal="another resize is under way"))
             return
         self._busy = True
+        self._wanted_bytes, self._started_s = message.host_bytes, self._clock()
         try:
-            try:
-                reply = yield from self._resized(session, message.host_bytes)
-            except KvbmError as error:
-                reply = Resized(refusal=str(error))
-            except Exception as error:
-                log.exception("host memory keeps its size")
-                reply = Resized(
-                    refusal=f"it failed, and host memory keeps its size: {type(error).__name__}: {error}"
-                )
+            reply = yield from self._answered(session, message.host_bytes)
         finally:
             self._busy, self.under_way = False, []
         session.send(reply)
 
+    def _answered(self, session: Session, host_bytes: int) -> Generator[None, None, Resized]:
+        """The reply, also where it failed. What a refused one has cost all the same is said in it, and logged: the
+        operator who asked may have gone."""
+        try:
+            return (yield from self._resized(session, host_bytes))
+        except _CostlyRefusal as error:
+            log.warning("resize refused: %s", error)
+            return Resized(refusal=str(error), dropped=error.dropped)
+        except KvbmError as error:
+            return Resized(refusal=str(error))
+        except Exception as error:
+            log.exception("host memory keeps its size")
+            return Resized(
+                refusal=f"it failed, and host memory keeps its size: {type(error).__name__}: {error}"
+            )
+
     def _resized(self, session: Session, host_bytes: int) -> Generator[None, None, Resized]:
-        started_s, before_bytes = self._clock(), self._host_bytes()
+        before_bytes = self._host_bytes()
         self.under_way = carryings = self._begin(host_bytes)
         try:
             for carrying in carryings:
@@ -93,7 +117,14 @@ class Resizing:
             while self._others_busy(session):
                 yield
             _refuse_changed(self._spaces, carryings)
-        except BaseException:
+        except Exception as error:
+            dropped, engines = self._undo(carryings)
+            if not (dropped or engines):
+                raise
+            if not isinstance(error, KvbmError):
+                log.exception("host memory keeps its size")
+            raise _CostlyRefusal(error, dropped, engines) from None
+        except BaseException:  # the manager ends
             self._undo(carryings)
             raise
         # From here on there is no way back: who comes now gets the new size.
@@ -118,13 +149,14 @@ class Resizing:
         before = sum(each.before for each in carryings)
         reply = Resized(
             before_bytes=before_bytes,
-            after_bytes=self._host_bytes(),
+            # Without a namespace there is no memory yet: it is what the first engine will find.
+            after_bytes=self._host_bytes() if carryings else host_bytes,
             blocks_before=before,
             carried=carried,
             dropped=max(0, before - carried),
             pins_ended=pins_ended,
             slots=sum(each.space.host_pool.slot_count for each in carryings),
-            seconds=self._clock() - started_s,
+            seconds=self._clock() - self._started_s,
         )
         log.info(
             "host memory has %.2f GB now, and had %.2f GB: %d of %d blocks were carried over in %.1f s",
@@ -185,24 +217,43 @@ class Resizing:
             raise
         return carryings
 
-    def _undo(self, carryings: list[Carrying]) -> None:
+    def _undo(self, carryings: list[Carrying]) -> tuple[int, list[str]]:
+        """Keep the memory that there is. The blocks that are lost nevertheless, and the engines that were sent away."""
+        engines: list[str] = []
         for carrying in carryings:
             if carrying.emptied_slots:
                 # A device may have locked pages that were given back: its rank has to map and lock them anew.
-                self._send_away(carrying.space)
+                engines += self._send_away(carrying.space)
                 carrying.space.life += 1
             carrying.undo()
+        return sum(carrying.dropped for carrying in carryings), engines
 
     def _host_bytes(self) -> int:
-        return sum(space.arena.slot_count * space.layout.block_bytes for _, space in self._spaces)
+        """Of all namespaces; of none yet, what the settings say, as far as they say it in bytes."""
+        spaces = [space for _, space in self._spaces]
+        if not spaces:
+            settings = self._spaces.settings
+            return 0 if settings.host_blocks else settings.host_bytes or 0
+        return sum(space.arena.slot_count * space.layout.block_bytes for space in spaces)
+
+
+class _CostlyRefusal(KvbmError):
+    """A resize that ended after slots had been taken out of use."""
+
+    def __init__(self, error: Exception, dropped: int, engines: list[str]) -> None:
+        cost = []
+        if dropped:
+            cost.append(f"{dropped} blocks had been dropped from it to make room")
+        if engines:
+            more = f" and {len(engines) - _NAMED_MAX} more" if len(engines) > _NAMED_MAX else ""
+            cost.append(f"its engines connect again: {', '.join(map(repr, engines[:_NAMED_MAX]))}{more}")
+        text = str(error) if isinstance(error, KvbmError) else f"it failed: {type(error).__name__}: {error}"
+        super().__init__(f"{text}; host memory keeps its size, but {', and '.join(cost)}")
+        self.dropped = dropped
 
 
 def _refuse_changed(spaces: SpaceTable, carryings: list[Carrying]) -> None:
     """A namespace that came, went or failed meanwhile ends the resize: its memory was not reckoned with."""
     present = [space for _, space in spaces]
     if present != [carrying.space for carrying in carryings] or any(space.failure for space in present):
-        raise SettingsError(
-            FIELD,
-            "",
-            "the same namespaces from beginning to end: one came, went or failed meanwhile; try again",
-        )
+        raise KvbmError("a namespace came, went or failed meanwhile; try again")

@@ -13,7 +13,7 @@ report through its descriptor. The loop never waits for a client. For a medium i
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
 
 A resize of host memory begins with a turn that makes the new index, and ends with one that goes over to it: they take
-longer than others, by about half a millisecond for each thousand slots.
+longer than others, by up to half a millisecond for each thousand slots, and by some where gigabytes are mapped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import selectors
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
 from typing import Any
 
 from kvbm.admin_protocol import Resize, Snapshot, WhyQuery
@@ -31,6 +30,7 @@ from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.door import Door
 from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.history import History
@@ -44,7 +44,6 @@ from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
-from kvbm.peers import is_trusted
 from kvbm.protocol import (
     Commit,
     FenceDone,
@@ -53,7 +52,6 @@ from kvbm.protocol import (
     Hello,
     Lookup,
     Message,
-    Refused,
     Release,
     Reserve,
     Reset,
@@ -62,7 +60,6 @@ from kvbm.protocol import (
     StatusQuery,
     Watch,
 )
-from kvbm.settings import variable
 
 log = logging.getLogger("kvbm.manager")
 
@@ -71,7 +68,6 @@ TURN_S = 0.001
 """How long a turn of the loop begins new work; what it has begun then, it ends."""
 ANSWERS_FIRST = 8
 """While clients ask without a pause, the policies are told in one of so many turns."""
-SESSIONS_MAX = 1024
 WHY_MAX = 256
 
 
@@ -97,17 +93,15 @@ class Server:
         self.last_busy_s = clock()
         self.refused_count = 0
         self._clock = clock
-        self._peer_uids = frozenset(peer_uids)
-        self._listener = listener
-        self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self.sessions: dict[int, Session] = {}
+        self._door = Door(listener, self._selector, self.sessions, frozenset(peer_uids), TICK_S)
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._history = History(clock, self.spaces.namespace_of)
         self._requests = requests = Requests(
             self.membership, traffic, self._followers, self._history, self.sessions.get, clock
         )
+        self.resizing = Resizing(self.spaces, self._send_away, self._others_busy, clock)
         administration = Administration(
             self.spaces,
             self.membership,
@@ -116,18 +110,15 @@ class Server:
             self.epoch,
             lambda: self.refused_count,
             clock,
+            self.resizing.report,
         )
         self._pins = Pins(self.spaces, clock)
-        self.resizing = Resizing(self.spaces, self._send_away, self._others_busy, clock)
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
-        self._numbers = count(1)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
         self._unfinished = False
         self._turns_untold = self._told_last = 0
         self._failed: list[Space] = []
-        self._accepting = True
-        self._accept_failed = False
         self._tick_at_s = clock()
         # Each takes the message of its type. One that takes long leaves the rest to an iterator, in slices.
         self._handlers: dict[type, Callable[[Session, Any], Iterator[None] | None]] = {
@@ -200,45 +191,7 @@ class Server:
         for _, space in list(self.spaces):
             self.spaces.drop(space, keep)
         self._selector.close()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            self._pause_accepting(error)
-            return
-        self._accept_failed = False
-        session = Session(connection, next(self._numbers))
-        refusal = ""
-        if not is_trusted(session.peer_uid(), self._peer_uids):
-            refusal = (
-                f"user {session.peer_uid()} cannot be served: this manager is user {os.geteuid()}'s "
-                f"({variable('peer_uids')} lists others, for a socket that was named)"
-            )
-        elif len(self.sessions) >= SESSIONS_MAX:
-            refusal = f"{len(self.sessions)} sessions are open: accepted are {SESSIONS_MAX}"
-        if refusal:
-            session.send(Refused(reason=refusal))
-            session.close()
-            return
-        self.sessions[session.number] = session
-        self._selector.register(connection, selectors.EVENT_READ, session)
-
-    def _pause_accepting(self, error: OSError) -> None:
-        """Descriptors or memory ran out. Waiting clients keep the listener readable: stop selecting it for a while."""
-        self._selector.unregister(self._listener)
-        self._accepting = False
-        if not self._accept_failed:
-            log.warning(
-                "sessions cannot be accepted: %s; %d are open, tried again every %g s",
-                error.strerror,
-                len(self.sessions),
-                TICK_S,
-            )
-        self._accept_failed = True
+        self._door.close()
 
     def _answer(self, until_s: float) -> bool:
         """Handle messages until that time, one in any case: one of each session in turn. Whether there was one."""
@@ -339,14 +292,12 @@ class Server:
         session.close()
 
     def _tick(self) -> None:
-        if not self._accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._accepting = True
+        self._door.open_again()
         self._pins.expire()
         self.membership.expire()
         self.membership.announce_tiers()
         self.membership.name_missing()
-        publish_gauges([space for _, space in self.spaces], self.traffic.metrics)
+        publish_gauges(self.spaces.named(), self.traffic.metrics)
         if self.membership.awaited:
             self.last_busy_s = self._clock()
         roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
@@ -383,8 +334,10 @@ class Server:
     def _why(self, session: Session, message: WhyQuery) -> None:
         session.send(self._history.reply(message.request, min(message.limit, WHY_MAX)))
 
-    def _send_away(self, space: Space) -> None:
+    def _send_away(self, space: Space) -> list[str]:
+        engines = [engine.name for engine in self.membership if engine.space is space]
         self._requests.dropped(self.membership.send_away(space))
+        return engines
 
     def _others_busy(self, session: Session) -> bool:
         admins = (s for s in self.sessions.values() if s.hello is not None and s.hello.role == "admin")

@@ -59,7 +59,7 @@ class Snapshots:
                 yield
         prefixes.sort(key=lambda prefix: -prefix.heat)
         # Evictions since the last tick are not counted yet.
-        publish_gauges([space for _, space in self._spaces], self._metrics)
+        publish_gauges(self._spaces.named(), self._metrics)
         session.send(
             SnapshotReply(
                 manager=self._describe(),

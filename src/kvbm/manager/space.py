@@ -250,8 +250,7 @@ class Space:
             self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
             self.departed.note(Tier.HOST, keys[len(answer) :], NO_SLOT)
             answer += [REFUSED] * refused
-            if self._full.due and self.host_pool.all_in_use:
-                self._full.skipped(refused)
+            self._full.skipped(refused, self.host_pool.all_in_use)
         if mine.slots and known is None:
             self.reservations.add(mine)
         return answer

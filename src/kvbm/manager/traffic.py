@@ -13,6 +13,7 @@ from kvbm.layout import BlockLayout
 from kvbm.observe.hit_rates import HitCounts, HitRateLog, HitRateWindow
 from kvbm.observe.log import traffic_line
 from kvbm.observe.metrics import Metrics
+from kvbm.observe.unread import UnreadAlarm
 from kvbm.protocol import UNLOADED_REASONS
 from kvbm.settings import Settings
 
@@ -46,6 +47,7 @@ class Traffic:
         self._engines: dict[str, _EngineHits] = {}
         self._summary_at_s = clock() + SUMMARY_INTERVAL_S
         self._before = metrics.snapshot()
+        self._unread = UnreadAlarm(clock, self._before)
 
     def looked_up(self, engine: str, queried_blocks: int, sources: bytes) -> None:
         """A lookup was answered; `sources` has one tier per block found."""
@@ -67,6 +69,11 @@ class Traffic:
         for tier, source in (("host", Tier.HOST), ("disk", Tier.DISK)):
             self.metrics.add("kvbm_hit_tokens_total", sources.count(source) * tokens, engine=label, tier=tier)
         self.metrics.add("kvbm_recompute_fallbacks_total", 0, engine=label)
+
+    def missed(self, reason: str) -> None:
+        """A lookup found nothing for this reason; empty where it found something."""
+        if reason:
+            self.metrics.add("kvbm_missed_lookups_total", reason=reason)
 
     def waited(self, label: str, answer_s: float, wait_s: float) -> None:
         """How long an engine says it waited for an answer, and for the load; what is not a time is left out."""
@@ -144,4 +151,6 @@ class Traffic:
         after = self.metrics.snapshot()
         if line := traffic_line(self._before, after, SUMMARY_INTERVAL_S + now_s - self._summary_at_s):
             log.info(line)
+        if line := self._unread.line(after):
+            log.warning(line)
         self._before, self._summary_at_s = after, now_s + SUMMARY_INTERVAL_S

@@ -30,7 +30,8 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the table.
 
     `compatible` marks a series of the original, with its exact name and no labels. `at_zero` counters are exported from
-    the start with every combination of label values, so that a rate includes the first event.
+    the start with every combination of label values, so that a rate includes the first event; of tiers, with those that
+    the manager has.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
 TIERS = ("device", "host", "disk", "remote")
 """The names of the tiers in labels, from the top down."""
+
+CACHE_TIERS = ("host", "disk")
+"""The tiers that a manager can have."""
+
+TIER_LABEL = "tier"
+"""The label whose value is one of `TIERS`, in metrics of what is kept there."""
 
 TRANSFER_BUCKETS_S = (
     0.0001,
@@ -71,11 +78,33 @@ SIZE_BUCKETS_BYTES = tuple(float(4**power) for power in range(6, 18))
 OTHER_ENGINES = "other"
 """The `engine` label of engines beyond those that have names of their own."""
 
+OTHER_NAMESPACES = "other"
+"""The `namespace` label of namespaces beyond those that have names of their own."""
+
+MISSED_REASONS = (
+    "never_seen",
+    "evicted",
+    "reset",
+    "failed_checksum",
+    "refused_by_filter",
+    "not_written",
+    "not_stored",
+    "no_state_at_boundary",
+    "model_changed",
+    "adapter_changed",
+    "weights_changed",
+    "salt_changed",
+    "extras_changed",
+    "unavailable",
+)
+"""Why a lookup found nothing."""
+
 _SOURCE = Label("source", TIERS)
 _TARGET = Label("target", TIERS)
-_TIER = Label("tier", TIERS)
+_TIER = Label(TIER_LABEL, TIERS)
 _QUEUE = Label("queue", ("offload", "onboard"))
 _ENGINE = Label("engine", (OTHER_ENGINES,), open=True)
+_NAMESPACE = Label("namespace", (OTHER_NAMESPACES,), open=True)
 
 
 def _compatible(name: str, kind: MetricKind, text: str) -> Metric:
@@ -161,6 +190,18 @@ TABLE: tuple[Metric, ...] = (
         name="kvbm_pool_capacity_blocks", kind=_GAUGE, help="Blocks that a tier can hold", labels=(_TIER,)
     ),
     Metric(
+        name="kvbm_namespace_blocks",
+        kind=_GAUGE,
+        help="Resident blocks of a namespace (model, and the beginning of its fingerprint) in a tier",
+        labels=(_NAMESPACE, _TIER),
+    ),
+    Metric(
+        name="kvbm_namespace_evicted_blocks_total",
+        kind=_COUNTER,
+        help="Blocks of a namespace that were dropped from a tier, for any reason",
+        labels=(_NAMESPACE, _TIER),
+    ),
+    Metric(
         name="kvbm_leased_blocks",
         kind=_GAUGE,
         help="Resident blocks that a lease keeps from eviction",
@@ -205,6 +246,16 @@ TABLE: tuple[Metric, ...] = (
         kind=_COUNTER,
         help="Prefix lookups by outcome: hit (at least one block), miss, or throttled (too many leases)",
         labels=(Label("outcome", ("hit", "throttled", "miss")),),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_missed_lookups_total",
+        kind=_COUNTER,
+        help="Lookups that found nothing, by what became of the first block, as kvbm why names it: nobody had asked "
+        "for it (never_seen), it was stored and has gone (evicted, reset, failed_checksum, refused_by_filter, "
+        "not_written), it was not stored (not_stored), the same tokens are known under another key (model_changed, "
+        "adapter_changed, weights_changed, salt_changed, extras_changed), a rank of the engine was away (unavailable)",
+        labels=(Label("reason", MISSED_REASONS),),
         at_zero=True,
     ),
     Metric(
@@ -299,7 +350,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_lookup_answer_seconds",
         kind=_HISTOGRAM,
-        help="Time from a lookup to its answer as the engine saw it, for lookups that found something",
+        help="Time from a lookup to its answer as the engine saw it, whether or not something was found",
         labels=(_ENGINE,),
         buckets=TRANSFER_BUCKETS_S,
     ),

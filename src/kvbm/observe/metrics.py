@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from kvbm.observe.metric_table import BY_NAME, TABLE, Metric, MetricKind
+from kvbm.observe.metric_table import BY_NAME, CACHE_TIERS, TABLE, TIER_LABEL, TIERS, Metric, MetricKind
 
 
 class Histogram:
@@ -45,18 +45,22 @@ class Metrics:
     An unknown name, label or label value is an error of the programmer: an `AssertionError`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Collection[str] = CACHE_TIERS) -> None:
+        """`tiers` are those that keep blocks here: a counter of another has no series until it counts something."""
+        self._absent = frozenset(TIERS) - set(tiers)
         self._series: dict[str, dict[Labels, float | Histogram]] = {metric.name: {} for metric in TABLE}
         for metric in TABLE:
             if metric.at_zero or metric.compatible:
                 every = itertools.product(*(label.values for label in metric.labels))
-                self._series[metric.name].update(dict.fromkeys(every, 0))
+                here = [values for values in every if not self._of_absent_tier(metric, values)]
+                self._series[metric.name].update(dict.fromkeys(here, 0))
 
     def add(self, name: str, value: float = 1, /, **labels: str) -> None:
         """Add `value`, which must not be negative, to a counter."""
         assert value >= 0
         rows, values = self._find(name, MetricKind.COUNTER, labels)
-        rows[values] = _number(rows.get(values)) + value
+        if value or not self._of_absent_tier(BY_NAME[name], values):
+            rows[values] = _number(rows.get(values)) + value
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
         """Set a gauge to `value`."""
@@ -89,6 +93,12 @@ class Metrics:
             for metric, rows in self.series()
             for values, number in rows
         }
+
+    def _of_absent_tier(self, metric: Metric, values: Labels) -> bool:
+        return any(
+            label.name == TIER_LABEL and value in self._absent
+            for label, value in zip(metric.labels, values, strict=True)
+        )
 
     def _find(
         self, name: str, kind: MetricKind | None, labels: Mapping[str, str]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvbm.clock import Clock
 from kvbm.observe.log import key_values
@@ -16,6 +16,8 @@ log = logging.getLogger("kvbm.moves")
 
 FULL_INTERVAL_S = 60.0
 """A tier that stays full is warned of no more often."""
+LOOK_INTERVAL_S = 1.0
+"""Nobody looks more often whether a tier is full: it takes a look at all of its slots, 0.7 ms for 1.5 million."""
 
 
 def offloading(keys: Iterable[object], source: str, target: str) -> None:
@@ -67,15 +69,17 @@ class FullPool:
         self._clock = clock
         self._due_s = -math.inf
 
-    @property
-    def due(self) -> bool:
-        """Whether a warning would be written now."""
-        return self._clock() >= self._due_s
+    def skipped(self, blocks: int, all_in_use: Callable[[], bool]) -> None:
+        """So many blocks were not stored; warn if every block of the tier is leased or being filled.
 
-    def skipped(self, blocks: int) -> None:
-        """So many blocks were not stored, as every block of the tier is leased or being filled."""
-        if self.due:
-            self._due_s = self._clock() + FULL_INTERVAL_S
+        `all_in_use` may be slow: it is asked once in `LOOK_INTERVAL_S` at most, and not while no warning is due.
+        """
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        full = all_in_use()
+        self._due_s = now_s + (FULL_INTERVAL_S if full else LOOK_INTERVAL_S)
+        if full:
             log.warning(
                 "Target pool full. Skipping offload. "
                 "This should only ever happen with very small pool sizes. %s",

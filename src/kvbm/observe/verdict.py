@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvbm.observe.unread import NO_KEY_MATCHES
 from kvbm.present.numbers import format_bytes
 
 _LOOKUPS_MIN = 8
@@ -128,9 +129,10 @@ def _advice(signs: Signs) -> list[Finding]:
         )
     written = signs.stored_bytes + signs.written_bytes
     if not advice and signs.hit_rate < 0.01 and written and signs.uptime_s > 600.0:
+        nothing = not signs.hit_rate and not signs.lost_lookups
         advice.append(
-            f"{format_bytes(written)} were written and almost nothing is found: if requests share no prefixes, KVBM "
-            "does not pay here"
+            f"{format_bytes(written)} were written and {'' if nothing else 'almost '}nothing is found: if requests "
+            f"share no prefixes, KVBM does not pay here{f'. {NO_KEY_MATCHES}' if nothing else ''}"
         )
     return [Finding(_ADVICE, text) for text in advice]
 

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbm.admin_protocol import EngineReport, Moment, PrefixReport, Series, SnapshotReply, SpaceReport
+from kvbm.admin_protocol import (
+    EngineReport,
+    Moment,
+    PrefixReport,
+    ResizeReport,
+    Series,
+    SnapshotReply,
+    SpaceReport,
+)
 from kvbm.observe.verdict import Finding, Signs, judge
+from kvbm.present.numbers import format_bytes
 
 FLOWS = (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
 _HOST, _DISK = "host", "disk"
@@ -58,10 +67,12 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """All that a screen shows. `asked`, `hit` and `lost` count in `unit`: tokens, or blocks where namespaces have
     blocks of different lengths. `saved_s` is the time of prefill that the loads of the window saved, as the engines
-    estimate it; `lost_lookups` found nothing of a prefix that had been asked for before."""
+    estimate it; `lost_lookups` found nothing of a prefix that had been asked for before. `epoch` is another one in each
+    life of the manager; `resizing` is None unless a resize is under way."""
 
     version: str
     pid: int
+    epoch: int
     uptime_s: float
     window_s: float
     unit: str
@@ -80,6 +91,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     spaces: tuple[SpaceReport, ...]
     engines: tuple[EngineReport, ...]
     prefixes: tuple[PrefixReport, ...]
+    resizing: ResizeReport | None = None
 
 
 class Deltas:
@@ -110,6 +122,15 @@ class Deltas:
         return self._after.get((name, labels), default)
 
 
+def resize_line(report: ResizeReport) -> str:
+    """How far a resize is, for people."""
+    dropped = f", {report.dropped:,} dropped to make room" if report.dropped else ""
+    return (
+        f"host memory is being resized to {format_bytes(report.host_bytes)}: {report.carried:,} of {report.blocks:,} "
+        f"blocks carried over{dropped}, for {report.seconds:.0f} s so far"
+    )
+
+
 def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | None = None) -> View:
     """The view of the window from `before`, or from about a minute ago, to the state's moment. Flows and evictions,
     which change from second to second, begin at `recent` where it is given."""
@@ -129,6 +150,7 @@ def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | No
     view = View(
         version=state.manager.version,
         pid=state.manager.pid,
+        epoch=state.manager.epoch,
         uptime_s=state.manager.uptime_s,
         window_s=deltas.seconds,
         unit="tokens" if one_length else "blocks",
@@ -152,6 +174,7 @@ def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | No
         spaces=state.manager.spaces,
         engines=state.manager.engines,
         prefixes=state.prefixes,
+        resizing=state.manager.resizing,
     )
     return msgspec.structs.replace(view, findings=judge(_signs(view, deltas)))
 

@@ -45,6 +45,16 @@ class PoolBlocks:
         if self.pool is not None:
             self.pool.evict_blocks(set(range(len(self.pool.blocks))))
 
+    def pin(self, blocks: Sequence[int]) -> bool:
+        """Count us among those that use the blocks."""
+        if self.pool is None:
+            return False
+        self.pool.touch([self.pool.blocks[block] for block in blocks])
+        return True
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
+
     def on_device(self, block_hashes: Sequence[Any]) -> int:
         """How many leading blocks of a request are in the prefix cache at this moment; a hint, not a promise.
 

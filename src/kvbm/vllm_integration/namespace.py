@@ -21,6 +21,7 @@ from kvbm.groups import Group, GroupKind
 from kvbm.layout import Namespace
 from kvbm.vllm_integration import engine_start
 from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
+from kvbm.vllm_integration.ranks import block_tokens, context_parallel, gather
 from kvbm.vllm_integration.rotary import rotary_digest, rotary_modules
 from kvbm.weights import canonical_config, changed_since, weights_digest
 
@@ -72,6 +73,9 @@ _QUANTIZING_VARIABLES = ("QUANT", "FP4", "FP8", "INT4", "W4A8", "MARLIN")
 """Parts of the names of vLLM's variables that choose how quantized weights are multiplied: some kernels quantize
 activations too."""
 
+_GUESSES_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""These look guesses up in the text: an engine that does so computes the same KV as one that does not."""
+
 _ADAPTER_FACTS = ("lora_dtype", "lora_target_modules", "target_modules", "enable_tower_connector_lora")
 
 
@@ -104,7 +108,9 @@ def engine_namespace(
     except Exception as error:  # another rank waits for our part, whatever happened
         log.debug("the facts of this rank could not be found out", exc_info=True)
         part = RankPart(error=f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}")
-    parts = _gather(part, rank_count)
+    parts = tuple(
+        msgspec.json.decode(each, type=RankPart) for each in gather(parallel, msgspec.json.encode(part))
+    )
     errors = [part.error for part in parts if part.error]
     if errors:
         raise KvbmError(f"the facts of this engine's KV could not be found out: {errors[0]}")
@@ -141,7 +147,7 @@ def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]
         ("dtype", str(model.dtype)),
         ("quantization", str(model.quantization)),
         ("kv_dtype", str(cache.cache_dtype)),
-        ("block_tokens", str(spec.block_size if hybrid is None else hybrid.block_tokens)),
+        ("block_tokens", str(block_tokens(vllm_config, spec) if hybrid is None else hybrid.block_tokens)),
         ("tensor_parallel", str(vllm_config.parallel_config.tensor_parallel_size)),
     ]
     for name in ("rotary", "attention", "kv_scales", "packing", "device_layout"):
@@ -174,21 +180,6 @@ def _rank_part(vllm_config: Any, kv_cache_config: Any, device_layout: str) -> Ra
         packing=cpu_packing(vllm_config, attention, layers.values()) if _on_cpu() and attention else "none",
         device_layout=_digest(device_layout),
     )
-
-
-def _gather(part: RankPart, rank_count: int) -> tuple[RankPart, ...]:
-    """The parts of all ranks, in their order."""
-    if rank_count == 1:
-        return (part,)
-    from vllm.distributed import get_tp_group
-
-    gathered: list[bytes] = [b""] * rank_count
-    encoded = msgspec.json.encode(part)
-    try:
-        torch.distributed.all_gather_object(gathered, encoded, group=get_tp_group().cpu_group)
-    except RuntimeError as error:
-        raise KvbmError(f"the ranks' parts could not be gathered: {' '.join(str(error).split())}") from None
-    return tuple(msgspec.json.decode(encoded, type=RankPart) for encoded in gathered)
 
 
 def _group_fact(group: Group) -> str:
@@ -249,10 +240,29 @@ def _optional_facts(vllm_config: Any) -> dict[str, str]:
     return {
         "encoder": _facts(multimodal, _ENCODER_FACTS),
         "adapters": _facts(lora, _ADAPTER_FACTS),
-        "speculative": str(getattr(speculative, "method", "")) if speculative is not None else "",
+        "speculative": guessing(speculative),
+        "pipeline_parallel": _if_several(vllm_config.parallel_config.pipeline_parallel_size),
+        "context_parallel": _context_parallel(vllm_config),
         "quantized_kernels": _quantized_kernels(vllm_config),
         "matmul_precision": _matmul_precision(),
     }
+
+
+def guessing(speculative: Any) -> str:
+    """How an engine guesses tokens, where that has layers with KV of its own; empty elsewhere."""
+    method = str(getattr(speculative, "method", "") or "")
+    return "" if method in _GUESSES_WITHOUT_LAYERS else method
+
+
+def _if_several(count: Any) -> str:
+    return str(count) if int(count) > 1 else ""
+
+
+def _context_parallel(vllm_config: Any) -> str:
+    """Which rank has which tokens of a block."""
+    ranks = context_parallel(vllm_config)
+    interleaved = getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1)
+    return f"{ranks} in turns of {interleaved}" if ranks > 1 else ""
 
 
 def _quantized_kernels(vllm_config: Any) -> str:

@@ -27,12 +27,13 @@ We rely on these facts, which hold on both:
 
 - **The blocks that earlier steps wrote can be read in `handle_preemptions`** (`Worker.store`). On V1 nothing of this
   step was written before it. On V2 `update_requests` may have: it zeroes blocks where
-  `KVCacheConfig.needs_kv_cache_zeroing`, and copies blocks for hits that end inside a block. One group of full
-  attention has no such hits: its coordinator wants `hash_block_size == block_size`; only the one for several groups
-  looks for them, and only beside recurrent layers. State is moved for recurrent layers alone.
-  `support.unsupported_reason` refuses all of it: zeroing, several groups, another hash block size. A change that
-  lifts one of these refusals must say here why the fact still holds.
-- **No step writes into a block that one of its loads fills.** The blocks were free when the step was planned. Writes
+  `KVCacheConfig.needs_kv_cache_zeroing`, copies blocks for hits that end inside a block, and moves recurrent state.
+  All of it writes into blocks that were handed out for this step. Where the engine zeroes (which it does for every
+  model with recurrent layers) `leader.stores` pins each stored block in the block pool until it is copied, so none of
+  them is handed out. Elsewhere nothing of it happens: hits inside a block are looked for beside recurrent layers only,
+  and one group of full attention wants `hash_block_size == block_size`, which `support.unsupported_reason` asks for.
+- **No step writes into a block that one of its loads fills.** The blocks were free when the step was planned; vLLM
+  zeroes none of those that are loaded (`get_loaded_kv_cache_group_ids`, by default all that have hashes). Writes
   of earlier steps into them are queued before `handle_preemptions`, and copies come after that mark
   (`Worker._set_mark`), although V2 calls `start_load_kv` after the forward pass and after sampling.
 - **The plan of `handle_preemptions` is that of `start_load_kv` and `get_finished`.** V2 binds it in `execute_model` and

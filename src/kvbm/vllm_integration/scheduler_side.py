@@ -23,6 +23,7 @@ from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_a
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables, table_of
 from kvbm.vllm_integration.hybrid import Hybrid, hybrid_of
+from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.request_facts import told_of
 from kvbm.vllm_integration.support import layerwise_is_free, layerwise_refusal
 
@@ -45,7 +46,7 @@ class SchedulerSide:
         if self._hybrid is not None:
             self.block_tokens = self._hybrid.block_tokens
         else:
-            self.block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+            self.block_tokens = block_tokens(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
         self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json", time.monotonic)
         self._requests: dict[str, Any] = {}
@@ -73,10 +74,11 @@ class SchedulerSide:
             settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)
         )
         lazy = settings.offload_mode == "lazy"
-        if self._hybrid is not None:
+        zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        if self._hybrid is not None or zeroes:
             for name, wanted in (("offload_mode=lazy", lazy), ("onboard_mode=layerwise", layerwise)):
                 if wanted and settings.onboard_mode != "auto":
-                    log.warning("%s has no effect: this model has several KV cache groups", name)
+                    log.warning("%s has no effect: this model has several kinds of KV blocks", name)
             lazy = layerwise = False
         refusal = layerwise_refusal(vllm_config) if layerwise else ""
         if refusal:
@@ -98,6 +100,7 @@ class SchedulerSide:
             weights_version=settings.weights_version or "",
             spans=self._spans,
             groups=self._hybrid.groups if self._hybrid is not None else (),
+            zeroes=zeroes,
         )
         self._counted = stats.Counted(self.leader)
 
@@ -184,8 +187,10 @@ class SchedulerSide:
                 positions += token_count * (computed + token_count / 2)
             if request is None:
                 continue
+            # With guesses that may be wrong. Only blocks that the engine has hashed are stored, and it hashes no guess.
             complete = (request.num_computed_tokens + token_count) // self.block_tokens
-            written_from = request.num_computed_tokens // self.block_tokens
+            # Asynchronously scheduled, guesses of the step before count as computed, and may be written over.
+            written_from = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_tokens
             table = partial(self._tables.get, request_id)
             entry = Scheduled(request_id, complete, table, written_from)
             entries.append(entry if self._hybrid is None else self._with_groups(entry, self._hybrid))

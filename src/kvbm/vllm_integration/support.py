@@ -8,14 +8,13 @@ from typing import Any
 from kvbm.groups import GroupKind
 from kvbm.vllm_integration.block_hashes import hashes_are_deterministic
 from kvbm.vllm_integration.hybrid import SUPPORTED_SPECS, cacheable_groups, hybrid_of, kind_of
+from kvbm.vllm_integration.ranks import block_tokens, context_parallel
 from kvbm.vllm_integration.runner import V2, model_runner
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except (
-    ImportError
-):  # vLLM < 0.32 can only name blocks whose load failed, which it does not accept of several groups
-    KVConnectorTransferResults = None
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+except ImportError:  # without vLLM there is nothing to ask it for
+    base = None
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -25,11 +24,8 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
         # Without it vLLM may name images by request instead of by content: other images would share a name after a
         # restart.
         return "prefix caching is off (enable_prefix_caching), so block hashes do not name contents"
-    if parallel.pipeline_parallel_size > 1:
-        return f"pipeline_parallel_size={parallel.pipeline_parallel_size}; accepted is 1"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name}={getattr(parallel, name)}; accepted is 1"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}; accepted is 1"
     if getattr(parallel, "nnodes", 1) > 1:
         return f"nnodes={parallel.nnodes}: ranks on other nodes cannot share host memory; accepted is 1"
     return _unsupported_groups(vllm_config, kv_cache_config)
@@ -43,24 +39,26 @@ def _unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     for number, spec in cacheable_groups(kv_cache_config):
         if reason := _unsupported_spec(groups[number], spec):
             return reason
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and not _zeroed_in_time(vllm_config, groups):
-        # On V2 the engine then zeroes a block before we have read its old content.
-        why = _why_zeroed(groups)
-        return f"{why}, so the engine zeroes blocks before use; accepted is attention of one precision"
+    zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    if zeroes and not hasattr(getattr(base, "KVConnectorBase_V1", None), "get_loaded_kv_cache_group_ids"):
+        # Blocks that a load fills are zeroed too. (Those that are stored are pinned, see `leader.stores`.)
+        return f"{_why_zeroed(groups)}, so the engine zeroes blocks before use; accepted from vLLM 0.32 on"
     hybrid = hybrid_of(kv_cache_config)
     if hybrid is None:
-        size = groups[0].kv_cache_spec.block_size
+        size = block_tokens(vllm_config, groups[0].kv_cache_spec)
         hashed = getattr(kv_cache_config, "hash_block_size", None) or size
+        if hashed != size:
+            return f"blocks of {size} tokens are hashed every {hashed}; accepted is the same size"
+        return ""
+    if context_parallel(vllm_config) > 1:
         return (
-            ""
-            if hashed == size
-            else f"blocks of {size} tokens are hashed every {hashed}; accepted is the same size"
+            f"decode_context_parallel_size={context_parallel(vllm_config)} with several kinds of layers; "
+            "accepted is 1, or a model whose layers all need all tokens"
         )
-    if KVConnectorTransferResults is None:
+    if not hasattr(base, "KVConnectorTransferResults"):
+        # It can only name blocks whose load failed, which it does not accept of several groups.
         kinds = ", ".join(sorted({type(spec).__name__ for _, spec in cacheable_groups(kv_cache_config)}))
-        return (
-            f"this vLLM cannot report a failed load of a model with {kinds}; accepted is vLLM 0.32 or later"
-        )
+        return f"the model's KV cache is a {kinds}, whose failed loads cannot be told; accepted from vLLM 0.32 on"
     if not hashes_are_deterministic(vllm_config):
         return "several KV cache groups need prefix_caching_hash_algo=sha256"
     return ""
@@ -77,12 +75,6 @@ def _unsupported_spec(group: Any, spec: Any) -> str:
     if kind_of(spec) is GroupKind.STATE and getattr(spec, "mamba_cache_mode", "align") != "align":
         return f"mamba_cache_mode={spec.mamba_cache_mode}; accepted is align, which keeps states at block boundaries"
     return ""
-
-
-def _zeroed_in_time(vllm_config: Any, groups: Any) -> bool:
-    """Whether the engine zeroes new blocks only after we have read their old content: V1 does, for recurrent layers."""
-    recurrent = any("Mamba" in type(spec).__name__ for group in groups for _, spec in _layers(group))
-    return recurrent and model_runner(vllm_config) != V2
 
 
 def _why_zeroed(groups: Any) -> str:
@@ -155,6 +147,8 @@ def layout_notice(kv_layout: str, has_block_layouts: bool) -> str:
 
 def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """How many consecutive ranks hold identical KV (MLA under tensor parallelism), at least 1."""
+    if context_parallel(vllm_config) > 1:
+        return 1  # each has tokens of its own
     known = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
     if known > 1:
         return known

@@ -22,6 +22,7 @@ from kvbm.transfer import DeviceCache, numa_node
 from kvbm.vllm_integration import weight_changes
 from kvbm.vllm_integration.hybrid import hybrid_of
 from kvbm.vllm_integration.namespace import engine_namespace
+from kvbm.vllm_integration.ranks import block_tokens, largest_shard
 from kvbm.vllm_integration.support import kv_replicas
 from kvbm.worker import Mapping as WorkerMapping
 from kvbm.worker import Mover, Worker
@@ -67,7 +68,7 @@ class WorkerSide:
             return
         config, settings = self._vllm_config, self._settings
         cache = DeviceCache.from_tensors(kv_caches, int(self._kv_cache_config.num_blocks))
-        layout = self._layout(cache.shard_bytes)
+        layout = self._layout(largest_shard(config.parallel_config, cache.shard_bytes))
         rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
         replicas = kv_replicas(config, self._kv_cache_config)
         memo_path = Path(settings.runtime_dir) / "weights.json"
@@ -129,7 +130,7 @@ class WorkerSide:
         replicas = kv_replicas(config, self._kv_cache_config)
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         return BlockLayout(
-            block_tokens=hybrid.block_tokens if hybrid is not None else spec.block_size,
+            block_tokens=hybrid.block_tokens if hybrid is not None else block_tokens(config, spec),
             shard_bytes=shard_bytes,
             shard_count=int(config.parallel_config.world_size) // replicas,
             groups=hybrid.groups if hybrid is not None else (),

@@ -185,6 +185,18 @@ def test_a_disk_tier_that_is_off_is_a_fault(bench: ManagerBench) -> None:
     assert found[1].remedy
 
 
+def test_a_manager_from_which_nothing_was_ever_read(bench: ManagerBench) -> None:
+    bench.metrics.add("kvbm_transfer_bytes_total", 1.2e12, source="device", target="host")
+    bench.metrics.add("kvbm_queried_blocks_total", 8000)
+    bench.tick(7 * 3600.0)
+    found, _, _ = look(bench)
+    assert [check.state for check in found] == ["ok", "advice"]
+    assert "1.2 TB were stored in 7.0 h and nothing was read" in found[1].found
+    bench.metrics.add("kvbm_onboard_blocks_h2d", 1)
+    bench.step()
+    assert [check.state for check in look(bench)[0]] == ["ok"]
+
+
 def test_a_socket_that_nobody_serves_and_one_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,15 +9,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from kvbm.cli.web import openapi
 from kvbm.cli.web.access import Token
-from kvbm.cli.web.documents import Nothing
 from kvbm.cli.web.listener import (
     BODY_BYTES_MAX,
     CONNECTION_S_MAX,
@@ -27,9 +23,10 @@ from kvbm.cli.web.listener import (
     Reply,
     Request,
 )
-from kvbm.cli.web.operations import OPERATIONS, STATE_S, ManagerGate
+from kvbm.cli.web.operations import STATE_S, ManagerGate
 from kvbm.cli.web.pace import Pace
 from kvbm.cli.web.site import HEAVY_BURST, Site
+from kvbm.cli.web.troubles import Denied
 from kvbm.client.admin_http import admin_token, listening, url_of
 from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUnavailable, SettingsError
@@ -37,43 +34,54 @@ from kvbm.manager.admin_page import admin_page
 from kvbm.settings import Settings
 from rigs.manager_probe import wait_for
 from rigs.served import ServedManager
-from rigs.web import Web, page_processes
+from rigs.web import FINE, Web, page_processes, serving
 
 SECRET = "a-token-of-the-test"
-FINE = Reply(status=200, content_type="text/plain", body=b"fine")
 SEEN_S = 20.0
-
-
-@contextlib.contextmanager
-def serving(
-    answer: Callable[[Request], Reply] = lambda request: FINE, clock: ManualClock | None = None
-) -> Iterator[Web]:
-    with listening("127.0.0.1:0") as listener:
-        server = Listener(listener, answer, clock or ManualClock())
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        try:
-            yield Web(listener.getsockname()[1])
-        finally:
-            server.stop()
-            thread.join()
 
 
 # ---- bounds
 
 
-def test_connections_are_bounded_and_those_over_it_are_hung_up_on() -> None:
+def test_connections_are_bounded_and_those_that_show_no_token_make_room() -> None:
+    """Any user of the machine may open them all, and keep opening them: whoever has the token gets in."""
     with serving() as web, contextlib.ExitStack() as ends:
         before = threading.active_count()
         idle = []
         for _ in range(2 * CONNECTIONS_MAX):
             idle.append(ends.enter_context(socket.create_connection(("127.0.0.1", web.port))))
-        for connection in idle[CONNECTIONS_MAX:]:
+        for connection in idle[:CONNECTIONS_MAX]:
             connection.settimeout(SEEN_S)
             assert connection.recv(1) == b""
         assert threading.active_count() <= before + CONNECTIONS_MAX
-        for connection in idle:
-            connection.close()
+        assert web.get("/").text == "fine"
+        for connection in idle[CONNECTIONS_MAX + 1 :]:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+
+
+def test_whoever_has_shown_the_token_keeps_the_place() -> None:
+    entered, done = threading.Semaphore(0), threading.Event()
+
+    def answer(request: Request) -> Reply:
+        if request.target == "/let-in":
+            request.let_in()
+            entered.release()
+            assert done.wait(SEEN_S)
+        return FINE
+
+    with serving(answer) as web, contextlib.ExitStack() as ends:
+        insiders = []
+        for _ in range(CONNECTIONS_MAX):
+            insider = ends.enter_context(socket.create_connection(("127.0.0.1", web.port)))
+            insider.settimeout(SEEN_S)
+            insider.sendall(b"GET /let-in HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            insiders.append(insider)
+            assert entered.acquire(timeout=SEEN_S)
+        assert not answers(web)
+        done.set()
+        assert all(insider.recv(15).startswith(b"HTTP/1.1 200") for insider in insiders)
         wait_for(lambda: answers(web), SEEN_S, "no room again")
 
 
@@ -198,7 +206,7 @@ def test_a_pace() -> None:
 def test_heavy_calls_are_paced_and_light_ones_are_not(tmp_path: Path) -> None:
     clock = ManualClock()
     gate = ManagerGate(Settings(manager=str(tmp_path / "none.sock")), clock)
-    site = Site(gate, Token(SECRET, "c"), "file", clock)
+    site = Site(gate, Token(SECRET), "file", clock)
     with serving(site.answer) as web:
         web.token = SECRET
         statuses = [web.post("/api/reset", {"tier": "all"}).status for _ in range(int(HEAVY_BURST) + 1)]
@@ -207,6 +215,24 @@ def test_heavy_calls_are_paced_and_light_ones_are_not(tmp_path: Path) -> None:
         assert web.get("/api/queues").status == 503
         clock.advance(1.0)
         assert web.get("/api/blocks").status == 503
+
+
+@pytest.mark.parametrize("shown", [f"Bearer {SECRET}", "Bearer wrong", ""])
+def test_only_who_shows_the_token_keeps_the_place(tmp_path: Path, shown: str) -> None:
+    gate = ManagerGate(Settings(manager=str(tmp_path / "none.sock")), ManualClock())
+    site = Site(gate, Token(SECRET), "file", ManualClock())
+    let_in = list[str]()
+    for target in ("/", "/page.js", "/api/nothing"):
+        request = Request(
+            method="GET",
+            target=target,
+            headers={"host": "localhost", "authorization": shown},
+            body=bytes,
+            let_in=lambda target=target: let_in.append(target),
+        )
+        with contextlib.suppress(Denied):
+            site.answer(request)
+    assert let_in == (["/api/nothing"] if SECRET in shown else [])
 
 
 # ---- the manager behind it
@@ -336,25 +362,3 @@ def test_the_token_is_made_once_and_kept(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^DYN_KVBM_ADMIN_TOKEN_FILE="):
         admin_token(None, str(run))
     assert not (tmp_path / "elsewhere").exists()
-
-
-# ---- the document
-
-
-def test_the_document_is_that_of_the_operations() -> None:
-    document = openapi.document()
-    assert document["openapi"] == "3.1.0"
-    paths = {(method.upper(), path) for path, found in document["paths"].items() for method in found}
-    assert paths == {(each.method, each.path) for each in OPERATIONS}
-    for each in OPERATIONS:
-        found = document["paths"][each.path][each.method.lower()]
-        assert ("requestBody" in found) == (each.method == "POST")
-        named = {parameter["name"] for parameter in found.get("parameters", ())}
-        fields = {field.encode_name for field in msgspec.structs.fields(each.given)}
-        assert named == (fields if each.method == "GET" else set()), each.path
-    assert Nothing.__name__ not in document["components"]["schemas"]
-    page = openapi.page()
-    for each in OPERATIONS:
-        assert f"<code>{each.path}</code>" in page
-    for name in document["components"]["schemas"]:
-        assert f'id="{name}"' in page

@@ -177,7 +177,8 @@ def test_asking_again_counts_what_came_of_it_alone(bench: Bench) -> None:
     assert bench.leader.matched("r", 0) == Answer()
     bench.clock.advance(2.0)
     assert bench.leader.matched("r", 0).later
-    (again,) = bench.manager.said()
+    ended, again = bench.manager.said()
+    assert ended == Release(lookup=lookup.lookup), "nothing is counted of the first"
     assert isinstance(again, Lookup)
     bench.answer(again, 8)
     assert bench.leader.matched("r", 0) == Answer(blocks=8)

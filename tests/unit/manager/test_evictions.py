@@ -18,7 +18,7 @@ NAME = "kvbm_evicted_blocks_total"
 
 def evicted(bench: Bench) -> dict[tuple[str, str], float]:
     """By tier and reason, without the zeros."""
-    publish_gauges([bench.space], bench.metrics)
+    publish_gauges([("m", bench.space)], bench.metrics)
     found = {key[1:]: value for key, value in bench.metrics.snapshot().items() if key[0] == NAME and value}
     return {(tier, reason): value for (tier, reason), value in found.items()}
 

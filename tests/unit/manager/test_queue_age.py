@@ -36,7 +36,7 @@ def test_an_age_is_never_too_long_and_short_by_a_look_at_most(
 
 def shown(bench: Bench, queue: str) -> float:
     """The gauge, brought up to date."""
-    publish_gauges([bench.space], bench.metrics)
+    publish_gauges([("m", bench.space)], bench.metrics)
     return bench.metrics.value(NAME, queue=queue)
 
 
@@ -141,5 +141,5 @@ def test_the_oldest_of_all_namespaces_counts(make: Callable[..., Bench]) -> None
         bench.store(KEYS[:1])
         bench.clock.advance(seconds)
     for spaces in ([old.space, young.space], [young.space, old.space]):
-        publish_gauges(spaces, old.metrics)
+        publish_gauges([("m", space) for space in spaces], old.metrics)
         assert old.metrics.value(NAME, queue="offload") == 5.0

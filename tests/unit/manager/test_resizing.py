@@ -10,14 +10,13 @@ import msgspec
 import pytest
 
 from kvbm.admin_protocol import Pin, Pinned, Resized
-from kvbm.clock import ManualClock
 from kvbm.hashing import join_keys
 from kvbm.manager import carrying
 from kvbm.protocol import Commit, Release, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, store
-from rigs.resizing import begin, come_back, holds, operator, resize, sent_away
+from rigs.resizing import PassingClock, begin, come_back, holds, operator, resize, sent_away
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +24,6 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block in a turn, so that much can happen between two of them."""
     monkeypatch.setattr(carrying, "PIECE_BLOCKS_MAX", 1)
     monkeypatch.setattr(carrying, "SCANNED_AT_ONCE", 4)
-
-
-class PassingClock(ManualClock):
-    """Time passes with every look at it, so that a turn of the manager takes one message, or one piece."""
-
-    def __call__(self) -> float:
-        self.advance(0.0015)
-        return super().__call__()
 
 
 @pytest.fixture
@@ -255,6 +246,7 @@ def test_a_copy_that_fails_leaves_the_memory_that_there_is(
     refusal = resize(admin, blocks).refusal
     assert "keeps its size" in refusal
     assert "no such luck" in refusal
+    assert ("its engines connect again: 'e'" in refusal) == (blocks < 16)
     if blocks < 16:  # memory of slots was given back: ranks map what there is anew
         sent_away(leader, worker)
         before = worker.welcome.epoch
@@ -295,8 +287,20 @@ def test_a_namespace_that_comes_meanwhile_ends_it(make_manager: Callable[..., Ma
     assert holds(leader, worker, 1, KEYS[:6]) == 6
 
 
-def test_before_the_first_engine_it_is_the_size_that_the_first_one_gets(manager: ManagerBench) -> None:
-    assert resize(operator(manager), 5).slots == 0
+@pytest.mark.parametrize(
+    ("settings", "before_bytes"),
+    [
+        ({"host_blocks": 16}, 0),
+        ({"host_blocks": None, "host_bytes": 16 * LAYOUT.block_bytes}, 16 * LAYOUT.block_bytes),
+    ],
+)
+def test_before_the_first_engine_it_is_the_size_that_the_first_one_gets(
+    make_manager: Callable[..., ManagerBench], settings: dict[str, Any], before_bytes: int
+) -> None:
+    """How many bytes 16 blocks have nobody knows before an engine has said it."""
+    manager = make_manager(**settings)
+    reply = resize(operator(manager), 5)
+    assert (reply.slots, reply.before_bytes, reply.after_bytes) == (0, before_bytes, 5 * LAYOUT.block_bytes)
     _, worker = manager.engine()
     assert worker.welcome.slot_count == 5
 
@@ -339,18 +343,24 @@ def test_a_staging_area_is_refused(
 def test_disk_goes_on_with_the_new_memory(
     make_manager: Callable[..., ManagerBench], below: FakeTier, disk_write: str
 ) -> None:
-    manager = make_manager(disk_blocks=40, disk_offload_filter=False, disk_write=disk_write)
+    manager = make_manager(
+        disk_blocks=40, disk_offload_filter=False, disk_write=disk_write,
+        max_concurrent_transfers=3, max_transfer_batch_size=1,
+    )  # fmt: skip
     leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[:8])
     manager.step()
+    assert manager.space().disk.offloader.queued_count == (8 if disk_write == "through" else 0)
     admin = operator(manager)
     assert resize(admin, 12).carried == 8  # with writes under way, and others that wait
     sent_away(leader, worker)
     leader, worker = come_back(manager)
-    store(leader, worker, 2, KEYS[100:112])  # takes the place of the first
-    for _ in range(40):
-        below.release()
-        manager.step()
+    # Others take the place of the first, not faster than these can be written on their eviction.
+    for start in range(100, 112, 4):
+        store(leader, worker, start, KEYS[start : start + 4])
+        for _ in range(40):
+            below.release()
+            manager.step()
     manager.space().check()
     assert not manager.space().busy
     manager.space().clear("host")
@@ -358,8 +368,7 @@ def test_disk_goes_on_with_the_new_memory(
     for _ in range(20):
         below.release()
         manager.step()
-    ready = len(found.slots)
-    assert ready == (8 if disk_write == "through" else ready)
+    assert len(found.slots) == 8
     for key, slot in zip(KEYS, found.slots, strict=False):
         assert worker.read(slot) == block_bytes(key, 0, worker.welcome.slot_bytes)
 

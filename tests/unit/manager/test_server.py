@@ -13,7 +13,7 @@ import pytest
 from kvbm.client.channel import Channel
 from kvbm.errors import ManagerRefused
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.server import SESSIONS_MAX
+from kvbm.manager.door import SESSIONS_MAX
 from kvbm.manager.session import Session
 from kvbm.protocol import (
     HELD,
@@ -217,7 +217,7 @@ def test_another_user_is_refused(manager: ManagerBench, monkeypatch: pytest.Monk
 
 def test_sessions_are_bounded(manager: ManagerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SESSIONS_MAX > 100
-    monkeypatch.setattr("kvbm.manager.server.SESSIONS_MAX", 2)
+    monkeypatch.setattr("kvbm.manager.door.SESSIONS_MAX", 2)
     first, second = manager.leader("a"), manager.leader("b")
     assert "accepted are 2" in refusal(manager.client())
     first.close()

@@ -117,11 +117,34 @@ def test_every_metric_reaches_the_page():
 
 def test_failures_and_skips_start_at_zero_in_all_their_labels():
     found = samples(Metrics())
-    for tier in ("host", "disk", "remote"):
+    for tier in ("host", "disk"):
         for kind in ("corrupt", "io", "load"):
             assert found["kvbm_failures_total", (("kind", kind), ("tier", tier))] == 0
     reasons = {dict(labels)["reason"] for name, labels in found if name == "kvbm_skipped_offloads_total"}
     assert reasons == {"full", "filter", "budget", "queue_full", "evicted", "tier_off"}
+
+
+@pytest.mark.parametrize("tiers", [("host",), ("disk",), ("host", "disk")])
+def test_counters_are_of_the_tiers_that_there_are(tiers):
+    metrics = Metrics(tiers)
+    for tier in ("host", "disk"):  # as a lookup counts that finds nothing
+        metrics.add("kvbm_hit_tokens_total", 0, engine="m/dp0", tier=tier)
+        metrics.add("kvbm_hit_blocks_total", 0, tier=tier)
+    named = {dict(labels)["tier"] for _, labels in samples(metrics) if "tier" in dict(labels)}
+    assert named == set(tiers)
+    per_tier = [
+        metric for metric in TABLE if metric.at_zero and "tier" in {row.name for row in metric.labels}
+    ]
+    for metric in per_tier:
+        assert {name[1] for name in metrics.snapshot() if name[0] == metric.name} == set(tiers)
+    for name in ORIGINAL:
+        assert (name, ()) in samples(metrics), "the original's are always there"
+
+
+def test_what_happens_in_a_tier_without_series_is_counted_all_the_same():
+    metrics = Metrics(("disk",))
+    metrics.add("kvbm_evicted_blocks_total", 2, tier="host", reason="capacity")
+    assert samples(metrics)["kvbm_evicted_blocks_total", (("reason", "capacity"), ("tier", "host"))] == 2
 
 
 def test_gauges_of_tiers_that_do_not_exist_are_absent():

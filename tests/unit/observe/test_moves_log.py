@@ -104,6 +104,29 @@ def test_a_tier_whose_blocks_are_all_in_use_is_warned_of_once_a_minute(bench, li
     assert lines.take() == [f"{FULL} target=host blocks=2"]
 
 
+def test_whether_a_tier_is_full_is_looked_at_once_a_second_at_most(bench, lines):
+    looks: list[float] = []
+
+    def in_use() -> bool:
+        looks.append(bench.clock())
+        return len(looks) > 2
+
+    full = moves_log.FullPool("host", bench.clock)
+    for _ in range(5):
+        full.skipped(1, in_use)
+    assert len(looks) == 1, "the tier has room for others: that is not asked at every block"
+    bench.clock.advance(moves_log.LOOK_INTERVAL_S)
+    for _ in range(5):
+        full.skipped(2, in_use)
+    assert len(looks) == 2
+    assert lines.take() == []
+    bench.clock.advance(moves_log.LOOK_INTERVAL_S)
+    for _ in range(5):
+        full.skipped(3, in_use)
+    assert len(looks) == 3
+    assert lines.take() == [f"{FULL} target=host blocks=3"]
+
+
 def test_a_full_disk_in_use_is_warned_of():
     bench = SpaceBench(host_slots=8, disk_slots=2, pending_limit=8)
     records: list[logging.LogRecord] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import subprocess
 import sys
@@ -14,10 +13,10 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tests.rigs.collector import Collector
 from tests.rigs.leader import HASHES, TABLE, Bench
 
 from kvbm.observe import otel
@@ -29,46 +28,6 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 SPAN = Span("whole", 100, 900, {"answer": 42}, (Span("part", 200, 300, {}, (), "it broke"),))
 DEADLINE_S = 30.0
-
-
-class Collector:
-    """An OTLP collector's HTTP side, on a free port."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        self.paths: list[str] = []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.paths.append(self.path)
-                outer.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def spans(self) -> dict[str, Any]:
-        """All that came, by name."""
-        return {
-            span.name: span
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        }
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 @pytest.fixture

@@ -226,7 +226,11 @@ PRESSED = {"hit_rate": 0.6, "loaded": 9.0, "host_full": True, "host_evicted_per_
         ({"no_room_share": 0.2, "host_leased_share": 0.7}, ["leases hold 70%"]),
         ({"cost_share": 0.4}, ["40% of what was found is computed"]),
         ({"late_share": 0.4, "onboarding": 1234}, ["arrives too late (1,234 blocks"]),
-        ({"hit_rate": 0.001, "stored_bytes": 5e9}, ["5 GB were written", "does not pay"]),
+        ({"hit_rate": 0.001, "stored_bytes": 5e9}, ["5 GB were written and almost", "does not pay"]),
+        (
+            {"hit_rate": 0.0, "stored_bytes": 5e9},
+            ["written and nothing", "does not pay", "cache_salt", "kvbm why"],
+        ),
     ],
 )
 def test_it_says_what_would_help_and_only_with_a_reason(signs: dict[str, object], words: list[str]) -> None:

@@ -141,13 +141,14 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
 
     monkeypatch.setattr(worker_side, "Worker", Waiting)
     monkeypatch.setattr(worker_side, "Hello", SimpleNamespace)
-    monkeypatch.setattr(worker_side, "BlockLayout", lambda **fields: fields)
+    monkeypatch.setattr(worker_side, "BlockLayout", SimpleNamespace)
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(engine_id="e"),
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0),
         model_config=SimpleNamespace(max_model_len=64),
     )
-    spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    full = type("FullAttentionSpec", (), {"block_size": 16})
+    spec = SimpleNamespace(kv_cache_spec=full())
     caches = SimpleNamespace(num_blocks=4, kv_cache_groups=[spec])
 
     def start(**settings: Any) -> tuple[Hello, float]:

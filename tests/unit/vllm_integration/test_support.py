@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from kvbm.vllm_integration import support
+from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.runner import V1, V2, model_runner
 from kvbm.vllm_integration.support import (
+    kv_replicas,
     layerwise_is_free,
     layerwise_refusal,
     layout_notice,
@@ -70,6 +72,7 @@ class UniformTypeKVCacheSpecs:
 
 
 INDEXED = UniformTypeKVCacheSpecs(**{"a.indexer.k": FullAttentionSpec()})
+INDEXED_LINE = "indexer (a.indexer.k)"
 
 
 def grouped(*specs: object) -> list[Any]:
@@ -90,7 +93,6 @@ def configuration(spec: object | None = None, **changes: Any) -> tuple[Any, Any]
     vllm = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(**cache),
-        use_v2_model_runner=changes.get("runner") == V2,
     )
     return vllm, SimpleNamespace(**found)
 
@@ -102,35 +104,74 @@ def test_full_attention_is_served() -> None:
     assert unsupported_reason(*configuration(Windowed())) == ""
 
 
+def test_several_ranks_of_one_node_are_served() -> None:
+    assert unsupported_reason(*configuration(pipeline_parallel_size=2, tensor_parallel_size=2)) == ""
+
+
+def test_ranks_that_share_the_tokens_of_a_block_are_served() -> None:
+    """The specification has one rank's tokens of a block, and the hashes are of whole blocks."""
+    vllm, cache = configuration(decode_context_parallel_size=4, tensor_parallel_size=4)
+    cache.hash_block_size = 64
+    assert block_tokens(vllm, FullAttentionSpec()) == 64
+    assert unsupported_reason(vllm, cache) == ""
+    cache.hash_block_size = 16
+    assert "blocks of 64 tokens are hashed every 16" in unsupported_reason(vllm, cache)
+
+
+def test_a_group_that_every_rank_has_in_whole_is_counted_so() -> None:
+    whole = FullAttentionSpec()
+    whole.dcp_sharded = False  # type: ignore[attr-defined]
+    vllm, cache = configuration(whole, decode_context_parallel_size=4, hash_block_size=16)
+    assert block_tokens(vllm, whole) == 16
+    assert unsupported_reason(vllm, cache) == ""
+
+
+@pytest.mark.parametrize(("sharing", "known", "replicas"), [(1, 1, 4), (1, 4, 4), (4, 1, 1), (2, 1, 1)])
+def test_ranks_that_share_tokens_hold_no_copies(sharing: int, known: int, replicas: int) -> None:
+    """Of MLA all tensor-parallel ranks hold the same, unless each has tokens of its own."""
+    vllm, cache = configuration(decode_context_parallel_size=sharing, tensor_parallel_size=4)
+    vllm.model_config = SimpleNamespace(use_mla=True)
+    cache.kv_tp_replicas = known
+    assert kv_replicas(vllm, cache) == replicas
+
+
 @pytest.mark.parametrize("kind", [SlidingWindowSpec, MambaSpec, ChunkedLocalAttentionSpec])
 def test_kinds_of_layers_that_do_not_need_all_tokens_are_served(kind: type[Any]) -> None:
     spec = kind()
     if kind is ChunkedLocalAttentionSpec:
         spec.attention_chunk_size = 4096
     for groups in (grouped(spec), grouped(spec, spec, FullAttentionSpec())):
-        zeroes = kind is MambaSpec  # V1 zeroes blocks of such a model after we have read them
-        assert unsupported_reason(*configuration(kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes)) == ""
+        found = configuration(kv_cache_groups=groups, needs_kv_cache_zeroing=kind is MambaSpec)
+        assert unsupported_reason(*found) == ""
 
 
 def test_an_older_vllm_serves_models_of_one_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "KVConnectorTransferResults", None)
-    assert "vLLM 0.32" in unsupported_reason(*configuration(kv_cache_groups=HYBRID))
+    older = SimpleNamespace(KVConnectorBase_V1=object)
+    monkeypatch.setattr(support, "base", older)
+    assert "FullAttentionSpec, SlidingWindowSpec, whose failed loads" in unsupported_reason(
+        *configuration(kv_cache_groups=HYBRID)
+    )
     assert unsupported_reason(*configuration()) == ""
+    for word, spec in (
+        ("mixes precisions", None),
+        ("recurrent layers", MambaSpec()),
+        (INDEXED_LINE, INDEXED),
+    ):
+        reason = unsupported_reason(*configuration(spec, needs_kv_cache_zeroing=True))
+        assert word in reason
+        assert "vLLM 0.32" in reason
+        assert "\n" not in reason
 
 
 @pytest.mark.parametrize(
     ("word", "spec", "changes"),
     [
         ("enable_prefix_caching", None, {"enable_prefix_caching": False}),
-        ("pipeline_parallel_size=2", None, {"pipeline_parallel_size": 2}),
-        ("decode_context_parallel_size=2", None, {"decode_context_parallel_size": 2}),
+        ("decode_context_parallel_size=2", None, {"kv_cache_groups": HYBRID, "decode_context_parallel_size": 2}),
         ("prefill_context_parallel_size=2", None, {"prefill_context_parallel_size": 2}),
         ("nnodes=2", None, {"nnodes": 2}),
         ("no KV cache group", None, {"kv_cache_groups": []}),
         ("prefix_caching_hash_algo", None, {"kv_cache_groups": HYBRID, "prefix_caching_hash_algo": "xxhash"}),
-        ("mixes precisions", None, {"needs_kv_cache_zeroing": True}),
-        ("recurrent layers", MambaSpec(), {"needs_kv_cache_zeroing": True, "runner": V2}),
-        ("indexer (a.indexer.k)", INDEXED, {"needs_kv_cache_zeroing": True}),
         ("is a SinkFullAttentionSpec", SinkFullAttentionSpec(), {}),
         ("attention_chunk_size=4090", ChunkedLocalAttentionSpec(), {}),
         ("mamba_cache_mode=all", Unaligned(), {}),

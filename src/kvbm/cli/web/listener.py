@@ -14,8 +14,8 @@ from typing import cast
 
 import msgspec
 
-from kvbm.cli.web.access import Denied
 from kvbm.cli.web.documents import Trouble
+from kvbm.cli.web.troubles import TROUBLES, Denied
 from kvbm.clock import Clock, monotonic
 
 log = logging.getLogger("kvbm.web")
@@ -23,12 +23,14 @@ log = logging.getLogger("kvbm.web")
 CONNECTIONS_MAX = 32
 CLIENT_TIMEOUT_S = 5.0
 """A client that sends or reads nothing for this long is hung up on."""
+PLACE_S_MAX = 0.5
+"""A connection that was hung up on has left its place by then."""
 CONNECTION_S_MAX = 30.0
 """A connection ends after this long, however slowly its client goes on: it has one request."""
 BODY_BYTES_MAX = 16 << 20
 HEAD_BYTES_MAX = 32 << 10
 """All headers of a request together: they are read before anybody is asked for the token."""
-ONCE = ("host", "origin", "authorization", "cookie", "content-type", "content-length")
+ONCE = ("host", "origin", "authorization", "content-type", "content-length")
 """Headers that must not be there twice: somebody on the way may have looked at the other one."""
 DRAIN_BYTES_MAX = 4 * BODY_BYTES_MAX
 _POLL_S = 0.1
@@ -36,7 +38,7 @@ _CHUNK = 1 << 16
 JSON = "application/json"
 _CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 SECURITY_HEADERS = (
     (
@@ -54,13 +56,15 @@ SECURITY_HEADERS = (
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request, as far as it was read. `body` reads the rest; it raises Denied. Its connection ends in time, unless
-    `extend` gives it so many seconds from now on."""
+    `extend` gives it so many seconds from now on, and before its time where others need its place, unless it is
+    `let_in`."""
 
     method: str
     target: str
     headers: dict[str, str]
     body: Callable[[], bytes]
     extend: Callable[[float], None] = lambda seconds: None
+    let_in: Callable[[], None] = lambda: None
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +77,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trouble(status: int, text: str, headers: tuple[tuple[str, str], ...] = ()) -> Reply:
-    """An error, for a program."""
+    """An error, for a program; the status is one of `TROUBLES`."""
+    assert status in TROUBLES, status
     body = msgspec.json.encode(Trouble(error=" ".join(text.split())))
     return Reply(status=status, content_type=JSON, body=body, headers=headers)
 
@@ -93,15 +98,18 @@ class Listener(ThreadingHTTPServer):
         self._clock = clock
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._ends_s: dict[socket.socket, float] = {}
+        self._strangers: dict[socket.socket, None] = {}
+        """Connections that have not shown the token, the oldest first."""
         self._lock = threading.Lock()
 
     # The type stubs name `socket | (bytes, socket)`; we only pass the request on, hence the ignores.
     def process_request(self, request: object, client_address: object) -> None:
-        if not self._room.acquire(blocking=False):
+        if not (self._room.acquire(blocking=False) or self._made_room()):
             self.shutdown_request(request)  # type: ignore[arg-type]  # as above
             return
         with self._lock:
             self._ends_s[request] = self._clock() + CONNECTION_S_MAX  # type: ignore[index]  # as above
+            self._strangers[request] = None  # type: ignore[index]  # as above
         super().process_request(request, client_address)  # type: ignore[arg-type]  # as above
 
     def process_request_thread(self, request: object, client_address: object) -> None:
@@ -110,7 +118,24 @@ class Listener(ThreadingHTTPServer):
         finally:
             with self._lock:
                 self._ends_s.pop(request, None)  # type: ignore[call-overload]  # as above
+                self._strangers.pop(request, None)  # type: ignore[call-overload]  # as above
             self._room.release()
+
+    def _made_room(self) -> bool:
+        """Hang up on the connection that has not shown the token for longest: any user of this machine may hold
+        places, and whoever has the token shows it at once. Whether its place is ours now."""
+        with self._lock:
+            oldest = next(iter(self._strangers), None)
+            if oldest is None:
+                return False
+            del self._strangers[oldest]
+            _hang_up(oldest)
+        return self._room.acquire(timeout=PLACE_S_MAX)
+
+    def let_in(self, connection: socket.socket) -> None:
+        """This connection has shown the token: it keeps its place."""
+        with self._lock:
+            self._strangers.pop(connection, None)
 
     def service_actions(self) -> None:
         """Hang up on clients that keep their connection for too long."""
@@ -119,10 +144,7 @@ class Listener(ThreadingHTTPServer):
             late = [connection for connection, ends_s in self._ends_s.items() if ends_s < now_s]
             for connection in late:
                 del self._ends_s[connection]
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # it has just ended
+                _hang_up(connection)
 
     def extend(self, connection: socket.socket, seconds: float) -> None:
         """Let a connection last for so many seconds from now on."""
@@ -140,6 +162,14 @@ class Listener(ThreadingHTTPServer):
     def stop(self) -> None:
         """End `run`, from another thread; connections that are being answered are given up."""
         self.shutdown()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wake up whoever reads from it or writes to it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has just ended
 
 
 class _Bounded:
@@ -190,6 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers=headers,
             body=self._body,
             extend=lambda seconds: self.server.extend(self.connection, seconds),
+            let_in=lambda: self.server.let_in(self.connection),
         )
         try:
             if twice := [name for name in ONCE if len(self.headers.get_all(name, ())) > 1]:

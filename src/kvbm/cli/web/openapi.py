@@ -10,22 +10,9 @@ import msgspec
 
 from kvbm.cli.web.documents import Trouble
 from kvbm.cli.web.operations import OPERATIONS, Operation
+from kvbm.cli.web.troubles import TROUBLES
 
 VERSION = "1"
-TROUBLES = {
-    400: "The query or the body cannot be used",
-    401: "The token is missing or wrong",
-    403: "The request came by another name of this machine, or from another site's page",
-    404: "There is no such namespace, tier or request",
-    405: "Another method is needed",
-    409: "The manager refused, or the prompt is shorter than a block",
-    411: "The body's length is missing",
-    413: "The body is too long",
-    415: "The body is no JSON",
-    429: "Too many calls; wait a second",
-    503: "The manager does not answer",
-}
-"""The status of every error."""
 _WHERE = "#/components/schemas/"
 
 

@@ -41,7 +41,7 @@ from kvbm.cli.resize import RESIZE_S_MAX
 from kvbm.cli.status import ManagerStatus, faults_of
 from kvbm.cli.web import documents as doc
 from kvbm.cli.why_prompt import about_prompt
-from kvbm.client.admin import Admin, choose_manager
+from kvbm.client.admin import Admin
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.hashing import join_keys
@@ -57,7 +57,7 @@ STATE_S = 0.5
 
 
 class ManagerGate:
-    """The way to the manager: the one that the settings name, or the only one that runs."""
+    """The way to the manager that the settings name."""
 
     def __init__(self, settings: Settings, clock: Clock, answer_s: float = ANSWER_S) -> None:
         self._settings = settings
@@ -104,10 +104,6 @@ class ManagerGate:
         return self._connected()
 
     def _connected(self) -> Admin:
-        try:
-            self.socket_path = choose_manager(self._settings)
-        except SettingsError as error:  # none, or several: it is not what the caller gave
-            raise ManagerUnavailable(str(error)) from None
         return Admin(self.socket_path, self._settings, self._answer_s)
 
     def _see(self, state: SnapshotReply) -> None:
@@ -238,7 +234,7 @@ def _prefetch(gate: ManagerGate, given: doc.PromptBody) -> doc.PrefetchDone:
 def _unpin(gate: ManagerGate, given: doc.PromptBody) -> doc.UnpinDone:
     with gate.session() as admin:
         space = _space(admin, given.namespace, given.model)
-        last = join_keys(keys[-1] for keys in candidates(space, given.tokens))
+        last = join_keys(keys[-1] for keys in candidates(space, given.tokens, ""))
         ended = admin.ask(Unpin(fingerprint=space.fingerprint, last_keys=last), Unpinned)
     return doc.UnpinDone(pins=ended.pins, blocks=ended.blocks)
 
@@ -254,7 +250,7 @@ def _hold(gate: ManagerGate, given: doc.PromptBody, seconds: float) -> tuple[Pin
     """The manager's answer to a pin, or with 0 seconds a prefetch, and the number of the prompt's blocks."""
     with gate.session() as admin:
         space = _space(admin, given.namespace, given.model)
-        keys, _ = held_chain(admin, space, given.tokens)
+        keys, _ = held_chain(admin, space, given.tokens, "")
         request = Pin(fingerprint=space.fingerprint, keys=join_keys(keys), seconds=seconds)
         reply = admin.ask(request, Pinned)
     if reply.refusal:

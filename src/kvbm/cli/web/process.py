@@ -6,6 +6,7 @@ manager's loop.
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import sys
@@ -29,20 +30,19 @@ from kvbm.client.admin_http import (
     url_of,
 )
 from kvbm.clock import monotonic
+from kvbm.errors import KvbmError
 from kvbm.observe.log import configure
 from kvbm.settings import Settings
 from kvbm.settings.parse import parse_listen_address
 
+log = logging.getLogger("kvbm.web")
+
 
 def make_listener(settings: Settings, listener: socket.socket) -> Listener:
     """The server behind a socket that listens already. Raises SettingsError for a token that cannot be had."""
-    if listener.family == socket.AF_UNIX:
-        secret, cookie = "", "kvbm_token"
-    else:
-        # Cookies are shared by all ports of a machine.
-        secret, cookie = _token(settings), f"kvbm_token_{listener.getsockname()[1]}"
+    secret = "" if listener.family == socket.AF_UNIX else _token(settings)
     file = token_path(settings.admin_token_file, settings.runtime_dir)
-    site = Site(ManagerGate(settings, monotonic), Token(secret, cookie), file, monotonic)
+    site = Site(ManagerGate(settings, monotonic), Token(secret), file, monotonic)
     return Listener(listener, site.answer)
 
 
@@ -50,12 +50,15 @@ def serve_alone(manager: str, listen: str) -> None:
     """Serve until SIGINT or SIGTERM, and print the address first. Raises SettingsError, ManagerUnavailable."""
     address = parse_listen_address("--listen", listen) if listen else DEFAULT_ADDRESS
     settings = settings_for(manager)
-    Admin(choose_manager(settings), settings).close()  # it is clear which one is meant, and it is there
+    # Chosen once: the page of one manager never becomes that of another one.
+    settings = _of_manager(settings, choose_manager(settings))
+    Admin(choose_manager(settings), settings).close()  # it is there
     configure(settings.log_level)
     with listening(address, 1 if listen else PORTS_MAX) as listener:
         server = make_listener(settings, listener)
         url = url_of(listener)
-        entry = url if url.startswith(UNIX) else f"{url}?token={_token(settings)}"
+        # What follows `#` is for the page's script alone: a browser does not send it.
+        entry = url if url.startswith(UNIX) else f"{url}#token={_token(settings)}"
         # Whoever ends us must not wait for a browser; `stop` is for another thread than that of `run`.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=server.stop, daemon=True).start())
@@ -68,13 +71,22 @@ def main(listener_fd: int, socket_path: str, settings_json: str) -> int:
 
     It serves at the descriptor until its standard input ends: that is when the manager ends, however it does.
     """
-    settings = msgspec.structs.replace(msgspec.json.decode(settings_json, type=Settings), manager=socket_path)
+    settings = _of_manager(msgspec.json.decode(settings_json, type=Settings), socket_path)
     configure(settings.log_level)
     with socket.socket(fileno=listener_fd) as listener:
-        server = make_listener(settings, listener)
+        try:
+            server = make_listener(settings, listener)
+        except KvbmError as error:
+            log.error("no admin page: %s", error)  # noqa: TRY400 - one line, not a traceback
+            return 2
         threading.Thread(target=_stop_at_end_of_input, args=(server,), daemon=True).start()
         server.run()
     return 0
+
+
+def _of_manager(settings: Settings, path: str) -> Settings:
+    """The settings with this manager alone. Other users are trusted only at a socket that the operator named."""
+    return msgspec.structs.replace(settings, manager=path, peer_uids=settings.trusted_peer_uids)
 
 
 def _token(settings: Settings) -> str:

@@ -12,11 +12,12 @@ import msgspec
 
 from kvbm.cli import why
 from kvbm.cli.web import openapi
-from kvbm.cli.web.access import Denied, Token, check_host, check_origin
+from kvbm.cli.web.access import Token, check_host, check_origin
 from kvbm.cli.web.documents import Given
 from kvbm.cli.web.listener import JSON, Reply, Request, trouble
 from kvbm.cli.web.operations import OPERATIONS, ManagerGate, Operation
 from kvbm.cli.web.pace import Pace
+from kvbm.cli.web.troubles import Denied
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, SettingsError
 
@@ -37,17 +38,14 @@ class Site:
         """`token_file` is where an operator of this machine finds the token."""
         self._gate = gate
         self._token = token
-        self._token_file = token_file
         self._pace = Pace(HEAVY_PER_S, HEAVY_BURST, clock)
         self._operations = {each.path: each for each in OPERATIONS}
         document = msgspec.json.encode(openapi.document())
+        # These say nothing of a manager: anybody may have them. The page's script asks for the token.
         self._pages = {
-            "/": Reply(status=200, content_type=HTML, body=_page()),
+            "/": Reply(status=200, content_type=HTML, body=_page(token_file)),
             "/docs": Reply(status=200, content_type=HTML, body=openapi.page().encode()),
             "/openapi.json": Reply(status=200, content_type=JSON, body=document),
-        }
-        # These say nothing of a manager, and the page that asks for the token needs the style.
-        self._open = {
             # Where a browser looks for it, whichever page it has.
             "/favicon.ico": Reply(status=200, content_type="image/svg+xml", body=_part("favicon.svg")),
             "/page.css": Reply(status=200, content_type="text/css; charset=utf-8", body=_part("page.css")),
@@ -63,21 +61,18 @@ class Site:
         path, _, query = request.target.partition("?")
         operation = self._operations.get(path)
         allowed = _READ if operation is None or operation.method == "GET" else (operation.method,)
-        page = self._open.get(path)
+        page = self._pages.get(path)
         if page is not None and request.method in _READ:
             return page
-        cookie = self._token.in_cookie(request.headers.get("cookie"))
-        if not (cookie or self._token.in_header(request.headers.get("authorization"))):
-            return self._enter(request, path, query)
-        if operation is None and path not in {*self._pages, *self._open}:
+        if not self._token.in_header(request.headers.get("authorization")):
+            return trouble(401, "the token is missing or wrong", (("WWW-Authenticate", "Bearer"),))
+        request.let_in()
+        if operation is None and page is None:
             raise Denied(404, f"{path[:100]} is not here; /docs lists what is")
-        if request.method not in allowed:
+        if operation is None or request.method not in allowed:
             return trouble(405, f"{path} needs {allowed[0]}", (("Allow", ", ".join(allowed)),))
-        if operation is None:
-            # A bookmark with the token still leads here.
-            return self._entered() if path == "/" and self._token.in_query(query) else self._pages[path]
         if operation.method == "POST":
-            check_origin(request.headers.get("origin"), host, needed=cookie)
+            check_origin(request.headers.get("origin"), host)
         given = _given(operation, request, query)
         if operation.heavy and not self._pace.take():
             return trouble(429, "too many calls; wait a second", (("Retry-After", "1"),))
@@ -97,25 +92,6 @@ class Site:
         except KvbmError as error:
             raise Denied(503, str(error)) from None
         return Reply(status=200, content_type=JSON, body=msgspec.json.encode(answer))
-
-    def _enter(self, request: Request, path: str, query: str) -> Reply:
-        """Without a token there is a page that asks for it, and nothing else."""
-        if request.method not in _READ or path not in ("/", "/docs"):
-            return trouble(401, "the token is missing or wrong", (("WWW-Authenticate", "Bearer"),))
-        if path == "/" and self._token.in_query(query):
-            return self._entered()
-        wrong = "<p class=fault>This is not the token.</p>" if query and path == "/" else ""
-        body = _part("token.html").decode()
-        body = body.replace("{{file}}", html.escape(self._token_file)).replace("{{wrong}}", wrong)
-        headers = (("WWW-Authenticate", "Bearer"),)
-        return Reply(status=401, content_type=HTML, body=body.encode(), headers=headers)
-
-    def _entered(self) -> Reply:
-        """Go on to the page with a cookie. The browser goes there by itself, not by a redirect: one that another site's
-        link began would not get the cookie."""
-        body = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>KVBM</title>'
-        headers = (("Set-Cookie", self._token.cookie()),)
-        return Reply(status=200, content_type=HTML, body=body.encode(), headers=headers)
 
 
 def _given(operation: Operation, request: Request, query: str) -> Given:
@@ -160,10 +136,11 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
 
-def _page() -> bytes:
-    """The page, with what the reasons mean: the words are those of `kvbm why`."""
+def _page(token_file: str) -> bytes:
+    """The page, with what the reasons mean: the words are those of `kvbm why`; and with where the token is."""
     meanings = msgspec.json.encode(why.MEANINGS).replace(b"<", b"\\u003c")
-    return _part("page.html").replace(b"{{meanings}}", meanings)
+    file = html.escape(token_file).encode("utf-8", "replace")
+    return _part("page.html").replace(b"{{meanings}}", meanings).replace(b"{{file}}", file)
 
 
 def _part(name: str) -> bytes:

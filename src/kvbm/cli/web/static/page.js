@@ -4,7 +4,9 @@
 
 const POLL_MS = 2000;
 const ANSWER_MS = 8000;
-const HISTORY = 90; // points of a curve: three minutes
+const CURVE_S = 180; // what a curve shows
+const GAP_S = 10; // nothing is drawn over a longer time without a look
+const STORED = "kvbm.token";
 const ROWS = 8;
 const MEANINGS = JSON.parse(document.getElementById("meanings").textContent);
 
@@ -12,9 +14,11 @@ const at = (id) => document.getElementById(id);
 let sinceStart = false;
 let paused = false;
 let lastSeen = null; // when the manager answered last
-let epoch = null;
-let history = {};
+let epoch = null; // of the manager's life that is shown
+let curves = {}; // by flow: [the manager's time in seconds, bytes per second], the oldest first
 let polling = false;
+let locked = false; // the token is missing or wrong: nothing is asked until there is another one
+let token = takeToken();
 
 // Only text ever comes from the manager: nothing is parsed as HTML.
 function make(tag, className, ...children) {
@@ -22,6 +26,16 @@ function make(tag, className, ...children) {
   if (className) element.className = className;
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
+}
+
+// The token is kept for this tab alone. It may come with the address; there it is removed at once.
+function takeToken() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("token") || new URLSearchParams(location.search).get("token");
+  if (given) {
+    window.history.replaceState(null, "", location.pathname);
+    sessionStorage.setItem(STORED, given);
+  }
+  return sessionStorage.getItem(STORED) || "";
 }
 
 const whole = (number) => Math.round(number).toLocaleString("en-US");
@@ -118,38 +132,52 @@ function curve(points) {
   svg.setAttribute("viewBox", "0 0 100 34");
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("aria-hidden", "true");
-  const most = Math.max(...points, 1);
-  const places = points.map((value, i) => `${(100 - (points.length - 1 - i) * (100 / (HISTORY - 1))).toFixed(2)},${(32 - (value / most) * 28).toFixed(2)}`);
+  const most = Math.max(...points.map(([, value]) => value), 1);
+  const last = points.length ? points[points.length - 1][0] : 0;
+  const x = (s) => (100 - ((last - s) / CURVE_S) * 100).toFixed(2);
+  const y = (value) => (32 - (value / most) * 28).toFixed(2);
   const shape = (tag, attributes) => {
     const element = document.createElementNS(ns, tag);
     for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
     svg.append(element);
   };
   shape("line", { x1: 0, x2: 100, y1: 33, y2: 33 });
-  if (places.length > 1) {
-    shape("polygon", { points: `${places[0].split(",")[0]},33 ${places.join(" ")} 100,33` });
-    shape("polyline", { points: places.join(" ") });
+  for (const part of withoutGaps(points).filter((each) => each.length > 1)) {
+    const places = part.map(([s, value]) => `${x(s)},${y(value)}`).join(" ");
+    shape("polygon", { points: `${x(part[0][0])},33 ${places} ${x(part[part.length - 1][0])},33` });
+    shape("polyline", { points: places });
   }
   return svg;
+}
+
+// While the page was paused or hidden nobody looked: no line goes over that time.
+function withoutGaps(points) {
+  const parts = [];
+  points.forEach((point, i) => {
+    if (i === 0 || point[0] - points[i - 1][0] > GAP_S) parts.push([]);
+    parts[parts.length - 1].push(point);
+  });
+  return parts;
 }
 
 function drawFlows(view) {
   at("flows").replaceChildren(...view.flows.map((flow) => {
     const name = `${flow.source} → ${flow.target}`;
-    const points = (history[name] = history[name] || []);
+    const points = curves[name] || [];
     const each = flow.mean_s === null ? "" : `${(flow.mean_s * 1e3).toFixed(1)} ms each`;
     return make("div", "flow",
       make("div", "top", make("span", "", name), make("b", "", `${(flow.bytes_per_s / 1e9).toFixed(3)} GB/s`)),
       curve(points),
-      make("small", "", points.length > 1 ? `at most ${(Math.max(...points) / 1e9).toFixed(3)} GB/s` : "", each ? ` · ${each}` : ""));
+      make("small", "", points.length > 1 ? `at most ${(Math.max(...points.map(([, value]) => value)) / 1e9).toFixed(3)} GB/s` : "", each ? ` · ${each}` : ""));
   }));
 }
 
 function remember(view) {
   for (const flow of view.flows) {
-    const points = (history[`${flow.source} → ${flow.target}`] ||= []);
-    points.push(flow.bytes_per_s);
-    if (points.length > HISTORY) points.shift();
+    const points = (curves[`${flow.source} → ${flow.target}`] ||= []);
+    if (points.length && points[points.length - 1][0] >= view.uptime_s) continue; // the same look once more
+    points.push([view.uptime_s, flow.bytes_per_s]);
+    while (view.uptime_s - points[0][0] > CURVE_S) points.shift();
   }
 }
 
@@ -225,24 +253,34 @@ function setPill(kind, text) {
   at("pill").textContent = text;
 }
 
+// Why there is no answer to show. `kind`: "token", or "refused" (somebody answered, with this status).
+class NoAnswer extends Error {
+  constructor(kind, text) {
+    super(text);
+    this.kind = kind;
+  }
+}
+
 async function ask(path) {
-  const response = await fetch(path, { signal: AbortSignal.timeout(ANSWER_MS), cache: "no-store" });
-  if (response.status === 401) throw new Error("the token has changed: open the page again with the new one");
-  const document = await response.json();
-  if (!response.ok) throw new Error(document.error);
+  if (!/^[!-~]*$/.test(token)) throw new NoAnswer("token", ""); // no header could have it
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const response = await fetch(path, { headers, signal: AbortSignal.timeout(ANSWER_MS), cache: "no-store" });
+  const document = await response.json().catch(() => ({}));
+  if (response.status === 401) throw new NoAnswer("token", document.error || "");
+  if (!response.ok) throw new NoAnswer("refused", `${response.status}: ${document.error || response.statusText}`);
   return document;
 }
 
 let shown = null;
 
 async function look() {
-  if (polling) return;
+  if (polling || locked) return;
   polling = true;
   try {
     const view = await ask(`/api/top?live=true&since_start=${sinceStart}`);
     const reply = await ask(`/api/why?limit=${ROWS}`);
-    if (epoch !== view.pid) history = {};
-    epoch = view.pid;
+    if (epoch !== view.epoch) curves = {};
+    epoch = view.epoch;
     shown = view;
     lastSeen = new Date();
     remember(view);
@@ -257,22 +295,70 @@ async function look() {
     drawEngines(view);
     drawQueues(view);
     drawWhy(reply);
+    drawNotice(view);
     setPill("live", "live");
+    drawPaused();
   } catch (error) {
-    lost(error);
+    if (error.kind === "token") lock(); else lost(error);
   } finally {
     polling = false;
   }
 }
 
+// What goes on now and will end: a resize.
+function drawNotice(view) {
+  const each = view.resizing;
+  at("notice").hidden = !each;
+  if (each) at("notice").textContent = `Host memory is being resized to ${bytes(each.host_bytes)}: ${whole(each.carried)} of ${whole(each.blocks)} blocks carried over${each.dropped ? `, ${whole(each.dropped)} dropped to make room` : ""}, for ${duration(each.seconds)} so far.`;
+}
+
+function drawPaused() {
+  if (!paused || locked) return;
+  setPill("", "paused");
+  at("notice").hidden = false;
+  at("notice").textContent = lastSeen ? `Paused: the numbers are those of ${clock(lastSeen)}.` : "Paused before the first look.";
+  at("main").hidden = false;
+}
+
+const clock = (date) => date.toLocaleTimeString("en-GB");
+
+// The form is shown again; `token` was wrong, or there was none.
+function lock() {
+  locked = true;
+  at("window").hidden = at("pause").hidden = true; // there is nothing to count or to pause
+  at("wrong").hidden = !token;
+  at("wrong").textContent = shown ? "The token has changed: this one is not accepted any more." : "This is not the token.";
+  token = "";
+  sessionStorage.removeItem(STORED);
+  at("main").hidden = true;
+  at("enter").hidden = false;
+  setPill("gone", "token needed");
+  document.title = "KVBM: token";
+  at("token").focus();
+}
+
+function unlock(given) {
+  token = given;
+  sessionStorage.setItem(STORED, token);
+  locked = false;
+  at("window").hidden = at("pause").hidden = false;
+  at("enter").hidden = true;
+  setPill("wait", "looking…");
+  look();
+}
+
 function lost(error) {
-  const since = lastSeen ? ` since ${lastSeen.toLocaleTimeString("en-GB")}` : "";
-  const why = error instanceof TypeError || error.name === "TimeoutError" ? "nobody answers at this address any more" : error.message;
-  setPill("gone", `manager does not answer${since}`);
+  const since = lastSeen ? ` since ${clock(lastSeen)}` : "";
+  const answered = error.kind === "refused";
+  const what = answered ? `The page's server answers, but has nothing of the manager${since}: ${error.message}`
+    : `Nobody answers at this address${since}`;
+  setPill("gone", answered && !error.message.startsWith("503") ? `no numbers${since}` : `manager does not answer${since}`);
   document.title = "✗ KVBM";
   at("main").hidden = false;
   at("main").classList.add("stale");
-  drawVerdict({ findings: [] }, `The manager does not answer${since}: ${why}. ${shown ? "Below is what it was when it was last seen; the" : "The"} page goes on looking for it.`);
+  at("notice").hidden = true;
+  drawVerdict({ findings: [] }, `${what}. ${shown ? "Below is what it was when it was last seen; the" : "The"} page goes on looking for it.`);
+  drawPaused();
 }
 
 async function watch() {
@@ -290,7 +376,13 @@ at("window").addEventListener("click", () => {
 at("pause").addEventListener("click", () => {
   paused = !paused;
   at("pause").setAttribute("aria-pressed", String(paused));
-  if (paused) setPill("", "paused"); else look();
+  if (paused) drawPaused(); else look();
 });
+at("form").addEventListener("submit", (event) => {
+  event.preventDefault(); // the browser keeps what a form sends in its history
+  unlock(at("token").value.trim());
+  at("token").value = "";
+});
+window.addEventListener("hashchange", () => { if (location.hash) unlock(takeToken()); });
 document.addEventListener("visibilitychange", () => { if (document.visibilityState === "visible" && !paused) look(); });
 watch();

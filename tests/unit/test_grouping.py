@@ -1,0 +1,80 @@
+"""The order in which a prefix needs the blocks of several groups, and their keys."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.grouping import Grouping, Place, in_group, sources_of_prompt
+from kvbm.groups import Group, GroupKind
+from kvbm.hashing import chain_keys
+
+KEYS = chain_keys(bytes(32), range(400), 4)
+FULL, WINDOW = Group(), Group(kind=GroupKind.WINDOW, reach=3)
+STATE = Group(kind=GroupKind.STATE, span=2)
+
+
+def test_all_tokens_come_first_and_two_groups_of_them_take_turns() -> None:
+    grouping = Grouping((FULL, FULL, WINDOW, STATE))
+    assert grouping.step == 2
+    assert grouping.chain(1, 3) == [Place(0, 1), Place(1, 1), Place(0, 2), Place(1, 2)]
+    assert grouping.tail(8) == [Place(2, 5), Place(2, 6), Place(2, 7), Place(3, 3)]
+    assert grouping.run(8, 7) == [Place(0, 7), Place(1, 7), Place(2, 7), Place(3, 3)]
+    assert grouping.tail(8, kinds=(GroupKind.STATE,)) == [Place(3, 3)]
+
+
+def test_what_the_engine_has_is_left_out() -> None:
+    grouping = Grouping((FULL, WINDOW))
+    assert grouping.run(10, 8) == [Place(0, 8), Place(0, 9), Place(1, 8), Place(1, 9)]
+    assert grouping.run(10, 0)[-3:] == [Place(1, 7), Place(1, 8), Place(1, 9)]
+
+
+def test_wide_blocks_of_all_tokens() -> None:
+    grouping = Grouping((FULL, Group(span=4), WINDOW))
+    assert grouping.step == 4
+    assert [place for place in grouping.chain(0, 8) if place.group == 1] == [Place(1, 0), Place(1, 1)]
+    assert grouping.start_of(Place(0, 6)) == 4
+    assert grouping.first_of(Place(1, 1)) == 4
+    assert grouping.end_of(Place(1, 1)) == 8
+
+
+def test_a_model_without_full_attention_has_no_chain() -> None:
+    grouping = Grouping((STATE,))
+    assert grouping.chain(0, 8) == []
+    assert grouping.run(8, 2) == [Place(0, 3)]
+
+
+@given(st.lists(st.sampled_from((FULL, WINDOW, STATE, Group(span=3))), min_size=1, max_size=5), st.data())
+def test_a_key_names_the_content_up_to_its_block_and_its_group(
+    groups: list[Group], data: st.DataObject
+) -> None:
+    grouping = Grouping(groups)
+    boundary = data.draw(st.integers(0, 24 // grouping.step)) * grouping.step
+    places = grouping.run(boundary, 0)
+    keys = grouping.keys(KEYS, places)
+    assert len(set(keys)) == len(keys) == len(places)
+    for place, key in zip(places, keys, strict=True):
+        last = KEYS[grouping.end_of(place) - 1]
+        assert key == BlockKey(in_group(last, place.group))
+        assert (key == last) == (place.group == 0), "the first group's are the engine's own"
+        assert grouping.own(KEYS, place.group, range(place.block, place.block + 1)) == [key]
+        first = grouping.first_of(place)
+        assert grouping.keys(KEYS[first:], [place], first) == [key], "from a part of the keys"
+    assert in_group(b"".join(KEYS[:3]), 2)[KEY_BYTES : 2 * KEY_BYTES] == in_group(KEYS[1], 2)
+
+
+@given(st.binary(max_size=40), st.integers(1, 60))
+def test_tiers_keep_their_share_and_the_deepest_one_counts(sources: bytes, blocks: int) -> None:
+    told = sources_of_prompt(sources, blocks)
+    assert len(told) == (blocks if sources else 0)
+    assert set(told) <= set(sources)
+    if sources:
+        assert max(told) == max(sources)
+        assert bytes(sorted(told)) == told
+
+
+def test_shares() -> None:
+    assert sources_of_prompt(bytes([2] * 30 + [3] * 10), 4) == bytes([2, 2, 2, 3])
+    assert sources_of_prompt(bytes([2] * 39 + [3]), 4) == bytes([2, 2, 2, 3])
+    assert sources_of_prompt(bytes([3] * 40), 4) == bytes([3] * 4)
