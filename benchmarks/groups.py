@@ -122,7 +122,9 @@ def draw(traces: list[Trace], model: HybridModel, found: list[dict[str, Any]], p
                         label=f"{policy}, {'needed blocks' if kept == GROUPS else 'all blocks'}",
                     )
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(lambda size, _: f"{size:,.0f} GB")
+            sizes = sorted({row["bytes"] / 1e9 for row in mine})
+            axes.set_xticks(sizes, [f"{size:,.0f} GB" for size in sizes])
+            axes.set_xticks([], minor=True)
             axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:g} %")
             axes.set_ylim(bottom=0)
             axes.set_xlabel("host memory")
