@@ -19,6 +19,7 @@ PARTS = {
     "conversations": "benchmarks.conversations",
     "policies": "benchmarks.policies",
     "simulator": "benchmarks.simulator",
+    "groups": "benchmarks.groups",
     "modes": "benchmarks.modes",
 }
 

@@ -15,6 +15,7 @@ from openkvbm.installation import refuse_mixture
 if TYPE_CHECKING:
     from kvbm.block import BlockKey, BlockState, Outcome, Tier
     from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError, TierError
+    from kvbm.groups import Group, GroupKind
     from kvbm.hashing import Chain
     from kvbm.layout import BlockLayout, Namespace
     from kvbm.library.block_manager import BlockManager, Hit
@@ -25,6 +26,8 @@ __all__ = [
     "BlockManager",
     "BlockState",
     "Chain",
+    "Group",
+    "GroupKind",
     "Hit",
     "KvbmError",
     "ManagerRefused",
@@ -43,6 +46,7 @@ refuse_mixture()
 _MODULES = {
     "block": ("BlockKey", "BlockState", "Outcome", "Tier"),
     "errors": ("KvbmError", "ManagerRefused", "ManagerUnavailable", "SettingsError", "TierError"),
+    "groups": ("Group", "GroupKind"),
     "hashing": ("Chain",),
     "layout": ("BlockLayout", "Namespace"),
     "library": ("BlockManager", "Hit"),

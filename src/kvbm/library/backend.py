@@ -18,6 +18,10 @@ class Run(Protocol):
     def sources(self) -> bytes:
         """The tier that each block was found in (see `block.Tier`), a byte each; fewer once a block has failed."""
 
+    @property
+    def boundary(self) -> int:
+        """With several groups: how many blocks of the prompt it stands for, from its first one on; else 0."""
+
 
 class Backend(Protocol):
     """Finds, copies and keeps blocks. Every call copies in the calling thread, which owns the backend."""
@@ -32,9 +36,17 @@ class Backend(Protocol):
         """The lease ends."""
 
     def store(
-        self, keys: list[BlockKey], kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
+        self,
+        keys: list[BlockKey],
+        kv_cache: Mapping[str, torch.Tensor],
+        device_blocks: Sequence[int],
+        parent: BlockKey | None = None,
+        groups: bytes = b"",
     ) -> int:
-        """Keep these blocks, a chain from its first one on, as far as they are not held yet; how many were copied."""
+        """Keep these blocks, a chain behind `parent`, as far as they are not held yet; how many were copied.
+
+        `groups` has the group of each, a byte; empty where there is one.
+        """
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until no block is on its way to disk; False after `timeout_s`."""

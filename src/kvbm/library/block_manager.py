@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
+from kvbm.grouping import Grouping, sources_of_prompt
 from kvbm.hashing import Chain, chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.library.backend import Backend, Run
 from kvbm.library.local import LocalOptions, LocalSpace
 from kvbm.library.remote import SharedSpace
+from kvbm.library.tables import Table, to_keep, to_load
 from kvbm.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -29,23 +31,38 @@ class Hit:
     """The blocks that were found for a prompt after those that `match` skipped, leased inside the `with` statement.
 
     `blocks` of them are held in a row, `tokens` tokens; `host` and `disk` say where they were found.
+
+    Of a layout with several groups `blocks` ends at a boundary at which every group holds what it needs there, and
+    `needed` says which of its own blocks each group needs on the device for that.
     """
 
-    def __init__(self, manager: BlockManager, run: Run | None) -> None:
+    def __init__(self, manager: BlockManager, run: Run | None, skip: int) -> None:
         self._manager = manager
         self._run = run
+        self._skip = skip
         self._ended = False
         sources = run.sources if run is not None else b""
+        grouping, boundary = manager.grouping, run.boundary if run is not None else 0
+        self.needed: tuple[range, ...] = ()
+        if grouping is not None:
+            self.needed = tuple(each.needed(boundary) for each in grouping.groups)
+            sources = sources_of_prompt(sources, boundary - skip)
         self.blocks = len(sources)
         self.tokens = self.blocks * manager.layout.block_tokens
         self.host = sources.count(Tier.HOST)
         self.disk = sources.count(Tier.DISK)
 
-    def onboard(self, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
+    def onboard(
+        self, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int] | Sequence[Table]
+    ) -> int:
         """Copy the hit into `device_blocks` of the KV cache, `[blocks]`: one per block, from the first found on.
 
         `kv_cache` maps layer names to tensors `[blocks, …]`. Where `match` skipped n blocks, the first device block
         gets the prompt's block n. Device blocks beyond the hit are left alone; with fewer, so many blocks are copied.
+
+        Of a layout with several groups `device_blocks` has a list for each group: the device block of each of the
+        group's own blocks from the prompt's first one on, None where it needs none (see `needed`). Blocks of the prompt
+        that `match` skipped are not loaded. All of the hit arrives, or it does not count: the answer is `blocks`, or 0.
 
         Returns how many leading blocks of the hit arrived: blocks that come from disk and fail their check do not, nor
         do those of a shared manager that goes. The caller computes from there on. Raises KvbmError after the `match`
@@ -57,7 +74,12 @@ class Hit:
             )
         if self._run is None:
             return 0
-        return self._manager._onboard(self._run, kv_cache, device_blocks)
+        grouping = self._manager.grouping
+        if grouping is None:
+            return self._manager._onboard(self._run, kv_cache, device_blocks)  # type: ignore[arg-type]  # no tables
+        wanted = to_load(grouping, self._run.boundary, self._skip, device_blocks)  # type: ignore[arg-type]  # tables
+        arrived = self._manager._onboard(self._run, kv_cache, wanted, self.blocks)
+        return self.blocks if arrived == len(wanted) else 0
 
     def _end(self) -> None:
         self._ended = True
@@ -152,6 +174,7 @@ class BlockManager:
     def _begin(self, layout: BlockLayout, namespace: Namespace) -> None:
         assert layout.shard_count == 1, "one process holds whole blocks"
         self.layout = layout
+        self.grouping = Grouping(layout.groups) if layout.groups else None
         self.namespace = namespace
         self._fingerprint = namespace.fingerprint
         self.metrics = Metrics()
@@ -192,7 +215,7 @@ class BlockManager:
             raise SettingsError("skip", skip, "the number of leading blocks that the device holds")
         backend = self.backend
         run = backend.lookup(self._keys(tokens, extras), skip)
-        hit = Hit(self, run)
+        hit = Hit(self, run, skip)
         try:
             yield hit
         finally:
@@ -204,7 +227,7 @@ class BlockManager:
         self,
         tokens: Sequence[int] | Chain,
         kv_cache: Mapping[str, torch.Tensor],
-        device_blocks: Sequence[int],
+        device_blocks: Sequence[int] | Sequence[Table],
         extras: bytes = b"",
     ) -> int:
         """Keep the full blocks of `tokens`, which lie in `device_blocks` of the KV cache; how many were copied.
@@ -212,9 +235,20 @@ class BlockManager:
         `tokens` are all from the sequence's start on, `[n]`, or their Chain; `device_blocks`, `[blocks]`, are as many
         of its leading blocks as are to be kept. Blocks that are held already are not copied again; blocks that find no
         room are left out. Raises KvbmError for a chain of another namespace, block size or `extras`.
+
+        Of a layout with several groups `device_blocks` has a list for each group, as in `Hit.onboard`. Kept are the
+        blocks of all tokens up to where the shortest list ends, and of the other groups what they need behind that: so
+        call it where prompts may go on from, at the end of a prompt and of an answer.
         """
-        keys = self._keys(tokens, extras)[: len(device_blocks)]
-        return self.backend.store(keys, kv_cache, device_blocks)
+        keys = self._keys(tokens, extras)
+        if self.grouping is None:
+            wanted: Sequence[int] = device_blocks  # type: ignore[assignment]  # no tables
+            return self.backend.store(keys[: len(wanted)], kv_cache, wanted)
+        parts = to_keep(self.grouping, keys, device_blocks)  # type: ignore[arg-type]  # tables
+        return sum(
+            self.backend.store(part.keys, kv_cache, part.device_blocks, part.parent, part.groups)
+            for part in parts
+        )
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until no block is on its way to the disk tier; False when it takes longer than `timeout_s`.
@@ -258,8 +292,14 @@ class BlockManager:
             raise KvbmError("a chain has the extras that it was made with; these are others")
         return tokens.keys
 
-    def _onboard(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
-        begun = min(len(run.sources), len(device_blocks))
+    def _onboard(
+        self,
+        run: Run,
+        kv_cache: Mapping[str, torch.Tensor],
+        device_blocks: Sequence[int],
+        of_prompt: int | None = None,
+    ) -> int:
+        begun = min(len(run.sources), len(device_blocks)) if of_prompt is None else of_prompt
         self.metrics.add("kvbm_matched_tokens", begun * self.layout.block_tokens)
         arrived = self.backend.load(run, kv_cache, device_blocks)
         if arrived:

@@ -66,6 +66,10 @@ class _LocalRun:
     def sources(self) -> bytes:
         return self.space.counted_sources(bytes(self.lease.sources))
 
+    @property
+    def boundary(self) -> int:
+        return self.lease.boundary
+
 
 class LocalSpace:
     """A `Backend` over a space of its own. Raises SettingsError for options that cannot be used."""
@@ -142,14 +146,20 @@ class LocalSpace:
         self.space.release(_OWNER, run.number)
 
     def store(
-        self, keys: list[BlockKey], kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
+        self,
+        keys: list[BlockKey],
+        kv_cache: Mapping[str, torch.Tensor],
+        device_blocks: Sequence[int],
+        parent: BlockKey | None = None,
+        groups: bytes = b"",
     ) -> int:
         self.space.pump()
         number = next(self._numbers)
         # A sequence is offered again each time it has grown: step over the held blocks in one go.
         found = self.space.host_pool.find_all(keys)
         held = found.index(None) if None in found else len(keys)
-        answer = self.space.reserve(_OWNER, number, keys[held - 1] if held else None, keys[held:])
+        before = keys[held - 1] if held else parent
+        answer = self.space.reserve(_OWNER, number, before, keys[held:], group=groups[held:] or 0)
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer, held) if slot >= 0]
         if not pairs:
             return 0

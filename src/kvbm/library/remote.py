@@ -183,6 +183,7 @@ class _SharedRun:
     slots: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
     sources: bytes = b""
+    boundary: int = 0
     ready: int = 0
     final: bool = False
     loaded: int = 0
@@ -244,7 +245,7 @@ class SharedSpace:
         run.answer_s = self._clock() - asked_s
         run.slots, run.generations = found.slots, found.generations
         run.sources = counted_as_disk(found.sources) if session.staging else found.sources
-        run.ready = max(run.ready, found.ready)
+        run.ready, run.boundary = max(run.ready, found.ready), found.boundary
         return run
 
     def load(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
@@ -285,13 +286,20 @@ class SharedSpace:
         )
 
     def store(
-        self, keys: list[BlockKey], kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]
+        self,
+        keys: list[BlockKey],
+        kv_cache: Mapping[str, torch.Tensor],
+        device_blocks: Sequence[int],
+        parent: BlockKey | None = None,
+        groups: bytes = b"",
     ) -> int:
         copied = 0
         for start in range(0, len(keys), STORED_KEYS_MAX):
             end = start + STORED_KEYS_MAX
-            parent = keys[start - 1] if start else b""
-            copied += self._store(parent, keys[start:end], kv_cache, device_blocks[start:end])
+            before = keys[start - 1] if start else parent or b""
+            copied += self._store(
+                before, keys[start:end], kv_cache, device_blocks[start:end], groups[start:end]
+            )
         return copied
 
     def flush(self, timeout_s: float) -> bool:
@@ -325,6 +333,7 @@ class SharedSpace:
         keys: list[BlockKey],
         kv_cache: Mapping[str, torch.Tensor],
         device_blocks: Sequence[int],
+        groups: bytes,
     ) -> int:
         """One reservation, all of which is committed or given back before this returns."""
         session = self._present()
@@ -332,7 +341,7 @@ class SharedSpace:
             return 0
         number, started_s = next(self._numbers), self._clock()
         session.fenced.clear()
-        question = Reserve(store=number, parent=parent, keys=join_keys(keys))
+        question = Reserve(store=number, parent=parent, keys=join_keys(keys), groups=groups)
         none_copied = Commit(store=number, failed=tuple(range(len(keys))))
         reply = session.ask(question, ReserveReply, self.reply_timeout_s, undo=none_copied)
         if reply is None:

@@ -112,7 +112,7 @@ class Lookups:
             raise
         sources = self.prompt_sources(lease)
         if owner >= 0:  # hit rates and heat are of what engines ask for
-            self._account(sources, len(keys) - skip)
+            self._account(sources, self.counted_sources(bytes(lease.sources)), len(keys) - skip)
             reached = skip + (wanted.prompt_blocks or found)
             if self.heat.asked(keys, reached, len(keys) - skip, len(sources)):
                 self.metrics.add("kvbm_lost_prefixes_total")
@@ -205,12 +205,14 @@ class Lookups:
         lease.sources, lease.states = sources, states
         self.host_pool.lease_all(lease.pinned())
 
-    def _account(self, sources: bytes, queried: int) -> None:
+    def _account(self, sources: bytes, leased: bytes, queried: int) -> None:
+        """Count a lookup: the prompt's blocks by `sources`, and the bytes of all blocks `leased` for them."""
         hits, on_host = len(sources), sources.count(Tier.HOST)
         self.metrics.add("kvbm_queried_blocks_total", queried)
         self.metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
         for tier, blocks in (("host", on_host), ("disk", hits - on_host)):
             self.metrics.add("kvbm_hit_blocks_total", blocks, tier=tier)
+        for tier, blocks in (("host", leased.count(Tier.HOST)), ("disk", leased.count(Tier.DISK))):
             self.metrics.add("kvbm_hit_bytes_total", blocks * self.layout.block_bytes, tier=tier)
 
 

@@ -206,9 +206,17 @@ class SlotPool(Generic[KeyT]):
         return slots[0] if slots else None
 
     def reserve_chain(
-        self, keys: Sequence[KeyT], parent: KeyT | None, now_s: float, insist: bool = False
+        self,
+        keys: Sequence[KeyT],
+        parent: KeyT | None,
+        now_s: float,
+        insist: bool = False,
+        tail: bool = False,
     ) -> list[SlotIndex]:
-        """Slots to fill with the blocks of a chain, as `reserve` gives one; with little room, for the first of them."""
+        """Slots to fill with the blocks of a chain, as `reserve` gives one; with little room, for the first of them.
+
+        `tail`: they are what other groups need behind `parent` (see `grouping`).
+        """
         assert not self.holds_any(keys), "block is held already"
         parent_slot = self._slot_of(parent)
         needed = len(keys) - len(self._free)
@@ -221,7 +229,7 @@ class SlotPool(Generic[KeyT]):
         if self._parents is not None:
             for slot, before in zip(slots, (parent, *keys), strict=False):
                 self._parents[slot] = before
-        self._fill(slots, keys, parent_slot, now_s)
+        self._fill(slots, keys, parent_slot, now_s, tail)
         return list(cast(Sequence[SlotIndex], slots))
 
     def recover(self, found: Sequence[tuple[KeyT, KeyT | None, int]], now_s: float) -> None:
@@ -359,13 +367,16 @@ class SlotPool(Generic[KeyT]):
         self.evicted[CAPACITY] += len(victims)
         self.unlease_all(pinned)
 
-    def _fill(self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
+    def _fill(
+        self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float, tail: bool = False
+    ) -> None:
         self._table.move(slots, Transition.RESERVE)
         self._slots.update(zip(keys, slots, strict=True))
         for slot, key in zip(slots, keys, strict=True):
             self._keys[slot] = key
         if self._chained:
-            self.policy.inserted(keys, slots, parent_slot, now_s)
+            tell_tail = getattr(self.policy, "inserted_tail", None) if tail else None
+            (tell_tail or self.policy.inserted)(keys, slots, parent_slot, now_s)
         else:
             for slot, key in zip(slots, keys, strict=True):
                 self.policy.inserted((key,), (slot,), NO_SLOT, now_s)

@@ -13,6 +13,7 @@ import msgspec
 
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
+from kvbm.groups import GroupKind
 from kvbm.layout import BlockLayout
 from kvbm.manager.departed import NO_SLOT, RESET, Departed
 from kvbm.manager.disk_side import DiskSide
@@ -65,6 +66,7 @@ class Space:
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self.departed = Departed(clock, options.staging)
         self._full = moves_log.FullPool("host", clock)
+        self._tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
         self.life = 0
         """How often host memory was replaced by memory of another size."""
         self.cleared = 0
@@ -232,7 +234,8 @@ class Space:
                 self.disk.keep(parent)
             # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
             insist = self._disk_pool_if_on() is not None
-            slots = self.host_pool.reserve_chain(run, parent, now_s, insist)
+            first = group[done] if isinstance(group, bytes) else group
+            slots = self.host_pool.reserve_chain(run, parent, now_s, insist, first in self._tail_groups)
             self._names.reserved(slots, run, hashes, done, group)
             answer += slots
             moves_log.offloading(run[: len(slots)], "device", "host")

@@ -267,14 +267,14 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_hit_blocks_total",
         kind=_COUNTER,
-        help="Blocks that lookups found and leased, by the tier that held them",
+        help="Blocks of prompts that lookups found and leased, by the tier that held them",
         labels=(_TIER,),
         at_zero=True,
     ),
     Metric(
         name="kvbm_hit_bytes_total",
         kind=_COUNTER,
-        help="Bytes of the blocks that lookups found and leased, by the tier that held them",
+        help="Bytes of the blocks, of all groups, that lookups found and leased, by the tier that held them",
         labels=(_TIER,),
         at_zero=True,
     ),

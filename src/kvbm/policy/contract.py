@@ -46,6 +46,16 @@ class EvictionPolicy(Protocol):
         """
 
 
+class KnowsTails(EvictionPolicy, Protocol):
+    """What an `EvictionPolicy` may have besides, for models with several groups. Others are told by `inserted`."""
+
+    def inserted_tail(
+        self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+    ) -> None:
+        """As `inserted`, of blocks that prompts need only where they are taken up behind the block in `parent`: they
+        are wanted when that block is, until prompts go on from it."""
+
+
 class AdmissionPolicy(Protocol):
     """Decides whether a block may enter a lower tier. `kvbm.testing.admission_contract` checks an implementation."""
 

@@ -46,7 +46,7 @@ class Gittins:
         self.learner = Learner(kinds_max)
         self.turns = Turns(turns_max)
         self.running: dict[int, int] = {}
-        self._filling: set[int] = set()
+        self._filling, self._tail = set[int](), False
         self._runs_max = max(history_runs_min, slot_count // 16)
         self._blocks_max = max(history_blocks_min, slot_count // 4)
         self.duel = Duel(slot_count, turns_max)
@@ -88,12 +88,14 @@ class Gittins:
         turns.finish(at, output_tokens)
         code, codes, run = turns.code[at] * RUN_CODES, self.learner.codes, turns.last_run[at]
         while run >= 0 and tree.turn[run] == number:
+            tails = tree.like(run)
             # The length was true from the start, but not known then. The model has to know runs also by what is known
             # at first, and over their whole life: so they count for both kinds.
             early = tree.early_kind[run] = tree.kind[run]
             tree.kind[run] = self.learner.kind(code + codes[early] % RUN_CODES)
-            tree.used_s[run] = now_s
-            self._candidates.offer(run)
+            for each in (run, *tails):  # what lies beside the chain is wanted when it is
+                tree.kind[each], tree.used_s[each] = tree.kind[run], now_s
+                self._candidates.offer(each)
             run = tree.parent[run]
 
     def _begin_turn(self, names: array[int], path: list[int], known: int, now_s: float) -> int:
@@ -256,6 +258,14 @@ class Gittins:
             done += room
             behind = self._rejoin(behind, run)
 
+    def inserted_tail(
+        self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+    ) -> None:
+        """The same; those that no request asked for are worth what the run is worth that they lie behind."""
+        self._tail = True
+        self.inserted(keys, slots, parent, now_s)
+        self._tail = False
+
     def _rejoin(self, behind: int, run: int) -> int:
         """Undo the cut between two resident runs that nothing tells apart; the run to go on from.
 
@@ -288,7 +298,7 @@ class Gittins:
             if behind >= 0 and tree.parent[run] != behind and not tree.leads_to(run, behind):
                 tree.move(run, behind)  # it was left without its parent once
             return run
-        if behind >= 0 and tree.child[behind] < 0:
+        if behind >= 0 and tree.child[behind] < 0 and not self._tail:
             code = self.learner.codes[tree.kind[behind]]
             if features.position_of(code) == Position.OUTPUT and tree.can_extend(behind):
                 self.duel.moved(0, tree.turn[behind], len(names) - done)
@@ -296,7 +306,9 @@ class Gittins:
                 return behind
         number = tree.turn[behind] if behind >= 0 else 0
         number = number if self.turns.find(number) >= 0 else 0
-        return self._new_run(behind, names[done:], Position.OUTPUT, number, now_s)
+        run = self._new_run(behind, names[done:], Position.OUTPUT, number, now_s)
+        tree.kind[run] = tree.kind[behind if self._tail and behind >= 0 else run]
+        return run
 
     def evictable(self, slots: Iterable[int]) -> None:
         """Offer the leaves among these."""

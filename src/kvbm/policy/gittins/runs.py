@@ -108,6 +108,15 @@ class RunTree:
         begin = self.start[run]
         return self.log_slots[begin : begin + self.resident[run]]
 
+    def like(self, run: int) -> list[int]:
+        """The runs behind this one that have its kind and its request: tails, as the chain's other runs differ."""
+        found, child = [], self.child[run]
+        while child >= 0:
+            if self.turn[child] == self.turn[run] and self.kind[child] == self.kind[run]:
+                found.append(child)
+            child = self.next[child]
+        return found
+
     # ---- growing
 
     def add(self, parent: int, names: array[int]) -> int:

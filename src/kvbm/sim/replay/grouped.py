@@ -65,9 +65,9 @@ class GroupedTier:
         for boundary, kinds in tails(grouping, request, block_tokens, found):
             before = self.keys(blocks, grouping.chain(max(0, boundary - grouping.step), boundary)[-1:])
             tail = self.keys(blocks, grouping.tail(boundary, kinds=kinds))
-            self._store(tail, before[0] if before else None, now_s)
+            self._store(tail, before[0] if before else None, now_s, tail=True)
 
-    def _store(self, keys: Sequence[int], parent: int | None, now_s: float) -> None:
+    def _store(self, keys: Sequence[int], parent: int | None, now_s: float, tail: bool = False) -> None:
         """As `Space.reserve` and then its `commit`."""
         pool, filled = self.pool, list[int]()
         for held, each in groupby(zip(pool.held(keys), keys, strict=True), key=itemgetter(0)):
@@ -75,7 +75,7 @@ class GroupedTier:
             if not held:
                 if parent is not None and not pool.holds(parent):
                     break
-                slots = pool.reserve_chain(run, parent, now_s)
+                slots = pool.reserve_chain(run, parent, now_s, tail=tail)
                 filled += slots
                 if len(slots) < len(run):
                     break

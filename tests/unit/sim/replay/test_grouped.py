@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbm.block import BlockKey
 from kvbm.grouping import Grouping
 from kvbm.groups import Group, GroupKind
 from kvbm.hashing import split_keys
@@ -80,6 +82,12 @@ def test_a_cache_for_everything_hits_what_the_rules_say(seed: int, model: tuple[
     assert found.evicted == 0
 
 
+def store(bench: Bench, keys: list[BlockKey], parent: BlockKey | None, groups: bytes) -> None:
+    number = next(bench.numbers)
+    bench.space.reserve(ME, number, parent, keys, group=groups)
+    bench.space.commit(ME, number)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -110,13 +118,13 @@ def test_the_managers_space_finds_the_same(
             tier.insert(request, trace.block_tokens, expected, now_s)
             chain = grouping.keys(keys, grouping.chain(0, len(keys) - len(keys) % grouping.step))
             start = len(grouping.chain(0, boundary))
-            bench.store(chain[start:], chain[start - 1] if start else None)
+            store(bench, chain[start:], chain[start - 1] if start else None, bytes(len(chain) - start))
             for tail in tails(grouping, request, trace.block_tokens, expected):
-                before = grouping.keys(
-                    keys, grouping.chain(max(0, tail.boundary - grouping.step), tail.boundary)[-1:]
-                )
+                parents = grouping.chain(max(0, tail.boundary - grouping.step), tail.boundary)[-1:]
+                before = grouping.keys(keys, parents)
                 places = grouping.tail(tail.boundary, kinds=tail.kinds)
-                bench.store(grouping.keys(keys, places), before[0] if before else None)
+                parent = before[0] if before else None
+                store(bench, grouping.keys(keys, places), parent, bytes(place.group for place in places))
             bench.space.host_pool.check()
     finally:
         bench.close()
@@ -139,3 +147,33 @@ def test_windows_of_earlier_turns_go_first(policy: str) -> None:
     found = grouped_replay(trace, Grouping(groups), room, make_policy(policy, room))
     assert list(found.hits_by_request) == [2 * turn for turn in range(turns)]
     assert found.evicted > 0
+
+
+def test_gittins_keeps_a_tail_as_long_as_the_prompt_before_it() -> None:
+    """Chats that go on, and one-time prompts between them: a chat without its tail would be of no use."""
+    builder, names = TraceBuilder("chats", 16), count()
+    chats: list[list[int]] = [[] for _ in range(12)]
+    at_s = 0.0
+    for _ in range(25):
+        for chat in chats:
+            chat += [next(names) for _ in range(3)]
+            builder.add(at_s, list(chat), 16 * len(chat), 20, 1.0)
+            builder.add(at_s + 3.0, [next(names) for _ in range(6)], 96, 1, 1.0)
+            at_s += 10.0
+    trace, grouping, room = builder.build(), Grouping((FULL, WINDOW)), 700
+    plain = make_policy("gittins", room)
+    told = grouped_replay(trace, grouping, room, make_policy("gittins", room))
+    untold = grouped_replay(trace, grouping, room, _Untold(plain))  # type: ignore[arg-type]  # it passes calls on
+    assert told.hits > untold.hits
+
+
+class _Untold:
+    """A policy that does not know which blocks are tails."""
+
+    def __init__(self, policy: object) -> None:
+        self._policy = policy
+
+    def __getattr__(self, name: str) -> object:
+        if name == "inserted_tail":
+            raise AttributeError(name)
+        return getattr(self._policy, name)

@@ -1,0 +1,100 @@
+"""Lookups of a model with several groups: what is leased, what is counted, and what is given up first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvbm.block import Tier
+from kvbm.grouping import Grouping
+from kvbm.groups import Group, GroupKind
+from kvbm.layout import BlockLayout
+from kvbm.manager.leases import Lease
+from rigs.space import KEYS, ME, Bench
+
+WINDOW = Group(kind=GroupKind.WINDOW, reach=2)
+GROUPING = Grouping((Group(), WINDOW, WINDOW))
+LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096, groups=GROUPING.groups)
+CHAIN = GROUPING.keys(KEYS, GROUPING.chain(0, 12))
+
+
+@pytest.fixture
+def bench(make: Callable[..., Bench]) -> Bench:
+    return make(host_slots=64, disk_slots=64, layout=LAYOUT)
+
+
+def store_tail(bench: Bench, boundary: int) -> None:
+    places = GROUPING.tail(boundary)
+    number = next(bench.numbers)
+    groups = bytes(place.group for place in places)
+    keys = GROUPING.keys(KEYS, places)
+    bench.space.reserve(ME, number, CHAIN[boundary - 1], keys, group=groups)
+    bench.space.commit(ME, number)
+
+
+def looked_up(bench: Bench, blocks: int, skip: int = 0) -> Lease | None:
+    return bench.space.lookup(ME, next(bench.numbers), KEYS[:blocks], skip)
+
+
+def hits(bench: Bench) -> tuple[int, ...]:
+    return tuple(
+        int(bench.metrics.value(f"kvbm_hit_{what}_total", tier=tier))
+        for what in ("blocks", "bytes")
+        for tier in ("host", "disk")
+    )
+
+
+def test_blocks_of_the_prompt_are_counted_and_bytes_of_all_groups(bench: Bench) -> None:
+    bench.store(CHAIN[:6])
+    store_tail(bench, 6)
+    lease = looked_up(bench, 8)
+    assert lease is not None
+    assert (lease.boundary, lease.prompt_blocks, len(lease.slots)) == (6, 6, 6 + 2 * 2)
+    assert hits(bench) == (6, 0, 10 * LAYOUT.block_bytes, 0)
+    assert bench.metrics.value("kvbm_queried_blocks_total") == 8
+
+
+def test_a_device_that_holds_the_beginning_needs_the_tail_too(bench: Bench) -> None:
+    bench.store(CHAIN[:6])
+    store_tail(bench, 6)
+    lease = looked_up(bench, 8, skip=4)
+    assert lease is not None
+    assert (lease.boundary, lease.prompt_blocks, len(lease.slots)) == (6, 2, 2 + 2 * 2)
+    assert hits(bench) == (2, 0, 6 * LAYOUT.block_bytes, 0)
+    assert looked_up(bench, 8, skip=6) is None
+
+
+def test_bytes_are_of_the_tier_that_each_block_of_a_group_is_in(bench: Bench) -> None:
+    bench.store(CHAIN[:6])
+    store_tail(bench, 6)
+    bench.finish_all()
+    bench.space.clear("host")
+    bench.store(CHAIN[:6])  # only the windows are on disk alone
+    lease = looked_up(bench, 6)
+    assert lease is not None
+    assert [lease.sources.count(tier) for tier in (Tier.HOST, Tier.DISK)] == [6, 4]
+    on_host, on_disk, host_bytes, disk_bytes = hits(bench)
+    assert on_host + on_disk == 6
+    assert 0 < on_disk < 6
+    assert (host_bytes, disk_bytes) == (6 * LAYOUT.block_bytes, 4 * LAYOUT.block_bytes)
+
+
+def test_without_the_tail_it_is_a_miss_of_no_bytes(bench: Bench) -> None:
+    bench.store(CHAIN[:6])
+    assert looked_up(bench, 8) is None
+    assert hits(bench) == (0, 0, 0, 0)
+    assert bench.metrics.value("kvbm_lookups_total", outcome="miss") == 1
+
+
+def test_the_oldest_window_of_a_boundary_is_given_up_first(make: Callable[..., Bench]) -> None:
+    """Of a tail the last tokens' blocks serve longer prompts for longest."""
+    bench = make(host_slots=6 + 4, disk=False, layout=LAYOUT)
+    bench.store(CHAIN[:6])
+    store_tail(bench, 6)
+    tail = GROUPING.keys(KEYS, GROUPING.tail(6))
+    bench.clock.advance(1.0)
+    bench.store(GROUPING.keys(KEYS, GROUPING.chain(6, 8)), CHAIN[5])
+    held = [bench.space.host_pool.holds(key) for key in tail]
+    assert held == [True, True, False, False]
+    assert [place.block for place in GROUPING.tail(6)] == [5, 5, 4, 4]
