@@ -48,7 +48,7 @@ def known_sockets(runtime_dir: str) -> list[str]:
     living = [path for path in paths if _connects(path) == 0]
     inside = str(Path(runtime_dir))
     dead = [path for path in paths if path not in set(living) and os.path.dirname(path) == inside]
-    return living[:MANAGERS_MAX] + dead[: max(0, MANAGERS_MAX - len(living))]
+    return sorted(living[:MANAGERS_MAX] + dead[: max(0, MANAGERS_MAX - len(living))])
 
 
 def _candidates(runtime_dir: str) -> list[str]:
