@@ -38,7 +38,7 @@ def test_steps_queued_ahead_of_the_device() -> None:
 
 
 def test_blocks_that_are_zeroed_first_would_be_stored_as_zeroes() -> None:
-    """Why such models are refused: on V2 it comes before `handle_preemptions`."""
+    """Why blocks of such models are pinned until they are copied: on V2 it comes before `handle_preemptions`."""
     assert not all(right(seed, zeroes) for seed in SEEDS)
 
 

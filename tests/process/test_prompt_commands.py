@@ -251,4 +251,6 @@ def test_why_refuses_what_does_not_go_together(node: Node, prompt: str) -> None:
     assert "only together with --prompt-file" in node.refused("why", "--model", "x")
     assert "only together with --prompt-file" in node.refused("why", "--namespace", "ab")
     assert "only together with --prompt-file" in node.refused("why", "--tokenizer", "x")
+    assert "--limit=3 cannot be used" in node.refused("why", "cmpl-1", "--limit", "3")
+    assert "--limit=3 cannot be used" in node.refused("why", "--prompt-file", prompt, "--limit", "3")
     assert "no value together with --prompt-file" in node.refused("why", "cmpl-1", "--prompt-file", prompt)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -62,12 +63,17 @@ def read_prompt(file: Path, tokenizer: str) -> list[int]:
 
 def _read(file: Path) -> str:
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
-            raise SettingsError("--prompt-file", str(file), "a regular file")
-        if found.st_size > PROMPT_BYTES_MAX:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise SettingsError("--prompt-file", str(file), "a regular file")
+            with open(descriptor, "rb", closefd=False) as opened:
+                content = opened.read(PROMPT_BYTES_MAX + 1)
+        finally:
+            os.close(descriptor)
+        if len(content) > PROMPT_BYTES_MAX:
             raise SettingsError("--prompt-file", str(file), f"a file of at most {PROMPT_BYTES_MAX >> 20} MiB")
-        return file.read_text()
+        return content.decode()
     except OSError as error:
         accepted = f"a file that can be read ({error.strerror})"
         raise SettingsError("--prompt-file", str(file), accepted) from None

@@ -75,6 +75,7 @@ def record(
       kvbm record monday.jsonl.gz --seconds 3600
       kvbm simulate monday.jsonl.gz --policy gittins,lru --host 1%,5%,20%
     """
+    namespace = namespace.lower()
     if namespace.strip("0123456789abcdef"):
         raise SettingsError(
             "--namespace", namespace, "the first hex digits of a namespace (kvbm inspect namespaces)"

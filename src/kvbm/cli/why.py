@@ -50,6 +50,9 @@ MEANINGS = {
     "unused": "the engine went on without it",
 }
 
+LATEST = 20
+"""So many of the latest requests are shown."""
+
 app = typer.Typer(rich_markup_mode=None)
 
 _EXAMPLES = """\b
@@ -65,15 +68,16 @@ Examples:
 def why(
     request: Annotated[
         str,
-        typer.Argument(metavar="[REQUEST_ID]", help="Id of the API's response; the latest when left out."),
+        typer.Argument(metavar="REQUEST_ID", help="Id of the API's response; the latest when left out."),
     ] = "",
     manager: Annotated[
         str,
         typer.Option(help="Socket of the manager; the only one that runs when left out.", metavar="SOCKET"),
     ] = "",
     limit: Annotated[
-        int, typer.Option("-n", "--limit", min=1, max=256, help="Show so many of the latest requests.")
-    ] = 20,
+        int | None,
+        typer.Option("-n", "--limit", min=1, max=256, help="Show so many of the latest requests (20)."),
+    ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
@@ -90,6 +94,8 @@ def why(
 
     The manager remembers its latest requests only, and starts anew when it is restarted.
     """
+    if limit is not None and (request or prompt_file is not None):
+        raise SettingsError("--limit", limit, "a value only for the latest requests")
     if prompt_file is not None:
         if request:
             raise SettingsError("REQUEST_ID", request, "no value together with --prompt-file")
@@ -98,7 +104,7 @@ def why(
     for option, value in (("--model", model), ("--tokenizer", tokenizer), ("--namespace", namespace)):
         if value:
             raise SettingsError(option, value, "a value only together with --prompt-file")
-    reply = ask(manager, WhyQuery(request=request, limit=limit))
+    reply = ask(manager, WhyQuery(request=request, limit=limit or LATEST))
     if request and reply.matching != 1:
         raise SettingsError("REQUEST_ID", request, not_one(reply))
     if as_json:

@@ -229,7 +229,7 @@ function drawWhy(reply) {
     make("div", "top", make("b", "", reason.replaceAll("_", " ")), make("span", "", `${whole(blocks)} blocks`)),
     bar([[reply.asked_blocks ? blocks / reply.asked_blocks : 0, ""]]),
     make("small", "", MEANINGS[reason] || "")));
-  if (!bars.length) bars.push(make("p", "empty", "All of them were found and loaded."));
+  if (!bars.length) bars.push(make("p", "empty", "Nothing was missing."));
   const rows = reply.requests.map((found) => {
     const reason = make("span", `tag ${{ hit: "hit", never_seen: "new" }[found.reason] || ""}`, found.reason.replaceAll("_", " "));
     reason.title = found.advice.length ? `would help: ${found.advice.join(" ")}` : MEANINGS[found.reason] || "";
