@@ -65,7 +65,7 @@ Examples:
 def why(
     request: Annotated[
         str,
-        typer.Argument(metavar="[REQUEST_ID]", help="Id of the API's response; the latest when left out."),
+        typer.Argument(metavar="REQUEST_ID", help="Id of the API's response; the latest when left out."),
     ] = "",
     manager: Annotated[
         str,
