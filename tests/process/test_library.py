@@ -136,10 +136,20 @@ def test_a_manager_that_is_killed_costs_misses_and_the_next_one_is_joined(
             later.kill()
 
 
-def test_the_example_runs() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "shared_library.py")]
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [
+        ("shared_library.py", "onboarded 8, equal: True"),
+        (
+            "hybrid_library.py",
+            "a boundary at 8 blocks, needed [[0, 1, 2, 3, 4, 5, 6, 7], [6, 7]], equal: True",
+        ),
+    ],
+)
+def test_the_example_runs(example: str, says: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / example)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     run = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
-    assert "onboarded 8, equal: True" in run.stdout
+    assert says in run.stdout
