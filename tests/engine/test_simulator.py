@@ -16,8 +16,9 @@ from engine.launcher import Launcher
 from engine.tier_settings import host
 from engine.workload import BLOCK_TOKENS, MODEL_TOKENS_MAX, Request, random_tokens
 from kvbm.cli.record import follow
-from kvbm.client.channel import Channel
+from kvbm.client.admin import Admin, choose_manager
 from kvbm.policy import make_policy
+from kvbm.settings import Settings
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.traces.formats import read_trace
 from kvbm.sim.traces.recorder import Recorder
@@ -53,14 +54,14 @@ def chats(seed: int) -> list[Request]:
 @contextmanager
 def recording(runtime_dir: str, expected: int) -> Iterator[io.BytesIO]:
     """Record the private manager of the engine that runs, until `expected` requests have ended."""
-    (socket_path,) = Path(runtime_dir).glob("private-*.sock")
+    settings = Settings(runtime_dir=runtime_dir)
     file, stop = io.BytesIO(), threading.Event()
     recorder = Recorder(file)
-    channel = Channel.connect(str(socket_path))
+    admin = Admin(choose_manager(settings), settings)
     follows = threading.Event()
     ends: list[str] = []
     thread = threading.Thread(
-        target=lambda: ends.append(follow(channel, recorder, lambda: not stop.is_set(), follows.set))
+        target=lambda: ends.append(follow(admin, recorder, lambda: not stop.is_set(), follows.set))
     )
     thread.start()
     assert follows.wait(20.0)
@@ -70,7 +71,7 @@ def recording(runtime_dir: str, expected: int) -> Iterator[io.BytesIO]:
     finally:
         stop.set()
         thread.join(20.0)
-        channel.close()
+        admin.close()
     assert ends == [""]
 
 

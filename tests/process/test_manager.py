@@ -30,7 +30,7 @@ from kvbm.client.finder import (
 )
 from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
 from kvbm.hashing import join_keys
-from kvbm.manager.process import METRICS_PORTS_MAX, _sweep, serve, take_lock
+from kvbm.manager.process import METRICS_PORTS_MAX, serve, take_lock
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     Commit,
@@ -330,23 +330,6 @@ def test_what_an_earlier_manager_died_of_is_not_believed(make: Callable[..., Nod
     Path(node.error_path).write_text("DYN_KVBM_METRICS_PORT=1 cannot be used: last week")
     node.join()
     assert not os.path.exists(node.error_path)
-
-
-def test_what_killed_managers_left_is_swept(make: Callable[..., Node]) -> None:
-    node = make()
-    make_runtime_dir(node.settings.runtime_dir)
-    dead = Path(node.settings.runtime_dir) / "private-0123456789abcdef.sock"
-    for suffix in ("", ".lock", ERROR_SUFFIX):
-        Path(f"{dead}{suffix}").touch()
-    held_path = Path(node.settings.runtime_dir) / "private-fedcba9876543210.sock"
-    held_path.touch()
-    held = take_lock(str(held_path))
-    other = Path(node.settings.runtime_dir) / "manager.sock"
-    other.touch()
-    _sweep(node.settings.runtime_dir)
-    left = sorted(os.listdir(node.settings.runtime_dir))
-    assert left == [other.name, held_path.name, held_path.name + ".lock"]
-    os.close(held)
 
 
 # ---- shared managers

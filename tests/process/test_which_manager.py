@@ -43,7 +43,7 @@ OTHERS = {
     "simulate": "asks no manager",
     "plan": "asks no manager",
     "scale": "asks no manager",
-    "web": "chooses one at its start, see test_web_page",
+    "web": "chooses one at its start, see test_web",
 }
 
 
@@ -61,7 +61,7 @@ def test_no_command_is_passed_over() -> None:
 
 
 def test_dead_sockets_and_records_hide_no_living_manager(node: Node, tmp_path: Path) -> None:
-    """A thousand managers that were killed come first by name."""
+    """More of them than are listed, and by name they come first."""
     path = node.manage("zz.sock")
     for number in range(70):
         dead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

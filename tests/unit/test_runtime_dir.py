@@ -210,10 +210,14 @@ def test_a_directory_that_cannot_be_made_costs_the_cache_only(
 
 def test_no_manager_is_looked_for_behind_a_link(tmp_path: Path) -> None:
     link(tmp_path / "run", tmp_path / "target")
-    (tmp_path / "target" / "manager.sock").touch()
-    with pytest.raises(SettingsError, match="this is a link"):
-        known_sockets(str(tmp_path / "run"))
-    assert known_sockets(str(tmp_path / "target")) == [str(tmp_path / "target" / "manager.sock")]
+    path = str(tmp_path / "target" / "manager.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(SettingsError, match="this is a link"):
+            known_sockets(str(tmp_path / "run"))
+        assert known_sockets(str(tmp_path / "target")) == ([path], [])
+    assert known_sockets(str(tmp_path / "target")) == ([], [path])
 
 
 def test_a_private_manager_leaves_no_trace_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

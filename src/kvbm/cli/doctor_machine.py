@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvbm.cli.doctor_check import Check, advice, fault, ok
 from kvbm.errors import SettingsError
-from kvbm.observe.exporter import MetricsServer, PortTaken
+from kvbm.observe.exporter import MetricsServer, PortTaken, metrics_url
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import (
     Settings,
@@ -140,9 +140,8 @@ def check_port(settings: Settings, managers_run: bool) -> Check:
         MetricsServer(lambda: "", settings.metrics_host, settings.metrics_port).close()
     except PortTaken:
         if managers_run:
-            return ok(
-                name, f"{where} is in use, and a manager runs: curl http://{where}/metrics shows whose it is"
-            )
+            url = metrics_url(settings.metrics_host, settings.metrics_port)
+            return ok(name, f"{where} is in use, and a manager runs: curl {url} shows whose it is")
         remedy = (
             f"an engine's own manager takes the next free port, `kvbm manager` does not start: set {field}"
         )

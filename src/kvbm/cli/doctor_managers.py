@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 from kvbm.admin_protocol import Describe, Description, Snapshot, SnapshotReply
 from kvbm.cli.doctor_check import Check, advice, fault, ok
 from kvbm.client.admin import Admin
-from kvbm.client.channel import Channel
 from kvbm.client.finder import ERROR_SUFFIX, SOCKET_NAME
-from kvbm.client.whereabouts import known_sockets
+from kvbm.client.whereabouts import Sockets, known_sockets
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.observe.unread import Growth
 from kvbm.present.numbers import format_bytes
-from kvbm.protocol import PROTOCOL_VERSION, Hello, Status, StatusQuery
+from kvbm.protocol import Status, StatusQuery
 from kvbm.runtime_dir import read_private
 from kvbm.settings import Settings, size_notices, variable
 
 ANSWER_TIMEOUT_S = 5.0
 SOCKETS_MAX = 32
+_DEAD_NAMED = 3
 _WORDS_MAX = 300
 
 
@@ -37,18 +37,22 @@ class Managers(NamedTuple):
 def check_managers(settings: Settings) -> Managers:
     """Look at the manager that the settings name, and at those in the runtime directory."""
     directory = settings.runtime_dir
-    sockets: list[Path] = []
+    known = Sockets([], [])
     checks: list[Check] = []
     try:
-        sockets = [Path(path) for path in known_sockets(directory)]
-        if len(sockets) > SOCKETS_MAX:
-            there = f"{len(sockets)} sockets in {directory}; the first {SOCKETS_MAX} are looked at"
-            checks.append(advice("managers", there, "name one with --manager"))
-            sockets = sockets[:SOCKETS_MAX]
+        known = known_sockets(directory)
     except SettingsError as error:
         remedy = f"engines will serve without a cache: remove it, or set {variable('runtime_dir')}"
         checks.append(fault("runtime directory", str(error), remedy))
     named = Path(settings.manager).absolute() if settings.manager else None
+    sockets = [Path(path) for path in known.living]
+    if len(sockets) > SOCKETS_MAX:
+        there = f"{len(sockets)} managers in {directory}; the first {SOCKETS_MAX} are looked at"
+        checks.append(advice("managers", there, "name one with --manager"))
+        sockets = sockets[:SOCKETS_MAX]
+    dead = [Path(path) for path in known.dead if Path(path) != named]
+    # Engines wait for this one; the others of the dead are told of in one line.
+    sockets += [path for path in dead if path.name == SOCKET_NAME]
     if named is not None and named not in sockets:
         sockets.insert(0, named)
     answering = block_bytes = 0
@@ -57,6 +61,7 @@ def check_managers(settings: Settings) -> Managers:
         answering += found[0].state == "ok"
         block_bytes = block_bytes or int(found[0].measured.get("block_bytes", 0))
         checks += found
+    checks += _left_behind([path for path in dead if path.name != SOCKET_NAME], directory)
     checks += _last_words(directory)
     if not answering and all(check.state == "ok" for check in checks):
         checks.append(ok("managers", f"none runs (looked in {directory}); an engine starts its own"))
@@ -65,31 +70,19 @@ def check_managers(settings: Settings) -> Managers:
 
 def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
     name = f"manager {path}"
-    shared = named or path.name == SOCKET_NAME
     begun_s = time.monotonic()
     try:
-        status = ask_status(str(path), settings.trusted_peer_uids)
+        with Admin(str(path), settings, ANSWER_TIMEOUT_S) as admin:
+            status = admin.ask(StatusQuery(), Status)
+            yield _answers(name, status, time.monotonic() - begun_s)
+            yield from _check_device_caches(admin)
+            yield from _check_unread(admin, name)
     except ManagerRefused as error:
         yield fault(name, str(error), "run this as the manager's user, and with its version of KVBM")
         return
     except ManagerUnavailable as error:
-        if named:
-            remedy = f"the engines that it is for compute everything: start `kvbm manager --socket {path}`"
-            yield fault(name, str(error), remedy)
-        elif "did not answer" in str(error):
-            yield fault(name, str(error), "it hangs, and its engines compute everything: restart it")
-        elif shared:
-            yield advice(name, str(error), "its engines compute everything until `kvbm manager` runs again")
-        else:
-            yield advice(name, f"{error}: a private manager was killed", "none, if its engine has ended")
+        yield _absent(name, path, str(error), named)
         return
-    seconds = time.monotonic() - begun_s
-    spaces = ", ".join(_space(space) for space in status.spaces) or "no engine has named its blocks yet"
-    block_bytes = max((int(str(space["block_bytes"])) for space in status.spaces), default=0)
-    found = f"answers in {seconds * 1e3:.1f} ms; {spaces}"
-    yield ok(name, found, answer_seconds=seconds, block_bytes=block_bytes)
-    yield from _check_device_caches(str(path), settings)
-    yield from _check_unread(str(path), settings)
     for space in status.spaces:
         if space["fault"]:
             remedy = (
@@ -98,13 +91,53 @@ def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
             yield fault(f"namespace {space['namespace']} ({space['model']})", str(space["fault"]), remedy)
 
 
-def _check_device_caches(path: str, settings: Settings) -> Iterator[Check]:
+def _answers(name: str, status: Status, seconds: float) -> Check:
+    spaces = ", ".join(_space(space) for space in status.spaces) or "no engine has named its blocks yet"
+    block_bytes = max((int(str(space["block_bytes"])) for space in status.spaces), default=0)
+    found = f"answers in {seconds * 1e3:.1f} ms; {spaces}"
+    return ok(name, found, answer_seconds=seconds, block_bytes=block_bytes)
+
+
+def _absent(name: str, path: Path, error: str, named: bool) -> Check:
+    """A manager that gave no answer: one that hangs, one that was named, or the one that engines share."""
+    if named:
+        return fault(
+            name,
+            error,
+            f"the engines that it is for compute everything: start `kvbm manager --socket {path}`",
+        )
+    if "did not answer" in error:
+        return fault(name, error, "it hangs, and its engines compute everything: restart it")
+    if path.name == SOCKET_NAME:
+        return advice(name, error, "its engines compute everything until `kvbm manager` runs again")
+    return advice(name, f"{error}: it has just ended", "none, if its engine has ended")
+
+
+def _left_behind(dead: list[Path], directory: str) -> Iterator[Check]:
+    """One line about all sockets at which nobody listens."""
+    if not dead:
+        return
+    names = ", ".join(path.name for path in dead[:_DEAD_NAMED]) + (", …" if len(dead) > _DEAD_NAMED else "")
+    found = (
+        f"1 socket of a manager that was killed: {names}"
+        if len(dead) == 1
+        else f"{len(dead)} sockets of managers that were killed: {names}"
+    )
+    remedy = (
+        "none, if its engine has ended: the next manager that starts removes what private ones left"
+        if all(path.name.startswith("private-") for path in dead)
+        else "start `kvbm manager --socket` there again, or remove it; the next manager that starts removes what "
+        "private ones left"
+    )
+    yield advice(f"sockets in {directory}", found, remedy, sockets=len(dead))
+
+
+def _check_device_caches(admin: Admin) -> Iterator[Check]:
     """Whether host memory is larger than the own cache of each engine that runs."""
     try:
-        with Admin(path, settings, ANSWER_TIMEOUT_S) as admin:
-            described = admin.ask(Describe(), Description)
+        described = admin.ask(Describe(), Description)
     except KvbmError:
-        return  # another version, or it has just ended
+        return  # it has just ended
     host = {
         space.namespace: tier.blocks
         for space in described.spaces
@@ -124,32 +157,16 @@ def _check_device_caches(path: str, settings: Settings) -> Iterator[Check]:
             )
 
 
-def _check_unread(path: str, settings: Settings) -> Iterator[Check]:
+def _check_unread(admin: Admin, name: str) -> Iterator[Check]:
     """Whether what was stored since the manager's start was ever read."""
     try:
-        with Admin(path, settings, ANSWER_TIMEOUT_S) as admin:
-            state = admin.ask(Snapshot(), SnapshotReply)
+        state = admin.ask(Snapshot(), SnapshotReply)
     except KvbmError:
-        return  # another version, or it has just ended
+        return  # it has just ended
     growth = Growth.between({}, {(name, *labels): value for name, labels, value in state.now.values})
     if growth.unread(state.manager.uptime_s):
         remedy = "until something is read, storing costs memory bandwidth and wears the disk for nothing"
-        yield advice(f"manager {path}", growth.alarm(state.manager.uptime_s), remedy)
-
-
-def ask_status(socket_path: str, peer_uids: tuple[int, ...]) -> Status:
-    """Ask a manager for its status. Raises ManagerRefused, ManagerUnavailable."""
-    channel = Channel.connect(socket_path, peer_uids)
-    try:
-        channel.introduce(Hello(version=PROTOCOL_VERSION, role="admin"), ANSWER_TIMEOUT_S)
-        channel.send(StatusQuery())
-        while channel.wait(ANSWER_TIMEOUT_S):
-            for message in channel.receive():
-                if isinstance(message, Status):
-                    return message
-    finally:
-        channel.close()
-    raise ManagerUnavailable(f"the manager did not answer within {ANSWER_TIMEOUT_S:g} s")
+        yield advice(name, growth.alarm(state.manager.uptime_s), remedy)
 
 
 def _space(space: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import signal
 import time
@@ -15,31 +14,27 @@ import typer
 from rich.console import Console
 
 from kvbm.cli.managers import settings_for
-from kvbm.client.admin import choose_manager
-from kvbm.client.channel import Channel
+from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import ManagerUnavailable, SettingsError
-from kvbm.protocol import PROTOCOL_VERSION, Follow, Hello
+from kvbm.protocol import Follow
 from kvbm.sim.traces.recorder import Recorder
 
-_ANSWER_TIMEOUT_S = 10.0
 _LOOK_S = 0.5
 
 app = typer.Typer()
 
 
 def follow(
-    channel: Channel, recorder: Recorder, go_on: Callable[[], bool], on_progress: Callable[[], None]
+    admin: Admin, recorder: Recorder, go_on: Callable[[], bool], on_progress: Callable[[], None]
 ) -> str:
     """Record until `go_on` is False (called twice a second). Returns why it ended before that, or an empty text."""
-    channel.introduce(Hello(version=PROTOCOL_VERSION, role="admin"), _ANSWER_TIMEOUT_S)
     try:
-        channel.send(Follow())
+        admin.tell(Follow())
         going = True
         while going:
             # Called first: messages that arrived before the end are still recorded.
             going = go_on()
-            channel.wait(_LOOK_S if going else 0.0)
-            for message in channel.receive():
+            for message in admin.hear(_LOOK_S if going else 0.0):
                 recorder.receive(message)
             on_progress()
     except ManagerUnavailable as error:
@@ -84,7 +79,7 @@ def record(
     console = Console(stderr=True)
     socket_path = choose_manager(settings)
     with (
-        contextlib.closing(Channel.connect(socket_path, settings.trusted_peer_uids)) as channel,
+        Admin(socket_path, settings) as admin,
         _create(file) as opened,
         _stop_requested() as stopped,
     ):
@@ -93,7 +88,7 @@ def record(
         try:
             with console.status(f"recording {socket_path} …") as status:
                 why = follow(
-                    channel,
+                    admin,
                     recorder,
                     lambda: (
                         not stopped()

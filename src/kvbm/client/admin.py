@@ -13,7 +13,7 @@ from kvbm.admin_protocol import Describe, Description, decode_from_manager
 from kvbm.client.channel import Channel
 from kvbm.client.whereabouts import listening_sockets
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUnclear
-from kvbm.protocol import PROTOCOL_VERSION, Hello, Message, Refused
+from kvbm.protocol import PROTOCOL_VERSION, FromManager, Hello, Message, Refused
 from kvbm.settings import Settings
 
 ANSWER_S = 10.0
@@ -88,8 +88,8 @@ class Admin:
         """The manager's reply to the request, which may take `answer_s` seconds, if that is said."""
         answer_s = answer_s or self._answer_s
         deadline_s = time.monotonic() + answer_s
+        self.tell(request)
         with self._named():
-            self._channel.send(request)
             while self._channel.wait(deadline_s - time.monotonic()):
                 for message in cast(list[Message], self._channel.receive()):
                     if isinstance(message, kind):
@@ -97,6 +97,17 @@ class Admin:
                     if isinstance(message, Refused):
                         raise ManagerRefused(message.reason)
         raise ManagerUnavailable(f"the manager at {self.socket_path} did not answer within {answer_s:g} s")
+
+    def tell(self, request: Message) -> None:
+        """Send a request that has no reply of its own."""
+        with self._named():
+            self._channel.send(request)
+
+    def hear(self, wait_s: float) -> list[FromManager]:
+        """What the manager has sent since, waiting up to `wait_s` seconds for the first of it; empty when nothing."""
+        with self._named():
+            self._channel.wait(wait_s)
+            return self._channel.receive()
 
     def close(self) -> None:
         """End the session."""

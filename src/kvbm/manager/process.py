@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import logging
 import os
 import signal
@@ -44,7 +43,6 @@ PORT_FIELD = variable("metrics_port")
 METRICS_PORTS_MAX = 16
 """Ports that a private manager tries for its metrics: engines beside one another mostly ask for the same one."""
 _BACKLOG = 128
-_SWEEP_MAX = 256
 
 
 def _tiers(settings: Settings) -> list[str]:
@@ -215,7 +213,6 @@ def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PR
     except SettingsError as error:  # it changed since our engine looked at it: leave no file in it
         log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
         return 2
-    _sweep(directory)
     # An engine pins its ranks to cores; our I/O threads inherit that mask and would all share one core.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -243,21 +240,6 @@ def _report_failure(socket_path: str, reason: str) -> None:
     """Leave the reason, in one line, to the engine that started us (see `client.finder.ERROR_SUFFIX`)."""
     with contextlib.suppress(OSError):
         replace_private(socket_path + ERROR_SUFFIX, " ".join(reason.split()).encode())
-
-
-def _sweep(runtime_dir: str) -> None:
-    """Remove sockets and locks that killed private managers left behind."""
-    for lock_path in glob.glob(os.path.join(glob.escape(runtime_dir), "private-*.lock"))[:_SWEEP_MAX]:
-        with contextlib.suppress(OSError):
-            fd = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                base = lock_path.removesuffix(".lock")
-                for path in (base, base + ERROR_SUFFIX, lock_path):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
-            finally:
-                os.close(fd)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ PORTS = 1 << 16
 _STOP_POLL_S = 0.05
 
 
+def metrics_url(host: str, port: int) -> str:
+    """The address to scrape, as a program on this machine would, of a server that listens at `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+
+
 class PortTaken(SettingsError):
     """Another process listens on the port."""
 
@@ -109,9 +115,7 @@ class MetricsServer:
     @property
     def url(self) -> str:
         """The address to scrape, as a program on this machine would."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}/metrics"
+        return metrics_url(self._host, self.port)
 
     def start(self) -> None:
         """Answer from now on, on a daemon thread."""

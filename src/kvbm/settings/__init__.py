@@ -17,7 +17,7 @@ from kvbm.settings.advice import (
     staging_slots,
 )
 from kvbm.settings.load import LoadedSettings, file_faults, load_settings, process_environment
-from kvbm.settings.parse import GB, parse_count, parse_size, parse_socket_path
+from kvbm.settings.parse import GB, SOCKET_PATH_BYTES_MAX, parse_count, parse_size, parse_socket_path
 from kvbm.settings.schema import FIELDS, SCHEMA, Settings, variable
 from kvbm.settings.setting import Kind, Setting
 
@@ -25,6 +25,7 @@ __all__ = [
     "FIELDS",
     "GB",
     "SCHEMA",
+    "SOCKET_PATH_BYTES_MAX",
     "Kind",
     "LoadedSettings",
     "Setting",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -211,19 +212,37 @@ def test_a_socket_that_nobody_serves_and_one_that_hangs(
     with hanging:
         checks, answering, _ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
     assert answering == 0
-    assert [check.state for check in checks] == ["advice", "advice", "fault"]
-    assert "kvbm manager" in checks[0].remedy
-    assert "did not answer" in checks[2].found
+    assert [check.state for check in checks] == ["fault", "advice", "advice"]
+    assert "did not answer" in checks[0].found
+    assert "`kvbm manager`" in checks[1].remedy
+    assert (checks[2].name, checks[2].measured) == (f"sockets in {tmp_path}", {"sockets": 1})
+    assert checks[2].found == "1 socket of a manager that was killed: private-1.sock"
 
 
-def test_more_sockets_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_dead_sockets_are_one_line_and_hide_no_manager(bench: ManagerBench) -> None:
+    """The names of the dead come first."""
+    directory = Path(bench.path).parent
+    for number in range(managers.SOCKETS_MAX + 8):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(directory / f"a{number:02}.sock"))
+    found, answering, _ = look(bench)
+    assert ([check.state for check in found], answering) == (["ok", "advice"], 1)
+    assert bench.path in found[0].name
+    assert found[1].found == "40 sockets of managers that were killed: a00.sock, a01.sock, a02.sock, …"
+
+
+def test_more_managers_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(managers, "SOCKETS_MAX", 2)
+    monkeypatch.setattr(managers, "ANSWER_TIMEOUT_S", 0.05)
     os.chmod(tmp_path, 0o700)
-    for number in range(3):
-        (tmp_path / f"private-{number}.sock").touch()
-    checks, *_ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
-    assert [check.state for check in checks] == ["advice"] * 3
-    assert "3 sockets" in checks[0].found
+    with contextlib.ExitStack() as open_sockets:
+        for number in range(3):
+            hanging = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
+            hanging.bind(str(tmp_path / f"private-{number}.sock"))
+            hanging.listen()
+        checks, *_ = managers.check_managers(Settings(runtime_dir=str(tmp_path)))
+    assert [check.state for check in checks] == ["advice", "fault", "fault"]
+    assert "3 managers" in checks[0].found
 
 
 def test_a_directory_that_others_can_write_to_is_a_fault(tmp_path: Path) -> None:

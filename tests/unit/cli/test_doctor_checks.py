@@ -86,7 +86,10 @@ def test_the_port_of_the_metrics() -> None:
         settings = Settings(metrics=True, metrics_host="127.0.0.1", metrics_port=port)
         beside = machine.check_port(settings, managers_run=False)
         assert (beside.state, "DYN_KVBM_METRICS_PORT" in beside.remedy) == ("advice", True)
-        assert machine.check_port(settings, managers_run=True).state == "ok"
+        everywhere = Settings(metrics=True, metrics_host="0.0.0.0", metrics_port=port)
+        ours = machine.check_port(everywhere, managers_run=True)
+        assert ours.state == "ok"
+        assert f"curl http://127.0.0.1:{port}/metrics " in ours.found, "an address to connect to"
     assert machine.check_port(settings, managers_run=False).state == "ok"
     elsewhere = Settings(metrics=True, metrics_host="192.0.2.1", metrics_port=port)
     assert machine.check_port(elsewhere, managers_run=False).state == "fault"

@@ -82,13 +82,14 @@ def test_help_imports_no_command():
 
 
 @pytest.mark.parametrize("name", entry.COMMANDS)
-def test_every_command_has_an_example(kvbm, name):
+def test_every_command_has_an_example_and_a_plain_usage(kvbm, name):
     code, text, err = kvbm(name, "--help")
     assert (code, err) == (0, "")
     _, _, below = text.partition("\nCommands:\n")
     texts = [kvbm(name, line.split()[0], "--help")[1] for line in below.splitlines() if line] or [text]
     for text in texts:
         assert re.search(rf"^ *(Example: |DYN_\S+ )?kvbm {name} ", text, flags=re.MULTILINE), text
+        assert "[[" not in text, "the parser puts brackets around what may be left out"
 
 
 def test_version(kvbm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,23 @@ def test_the_command_ends_its_file_when_it_is_told_to_stop(manager: ManagerBench
     assert f"1requestswrittento{file}" in "".join(said.decode().split())
     (request,) = read_trace(file).requests
     assert (len(request.blocks), request.output_tokens) == (3, 9)
+
+
+def test_a_manager_that_does_not_serve_it_leaves_no_file(tmp_path: Path) -> None:
+    file, path = tmp_path / "trace.jsonl", tmp_path / "m.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        words = ("record", str(file), "--manager", str(path), "--seconds", "0.1")
+        with subprocess.Popen(
+            [sys.executable, "-m", "kvbm.cli.main", *words], stderr=subprocess.PIPE, text=True
+        ) as child:
+            try:
+                connection, _ = listener.accept()
+                connection.close()  # it has just ended, before it welcomed anybody
+                _, said = child.communicate(timeout=60.0)
+            finally:
+                child.kill()
+    assert (child.returncode, said.count("\n")) == (2, 1), said
+    assert str(path) in said
+    assert not file.exists(), "nothing half-done"
