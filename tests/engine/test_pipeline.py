@@ -27,6 +27,7 @@ pytestmark = [
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
 
+@pytest.mark.slow
 @pytest.fixture
 def start(launcher: Launcher) -> Callable[..., EngineProcess]:
     """Starts an engine of two stages on a device that is too small."""
