@@ -254,3 +254,32 @@ def test_why_refuses_what_does_not_go_together(node: Node, prompt: str) -> None:
     assert "--limit=3 cannot be used" in node.refused("why", "cmpl-1", "--limit", "3")
     assert "--limit=3 cannot be used" in node.refused("why", "--prompt-file", prompt, "--limit", "3")
     assert "no value together with --prompt-file" in node.refused("why", "cmpl-1", "--prompt-file", prompt)
+
+
+def test_with_a_disk_alone_what_passes_through_memory_is_the_disks(
+    make_node: Callable[..., Node], prompt: str, tmp_path: Path
+) -> None:
+    node = make_node(host_blocks=0, disk_blocks=80, disk_dir=tmp_path / "disk", disk_admission="all")
+    stored(node, node.manage())
+    found = node.json("why", "--prompt-file", prompt)
+    assert (found["tiers"], found["prefix"]) == (["disk"], {"disk": 5})
+    assert (found["host"], found["disk"], found["first_missing"]) == (0, 5, None)
+
+
+def test_the_option_that_is_wrong_is_blamed(node: Node, prompt: str) -> None:
+    path = node.manage("manager.sock", "--namespaces", "2")
+    node.engine(path)
+    node.engine(path, "engine-2", OTHER)
+    here, there = NAMESPACE.short, OTHER.short
+    for words, told in (
+        (("--model", "other"), "--model='other' cannot be used"),
+        (("--model", "other", "--namespace", here), "--model='other' cannot be used"),
+        (("--model", NAMESPACE.model, "--namespace", "zz"), "--namespace='zz' cannot be used"),
+        (("--namespace", "zz"), "--namespace='zz' cannot be used"),
+        ((), "--namespace='' cannot be used"),
+        (("--model", NAMESPACE.model), "--namespace='' cannot be used"),
+    ):
+        said = node.refused("why", "--prompt-file", prompt, *words)
+        assert told in said
+        assert here in said and there in said, "they are listed"
+    assert node.json("why", "--prompt-file", prompt, "--namespace", here.upper())["namespace"] == here

@@ -57,13 +57,16 @@ def choose_space(spaces: Sequence[SpaceReport], digits: str, model: str = "") ->
 
     Raises SettingsError, which lists them, where it is none or not clear which.
     """
-    meant = [
-        space
-        for space in spaces
-        if space.fingerprint.startswith(digits.lower()) and model in ("", space.model)
-    ]
+    of_model = [space for space in spaces if model in ("", space.model)]
+    with_digits = [space for space in spaces if space.fingerprint.startswith(digits.lower())]
+    meant = [space for space in with_digits if space in of_model]
     if len(meant) == 1:
         return meant[0]
-    there = ", ".join(f"{space.namespace} ({space.model})" for space in spaces) or "none yet: no engine came"
-    field, value = ("--model", model) if model and not digits else ("--namespace", digits)
-    raise SettingsError(field, value, f"one of the manager's namespaces; there: {there}")
+    listed = ", ".join(f"{space.namespace} ({space.model})" for space in meant or spaces)
+    if model and not of_model:
+        field, value, accepted = "--model", model, "a model of the manager's namespaces"
+    elif with_digits and not meant:
+        field, value, accepted = "--namespace", digits, "a namespace of the model that --model names"
+    else:
+        field, value, accepted = "--namespace", digits, "the first digits of one of the manager's namespaces"
+    raise SettingsError(field, value, f"{accepted}; there: {listed or 'none yet: no engine came'}")

@@ -220,16 +220,17 @@ def _first_missing(found: dict[str, Any]) -> str:
 
 def _advice(found: dict[str, Any]) -> list[str]:
     """What a person can change, for the reason that cost most."""
-    has_disk = "disk" in found["tiers"]
-    larger = f"a larger host tier ({variable('host_bytes')})"
+    has_disk, has_host = "disk" in found["tiers"], "host" in found["tiers"]
+    larger = f"{'a larger' if has_host else 'a'} host tier ({variable('host_bytes')})"
+    room = larger if has_host else f"a larger staging area ({variable('staging_bytes')}), or {larger}"
     disk = f"{'a larger' if has_disk else 'a'} disk tier ({variable('disk_bytes')})"
     advice = {
         "evicted": f"{larger}, or {disk}",
         "refused_by_filter": f"{larger}, or another admission to disk ({variable('disk_admission')})",
         "not_written": f"{larger}, a faster disk, or a larger write budget ({variable('disk_write_budget_bytes')})",
-        "not_stored": larger,
+        "not_stored": room,
         "no_state_at_boundary": "vLLM's prefix_cache_retention_interval (docs/guides/hybrid-models.md)",
-        "no_room": larger,
+        "no_room": room,
         "failed_checksum": "look at the disk; `kvbm disk verify` reads every block",
         "promotion_too_late": f"{larger}, or a faster disk",
         "recompute_cheaper": "nothing: loading would have been slower",

@@ -48,7 +48,10 @@ class PromptQuestions:
 
 
 def count_held(space: Space, keys: list[BlockKey]) -> Generator[None, None, Held]:
-    """Of a chain's leading blocks, how many are held in each tier; a long chain is looked through in several turns."""
+    """Of a chain's leading blocks, how many are held in each tier; a long chain is looked through in several turns.
+
+    As lookups count them: what passes through a staging area is the disk's.
+    """
     blocks = host = host_prefix = disk_prefix = 0
     for start in range(0, len(keys), FOUND_AT_ONCE):
         if start:
@@ -58,6 +61,9 @@ def count_held(space: Space, keys: list[BlockKey]) -> Generator[None, None, Held
         below = space.disk.pool_if_on if space.disk is not None else None
         found = below.find_all(part) if below is not None else [None] * len(part)
         on_disk = [slot is not None for slot in found]
+        if space.options.staging:
+            on_disk = [passes or under for passes, under in zip(on_host, on_disk, strict=True)]
+            on_host = [False] * len(part)
         run = _leading([above or under for above, under in zip(on_host, on_disk, strict=True)])
         blocks += run
         host += sum(on_host[:run])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbm.cli.why import _ago
+from kvbm.cli.why import _advice, _ago
 from kvbm.hashing import join_keys
 from kvbm.protocol import Lookup, LookupReply, Release
 from rigs.manager import KEYS, ManagerBench, store
@@ -128,6 +128,22 @@ def test_without_a_manager_it_is_one_line(tmp_path_factory: pytest.TempPathFacto
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60.0, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "reason", "advised"),
+    [
+        (["host"], "no_room", "a larger host tier (DYN_KVBM_CPU_CACHE_GB)"),
+        (["disk"], "no_room", "a larger staging area (DYN_KVBM_DISK_STAGING_GB), or a host tier ("),
+        (["disk"], "evicted", "a host tier (DYN_KVBM_CPU_CACHE_GB), or a larger disk tier ("),
+        (["host"], "evicted", "a larger host tier (DYN_KVBM_CPU_CACHE_GB), or a disk tier ("),
+    ],
+)
+def test_advice_names_a_tier_that_is_not_there_as_a_new_one(
+    tiers: list[str], reason: str, advised: str
+) -> None:
+    (said,) = _advice({"tiers": tiers, "missing": {reason: 3}, "unloaded": {}})
+    assert said.startswith(advised)
 
 
 @pytest.mark.parametrize(
