@@ -27,7 +27,6 @@ pytestmark = [
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
 
-@pytest.mark.slow
 @pytest.fixture
 def start(launcher: Launcher) -> Callable[..., EngineProcess]:
     """Starts an engine of two stages on a device that is too small."""
@@ -40,6 +39,7 @@ def start(launcher: Launcher) -> Callable[..., EngineProcess]:
     return started
 
 
+@pytest.mark.slow
 def test_two_stages(
     launcher: Launcher, start: Callable[..., Any], reference: dict[str, list[int]], tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def test_hits_count_in_full(start: Callable[..., Any], kind: str) -> None:
     assert again_ == first
 
 
+@pytest.mark.slow
 def test_the_draft_reads_its_own_blocks(start: Callable[..., Any]) -> None:
     """After a load as many guesses are right as after computing; with the draft's layers spoilt they are not, and the
     text is the same. The negative control: spoilt blocks of the target change it."""
