@@ -17,11 +17,11 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from kvbm.testing.tiny_model import SHAPES
+from kvbm.testing.tiny_model import SHAPES, DType, Size
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK_TOKENS = 128
@@ -44,6 +44,25 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     transfer_config: dict[str, Any] | None = None
     files: str | None = None
+
+
+class PromptKv(NamedTuple):
+    """The KV of a prompt: blocks of all groups that a tier stores of it at most, those that a hit loads, and the bytes
+    of each."""
+
+    stored_blocks: int
+    loaded_blocks: int
+    block_bytes: int
+
+
+def prompt_kv(size: str, dtype: DType, tokens: int) -> PromptKv:
+    """The KV of a prompt of `tokens` tokens: all blocks of layers that see all tokens, and the windows of the others,
+    which are stored where the prompt may be taken up again and where it ends."""
+    shape = SHAPES[cast("Size", size)]
+    blocks = tokens // BLOCK_TOKENS
+    window = (shape.groups - 1) * -(-(shape.window - 1) // BLOCK_TOKENS) if shape.window else 0
+    block_bytes = shape.kv_bytes_per_token(dtype) * BLOCK_TOKENS // shape.groups
+    return PromptKv(blocks + 2 * window, blocks + window, block_bytes)
 
 
 def prepare_environment(scenario: Scenario) -> None:
@@ -73,8 +92,10 @@ class Engine:
         prompt_tokens: int,
         dtype: str = "bfloat16",
         requests: int = 1,
+        groups: int = 1,
     ) -> None:
-        """The device has room for `requests` requests of `prompt_tokens` at once, and a little."""
+        """The device has room for `requests` requests of `prompt_tokens` at once, and a little. A model of several
+        `groups` takes as many blocks of each."""
         self._scenario = scenario
         prepare_environment(scenario)
         from vllm import LLM, SamplingParams
@@ -91,7 +112,7 @@ class Engine:
             max_num_seqs=max(2, requests),
             block_size=BLOCK_TOKENS,
             # With one request: a device hit right after it, and nothing older.
-            num_gpu_blocks_override=requests * blocks + 4,
+            num_gpu_blocks_override=requests * groups * blocks + 4,
             disable_log_stats=False,
             **arguments,
         )
@@ -178,9 +199,11 @@ def end_with_children() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every benchmark that starts engines, and where a measurement in its own process writes to."""
-    parser.add_argument("--size", choices=sorted(SHAPES), default="small", help="which of our own models")
+def add_engine_arguments(parser: argparse.ArgumentParser, hybrid: bool = False) -> None:
+    """The options of every benchmark that starts engines, and where a measurement in its own process writes to.
+    With `hybrid` it is for models of several groups too."""
+    sizes = [size for size, shape in SHAPES.items() if hybrid or shape.groups == 1]
+    parser.add_argument("--size", choices=sorted(sizes), default="small", help="which of our own models")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights, KV and computation"
     )

@@ -3,7 +3,7 @@
 Engines take turns, plain and KVBM, several rounds: a slow minute of the machine falls on both. The budget is a
 ratio of at most 1.02 between the medians. Run it from the checkout:
 
-    python -m benchmarks.overhead [--tokens 8000] [--prompts 4] [--rounds 3]
+    python -m benchmarks.overhead [--tokens 8000] [--prompts 4] [--rounds 3] [--size windows]
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from rich.table import Table
 from benchmarks.engine import (
     BLOCK_TOKENS,
     Engine,
+    PromptKv,
     add_engine_arguments,
     end_with_children,
     in_own_process,
     passed_on,
     prompt,
+    prompt_kv,
 )
 from benchmarks.ttft import COLD_PROMPTS, scenario
 from kvbm.present.tables import plain_table, save_json
@@ -36,17 +38,16 @@ BUDGET = 1.02
 SIDES = ("plain", "kvbm-host", "kvbm-disk")
 
 
-def measure(
-    model: str, side: str, options: argparse.Namespace, block_bytes: int, scratch: Path
-) -> list[float]:
+def measure(model: str, side: str, options: argparse.Namespace, kv: PromptKv, scratch: Path) -> list[float]:
     """Seconds of one engine for each of several new prompts; a first one warms up and does not count.
 
     Raises RuntimeError when a prompt hit anything.
     """
-    blocks = options.tokens // BLOCK_TOKENS
-    chosen = scenario(side, blocks * (COLD_PROMPTS + 2), blocks + 2, block_bytes, scratch)
+    roomy, tight = kv.stored_blocks * (COLD_PROMPTS + 2), kv.stored_blocks + 2
+    chosen = scenario(side, roomy, tight, kv.block_bytes, scratch)
+    groups = SHAPES[cast("Size", options.size)].groups
     times: list[float] = []
-    with Engine(model, chosen, prompt_tokens=options.tokens, dtype=options.dtype) as engine:
+    with Engine(model, chosen, prompt_tokens=options.tokens, dtype=options.dtype, groups=groups) as engine:
         for number in range(options.prompts + 1):
             # No wait between prompts: stores of one prompt overlap the next, as under load.
             seconds, found = engine.first_token_s(prompt(1000 * options.round + number, options.tokens))
@@ -62,14 +63,14 @@ def main() -> int:
     end_with_children()
     console = Console(stderr=True)
     size = cast("Size", options.size)
-    block_bytes = SHAPES[size].kv_bytes_per_token(options.dtype) * BLOCK_TOKENS
+    kv = prompt_kv(size, options.dtype, options.tokens)
     options.output.mkdir(parents=True, exist_ok=True)
     model = str(
         make_model(options.output.absolute() / "models" / f"{size}-{options.dtype}", size, options.dtype)
     )
     if options.side:
         with tempfile.TemporaryDirectory(prefix="overhead-", dir=options.output.absolute()) as scratch:
-            times = measure(model, options.side, options, block_bytes, Path(scratch))
+            times = measure(model, options.side, options, kv, Path(scratch))
         Path(options.result).write_text(json.dumps(times))
         return 0
     sides = SIDES if options.disk else SIDES[:2]
@@ -118,7 +119,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, hybrid=True)
     parser.add_argument("--tokens", type=int, default=8000, help="length of a prompt")
     parser.add_argument("--prompts", type=int, default=4, help="measured prompts per engine")
     parser.add_argument("--rounds", type=int, default=3, help="how often the engines take turns")

@@ -4,7 +4,7 @@ KVBM and vLLM's own offloading side by side, one engine after the other, each in
 every engine hits of the tier and of the device take turns, so that the difference, what a tier costs on top of the
 device, is free of the machine's slow minutes; medians count. Run it from the checkout:
 
-    python -m benchmarks.ttft [--tokens 8000] [--repeats 12] [--only kvbm-host,native-host]
+    python -m benchmarks.ttft [--tokens 8000] [--repeats 12] [--only kvbm-host,native-host] [--size windows]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.engine import (
     in_own_process,
     passed_on,
     prompt,
+    prompt_kv,
 )
 from kvbm.present.tables import plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
@@ -81,7 +82,9 @@ def scenario(name: str, roomy: int, tight: int, block_bytes: int, scratch: Path)
     return Scenario(name=name, tier="disk", environment=environment, transfer_config=CONNECTOR)
 
 
-def measure(model: str, chosen: Scenario, tokens: int, repeats: int, dtype: str) -> dict[str, list[float]]:
+def measure(
+    model: str, chosen: Scenario, tokens: int, repeats: int, dtype: str, groups: int = 1
+) -> dict[str, list[float]]:
     """Cold, tier-hit and device-hit times of one engine, in seconds, and KVBM's own share of a tier hit.
 
     Two prompts are computed, then asked in turn: each time one comes from the tier, because the other took its
@@ -90,7 +93,7 @@ def measure(model: str, chosen: Scenario, tokens: int, repeats: int, dtype: str)
     Raises RuntimeError when a request was not served from where it should have been.
     """
     times: dict[str, list[float]] = {"cold": [], "tier": [], "loading": [], "device": []}
-    with Engine(model, chosen, prompt_tokens=tokens, dtype=dtype) as engine:
+    with Engine(model, chosen, prompt_tokens=tokens, dtype=dtype, groups=groups) as engine:
         for number in range(COLD_PROMPTS + 1):
             seconds = _timed(engine, chosen, prompt(number, tokens), "cold")
             engine.wait_until_stored()
@@ -183,8 +186,7 @@ def main() -> int:
     end_with_children()
     console = Console(stderr=True)
     size = cast("Size", options.size)
-    blocks = options.tokens // BLOCK_TOKENS
-    block_bytes = SHAPES[size].kv_bytes_per_token(options.dtype) * BLOCK_TOKENS
+    kv = prompt_kv(size, options.dtype, options.tokens)
     options.output.mkdir(parents=True, exist_ok=True)
     model = str(
         make_model(options.output.absolute() / "models" / f"{size}-{options.dtype}", size, options.dtype)
@@ -192,16 +194,17 @@ def main() -> int:
     if options.scenario:
         with tempfile.TemporaryDirectory(prefix="ttft-", dir=options.output.absolute()) as scratch:
             # Disk rows get host memory for one request and no more.
-            roomy, tight = blocks * (COLD_PROMPTS + 2), blocks + 2
-            chosen = scenario(options.scenario, roomy, tight, block_bytes, Path(scratch))
-            Path(options.result).write_text(
-                json.dumps(measure(model, chosen, options.tokens, options.repeats, options.dtype))
+            roomy, tight = kv.stored_blocks * (COLD_PROMPTS + 2), kv.stored_blocks + 2
+            chosen = scenario(options.scenario, roomy, tight, kv.block_bytes, Path(scratch))
+            times = measure(
+                model, chosen, options.tokens, options.repeats, options.dtype, SHAPES[size].groups
             )
+            Path(options.result).write_text(json.dumps(times))
         return 0
-    moved = blocks * block_bytes
-    console.print(f"ceilings of {moved / 1e6:.0f} MB in blocks of {block_bytes >> 10} KiB")
-    copy_rate = ceilings.copy_bytes_per_s(moved, block_bytes)
-    disk_rate = ceilings.disk_read_bytes_per_s(options.output, moved, block_bytes)
+    moved = kv.loaded_blocks * kv.block_bytes
+    console.print(f"ceilings of {moved / 1e6:.0f} MB in blocks of {kv.block_bytes >> 10} KiB")
+    copy_rate = ceilings.copy_bytes_per_s(moved, kv.block_bytes)
+    disk_rate = ceilings.disk_read_bytes_per_s(options.output, moved, kv.block_bytes)
     console.print(f"  copy {copy_rate / 1e9:.1f} GB/s, O_DIRECT read {disk_rate / 1e9:.1f} GB/s")
     measured: dict[str, dict[str, list[float]]] = {}
     for name in options.only:
@@ -221,7 +224,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, hybrid=True)
     parser.add_argument("--tokens", type=int, default=8000, help="length of a prompt")
     parser.add_argument("--repeats", type=int, default=12, help="measured hits per engine")
     parser.add_argument(

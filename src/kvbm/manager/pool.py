@@ -15,6 +15,7 @@ import msgspec
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
 from kvbm.policy import EvictionPolicy
+from kvbm.policy.contract import insert_tail
 
 if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
@@ -375,8 +376,10 @@ class SlotPool(Generic[KeyT]):
         for slot, key in zip(slots, keys, strict=True):
             self._keys[slot] = key
         if self._chained:
-            tell_tail = getattr(self.policy, "inserted_tail", None) if tail else None
-            (tell_tail or self.policy.inserted)(keys, slots, parent_slot, now_s)
+            if tail:
+                insert_tail(self.policy, keys, slots, parent_slot, now_s)
+            else:
+                self.policy.inserted(keys, slots, parent_slot, now_s)
         else:
             for slot, key in zip(slots, keys, strict=True):
                 self.policy.inserted((key,), (slot,), NO_SLOT, now_s)

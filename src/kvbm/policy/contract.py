@@ -56,6 +56,14 @@ class KnowsTails(EvictionPolicy, Protocol):
         are wanted when that block is, until prompts go on from it."""
 
 
+def insert_tail(
+    policy: EvictionPolicy, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+) -> None:
+    """Tell a policy of either kind of blocks that are wanted where the one in `parent` is."""
+    told = getattr(policy, "inserted_tail", policy.inserted)
+    told(keys, slots, parent, now_s)
+
+
 class AdmissionPolicy(Protocol):
     """Decides whether a block may enter a lower tier. `kvbm.testing.admission_contract` checks an implementation."""
 

@@ -15,7 +15,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from kvbm.policy.contract import EvictionPolicy
+from kvbm.policy.contract import EvictionPolicy, insert_tail
 
 AHEAD_SHARE = 16
 AHEAD_BLOCKS_MAX = 4096
@@ -119,6 +119,13 @@ class Departures:
         """A block that gets a continuation does not leave before it."""
         self._take_back(parent, now_s)
         self.inner.inserted(keys, slots, parent, now_s)
+
+    def inserted_tail(
+        self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+    ) -> None:
+        """The same; the inner policy is told so if it knows tails."""
+        self._take_back(parent, now_s)
+        insert_tail(self.inner, keys, slots, parent, now_s)
 
     def evictable(self, slots: Iterable[int]) -> None:
         """The inner policy does not choose among the slots set aside."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbm.policy import EvictionPolicy, PolicyFactory
+from kvbm.policy.contract import insert_tail
 
 Path = tuple[int, ...]
 """The name of a block in tests: its content and that of the blocks before it, one number for each."""
@@ -78,8 +79,11 @@ class CheckedTier:
         for policy in self._policies:
             policy.finished(self._key_of(path), output_tokens, self.now_s)
 
-    def reserve(self, path: Path) -> tuple[int, ...]:
-        """Begin to fill the missing blocks of a chain, up to the next block that is here; the victims of that."""
+    def reserve(self, path: Path, tail: bool = False) -> tuple[int, ...]:
+        """Begin to fill the missing blocks of a chain, up to the next block that is here; the victims of that.
+
+        With `tail` a policy that is a `KnowsTails` is told that they are one.
+        """
         chain = chain_of(path)
         while chain and chain[0] in self._slot_of:
             del chain[0]
@@ -94,7 +98,7 @@ class CheckedTier:
             self.lease(pinned)
             victims = self.evict(needed, run)
             self.unlease(pinned)
-        self._fill(run[: self.slot_count - len(self.blocks)], parent)
+        self._fill(run[: self.slot_count - len(self.blocks)], parent, tail)
         return victims
 
     def serve(self, path: Path) -> int:
@@ -166,12 +170,15 @@ class CheckedTier:
         block = self.blocks[slot]
         return block.resident and not block.leases and not block.children
 
-    def _fill(self, run: Sequence[Path], parent: int) -> None:
+    def _fill(self, run: Sequence[Path], parent: int, tail: bool) -> None:
         if not run:
             return
         slots = [slot for slot in range(self.slot_count) if slot not in self.blocks][: len(run)]
         for policy in self._policies:
-            policy.inserted(self._keys(run), tuple(slots), parent, self.now_s)
+            if tail:
+                insert_tail(policy, self._keys(run), tuple(slots), parent, self.now_s)
+            else:
+                policy.inserted(self._keys(run), tuple(slots), parent, self.now_s)
         for path, slot in zip(run, slots, strict=True):
             self.blocks[slot] = HeldBlock(path, parent)
             self._slot_of[path] = slot

@@ -27,6 +27,7 @@ from kvbm.policy import EvictionPolicy
 from kvbm.testing.checked_tier import CheckedTier, HeldBlock, Path, chain_of, make_key, traffic
 
 SLOT_COUNT = 8
+TAIL = 2
 TRAFFIC_SLOT_COUNT = 64
 WARM_REQUESTS = 1000
 
@@ -68,6 +69,14 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(path=paths)
     def reserve_unasked(self, path: Path) -> None:
         self.tier.reserve(path)
+
+    @rule(path=paths, length=st.integers(1, 2), asked=st.booleans())
+    def reserve_tail(self, path: Path, length: int, asked: bool) -> None:
+        """What a model of several groups needs where this chain ends, beside what the chain goes on with."""
+        tail = path + (TAIL,) * length
+        if asked:
+            self.tier.request(tail)
+        self.tier.reserve(tail, tail=self.tier.find(path) >= 0)
 
     @rule(which=pick)
     def commit(self, which: int) -> None:

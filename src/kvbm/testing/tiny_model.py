@@ -1,7 +1,8 @@
-"""Small random-weight Qwen3 models for tests, the demo and the benchmarks. Nothing is downloaded.
+"""Small random-weight models for tests, the demo and the benchmarks. Nothing is downloaded.
 
-Three sizes of one recipe. Their attention is peaky (query and key norms of 2.0), so the output of a model depends
-on the KV it reads: wrong KV shows as other text. The weights are not trained; the text means nothing.
+Three sizes of Qwen3, and a Gemma 3, whose layers with a sliding window are groups of their own. Their attention is
+peaky (query and key norms of 2.0), so the output of a model depends on the KV it reads: wrong KV shows as other text.
+The weights are not trained; the text means nothing.
 
 The result is a directory that any engine loads like a model from a hub: `config.json`, `model.safetensors`,
 a byte-level BPE tokenizer trained on the Python standard library, and a ChatML template.
@@ -23,12 +24,14 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Size = Literal["tiny", "demo", "small"]
+Size = Literal["tiny", "demo", "small", "windows"]
 DType = Literal["float32", "bfloat16"]
 
 VOCAB_SIZE = 4096
 SEED = 1234
 QK_NORM = 2.0
+FULL_EVERY = 3
+WINDOW_TOKENS = 512
 MAX_POSITIONS = 32_768
 TOKENIZER_SOURCE_FILES = 120
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -44,7 +47,7 @@ CHAT_TEMPLATE = (
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The dimensions of one model."""
+    """The dimensions of one model. With a `window`, in tokens, only every third layer sees all tokens before it."""
 
     layers: int
     hidden: int
@@ -52,9 +55,15 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     query_heads: int
     kv_heads: int
     head_dim: int = 64
+    window: int = 0
+
+    @property
+    def groups(self) -> int:
+        """How many groups vLLM makes of the layers, all of one size. The first sees all tokens."""
+        return FULL_EVERY if self.window else 1
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Bytes of KV that one token takes over all layers."""
+        """Bytes of KV that one token takes over all layers, those with a window included."""
         width = 4 if dtype == "float32" else 2
         return self.layers * 2 * self.kv_heads * self.head_dim * width
 
@@ -63,6 +72,9 @@ SHAPES: dict[Size, Shape] = {
     "tiny": Shape(layers=2, hidden=256, intermediate=512, query_heads=4, kv_heads=2),
     "demo": Shape(layers=6, hidden=512, intermediate=1408, query_heads=8, kv_heads=4),
     "small": Shape(layers=12, hidden=1024, intermediate=2816, query_heads=16, kv_heads=8),
+    "windows": Shape(
+        layers=12, hidden=1024, intermediate=2816, query_heads=16, kv_heads=8, window=WINDOW_TOKENS
+    ),
 }
 
 
@@ -117,7 +129,7 @@ def _is_there(target: Path, recipe: dict[str, Any]) -> bool:
 
 def _write_config(directory: Path, shape: Shape, dtype: DType) -> None:
     eos = SPECIAL_TOKENS.index("<|im_end|>")
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": VOCAB_SIZE,
@@ -138,9 +150,28 @@ def _write_config(directory: Path, shape: Shape, dtype: DType) -> None:
         "eos_token_id": eos,
         "torch_dtype": dtype,
     }
+    if shape.window:
+        config |= _gemma3_config(shape)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": eos, "do_sample": False}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def _gemma3_config(shape: Shape) -> dict[str, Any]:
+    """What differs where some layers have a window."""
+    kinds = [
+        "full_attention" if (layer + 1) % FULL_EVERY == 0 else "sliding_attention"
+        for layer in range(shape.layers)
+    ]
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "layer_types": kinds,
+        "sliding_window": shape.window,
+        "query_pre_attn_scalar": shape.head_dim,
+        "rope_local_base_freq": 10_000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
 
 
 def _weight_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -157,6 +188,9 @@ def _weight_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.self_attn.q_norm.weight", (shape.head_dim,)
         yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
         yield f"{prefix}.post_attention_layernorm.weight", (shape.hidden,)
+        if shape.window:
+            yield f"{prefix}.pre_feedforward_layernorm.weight", (shape.hidden,)
+            yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
         yield f"{prefix}.mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
         yield f"{prefix}.mlp.up_proj.weight", (shape.intermediate, shape.hidden)
         yield f"{prefix}.mlp.down_proj.weight", (shape.hidden, shape.intermediate)
@@ -173,7 +207,8 @@ def _write_weights(directory: Path, shape: Shape, dtype: DType) -> None:
     for name, dimensions in _weight_shapes(shape):
         if len(dimensions) == 1:
             value = QK_NORM if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
-            weight = torch.full(dimensions, value)
+            # Gemma's norms multiply by one more than their weight.
+            weight = torch.full(dimensions, value - 1.0 if shape.window else value)
         else:
             # 1/sqrt(fan_in) keeps activations at unit scale through any depth.
             std = 1.0 if "embed_tokens" in name else dimensions[1] ** -0.5

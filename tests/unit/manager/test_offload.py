@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import count
 
 import pytest
@@ -266,3 +266,27 @@ def test_a_block_that_was_evicted_before_it_was_offered_is_counted() -> None:
     rig.offloader.used([8], None)
     assert rig.metrics.value(SKIPPED, reason="evicted") == 1, "it may have been on the device alone"
     assert rig.offloader.queued_count == 0
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_the_policy_behind_departures_hears_of_tails(knows: bool) -> None:
+    told: list[tuple[str, tuple[int, ...]]] = []
+
+    class Inner(LeafFirstLru):
+        def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
+            told.append(("chain", tuple(slots)))
+            super().inserted(keys, slots, parent, now_s)
+
+    class KnowsTails(Inner):
+        def inserted_tail(
+            self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+        ) -> None:
+            told.append(("tail", tuple(slots)))
+            LeafFirstLru.inserted(self, keys, slots, parent, now_s)
+
+    departures = Departures(KnowsTails(4) if knows else Inner(4), 4)
+    rig = Rig(on_eviction=True)
+    departures.attach(rig.host, rig.offloader)
+    departures.inserted((1,), (0,), -1, 0.0)
+    departures.inserted_tail((2,), (1,), 0, 0.0)
+    assert told == [("chain", (0,)), ("tail" if knows else "chain", (1,))]

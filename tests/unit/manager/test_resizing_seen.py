@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -99,6 +99,15 @@ def test_every_screen_shows_it(busy: ManagerBench, monkeypatch: pytest.MonkeyPat
     assert "resized" not in printed(busy, "top", "--once")
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Children inherit that SIGINT is ignored, as a shell without job control has it for what runs behind it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_after_ctrl_c_it_goes_on_and_that_is_said(
     busy: ManagerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,23 @@ class Declines(Plain):
         return [] if incoming else super().victims(needed, incoming, leased, now_s)
 
 
+class LosesTails(Plain):
+    """Knows tails, and never gives one up."""
+
+    def inserted_tail(
+        self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+    ) -> None:
+        self.inserted(keys, slots, parent, now_s)
+        self.kept |= set(slots)
+
+    def __init__(self, slot_count: int) -> None:
+        super().__init__(slot_count)
+        self.kept: set[int] = set()
+
+    def candidates(self, leased: Container[int]) -> list[int]:
+        return [slot for slot in super().candidates(leased) if slot not in self.kept]
+
+
 def contract(policy: type[Plain], admits_all: bool = True) -> PolicyContract:
     class Contract(PolicyContract):
         examples = 30
@@ -196,7 +213,7 @@ def test_a_wrong_answer_is_found(policy: type[Plain], complaint: str) -> None:
         contract(policy).test_long_traffic_is_answered_within_the_contract(10)
 
 
-@pytest.mark.parametrize("policy", [ParentsFirst, IgnoresLeases, GivesTooFew, RemembersTheDead])
+@pytest.mark.parametrize("policy", [ParentsFirst, IgnoresLeases, GivesTooFew, RemembersTheDead, LosesTails])
 def test_any_order_of_calls_finds_it_too(policy: type[Plain]) -> None:
     unshrunk = settings(
         max_examples=300, phases=[Phase.generate], deadline=None, report_multiple_bugs=False, derandomize=True
