@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvbm.testing.tiny_model import CHAT_TEMPLATE, SHAPES, SPECIAL_TOKENS, VOCAB_SIZE, make_model
 
@@ -67,7 +68,9 @@ def test_unknown_sizes_and_types_are_named(tmp_path: Path, size: str, dtype: str
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("size", "bytes_per_token"), [("tiny", 1 << 10), ("small", 24 << 10)])
+@pytest.mark.parametrize(
+    ("size", "bytes_per_token"), [("tiny", 1 << 10), ("small", 24 << 10), ("windows", 24 << 10)]
+)
 def test_kv_takes_what_the_reference_says(size: str, bytes_per_token: int) -> None:
     assert SHAPES[size].kv_bytes_per_token("bfloat16") == bytes_per_token  # type: ignore[index]
     assert SHAPES[size].kv_bytes_per_token("float32") == 2 * bytes_per_token  # type: ignore[index]
@@ -86,6 +89,19 @@ def test_weights_follow_the_recipe(tiny: Path) -> None:
     assert embedding.std().item() == pytest.approx(1.0, rel=0.01)
     assert down.std().item() == pytest.approx(512**-0.5, rel=0.01)
     assert query_norm.tolist() == [2.0] * 64
+
+
+def test_a_model_with_windows_is_the_gemma_that_transformers_would_make(tmp_path: Path) -> None:
+    made = make_model(tmp_path / "windows", "windows", "bfloat16")
+    config = AutoConfig.from_pretrained(made)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(config).state_dict()
+    with safe_open(str(made / "model.safetensors"), "pt") as weights:
+        shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        query_norm = weights.get_tensor("model.layers.0.self_attn.q_norm.weight")
+    assert shapes == {name: tuple(weight.shape) for name, weight in expected.items()}
+    assert query_norm.tolist() == [1.0] * 64, "its norms add one"
+    assert config.layer_types.count("full_attention") * SHAPES["windows"].groups == config.num_hidden_layers
 
 
 def test_transformers_reads_config_and_tokenizer(tiny: Path) -> None:
