@@ -120,8 +120,8 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         "Written by `make support-matrix`: the engine tests on each vLLM release, CPU build, tiny fp32 model, on Model",
         "Runner V1 (all tests, the whole workload) and V2 (those that start engines, a third of the workload).",
         f"Machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores. Some tests need AMX, some need",
-        "a CPU without it. Which kinds of layers were tested, and with what: [models with several kinds of layers]"
-        "(../guides/hybrid-models.md#what-it-was-tested-with).",
+        "a CPU without it. What each kind of layers was tested with:",
+        "[models with several kinds of layers](../guides/hybrid-models.md#what-it-was-tested-with).",
         "",
         "| vLLM | runner | result | passed | failed | skipped | Python | torch | transformers | AMX | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvbm.block import KEY_BYTES, BlockKey
-from kvbm.groups import GROUPS_MAX, Group, GroupKind, largest_boundary
+from kvbm.groups import GROUPS_MAX, Group, GroupKind, looking_back
 from kvbm.hashing import join_keys, split_keys
+
+Found = TypeVar("Found")
 
 
 class Place(NamedTuple):
@@ -42,11 +45,12 @@ class Grouping:
         self.step = lcm(*(group.span for group in groups))
         """Boundaries are multiples of so many blocks of the layout."""
         self._full = [n for n, group in enumerate(groups) if group.kind is GroupKind.FULL]
+        self._plain = len(self._full) == 1 and self.groups[self._full[0]].span == 1
         self._others = [n for n, group in enumerate(groups) if group.kind is not GroupKind.FULL]
 
     def chain(self, start: int, end: int) -> list[Place]:
         """The blocks of all tokens that end behind the first `start` blocks of the layout, and not behind `end`."""
-        if len(self._full) == 1 and self.groups[self._full[0]].span == 1:
+        if self._plain:
             return [Place(self._full[0], index) for index in range(start, end)]
         return [
             Place(number, position // self.groups[number].span)
@@ -54,6 +58,29 @@ class Grouping:
             for number in self._full
             if (position + 1) % self.groups[number].span == 0
         ]
+
+    def chain_length(self, boundary: int) -> int:
+        """How many blocks `chain(0, boundary)` has."""
+        return sum(boundary // self.groups[number].span for number in self._full)
+
+    def run_length(self, boundary: int, start: int) -> int:
+        """How many blocks `run` has."""
+        tail = 0
+        for number in self._others:
+            group = self.groups[number]
+            needed = group.needed(boundary)
+            tail += max(0, needed.stop - max(needed.start, start // group.span))
+        return self.chain_length(boundary) - self.chain_length(start) + tail
+
+    def _before(self, index: int) -> int:
+        """The last boundary that does not need the block of this index in the chain."""
+        if self._plain:
+            return index - index % self.step
+        low, high = 0, (index + 1) * self.step
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.chain_length(middle) <= index else (low, middle - 1)
+        return low - low % self.step
 
     def tail(self, boundary: int, start: int = 0, kinds: Iterable[GroupKind] = GroupKind) -> list[Place]:
         """What the other groups, of these kinds, need at a boundary, without their blocks that end within the first
@@ -72,24 +99,38 @@ class Grouping:
         """All blocks that an engine which has the first `start` blocks lacks at a boundary."""
         return self.chain(start, boundary) + self.tail(boundary, start)
 
-    def reach(self, limit: int, chain_held: bytes, held: Callable[[list[Place]], bytes]) -> Reach:
+    def run_in(self, tables: Sequence[Sequence[int]], boundary: int, start: int) -> list[int]:
+        """What stands for each block of `run` in the tables, one for each group."""
+        tail = [tables[number][block] for number, block in self.tail(boundary, start)]
+        if self._plain:
+            return [*tables[self._full[0]][start:boundary], *tail]
+        return [tables[number][block] for number, block in self.chain(start, boundary)] + tail
+
+    def reaching(
+        self, limit: int, chain_held: bytes, held: Callable[[int, range], bytes]
+    ) -> Generator[None, None, Reach]:
         """How far a prompt of `limit` blocks, a multiple of `step`, is held. `chain_held` has a byte for each block of
-        its chain, 1 or 0, and `held` says the same of other blocks."""
+        its chain, 1 or 0, and `held` says the same of consecutive blocks of another group. Yields where a long search
+        gives others a turn."""
         hole = chain_held.find(0)
-        full = limit if hole < 0 else self.start_of(self.chain(0, limit)[hole])
+        full = limit if hole < 0 else self._before(hole)
 
         def held_of(number: int, blocks: range) -> bytes:
             if self.groups[number].kind is GroupKind.FULL:
                 return b"\1" * len(blocks)  # nothing behind the hole is looked at
-            return held([Place(number, block) for block in blocks])
+            return held(number, blocks)
 
-        return Reach(full, largest_boundary(self.groups, full, held_of))
+        return Reach(full, (yield from looking_back(self.groups, full, held_of)))
 
-    def uses(self, found: Reach) -> list[list[Place]]:
-        """The runs that a request is told to the policies as, before its whole chain: what it takes up, and what it
-        would take up if the tail at `full` were held too. A policy that heard of held tails only would never learn that
-        those it gave up were wanted."""
-        return [self.run(boundary, 0) for boundary in sorted({*found} - {0})]
+    def reach(self, limit: int, chain_held: bytes, held: Callable[[int, range], bytes]) -> Reach:
+        """The same at once."""
+        return at_once(self.reaching(limit, chain_held, held))
+
+    def uses(self, found: Reach) -> list[int]:
+        """The boundaries whose runs a request is told to the policies as, before its whole chain: what it takes up, and
+        what it would take up if the tail at `full` were held too. A policy that heard of held tails only would never
+        learn that those it gave up were wanted."""
+        return sorted({*found} - {0})
 
     def start_of(self, place: Place) -> int:
         """The last boundary that does not need this block of all tokens, in blocks of the layout."""
@@ -104,6 +145,21 @@ class Grouping:
         """How many blocks of the layout end with this block."""
         return (place.block + 1) * self.groups[place.group].span
 
+    def chain_keys(self, keys: Sequence[BlockKey], start: int, end: int) -> list[BlockKey]:
+        """The keys of the blocks in `chain(start, end)`; `keys` are those of the layout's blocks."""
+        if any(self.groups[number].span > 1 for number in self._full):
+            return self.keys(keys, self.chain(start, end))
+        of_groups = [self.keys_of(keys, number, range(start, end)) for number in self._full]
+        return (
+            of_groups[0] if len(of_groups) == 1 else list(chain.from_iterable(zip(*of_groups, strict=True)))
+        )
+
+    def keys_of(self, keys: Sequence[BlockKey], number: int, blocks: range) -> list[BlockKey]:
+        """The keys of consecutive blocks of one group; `keys` are those of the layout's blocks."""
+        span = self.groups[number].span
+        plain = keys[(blocks.start + 1) * span - 1 : blocks.stop * span : span]
+        return split_keys(in_group(join_keys(plain), number)) if number else list(plain)
+
     def keys(self, keys: Sequence[bytes], places: Sequence[Place], first: int = 0) -> list[BlockKey]:
         """The keys of blocks, in order; `keys` are those of the layout's blocks from number `first` on."""
         plain = join_keys(
@@ -111,6 +167,16 @@ class Grouping:
         )
         masks = b"".join(map(_mask, (number for number, _ in places)))
         return split_keys(_xor(plain, masks))
+
+
+def at_once(search: Generator[None, None, Found]) -> Found:
+    """The result of a search that gives nobody else a turn."""
+    while True:
+        try:
+            next(search)
+        except StopIteration as end:
+            found: Found = end.value
+            return found
 
 
 def sources_of_prompt(sources: bytes, blocks: int) -> bytes:

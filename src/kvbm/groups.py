@@ -11,7 +11,7 @@ content. A block of a group may span several of these; it bears the name of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from functools import partial
 from math import lcm
@@ -20,8 +20,8 @@ import msgspec
 
 GROUPS_MAX = 64
 
-STATES_AT_ONCE = 64
-"""How many boundaries back a search for a recurrent state looks at a time."""
+LOOKED_BACK_AT_ONCE = 256
+"""How many boundaries back a search for one that can be taken up looks at a time."""
 
 Held = Callable[[range], bytes]
 """Which of consecutive blocks of a group are held: a byte each, 1 or 0."""
@@ -70,19 +70,29 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         """The boundary itself where the group holds what it needs there; else the next lower one that may do."""
         end = boundary // self.span
         if self.kind is GroupKind.STATE:
-            first = max(0, end - STATES_AT_ONCE)
-            return (first + held(range(first, end)).rfind(1) + 1) * self.span
+            return self._last_held(end, held) * self.span
         needed = self.needed(boundary)
         there = held(needed)
-        # Nothing above the hole can be taken up: of all tokens the first hole counts, of the last tokens the last one.
-        hole = there.find(0) if self.kind is GroupKind.FULL else there.rfind(0)
-        return boundary if hole < 0 else (needed.start + hole) * self.span
+        if self.kind is not GroupKind.WINDOW:
+            hole = there.find(0)
+            return boundary if hole < 0 else (needed.start + hole) * self.span
+        hole = there.rfind(0)
+        # A window that holds this hole cannot be taken up, and none can that lacks its last block.
+        return boundary if hole < 0 else self._last_held(needed.start + hole, held) * self.span
+
+    def _last_held(self, end: int, held: Held) -> int:
+        """The largest number of own blocks up to `end` of which the last one is held, or where to look on from."""
+        first = max(0, end - LOOKED_BACK_AT_ONCE)
+        return first + held(range(first, end)).rfind(1) + 1
 
 
-def largest_boundary(groups: Sequence[Group], limit: int, held: Callable[[int, range], bytes]) -> int:
+def looking_back(
+    groups: Sequence[Group], limit: int, held: Callable[[int, range], bytes]
+) -> Generator[None, None, int]:
     """The largest boundary up to `limit` at which every group holds what it needs; 0 where there is none.
 
-    `held` tells of a group, by its number, which of these consecutive blocks of it are held.
+    `held` tells of a group, by its number, which of these consecutive blocks of it are held. It may be a long way back:
+    the search yields wherever it has to look on.
     """
     step = lcm(*(group.span for group in groups))
     boundary = limit - limit % step
@@ -98,5 +108,7 @@ def largest_boundary(groups: Sequence[Group], limit: int, held: Callable[[int, r
                 settled = {each for each in settled if groups[each].kind is GroupKind.FULL}
             if lowered == boundary or group.kind is GroupKind.FULL:
                 settled.add(number)
+            if lowered < boundary:
+                yield
             boundary = lowered
     return boundary

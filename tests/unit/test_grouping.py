@@ -63,6 +63,32 @@ def test_a_key_names_the_content_up_to_its_block_and_its_group(
     assert in_group(b"".join(KEYS[:3]), 2)[KEY_BYTES : 2 * KEY_BYTES] == in_group(KEYS[1], 2)
 
 
+@given(
+    st.lists(st.sampled_from((FULL, WINDOW, STATE, Group(span=3))), min_size=1, max_size=5),
+    st.integers(0, 6),
+    st.integers(0, 40),
+    st.integers(0, 200),
+)
+def test_what_is_counted_is_what_there_is(groups: list[Group], steps: int, start: int, hole: int) -> None:
+    grouping = Grouping(groups)
+    boundary = steps * grouping.step
+    start = min(start, boundary)
+    chain, run = grouping.chain(0, boundary), grouping.run(boundary, start)
+    assert grouping.chain_length(boundary) == len(chain)
+    assert grouping.run_length(boundary, start) == len(run)
+    assert grouping.chain_keys(KEYS, start, boundary) == grouping.keys(KEYS, grouping.chain(start, boundary))
+    for number, group in enumerate(groups):
+        blocks = range(start // group.span, boundary // group.span)
+        places = [Place(number, block) for block in blocks]
+        assert grouping.keys_of(KEYS, number, blocks) == grouping.keys(KEYS, places)
+    tables = [[100 * number + block for block in range(boundary)] for number in range(len(groups))]
+    assert grouping.run_in(tables, boundary, start) == [100 * number + block for number, block in run]
+    if hole < len(chain):
+        held = bytes([1] * hole + [0] * (len(chain) - hole))
+        full = grouping.reach(boundary, held, lambda group, blocks: bytes(len(blocks))).full
+        assert full == grouping.start_of(chain[hole])
+
+
 @given(st.binary(max_size=40), st.integers(1, 60))
 def test_tiers_keep_their_share_and_the_deepest_one_counts(sources: bytes, blocks: int) -> None:
     told = sources_of_prompt(sources, blocks)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvbm.groups import STATES_AT_ONCE, Group, GroupKind, largest_boundary
+from kvbm.grouping import at_once
+from kvbm.groups import LOOKED_BACK_AT_ONCE, Group, GroupKind, looking_back
 
 FULL = Group()
 WINDOW = Group(kind=GroupKind.WINDOW, reach=4)
@@ -55,15 +56,14 @@ def chains(draw: st.DrawFn) -> tuple[list[Group], int, list[bytes]]:
 @example(
     (
         [STATE, FULL],
-        STATES_AT_ONCE * 3,
-        [bytes([1] + [0] * (STATES_AT_ONCE * 3 - 1)), bytes([1] * STATES_AT_ONCE * 3)],
+        LOOKED_BACK_AT_ONCE * 3,
+        [bytes([1] + [0] * (LOOKED_BACK_AT_ONCE * 3 - 1)), bytes([1] * LOOKED_BACK_AT_ONCE * 3)],
     )
 )
 def test_the_largest_boundary_that_all_groups_have(chain: tuple[list[Group], int, list[bytes]]) -> None:
     groups, limit, held = chain
-    assert largest_boundary(
-        groups, limit, lambda group, blocks: held[group][blocks.start : blocks.stop]
-    ) == by_trying(groups, limit, held)
+    searching = looking_back(groups, limit, lambda group, blocks: held[group][blocks.start : blocks.stop])
+    assert at_once(searching) == by_trying(groups, limit, held)
 
 
 @pytest.mark.parametrize(

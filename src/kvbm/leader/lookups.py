@@ -90,7 +90,7 @@ class Lookups:
         """The most blocks that the lease of a lookup holds that asks for the prompt's first `wanted` blocks."""
         if self._grouping is None:
             return wanted - skip
-        return len(self._grouping.run(wanted - wanted % self._grouping.step, skip))
+        return self._grouping.run_length(wanted - wanted % self._grouping.step, skip)
 
     def replied(self, reply: LookupReply) -> Search | None:
         """The manager's answer, and its lookup. The lease of a lookup that was dropped before was released then."""
@@ -286,8 +286,7 @@ class Lookups:
     ) -> tuple[int, ...]:
         """Where the engine wants the blocks of all groups up to a boundary."""
         assert self._grouping is not None
-        run = self._grouping.run(search.boundary, computed)
-        blocks = tuple(tables[group][block] for group, block in run)
+        blocks = tuple(self._grouping.run_in(tables, search.boundary, computed))
         assert all(blocks), f"the engine made no room for a block that boundary {search.boundary} needs"
         assert len(blocks) == len(search.slots)
         return blocks

@@ -23,6 +23,8 @@ from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
 
 LEASE_S = 120.0
+LOOKED_UP_AT_ONCE = 2048
+"""How many steps of a prompt with several groups are looked up in a turn."""
 
 
 class Found(NamedTuple):
@@ -85,7 +87,10 @@ class Lookups:
         if not self.leases.has_room(owner) or self.leases.get(owner, number) is not None:
             self.metrics.add("kvbm_lookups_total", outcome="throttled")
             return Found()
-        wanted = self._wanted_plain(keys, skip) if self._grouping is None else self._wanted(keys, skip)
+        if self._grouping is None:
+            wanted = self._wanted_plain(keys, skip)
+        else:
+            wanted = yield from self._wanted(keys, skip, self._grouping)
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
         self._gather(lease, wanted.run)
         found = len(lease.slots)
@@ -128,24 +133,33 @@ class Lookups:
         """Every block is of all layers: the longest run."""
         return _Wanted(list(keys[skip:]), keys[skip - 1] if skip else None, list(keys), skip)
 
-    def _wanted(self, keys: Sequence[BlockKey], skip: int) -> _Wanted:
+    def _wanted(
+        self, keys: Sequence[BlockKey], skip: int, grouping: Grouping
+    ) -> Generator[None, None, _Wanted]:
         """What all groups need at the largest boundary at which they hold it."""
-        grouping = self._grouping
-        assert grouping is not None
         limit = len(keys) - len(keys) % grouping.step
-        places = grouping.chain(0, limit)
-        chain = grouping.keys(keys, places)
-        found = grouping.reach(
-            limit, self._held(chain), lambda others: self._held(grouping.keys(keys, others))
+        chain, held = list[BlockKey](), bytearray()
+        for start in range(0, limit, grouping.step * LOOKED_UP_AT_ONCE):
+            if start:
+                yield
+            part = grouping.chain_keys(keys, start, min(start + grouping.step * LOOKED_UP_AT_ONCE, limit))
+            chain += part
+            held += self._held(part)
+        found = yield from grouping.reaching(
+            limit, bytes(held), lambda group, blocks: self._held(grouping.keys_of(keys, group, blocks))
         )
-        uses = [grouping.keys(keys, run) for run in grouping.uses(found)]
-        before = len(grouping.chain(0, skip))
+
+        def run(boundary: int, start: int) -> list[BlockKey]:
+            tail = grouping.keys(keys, grouping.tail(boundary, start))
+            return chain[grouping.chain_length(start) : grouping.chain_length(boundary)] + tail
+
+        uses = [run(boundary, 0) for boundary in grouping.uses(found)]
+        before = grouping.chain_length(skip)
         if found.boundary <= skip:
             return _Wanted([], None, chain, before, full=found.full, uses=uses)
-        run = grouping.keys(keys, grouping.run(found.boundary, skip))
         parent = chain[before - 1] if before else None
         own = found.boundary, found.boundary - skip, found.full, uses
-        return _Wanted(run, parent, chain, before, *own)
+        return _Wanted(run(found.boundary, skip), parent, chain, before, *own)
 
     def _held(self, keys: list[BlockKey]) -> bytes:
         """Which of these blocks are resident in a tier, a byte each."""

@@ -9,8 +9,10 @@ import pytest
 from kvbm.block import Tier
 from kvbm.grouping import Grouping
 from kvbm.groups import Group, GroupKind
+from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout
 from kvbm.manager.leases import Lease
+from kvbm.manager.lookups import LOOKED_UP_AT_ONCE, advance
 from rigs.space import KEYS, ME, Bench
 
 WINDOW = Group(kind=GroupKind.WINDOW, reach=2)
@@ -85,6 +87,35 @@ def test_without_the_tail_it_is_a_miss_of_no_bytes(bench: Bench) -> None:
     assert looked_up(bench, 8) is None
     assert hits(bench) == (0, 0, 0, 0)
     assert bench.metrics.value("kvbm_lookups_total", outcome="miss") == 1
+
+
+@pytest.mark.parametrize("held_at", [0, 40])
+def test_a_search_far_back_takes_turns_and_asks_little(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, held_at: int
+) -> None:
+    """Windows of 64 blocks, of which none is held behind a long prompt: each block is asked for a few times at most."""
+    length, wide = 6000, Grouping((Group(), *[Group(kind=GroupKind.WINDOW, reach=64)] * 6))
+    layout = BlockLayout(block_tokens=4, shard_bytes=4096, groups=wide.groups)
+    bench = make(host_slots=8192, disk=False, layout=layout)
+    keys = chain_keys(bytes(32), range(length * 4), 4)
+    for start in range(0, length, 1000):
+        bench.store(keys[start : start + 1000], keys[start - 1] if start else None)
+    places, number = wide.tail(held_at), next(bench.numbers)
+    if places:
+        groups = bytes(place.group for place in places)
+        bench.space.reserve(ME, number, keys[held_at - 1], wide.keys(keys, places), group=groups)
+        bench.space.commit(ME, number)
+    pool, asked = bench.space.host_pool, [0]
+    find_all = pool.find_all
+    monkeypatch.setattr(
+        pool, "find_all", lambda wanted: asked.__setitem__(-1, asked[-1] + len(wanted)) or find_all(wanted)
+    )
+    looking = bench.space.looking_up(ME, next(bench.numbers), keys, 0)
+    while (found := advance(looking)) is None:
+        asked.append(0)
+    assert (found.full, found.lease.boundary if found.lease is not None else 0) == (length, held_at)
+    assert max(asked) <= 2 * LOOKED_UP_AT_ONCE
+    assert sum(asked) <= 3 * length
 
 
 def test_the_oldest_window_of_a_boundary_is_given_up_first(make: Callable[..., Bench]) -> None:

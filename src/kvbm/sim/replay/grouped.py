@@ -49,9 +49,13 @@ class GroupedTier:
         grouping = self._grouping
         limit = len(blocks) - len(blocks) % grouping.step
         chain = self.keys(blocks, grouping.chain(0, limit))
-        found = grouping.reach(limit, self._held(chain), lambda places: self._held(self.keys(blocks, places)))
-        for run in grouping.uses(found):
-            self.pool.requested(self.keys(blocks, run), now_s)
+
+        def held(group: int, numbers: range) -> bytes:
+            return self._held(self.keys(blocks, [Place(group, number) for number in numbers]))
+
+        found = grouping.reach(limit, self._held(chain), held)
+        for boundary in grouping.uses(found):
+            self.pool.requested(self.keys(blocks, grouping.run(boundary, 0)), now_s)
         self.pool.requested(chain, now_s)
         return found
 
@@ -60,7 +64,7 @@ class GroupedTier:
         grouping, blocks = self._grouping, request.blocks
         limit = len(blocks) - len(blocks) % grouping.step
         chain = self.keys(blocks, grouping.chain(0, limit))
-        start = len(grouping.chain(0, found.boundary))
+        start = grouping.chain_length(found.boundary)
         self._store(chain[start:], chain[start - 1] if start else None, now_s)
         for boundary, kinds in tails(grouping, request, block_tokens, found):
             before = self.keys(blocks, grouping.chain(max(0, boundary - grouping.step), boundary)[-1:])
