@@ -15,6 +15,9 @@ from kvbm.hashing import join_keys, split_keys
 
 Found = TypeVar("Found")
 
+LOOKED_UP_AT_ONCE = 2048
+"""How many steps of a prompt are looked up in a turn."""
+
 
 class Place(NamedTuple):
     """A block of a group by its number among the group's own blocks."""
@@ -121,6 +124,24 @@ class Grouping:
             return held(number, blocks)
 
         return Reach(full, (yield from looking_back(self.groups, full, held_of)))
+
+    def searching(
+        self, keys: Sequence[BlockKey], held: Callable[[list[BlockKey]], bytes]
+    ) -> Generator[None, None, tuple[Reach, list[BlockKey]]]:
+        """How far the prompt with these keys is held, and the keys of its chain. `held` has a byte for each block that
+        it is asked for, 1 or 0. Yields where a long search gives others a turn."""
+        limit, at_a_time = len(keys) - len(keys) % self.step, self.step * LOOKED_UP_AT_ONCE
+        chain, there = list[BlockKey](), bytearray()
+        for start in range(0, limit, at_a_time):
+            if start:
+                yield
+            part = self.chain_keys(keys, start, min(start + at_a_time, limit))
+            chain += part
+            there += held(part)
+        found = yield from self.reaching(
+            limit, bytes(there), lambda number, blocks: held(self.keys_of(keys, number, blocks))
+        )
+        return found, chain
 
     def reach(self, limit: int, chain_held: bytes, held: Callable[[int, range], bytes]) -> Reach:
         """The same at once."""

@@ -90,13 +90,15 @@ class Request:
 class Held(NamedTuple):
     """Of a chain's leading `blocks` that are held, `host` lie in host memory and the others on disk only.
 
-    In host memory alone the chain reaches to `host_prefix`, on disk alone to `disk_prefix`.
+    In host memory alone the chain reaches to `host_prefix`, on disk alone to `disk_prefix`. With several groups these
+    are boundaries, and `full` leading blocks are held, as far as all tokens go.
     """
 
     blocks: int = 0
     host: int = 0
     host_prefix: int = 0
     disk_prefix: int = 0
+    full: int = 0
 
 
 class _Variant(NamedTuple):
@@ -202,8 +204,11 @@ class History:
         asked, namespace = Request("", self._clock()), self._namespace_of(space)
         _note_place(asked, space, namespace)
         asked.blocks, asked.host, asked.disk = len(keys), held.host, held.blocks - held.host
-        if held.blocks < len(keys):
-            self._explain(asked, prompt, {}, keys, held.blocks, space, namespace)
+        first = held.blocks
+        if first < held.full:
+            asked.missing[NO_BOUNDARY], first = held.full - first, held.full
+        if first < len(keys):
+            self._explain(asked, prompt, {}, keys, first, space, namespace)
             if OTHER_EXTRAS in asked.missing and not asked.differs:
                 # The keys of a request with the same extras are others: these are in a form that is not the engine's.
                 asked.missing = {NEVER_SEEN: asked.missing[OTHER_EXTRAS]}

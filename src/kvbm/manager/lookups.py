@@ -23,8 +23,6 @@ from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
 
 LEASE_S = 120.0
-LOOKED_UP_AT_ONCE = 2048
-"""How many steps of a prompt with several groups are looked up in a turn."""
 
 
 class Found(NamedTuple):
@@ -137,17 +135,7 @@ class Lookups:
         self, keys: Sequence[BlockKey], skip: int, grouping: Grouping
     ) -> Generator[None, None, _Wanted]:
         """What all groups need at the largest boundary at which they hold it."""
-        limit = len(keys) - len(keys) % grouping.step
-        chain, held = list[BlockKey](), bytearray()
-        for start in range(0, limit, grouping.step * LOOKED_UP_AT_ONCE):
-            if start:
-                yield
-            part = grouping.chain_keys(keys, start, min(start + grouping.step * LOOKED_UP_AT_ONCE, limit))
-            chain += part
-            held += self._held(part)
-        found = yield from grouping.reaching(
-            limit, bytes(held), lambda group, blocks: self._held(grouping.keys_of(keys, group, blocks))
-        )
+        found, chain = yield from grouping.searching(keys, self._held)
 
         def run(boundary: int, start: int) -> list[BlockKey]:
             tail = grouping.keys(keys, grouping.tail(boundary, start))

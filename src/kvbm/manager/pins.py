@@ -3,6 +3,7 @@ bounded share of host memory, so that engines go on storing."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -11,6 +12,7 @@ from kvbm.admin_protocol import Pin, Pinned, Unpin, Unpinned
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
+from kvbm.grouping import Grouping
 from kvbm.hashing import split_keys
 from kvbm.manager.administration import refuse_other_roles
 from kvbm.manager.assembly import SpaceTable
@@ -60,7 +62,7 @@ class Pins:
             session.send(Pinned(blocks_max=blocks_max, refusal=refusal))
             return
         number = next(self._numbers)
-        found = yield from space.looking_up(owner, number, keys[:room], 0)
+        found = yield from space.looking_up(owner, number, _that_fit(space, keys, room), 0)
         lease = found.lease
         if lease is None:
             session.send(Pinned(blocks_max=blocks_max))
@@ -68,7 +70,10 @@ class Pins:
         lease.deadline_s = self._clock() + (message.seconds or LEASE_S)
         if owner == PINS:
             self._asked[number] = keys[-1]
-        session.send(Pinned(blocks=len(lease.slots), ready=lease.ready, blocks_max=blocks_max))
+        blocks, ready = len(lease.slots), lease.ready
+        if lease.boundary:  # blocks of the prompt, of which there are more in all groups
+            blocks, ready = lease.prompt_blocks, lease.prompt_blocks * lease.ready // blocks
+        session.send(Pinned(blocks=blocks, ready=ready, blocks_max=blocks_max))
 
     def unpin(self, session: Session, message: Unpin) -> None:
         """End pins."""
@@ -106,6 +111,17 @@ class Pins:
 def space_of(spaces: SpaceTable, fingerprint: str) -> Space | None:
     """The space of the namespace with this fingerprint, in hex digits."""
     return next((space for namespace, space in spaces if namespace.fingerprint.hex() == fingerprint), None)
+
+
+def _that_fit(space: Space, keys: list[BlockKey], room: int) -> list[BlockKey]:
+    """The beginning of a prompt whose blocks of all groups are not more than there is room for."""
+    if not space.layout.groups:
+        return keys[:room]
+    grouping = Grouping(space.layout.groups)
+    boundaries = range(0, len(keys) + 1, grouping.step)
+    return keys[
+        : boundaries[bisect_right(boundaries, room, key=lambda each: grouping.run_length(each, 0)) - 1]
+    ]
 
 
 def _refusal(space: Space | None) -> str:

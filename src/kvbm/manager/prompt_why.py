@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from operator import or_
 from typing import Any
 
 from kvbm.admin_protocol import FindPrefix, PrefixFound, WhyPrompt
-from kvbm.block import BlockKey
+from kvbm.block import BlockKey, Tier
+from kvbm.grouping import Grouping, Reach, sources_of_prompt
 from kvbm.manager.administration import refuse_other_roles
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.history import Held, History
@@ -52,6 +54,8 @@ def count_held(space: Space, keys: list[BlockKey]) -> Generator[None, None, Held
 
     As lookups count them: what passes through a staging area is the disk's.
     """
+    if space.layout.groups:
+        return (yield from _count_groups(space, Grouping(space.layout.groups), keys))
     blocks = host = host_prefix = disk_prefix = 0
     for start in range(0, len(keys), FOUND_AT_ONCE):
         if start:
@@ -72,6 +76,39 @@ def count_held(space: Space, keys: list[BlockKey]) -> Generator[None, None, Held
         if run < len(part):
             break
     return Held(blocks, host, host_prefix, disk_prefix)
+
+
+def _count_groups(space: Space, grouping: Grouping, keys: list[BlockKey]) -> Generator[None, None, Held]:
+    """The same for a model with several groups: a prompt is held up to the last boundary where it can be taken up."""
+    host, disk = space.host_pool, space.disk.pool_if_on if space.disk is not None else None
+
+    def on_host(wanted: list[BlockKey]) -> bytes:
+        return bytes(slot is not None for slot in host.find_all(wanted))
+
+    def on_disk(wanted: list[BlockKey]) -> bytes:
+        there = (
+            bytes(slot is not None for slot in disk.find_all(wanted))
+            if disk is not None
+            else bytes(len(wanted))
+        )
+        return bytes(map(or_, there, on_host(wanted))) if space.options.staging else there
+
+    def anywhere(wanted: list[BlockKey]) -> bytes:
+        return bytes(map(or_, on_host(wanted), on_disk(wanted)))
+
+    found, chain = yield from grouping.searching(keys, anywhere)
+    in_host, in_disk = Reach(0, 0), Reach(0, 0)
+    if not space.options.staging:
+        in_host, _ = yield from grouping.searching(keys, on_host)
+    if disk is not None:
+        in_disk, _ = yield from grouping.searching(keys, on_disk)
+    needed = chain[: grouping.chain_length(found.boundary)]
+    needed += grouping.keys(keys, grouping.tail(found.boundary))
+    where = bytes(Tier.HOST if there else Tier.DISK for there in on_host(needed))
+    if space.options.staging:
+        where = bytes((Tier.DISK,)) * len(needed)
+    sources = sources_of_prompt(where, found.boundary)
+    return Held(found.boundary, sources.count(Tier.HOST), in_host.boundary, in_disk.boundary, found.full)
 
 
 def _leading(flags: list[bool]) -> int:

@@ -7,12 +7,23 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from kvbm.admin_protocol import (
+    FindPrefix,
+    Pin,
+    Pinned,
+    PrefixFound,
+    Unpin,
+    Unpinned,
+    WhyPrompt,
+    WhyReply,
+)
 from kvbm.grouping import Grouping
 from kvbm.groups import Group, GroupKind
 from kvbm.hashing import join_keys
 from kvbm.manager import requests
 from kvbm.protocol import Commit, Lookup, LookupReply, Release, Reserve, ReserveReply
-from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, one, refusal
+from rigs.manager import KEYS, LAYOUT, NAMESPACE, Client, ManagerBench, one, refusal
+from rigs.resizing import operator
 
 GROUPS = (Group(), Group(kind=GroupKind.WINDOW, reach=2), Group(kind=GroupKind.STATE))
 GROUPING = Grouping(GROUPS)
@@ -66,6 +77,33 @@ def test_what_lacks_a_state_is_told(manager: ManagerBench) -> None:
     assert one(manager, "r")["missing"] == {"no_state_at_boundary": 3, "never_seen": 2}
     assert leader.lookup(4, KEYS[:7], skip=4).slots == ()
     assert manager.metrics.value("kvbm_missed_lookups_total", reason="no_state_at_boundary") == 1
+
+
+def test_why_tells_of_a_prompt_what_its_next_request_would_meet(manager: ManagerBench) -> None:
+    leader, admin = engine(manager), operator(manager)
+    store(leader, 1, 4)
+    store(leader, 2, 7, start=4, tail=False)
+    admin.send(WhyPrompt(fingerprint=NAMESPACE.fingerprint.hex(), keys=join_keys(KEYS[:9])))
+    (found,) = admin.expect(WhyReply).requests
+    assert (found["host"], found["disk"], found["prefix"]) == (4, 0, {"host": 4})
+    assert found["missing"] == {"no_state_at_boundary": 3, "never_seen": 2}
+    admin.send(FindPrefix(fingerprint=NAMESPACE.fingerprint.hex(), keys=join_keys(KEYS[:9])))
+    assert admin.expect(PrefixFound).blocks == 4
+
+
+def test_a_pin_holds_what_a_boundary_needs_and_no_more_than_it_may(manager: ManagerBench) -> None:
+    leader, admin = engine(manager), operator(manager)
+    store(leader, 1, 4)
+    store(leader, 2, 7, start=4, tail=False)
+    store(leader, 3, 14, start=7)
+    fingerprint = NAMESPACE.fingerprint.hex()
+    admin.send(Pin(fingerprint=fingerprint, keys=join_keys(KEYS[:13]), seconds=60.0))
+    reply = admin.expect(Pinned)
+    assert (reply.blocks, reply.ready, reply.blocks_max) == (4, 4, 16), "blocks of the prompt"
+    admin.send(Unpin(fingerprint=fingerprint))
+    assert admin.expect(Unpinned).blocks == 4 + 2 + 1, "of all groups"
+    admin.send(Pin(fingerprint=fingerprint, keys=join_keys(KEYS[:14]), seconds=60.0))
+    assert admin.expect(Pinned).blocks == 4, "14 + 2 + 1 are more than 16"
 
 
 def test_a_part_of_a_load_stands_for_nothing(manager: ManagerBench) -> None:

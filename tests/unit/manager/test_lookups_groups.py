@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from kvbm.block import Tier
-from kvbm.grouping import Grouping
+from kvbm.grouping import LOOKED_UP_AT_ONCE, Grouping
 from kvbm.groups import Group, GroupKind
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout
 from kvbm.manager.leases import Lease
-from kvbm.manager.lookups import LOOKED_UP_AT_ONCE, advance
+from kvbm.manager.lookups import advance
 from rigs.space import KEYS, ME, Bench
 
 WINDOW = Group(kind=GroupKind.WINDOW, reach=2)
