@@ -43,7 +43,7 @@ def measure(model: str, side: str, options: argparse.Namespace, kv: PromptKv, sc
 
     Raises RuntimeError when a prompt hit anything.
     """
-    roomy, tight = kv.stored_blocks * (COLD_PROMPTS + 2), kv.stored_blocks + 2
+    roomy, tight = kv.stored_blocks * (COLD_PROMPTS + 2), kv.loaded_blocks + 2
     chosen = scenario(side, roomy, tight, kv.block_bytes, scratch)
     groups = SHAPES[cast("Size", options.size)].groups
     times: list[float] = []

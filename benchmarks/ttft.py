@@ -194,7 +194,7 @@ def main() -> int:
     if options.scenario:
         with tempfile.TemporaryDirectory(prefix="ttft-", dir=options.output.absolute()) as scratch:
             # Disk rows get host memory for one request and no more.
-            roomy, tight = kv.stored_blocks * (COLD_PROMPTS + 2), kv.stored_blocks + 2
+            roomy, tight = kv.stored_blocks * (COLD_PROMPTS + 2), kv.loaded_blocks + 2
             chosen = scenario(options.scenario, roomy, tight, kv.block_bytes, Path(scratch))
             times = measure(
                 model, chosen, options.tokens, options.repeats, options.dtype, SHAPES[size].groups
