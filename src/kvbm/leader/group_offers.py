@@ -68,8 +68,10 @@ class GroupOffers(Offers):
         for boundary in due:
             self._offer_tail(entry.request, tracked, tables, boundary)
         for state in entry.states:
-            if state.boundary <= end:
-                place = Place(state.group, state.boundary // self._grouping.groups[state.group].span - 1)
+            # vLLM may also keep states inside of a block (`prefix_match_unit`): no block's key is theirs.
+            blocks, inside = divmod(state.boundary, self._grouping.groups[state.group].span)
+            if state.boundary <= end and not inside:
+                place = Place(state.group, blocks - 1)
                 self._offer(entry.request, tracked, [place], [state.device_block], state.boundary)
 
     def ending(self, request: str, tracked: Tracked, tables: Tables, complete: int) -> None:

@@ -68,6 +68,7 @@ class Leader:
             "layer by layer and lazily for one group only"
         )
         self._grouping = grouping = Grouping(groups) if groups else None
+        self._step = grouping.step if grouping is not None else 1
         self._clock = clock
         self._link = ManagerLink(finder, hello, clock)
         self.cost = CostModel(block_tokens, load_always)
@@ -159,8 +160,8 @@ class Leader:
         tracked.outdated = self._weights.device_mixed and computed > 0
         if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # even without a manager: the ranks confirm them
-        if not self.ready or computed >= tracked.wanted:
-            return Answer()
+        if not self.ready or computed >= tracked.wanted or computed % self._step:
+            return Answer()  # a part of a block is the engine's to copy, not ours to load over
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)
         search, promised = self._questions.answer(request, tracked, computed)

@@ -22,12 +22,12 @@ TABLES = [list(range(100, 140)), list(range(200, 240)), list(range(300, 340))]
 
 
 class GroupsBench(Bench):
-    """A leader of an engine with three groups; `tables` are those of every request."""
+    """A leader of an engine with these groups; `tables` are those of every request."""
 
-    def __init__(self, **modes: Any) -> None:
+    def __init__(self, groups: tuple[Group, ...] = GROUPS, **modes: Any) -> None:
         self.device = ScriptedDevice()
         self.tables = [list(table) for table in TABLES]
-        super().__init__(groups=GROUPS, device=self.device, **modes)
+        super().__init__(groups=groups, device=self.device, **modes)
 
     def arrives(self, request: str = "r", blocks: int = 8, before_tail: int = 8) -> Lookup:
         self.leader.request_added(request, HASHES[:blocks], b"", 0, before_tail=before_tail)
@@ -134,6 +134,31 @@ def test_a_state_is_pinned_until_it_is_copied(bench: GroupsBench) -> None:
     bench.report(plan)
     assert bench.device.pinned == []
     assert any(isinstance(said, Commit) and said.store == message.store for said in bench.manager.said())
+
+
+@pytest.mark.parametrize("boundary", [3, 7])
+def test_a_state_inside_of_a_block_is_nobodys(boundary: int) -> None:
+    """vLLM keeps such states where its hits may end inside of a block: the key of no block names their tokens."""
+    wide = GroupsBench(groups=(Group(span=4), Group(kind=GroupKind.STATE, span=4)))
+    wide.found(wide.arrives(), 0)
+    wide.computes(8, StateOffer(1, 399, boundary))
+    wide.computes(8, StateOffer(1, 398, 8))
+    assert wide.device.pinned == [398]
+    states = [said.keys for said in wide.manager.said() if isinstance(said, Reserve) and 1 in said.groups]
+    assert states == [
+        Grouping((Group(span=4), Group(kind=GroupKind.STATE, span=4))).keys(HASHES, [Place(1, 1)])[0]
+    ]
+    wide.leader.close()
+    wide.manager.close()
+
+
+def test_a_hit_that_ends_inside_of_a_block_is_the_engines_alone() -> None:
+    wide = GroupsBench(groups=(Group(span=4), Group(kind=GroupKind.STATE, span=4)))
+    wide.arrives()
+    assert wide.leader.matched("r", 3, 8) == Answer()
+    assert wide.leader.matched("r", 0, 8) == Answer(later=True)
+    wide.leader.close()
+    wide.manager.close()
 
 
 def test_nothing_is_pinned_for_a_request_that_has_ended(bench: GroupsBench) -> None:

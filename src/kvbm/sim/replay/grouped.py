@@ -54,9 +54,13 @@ class GroupedTier:
             return self._held(self.keys(blocks, [Place(group, number) for number in numbers]))
 
         found = grouping.reach(limit, self._held(chain), held)
+        # As a lookup does; that a lease ends tells some policies to look at a block again.
+        leased = self.pool.find_leading(self.keys(blocks, grouping.run(found.boundary, 0)))
+        self.pool.lease_all(leased)
         for boundary in grouping.uses(found):
             self.pool.requested(self.keys(blocks, grouping.run(boundary, 0)), now_s)
         self.pool.requested(chain, now_s)
+        self.pool.unlease_all(leased)
         return found
 
     def insert(self, request: TraceRequest, block_tokens: int, found: Reach, now_s: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbm.block import BlockKey
@@ -92,9 +92,10 @@ def store(bench: Bench, keys: list[BlockKey], parent: BlockKey | None, groups: b
 @given(
     seed=st.integers(0, 10_000),
     capacity=st.integers(4, 60),
-    policy=st.sampled_from(("lru", "gittins")),
+    policy=st.sampled_from(("lru", "gittins", "s3fifo")),
     model=st.sampled_from(MODELS),
 )
+@example(seed=985, capacity=7, policy="s3fifo", model=MODELS[2])
 def test_the_managers_space_finds_the_same(
     seed: int, capacity: int, policy: str, model: tuple[Group, ...]
 ) -> None:
