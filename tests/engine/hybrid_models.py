@@ -35,6 +35,7 @@ def make_hybrid_model(directory: Path, config: dict[str, Any]) -> Path:
 
     settings = {name: value for name, value in config.items() if name not in ("architectures", "torch_dtype")}
     chosen = AutoConfig.for_model(**settings)
+    torch.manual_seed(SEED)  # norms, decays and the like are as the model's own code begins with
     model = AutoModelForCausalLM.from_config(chosen).to(torch.float32)
     source = torch.Generator().manual_seed(SEED)
     with torch.no_grad():

@@ -70,6 +70,17 @@ def test_a_defect_in_the_allocation_itself_is_owed_too() -> None:
     assert guard.step(None).loads == ()
 
 
+def test_a_group_with_fewer_blocks_than_the_prompt_fails_too() -> None:
+    """A load of no block would be one that is done."""
+    side: Any = BrokenSide()
+    guard = GuardedScheduler(side)
+    guard.matched(REQUEST, 256)
+    guard.allocated(REQUEST, TABLE, 64)
+    side.broken = True
+    (load,) = guard.step(None).loads
+    assert load.device_blocks == (0,)
+
+
 def test_where_the_start_is_unknown_every_file_is_younger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,18 @@ class Stores:
             if store.request == request and not self._pin_all:
                 self._unpin(store)
 
+    def give_up_pins(self) -> bool:
+        """The engine empties its cache, which it cannot while blocks are pinned: give up their stores. True if there
+        were any. Ranks may still read the blocks; what they read is not committed."""
+        pinned = [store for store in (*self._asked.values(), *self._planned.values()) if store.pinned]
+        for store in pinned:
+            self._unpin(store)
+            if self._asked.pop(store.number, None) is not None:
+                self._give_back(store.number, len(store.device_blocks))
+            else:
+                self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
+        return bool(pinned)
+
     def _pin(self, device_blocks: Sequence[int]) -> bool:
         return self._device is not None and self._device.pin(device_blocks)
 

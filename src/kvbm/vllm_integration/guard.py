@@ -19,6 +19,8 @@ log = logging.getLogger("kvbm.vllm")
 
 NO_LOAD = -1
 """The lookup and the epoch of a load that was never planned: no rank maps memory of that epoch."""
+NULL_BLOCK = 0
+"""The block of vLLM that no request computes into."""
 ResultT = TypeVar("ResultT")
 
 
@@ -73,7 +75,8 @@ class GuardedScheduler:
             self._owed.pop(load.request, None)
         if self._off and self._owed:
             failing = tuple(
-                _failing(request, tuple(table[first:end]), request in self._by_layer)
+                # A group may have fewer blocks than the prompt; a load of none would count as done.
+                _failing(request, tuple(table[first:end]) or (NULL_BLOCK,), request in self._by_layer)
                 for request, (table, first, end) in self._owed.items()
             )
             self._owed.clear()
@@ -97,6 +100,10 @@ class GuardedScheduler:
     def reset(self) -> bool:
         """Forget all blocks; True when KVBM is off, because then none is kept."""
         return self._call(True, self.side.reset)
+
+    def give_up_pins(self) -> bool:
+        """The engine is about to empty its cache: use none of its blocks. True if some were in use."""
+        return self._call(False, self.side.give_up_pins)
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights."""

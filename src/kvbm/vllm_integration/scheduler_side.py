@@ -240,6 +240,10 @@ class SchedulerSide:
         self._blocks.take_reset()
         return self.leader.reset(keep_disk=self._weights_may_change)
 
+    def give_up_pins(self) -> bool:
+        """The engine is about to empty its cache. True if something kept it from that."""
+        return self.leader.stores.give_up_pins()
+
     def weights_changed(self) -> None:
         """The ranks compute with other weights, and their weights may change again."""
         self._weights_may_change = True

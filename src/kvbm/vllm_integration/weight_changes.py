@@ -50,6 +50,9 @@ class WeightsListener(Protocol):
     def weights_named(self, version: str) -> None:
         """The trainer names the weights."""
 
+    def give_up_pins(self) -> bool:
+        """The engine empties its cache: use none of its blocks any more. True if some were in use."""
+
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _before_sleep: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -184,9 +187,20 @@ def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(core: Any, *arguments: Any, **more: Any) -> Any:
         if _listeners and _moved(core):
             _notify_changed()  # first: the reset below then empties the cache of the old weights
-        return original(core, *arguments, **more)
+        running = bool(arguments[0] if arguments else more.get("reset_running_requests"))
+        if running:  # it raises where blocks stay in use
+            _give_up_pins()
+        done = original(core, *arguments, **more)
+        if not done and _give_up_pins():
+            done = original(core, *arguments, **more)
+        return done
 
     return call
+
+
+def _give_up_pins() -> bool:
+    gave_up = [listener.give_up_pins() for listener in list(_listeners)]  # all of them
+    return any(gave_up)
 
 
 def _noted_version(original: Callable[..., Any]) -> Callable[..., Any]:

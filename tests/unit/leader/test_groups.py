@@ -177,6 +177,28 @@ def test_nothing_is_pinned_for_a_request_that_has_ended(bench: GroupsBench) -> N
     assert {reserves[0].store, reserves[1].store} <= given_up
 
 
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_an_engine_that_empties_its_cache_gets_all_blocks_back(zeroes: bool) -> None:
+    """What has no plan yet is given up, and what ranks copy at this moment is not committed."""
+    bench = GroupsBench(zeroes=zeroes)
+    bench.found(bench.arrives(), 0)
+    bench.computes(8, StateOffer(2, 399, 8))
+    chain, tail, state = (message for _, message in bench.reserved())
+    bench.grant(tail)
+    (plan,) = bench.computes(8).stores
+    assert len(bench.device.pinned) == (12 if zeroes else 4)
+    assert bench.leader.stores.give_up_pins()
+    assert bench.device.pinned == []
+    assert not bench.leader.stores.give_up_pins()
+    bench.report(plan)
+    failed = {said.store: said.failed for said in bench.manager.said() if isinstance(said, Commit)}
+    given_up = [state.store, *([chain.store] if zeroes else [])]
+    assert set(failed) == {tail.store, *given_up}
+    assert failed[tail.store] == (0, 1, 2)
+    bench.leader.close()
+    bench.manager.close()
+
+
 def test_without_pins_a_store_is_made_in_the_next_step_or_never() -> None:
     bench = GroupsBench()
     bench.device.pin = lambda blocks: False  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,17 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.pins = 0
 
     def weights_changed(self) -> None:
         self.heard.append("changed")
 
     def weights_named(self, version: str) -> None:
         self.heard.append(version)
+
+    def give_up_pins(self) -> bool:
+        had, self.pins = self.pins > 0, 0
+        return had
 
 
 class Worker:
@@ -50,6 +56,8 @@ class Core:
 
     def __init__(self) -> None:
         self.worker = Worker()
+        self.resets = 0
+        self.in_use: Callable[[], bool] = lambda: False
         self.model_executor: Any = SimpleNamespace(collective_rpc=self._run, sleeping_tags=set())
 
     def _run(self, method: Any, timeout: float | None = None) -> list[Any]:
@@ -58,8 +66,11 @@ class Core:
     def collective_rpc(self, method: Any) -> list[Any]:
         return self._run(method)
 
-    def reset_prefix_cache(self, *arguments: bool) -> bool:
-        return True
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.resets += 1
+        if self.in_use() and reset_running_requests:
+            raise RuntimeError("as vLLM does")
+        return not self.in_use()
 
     def set_weight_version(self, weight_version: str) -> None:
         pass
@@ -134,6 +145,18 @@ def test_weights_that_sleep_are_not_read(core: Core, listener: Listener) -> None
     core.worker.get_model = None  # type: ignore[assignment, method-assign]
     core.collective_rpc(look)
     assert listener.heard == ["changed"]
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reset_is_not_refused_for_what_is_still_to_be_copied(
+    core: Core, listener: Listener, running: bool
+) -> None:
+    core.in_use, listener.pins = lambda: listener.pins > 0, 2
+    assert core.reset_prefix_cache(running)
+    assert (core.resets, listener.pins) == (1 if running else 2, 0)
+    core.in_use = lambda: True  # requests of the engine
+    assert not core.reset_prefix_cache()
+    assert core.resets == (2 if running else 3), "nothing was given up: it is not asked again"
 
 
 def test_a_write_past_every_call_is_found_by_the_reset_that_follows(core: Core, listener: Listener) -> None:
