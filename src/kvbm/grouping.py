@@ -66,13 +66,9 @@ class Grouping:
         """How many blocks `chain(0, boundary)` has."""
         return sum(boundary // self.groups[number].span for number in self._full)
 
-    def run_length(self, boundary: int, start: int) -> int:
-        """How many blocks `run` has."""
-        tail = 0
-        for number in self._others:
-            group = self.groups[number]
-            needed = group.needed(boundary)
-            tail += max(0, needed.stop - max(needed.start, start // group.span))
+    def run_length_max(self, boundary: int, start: int) -> int:
+        """How many blocks `run` has at most, at any boundary up to this one."""
+        tail = sum(self.groups[number].needed_max(boundary, start) for number in self._others)
         return self.chain_length(boundary) - self.chain_length(start) + tail
 
     def _before(self, index: int) -> int:

@@ -66,6 +66,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             return range(max(0, end - 1), end)
         return range(end)
 
+    def needed_max(self, boundary: int, start: int) -> int:
+        """How many of them there are at most, at any boundary up to this one, behind the first `start` blocks of the
+        layout."""
+        behind = max(0, boundary // self.span - start // self.span)
+        if self.kind is GroupKind.CHUNK:
+            return min(behind, self.reach - 1)  # at the end of a chunk nothing of it is needed
+        return min(behind, self.reach) if self.kind is GroupKind.WINDOW else min(behind, 1)
+
     def lowered(self, boundary: int, held: Held) -> int:
         """The boundary itself where the group holds what it needs there; else the next lower one that may do."""
         end = boundary // self.span

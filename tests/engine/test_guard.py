@@ -21,6 +21,7 @@ class BrokenSide:
     def __init__(self) -> None:
         self.block_tokens = 32
         self.broken = False
+        self.pins = 3
         self.loads: tuple[LoadPlan, ...] = ()
 
     def _check(self) -> None:
@@ -29,6 +30,10 @@ class BrokenSide:
 
     def reset(self) -> bool:
         return False
+
+    def give_up_pins(self) -> bool:
+        self.pins = 0
+        return True
 
     def matched(self, request: Any, tokens: int) -> tuple[int | None, bool]:
         self._check()
@@ -55,6 +60,7 @@ def test_what_was_promised_fails_at_the_ranks_and_nobody_waits_for_ever() -> Non
     (load,) = guard.step(None).loads
     assert (load.request, load.device_blocks, load.ready) == ("r", (8, 9), 0)
     assert load.epoch == -1, "no rank has that memory"
+    assert side.pins == 0, "the engine would never get those blocks back"
     side.broken = False
     assert guard.matched(REQUEST, 0) == (0, False), "off for good"
     assert guard.step(None) == StepPlan()

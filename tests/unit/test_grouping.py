@@ -75,7 +75,11 @@ def test_what_is_counted_is_what_there_is(groups: list[Group], steps: int, start
     start = min(start, boundary)
     chain, run = grouping.chain(0, boundary), grouping.run(boundary, start)
     assert grouping.chain_length(boundary) == len(chain)
-    assert grouping.run_length(boundary, start) == len(run)
+    up_to = [
+        len(grouping.run(each, start)) for each in range(start, boundary + 1) if each % grouping.step == 0
+    ]
+    assert max(up_to, default=0) <= grouping.run_length_max(boundary, start) <= len(chain) + 4 * len(groups)
+    assert len(run) <= grouping.run_length_max(boundary, start)
     assert grouping.chain_keys(KEYS, start, boundary) == grouping.keys(KEYS, grouping.chain(start, boundary))
     for number, group in enumerate(groups):
         blocks = range(start // group.span, boundary // group.span)

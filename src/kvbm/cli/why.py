@@ -229,7 +229,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
         "refused_by_filter": f"{larger}, or another admission to disk ({variable('disk_admission')})",
         "not_written": f"{larger}, a faster disk, or a larger write budget ({variable('disk_write_budget_bytes')})",
         "not_stored": room,
-        "no_state_at_boundary": "vLLM's prefix_cache_retention_interval (docs/guides/hybrid-models.md)",
+        "no_state_at_boundary": "with recurrent layers, vLLM's prefix_cache_retention_interval"
+        " (docs/guides/hybrid-models.md)",
         "no_room": room,
         "failed_checksum": "look at the disk; `kvbm disk verify` reads every block",
         "promotion_too_late": f"{larger}, or a faster disk",

@@ -25,6 +25,8 @@ from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply
 from kvbm.step_plan import StepReport, StorePlan
 
 PLAN_AGE_S_MAX = 30.0
+PINNED_UNANSWERED_S_MAX = 2.0
+"""How long a silent manager may keep blocks from the engine."""
 OPEN_STORES_MAX = 2048
 PENDING_S_MAX = 1.0
 
@@ -201,7 +203,9 @@ class Stores:
                 if store.life != self._link.life:
                     del self._asked[store.number]
                     self._unpin(store)
-                elif now_or_never or now_s - store.asked_s > PLAN_AGE_S_MAX:
+                elif now_or_never or now_s - store.asked_s > (
+                    PINNED_UNANSWERED_S_MAX if store.pinned else PLAN_AGE_S_MAX
+                ):
                     # Not when the answer comes: the engine may take no further step in which to do it.
                     del self._asked[store.number]
                     self._unpin(store)

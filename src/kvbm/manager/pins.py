@@ -120,7 +120,7 @@ def _that_fit(space: Space, keys: list[BlockKey], room: int) -> list[BlockKey]:
     grouping = Grouping(space.layout.groups)
     boundaries = range(0, len(keys) + 1, grouping.step)
     return keys[
-        : boundaries[bisect_right(boundaries, room, key=lambda each: grouping.run_length(each, 0)) - 1]
+        : boundaries[bisect_right(boundaries, room, key=lambda each: grouping.run_length_max(each, 0)) - 1]
     ]
 
 

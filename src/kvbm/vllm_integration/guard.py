@@ -6,6 +6,7 @@ scheduler was promised by then are handed to the ranks and fail there, so that n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -130,6 +131,8 @@ class GuardedScheduler:
             log.exception(
                 "KVBM is off for this engine from now on, after a defect in KVBM; the engine serves without it"
             )
+            with contextlib.suppress(Exception):
+                self.side.give_up_pins()  # or the engine would never get those blocks back
             return otherwise
 
 

@@ -36,6 +36,8 @@ def _unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     if not groups or not cacheable_groups(kv_cache_config):
         return "the model has no KV cache group whose blocks are named by content"
+    if any(getattr(group, "host_resident", False) for group in groups):
+        return "a group of the model's layers has its blocks in host memory; accepted are the device's own"
     for number, spec in cacheable_groups(kv_cache_config):
         if reason := _unsupported_spec(groups[number], spec):
             return reason

@@ -154,7 +154,7 @@ class WorkerSide:
         if not layout.groups:
             return blocks
         grouping = Grouping(layout.groups)
-        return grouping.run_length(blocks - blocks % grouping.step, 0)
+        return grouping.run_length_max(blocks - blocks % grouping.step, 0)
 
     def store(self, plan: StepPlan) -> None:
         """Once a step, before anything else of it."""

@@ -33,12 +33,10 @@ CONFIGS = {
     "Llama-3.2-1B": config(16, 32, 8, 2048, 131072),
     "Llama-3.1-8B": config(32, 32, 8, 4096, 131072),
     "Llama-3.1-70B": config(80, 64, 8, 8192, 131072),
-    "Mistral-7B-v0.3": config(32, 32, 8, 4096, 32768),
     "Qwen2.5-7B-Instruct": config(28, 28, 4, 3584, 32768),
     "Qwen2.5-32B-Instruct": config(64, 40, 8, 5120, 32768),
     "Qwen3-8B": config(36, 32, 8, 4096, 40960, head_dim=128),
     "Qwen3-32B": config(64, 64, 8, 5120, 40960, head_dim=128),
-    "Gemma-7B": config(28, 16, 16, 3072, 8192, head_dim=256),
 }
 
 

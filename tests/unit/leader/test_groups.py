@@ -199,6 +199,21 @@ def test_an_engine_that_empties_its_cache_gets_all_blocks_back(zeroes: bool) -> 
     bench.manager.close()
 
 
+def test_a_silent_manager_keeps_no_block_from_the_engine_for_long() -> None:
+    bench = GroupsBench(zeroes=True)
+    bench.found(bench.arrives(), 0)
+    bench.computes(8)
+    bench.leader.finished("r", 1, bench.tables, 8)
+    bench.clock.advance(1.0)
+    bench.step()
+    assert len(bench.device.pinned) == 11
+    bench.clock.advance(1.5)
+    bench.step()
+    assert bench.device.pinned == []
+    bench.leader.close()
+    bench.manager.close()
+
+
 def test_without_pins_a_store_is_made_in_the_next_step_or_never() -> None:
     bench = GroupsBench()
     bench.device.pin = lambda blocks: False  # type: ignore[method-assign]

@@ -97,6 +97,12 @@ def configuration(spec: object | None = None, **changes: Any) -> tuple[Any, Any]
     return vllm, SimpleNamespace(**found)
 
 
+def test_blocks_of_another_pool_are_not_served() -> None:
+    vllm, cache = configuration()
+    cache.kv_cache_groups[0].host_resident = True
+    assert "host memory" in unsupported_reason(vllm, cache)
+
+
 def test_full_attention_is_served() -> None:
     assert unsupported_reason(*configuration()) == ""
     same = UniformTypeKVCacheSpecs(FullAttentionSpec(), FullAttentionSpec())
