@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -34,6 +35,8 @@ def gone(web: Web) -> bool:
         web.get("/api/status")
     except OSError:
         return True
+    except http.client.HTTPException:
+        return False  # it ended in the middle of its answer
     return False
 
 
