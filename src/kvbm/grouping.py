@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
 from math import lcm
 from typing import NamedTuple, TypeVar
 
@@ -168,7 +168,9 @@ class Grouping:
             return self.keys(keys, self.chain(start, end))
         of_groups = [self.keys_of(keys, number, range(start, end)) for number in self._full]
         return (
-            of_groups[0] if len(of_groups) == 1 else list(chain.from_iterable(zip(*of_groups, strict=True)))
+            of_groups[0]
+            if len(of_groups) == 1
+            else list(itertools.chain.from_iterable(zip(*of_groups, strict=True)))
         )
 
     def keys_of(self, keys: Sequence[BlockKey], number: int, blocks: range) -> list[BlockKey]:

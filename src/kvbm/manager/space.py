@@ -13,13 +13,14 @@ import msgspec
 
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
+from kvbm.grouping import at_once
 from kvbm.groups import GroupKind
 from kvbm.layout import BlockLayout
 from kvbm.manager.departed import NO_SLOT, RESET, Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
 from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
-from kvbm.manager.lookups import LookingUp, Lookups, advance
+from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
@@ -160,10 +161,7 @@ class Space:
 
         None when nothing was found, or the owner holds too many leases.
         """
-        looking = self.looking_up(owner, number, keys, skip)
-        while (found := advance(looking)) is None:
-            pass
-        return found.lease
+        return at_once(self.looking_up(owner, number, keys, skip)).lease
 
     def looking_up(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
         """`lookup` in several turns (see `lookups`)."""

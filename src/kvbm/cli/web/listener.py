@@ -236,8 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(reply)
         self._drain()
 
-    # The names that the base class looks for.
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = _serve  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815  # the names that the base class looks for
+    do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = _serve  # noqa: N815  # the same
 
     def _length(self) -> int:
         """The length of the body. Raises Denied."""
