@@ -26,6 +26,9 @@ from kvbm.protocol import STORED_KEYS_MAX
 
 WINDOWS = (GroupKind.WINDOW, GroupKind.CHUNK)
 
+A_STATE = -1
+"""The first block of an offer of a recurrent state, in place of one in the chain; of a tail, less its boundary."""
+
 Tables = Sequence[Sequence[int]]
 """The block table of each group; 0 stands for a block that the engine has dropped."""
 
@@ -50,7 +53,7 @@ class GroupOffers(Offers):
         up, the request stores what was missing there."""
         tracked = self._requests.get(search.request)
         if tracked is not None and full > search.boundary:
-            tracked.tails.add(full)
+            tracked.wants_tail(full)
 
     def complete(self, tracked: Tracked, entry: Scheduled) -> None:
         """Offer what the step completes of the request."""
@@ -58,15 +61,19 @@ class GroupOffers(Offers):
             return
         end = min(entry.complete_blocks, len(tracked.hashes))
         end -= end % self._grouping.step
-        due = sorted(each for each in tracked.tails - tracked.tails_offered if each <= end)
-        more = end > tracked.stored and self._clock() >= tracked.retry.due_s
+        if end <= tracked.stored and not tracked.tails and not entry.states:
+            return  # as in almost every step
+        ready = self._clock() >= tracked.retry.due_s
+        due = sorted(each for each in tracked.tails if each <= end) if ready else []
+        more = ready and end > tracked.stored
         if not (due or more or entry.states) or (tracked.keep is not None and not tracked.keep(0.0)):
             return
         tables = entry.tables()
         if more:
             self._offer_chain(entry.request, tracked, tables, end)
         for boundary in due:
-            self._offer_tail(entry.request, tracked, tables, boundary)
+            if boundary <= tracked.stored:  # else the manager would not have the block that it lies behind
+                self._offer_tail(entry.request, tracked, tables, boundary)
         for state in entry.states:
             # vLLM may also keep states inside of a block (`prefix_match_unit`): no block's key is theirs.
             blocks, inside = divmod(state.boundary, self._grouping.groups[state.group].span)
@@ -83,9 +90,12 @@ class GroupOffers(Offers):
             self._offer_tail(request, tracked, tables, boundary)
 
     def answered(self, answer: Answered) -> None:
-        """Blocks of all tokens that the manager had no slot for are offered again."""
+        """Blocks of all tokens, and tails, that the manager had no slot for are offered again."""
         tracked = self._requests.get(answer.request)
-        if tracked is None or not answer.refused or answer.first < 0:
+        if tracked is None or not answer.refused or answer.first == A_STATE:
+            return
+        if answer.first < A_STATE:
+            tracked.tail_refused(A_STATE - answer.first, self._clock())
             return
         asked = self._grouping.chain(
             answer.first, answer.first + len(answer.device_blocks) * self._grouping.step
@@ -109,11 +119,11 @@ class GroupOffers(Offers):
             tracked.stored = end
 
     def _offer_tail(self, request: str, tracked: Tracked, tables: Tables, boundary: int) -> None:
-        tracked.tails_offered.add(boundary)
         places = self._grouping.tail(boundary, kinds=WINDOWS)
         blocks = [tables[group][block] if block < len(tables[group]) else 0 for group, block in places]
-        if places and all(blocks):
-            self._offer(request, tracked, places, blocks, boundary)
+        there = bool(places) and all(blocks)
+        if not there or self._offer(request, tracked, places, blocks, boundary, first=A_STATE - boundary):
+            tracked.tail_offered(boundary)
 
     def _offer(
         self,
@@ -122,7 +132,7 @@ class GroupOffers(Offers):
         places: Sequence[Place],
         blocks: Sequence[int],
         behind: int,
-        first: int = -1,
+        first: int = A_STATE,
         again: bool = False,
     ) -> bool:
         """Reserve slots for these blocks, which come behind those of the first `behind` blocks' tokens. Blocks of all

@@ -98,7 +98,8 @@ class Tracked:
     reach: int | None = None
     """Lookups ask for no more than so many blocks: the engine computes the others in any case. None: for all."""
     tails: set[int] = field(default_factory=set)
-    """With several groups: the boundaries at which it, or another request, may be taken up again."""
+    """With several groups: the boundaries at which it, or another request, may be taken up again, and for which nothing
+    was offered yet."""
     tails_offered: set[int] = field(default_factory=set)
 
     @property
@@ -111,11 +112,29 @@ class Tracked:
         prompt comes again, it is taken up at the last boundary before that, a multiple of `step`."""
         if self.reach != tail:
             self.reach = tail
-            self.tails.add(tail - tail % step)
+            self.wants_tail(tail - tail % step)
+
+    def wants_tail(self, boundary: int) -> None:
+        """It, or another request, may be taken up again at this boundary."""
+        if boundary not in self.tails_offered:
+            self.tails.add(boundary)
+
+    def tail_offered(self, boundary: int) -> None:
+        """What the boundary needs was offered, or is gone."""
+        self.tails.discard(boundary)
+        self.tails_offered.add(boundary)
+
+    def tail_refused(self, boundary: int, now_s: float) -> None:
+        """The manager had no slot for it, or not what lies before it: it is offered again while the engine has it."""
+        self.tails_offered.discard(boundary)
+        self.tails.add(boundary)
+        if now_s >= self.retry.due_s:
+            self.retry.failed(now_s)
 
     def offer_anew(self) -> None:
         """Nothing of it counts as stored any more."""
         self.stored, self.refused_at, self.retry = 0, -1, Retry()
+        self.tails |= self.tails_offered
         self.tails_offered.clear()
 
     def refused(self, block: int, now_s: float) -> None:

@@ -125,14 +125,20 @@ class WorkerSide:
         self.worker.start()
 
     def _open(self, kv_caches: dict[str, torch.Tensor]) -> tuple[DeviceCache, BlockLayout] | None:
-        """The rank's tensors and the layout of a block; None, with one line, where some rank has no tensors."""
-        cache = None
+        """The rank's tensors and the layout of a block; None, with one line, where some rank has no tensors, or such
+        that we cannot tell blocks apart: that is no reason not to serve."""
+        cache, trouble = None, ""
         if kv_caches:
-            cache = DeviceCache.from_tensors(kv_caches, int(self._kv_cache_config.num_blocks))
+            try:
+                cache = DeviceCache.from_tensors(kv_caches, int(self._kv_cache_config.num_blocks))
+            except KvbmError as error:
+                trouble = str(error)  # told below, where the other ranks of a pipeline hear of it too
         try:
             largest = largest_shard(self._vllm_config.parallel_config, cache.shard_bytes if cache else 0)
         except KvbmError as error:
-            log.warning("KVBM is off for this engine: %s", error)
+            trouble = trouble or str(error)
+        if trouble:
+            log.warning("KVBM is off for this engine: %s", trouble)
             return None
         return (cache, self._layout(largest)) if cache is not None else None
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvbm.block import Tier
+from kvbm.block import KEY_BYTES, Tier
 from kvbm.grouping import Grouping, Place
 from kvbm.groups import Group, GroupKind
 from kvbm.leader.tracked import Answer, Scheduled, StateOffer
-from kvbm.protocol import Commit, Lookup, LookupReply, Release, Reserve
+from kvbm.protocol import REFUSED, Commit, Lookup, LookupReply, Release, Reserve
 from kvbm.step_plan import StepPlan, StepReport
 from rigs.leader import HASHES, Bench, ScriptedDevice
 
@@ -53,6 +53,9 @@ class GroupsBench(Bench):
     def computes(self, complete: int, *states: StateOffer, request: str = "r") -> StepPlan:
         entry = Scheduled(request, complete, lambda: TABLES[0], 0, lambda: self.tables, states)
         return self.leader.step([entry], (), 0, False)
+
+    def refuse(self, reserve: Reserve) -> None:
+        self.grant(reserve, (REFUSED,) * (len(reserve.keys) // KEY_BYTES))
 
     def reserved(self) -> list[tuple[list[Place], Reserve]]:
         """What the leader asked slots for, told by its keys."""
@@ -336,6 +339,38 @@ def test_refused_blocks_of_all_tokens_are_offered_again(bench: GroupsBench) -> N
     bench.computes(4)
     ((places, _),) = bench.reserved()
     assert places == [Place(0, 2), Place(0, 3)]
+
+
+def test_a_refused_tail_is_offered_again_as_long_as_the_engine_has_it(bench: GroupsBench) -> None:
+    bench.found(bench.arrives(), 0)
+    bench.computes(8)
+    (_, chain), (tail, first) = bench.reserved()
+    bench.grant(chain)
+    bench.refuse(first)
+    bench.computes(8)
+    assert bench.reserved() == [], "not at once"
+    bench.clock.advance(100.0)
+    bench.computes(8)
+    ((again, second),) = bench.reserved()
+    assert again == tail
+    bench.refuse(second)
+    bench.clock.advance(100.0)
+    bench.tables[1][5] = 0
+    bench.computes(8)
+    bench.computes(8)
+    assert bench.reserved() == []
+
+
+def test_a_tail_waits_for_what_lies_before_it(bench: GroupsBench) -> None:
+    bench.found(bench.arrives(), 0)
+    bench.computes(4)
+    ((_, chain),) = bench.reserved()
+    bench.refuse(chain)
+    bench.computes(8)
+    assert bench.reserved() == [], "the chain waits"
+    bench.clock.advance(100.0)
+    bench.computes(8)
+    assert [places[0] for places, _ in bench.reserved()] == [Place(0, 0), Place(1, 7)]
 
 
 def test_after_a_new_session_everything_is_offered_anew(bench: GroupsBench) -> None:
