@@ -113,15 +113,18 @@ def test_an_answer_that_takes_long_is_waited_for_where_it_says_so() -> None:
         for _ in range(2):  # one look at the clock may have been under way
             serviced.clear()
             assert serviced.wait(SEEN_S)
+        returned.set()
         return FINE
 
-    serviced = threading.Event()
+    serviced, returned = threading.Event(), threading.Event()
     with serving(slow, clock) as web, pytest.MonkeyPatch.context() as patch:
         service = Listener.service_actions
         patch.setattr(Listener, "service_actions", lambda self: (service(self), serviced.set()))
         assert web.get("/long").text == "fine"
+        returned.clear()
         with pytest.raises(http.client.RemoteDisconnected):
             web.get("/short")
+        assert returned.wait(SEEN_S)  # the server serves until it has looked at the clock twice
 
 
 def test_a_body_is_asked_for_only_if_it_will_be_taken() -> None:
