@@ -144,9 +144,9 @@ class Grouping:
         return at_once(self.reaching(limit, chain_held, held))
 
     def uses(self, found: Reach) -> list[int]:
-        """The boundaries whose runs a request is told to the policies as, before its whole chain: what it takes up, and
-        what it would take up if the tail at `full` were held too. A policy that heard of held tails only would never
-        learn that those it gave up were wanted."""
+        """The boundaries of whose tails the policies are told: what a request takes up, and what it would take up if
+        the tail at `full` were held too. A policy that heard of held tails only would never learn that those it gave up
+        were wanted."""
         return sorted({*found} - {0})
 
     def start_of(self, place: Place) -> int:

@@ -167,15 +167,26 @@ class Carrying:
 
     def _carry(self, keys: list[BlockKey]) -> int:
         """Carry over consecutive blocks of a chain, as far as they are resident still and there is room; how many."""
+        carried = 0
+        while carried < len(keys) and (count := self._carry_alike(keys[carried:])):
+            carried += count
+            if self._full:
+                break
+        return carried
+
+    def _carry_alike(self, keys: list[BlockKey]) -> int:
+        """The first of them that are all of a tail, or all not."""
         old, new = self.space.host_pool, self._new.pool
         sources = list(map(int, old.find_leading(keys)))
+        sources = sources[: old.same_kind(sources)]
         room = new.free_count
         self._full = room < len(sources)
         sources = sources[:room]
         if not sources:
             return 0
         keys = keys[: len(sources)]
-        slots = new.reserve_chain(keys, old.parent_of(sources[0]), self._clock())
+        tail = old.is_tail(sources[0])
+        slots = new.reserve_chain(keys, old.parent_of(sources[0]), self._clock(), tail=tail)
         for key, slot, source in zip(keys, slots, sources, strict=True):
             self._new.names.brought(slot, key, *self.space.engine_name(source, key))
         first = 0

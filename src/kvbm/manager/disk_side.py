@@ -68,6 +68,7 @@ class DiskSide:
     clock: Clock
     on_progress: Callable[[Lease], None]
     departed: Departed
+    tail_groups: frozenset[int] = frozenset()
     pool: SlotPool[BlockKey] = field(init=False)
     onboarder: Onboarder = field(init=False)
     offloader: Offloader[BlockKey] = field(init=False)
@@ -212,7 +213,8 @@ class DiskSide:
         policy = make_policy(self.eviction, self.medium.slot_count)
         self.pool = SlotPool(Tier.DISK, self.medium.slot_count, policy, self._emptied)
         found = sorted(self.medium.recovered(), key=lambda block: block.sequence)
-        self.pool.recover([(block.key, block.parent, block.slot) for block in found], self.clock())
+        tails = {block.slot for block in found if block.group in self.tail_groups}
+        self.pool.recover([(block.key, block.parent, block.slot) for block in found], self.clock(), tails)
         self._make_queues()
 
     def _make_queues(self) -> None:

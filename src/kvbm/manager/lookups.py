@@ -39,9 +39,9 @@ class Found(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """The blocks that a lookup wants, the one before them, and the chain that policies are told of: the first `used`
-    of its blocks are wanted or on the device. With several groups they are told of the runs in `uses` before that; what
-    lies at the boundary comes first."""
+    """The blocks that a lookup wants, the one before them, and the chain that policies are told of: its first `used`
+    blocks are on the device or, with several groups, wanted too. With several groups they are told of `tails` too, the
+    one at the boundary first."""
 
     run: list[BlockKey]
     before: BlockKey | None
@@ -50,7 +50,7 @@ class _Wanted(NamedTuple):
     boundary: int = 0
     prompt_blocks: int = 0
     full: int = 0
-    uses: Sequence[list[BlockKey]] = ()
+    tails: Sequence[list[BlockKey]] = ()
 
 
 LookingUp = Generator[None, None, Found]
@@ -136,18 +136,14 @@ class Lookups:
     ) -> Generator[None, None, _Wanted]:
         """What all groups need at the largest boundary at which they hold it."""
         found, chain = yield from grouping.searching(keys, self._held)
-
-        def run(boundary: int, start: int) -> list[BlockKey]:
-            tail = grouping.keys(keys, grouping.tail(boundary, start))
-            return chain[grouping.chain_length(start) : grouping.chain_length(boundary)] + tail
-
-        uses = [run(boundary, 0) for boundary in grouping.uses(found)]
-        before = grouping.chain_length(skip)
-        if found.boundary <= skip:
-            return _Wanted([], None, chain, before, full=found.full, uses=uses)
+        tails = [grouping.keys(keys, grouping.tail(boundary)) for boundary in grouping.uses(found)]
+        before, boundary = grouping.chain_length(skip), found.boundary
+        if boundary <= skip:
+            return _Wanted([], None, chain, before, full=found.full, tails=tails)
+        end = grouping.chain_length(boundary)
+        run = chain[before:end] + grouping.keys(keys, grouping.tail(boundary, skip))
         parent = chain[before - 1] if before else None
-        own = found.boundary, found.boundary - skip, found.full, uses
-        return _Wanted(run(found.boundary, skip), parent, chain, before, *own)
+        return _Wanted(run, parent, chain, end, boundary, boundary - skip, found.full, tails)
 
     def _held(self, keys: list[BlockKey]) -> bytes:
         """Which of these blocks are resident in a tier, a byte each."""
@@ -158,10 +154,11 @@ class Lookups:
         return there
 
     def _note(self, wanted: _Wanted, kept: int) -> None:
-        """Tell the policies of the request: with several groups of the boundary that it used, then of its chain."""
-        for i, run in enumerate(wanted.uses):
-            self.usage.note(run, len(run) if wanted.boundary and i == 0 else 0)
-        self.usage.note(wanted.chain, 0 if wanted.boundary else wanted.used + kept)
+        """Tell the policies of the request."""
+        if wanted.boundary:
+            self.usage.note(wanted.chain, wanted.used, wanted.tails, taken_up=True)
+        else:
+            self.usage.note(wanted.chain, wanted.used + kept, wanted.tails)
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""

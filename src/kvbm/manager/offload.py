@@ -238,7 +238,8 @@ class Offloader(Generic[KeyT]):
             keys, host_slots = self._next_run(room)
             if not keys:
                 return bool(self.queue)
-            disk_slots = self.disk_pool.reserve_chain(keys, self.queue[keys[0]], self.clock())
+            tail = self.host_pool.is_tail(host_slots[0])
+            disk_slots = self.disk_pool.reserve_chain(keys, self.queue[keys[0]], self.clock(), tail=tail)
             if not disk_slots:
                 self._refuse(keys, host_slots)
                 return bool(self.queue)
@@ -271,6 +272,8 @@ class Offloader(Generic[KeyT]):
             slots.append(slot)
             if len(keys) == length_max:
                 break
+        alike = self.host_pool.same_kind(slots)
+        keys, slots = keys[:alike], slots[:alike]
         for key in gone:
             del self.queue[key]
         self._left += len(gone)

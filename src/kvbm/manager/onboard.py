@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -192,9 +193,11 @@ class Onboarder:
         keys, disk_slots = self._only_on_disk(lease, i)
         # Loads from disk go through host memory, whatever its policy says of the blocks.
         now_s = self.clock()
-        host_slots = self.host_pool.reserve_chain(keys, parent, now_s, insist=True)
+        tail = bool(disk_slots) and self.disk_pool.is_tail(disk_slots[0])
+        reserve = partial(self.host_pool.reserve_chain, keys, parent, now_s, insist=True, tail=tail)
+        host_slots = reserve()
         while not host_slots and self._give_back(lease, i + len(keys), len(keys)):
-            host_slots = self.host_pool.reserve_chain(keys, parent, now_s, insist=True)
+            host_slots = reserve()
         count = len(host_slots)
         disk_slots = disk_slots[:count]
         self.disk_pool.lease_all(disk_slots)
@@ -221,13 +224,15 @@ class Onboarder:
         return True
 
     def _only_on_disk(self, lease: Lease, i: int) -> tuple[list[BlockKey], list[int]]:
-        """The blocks from the i-th on that are on disk, and neither in host memory nor on their way there; distinct."""
+        """The blocks from the i-th on that are on disk, and neither in host memory nor on their way there; distinct,
+        and all of a tail or all not."""
         states = lease.states
         end = len(states) - len(states[i:].lstrip(_ONBOARDING))
         keys = lease.keys[i : min(end, i + self.brought_at_once)]
         if self.host_pool.holds_any(keys):
             keys = keys[: next(n for n, key in enumerate(keys) if self.host_pool.holds(key))]
         disk_slots = self.disk_pool.find_leading(keys)
+        disk_slots = disk_slots[: self.disk_pool.same_kind(disk_slots)]
         keys = keys[: len(disk_slots)]
         if len(set(disk_slots)) < len(
             disk_slots

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 import msgspec
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
+from kvbm.manager.recovery_order import parents_first
 from kvbm.policy import EvictionPolicy
-from kvbm.policy.contract import insert_tail
+from kvbm.policy.contract import insert_tail, request_tail
 
 if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
@@ -76,6 +77,8 @@ class SlotPool(Generic[KeyT]):
         self._table: SlotTable = SlotTable(slot_count)
         self._state = self._table.state
         self._free = array("i", range(slot_count - 1, -1, -1))
+        # A byte a slot: whether its block is one of a tail.
+        self._tails = bytearray(slot_count)
         # Slots that get no block any more. They count as being filled.
         self._withheld: list[int] = []
 
@@ -137,6 +140,15 @@ class SlotPool(Generic[KeyT]):
         key = self._keys[slot]
         assert key is not None, f"slot {slot} is free"
         return key
+
+    def is_tail(self, slot: int) -> bool:
+        """Whether the block in a slot that is not free came as one of a tail (see `reserve_chain`)."""
+        return bool(self._tails[slot])
+
+    def same_kind(self, slots: Sequence[int]) -> int:
+        """How many of the first of these are blocks of a tail as the first is, or not as it is not."""
+        tails = bytes(map(self._tails.__getitem__, slots))
+        return len(tails) - len(tails.lstrip(tails[:1]))
 
     def parent_of(self, slot: int) -> KeyT | None:
         """The key of the block before that of a slot that is not free, wherever it is; None for a chain's first."""
@@ -233,12 +245,15 @@ class SlotPool(Generic[KeyT]):
         self._fill(slots, keys, parent_slot, now_s, tail)
         return list(cast(Sequence[SlotIndex], slots))
 
-    def recover(self, found: Sequence[tuple[KeyT, KeyT | None, int]], now_s: float) -> None:
-        """Fill an empty pool with blocks found after a restart: (key, parent, slot), oldest first, keys distinct."""
+    def recover(
+        self, found: Sequence[tuple[KeyT, KeyT | None, int]], now_s: float, tails: Container[int] = ()
+    ) -> None:
+        """Fill an empty pool with blocks found after a restart: (key, parent, slot), oldest first, keys distinct; those
+        in the slots `tails` are of tails."""
         assert len(self._free) == self.slot_count, "only an empty pool recovers"
         recency_s = {key: now_s - 1e-6 * (len(found) - i) for i, (key, _, _) in enumerate(found)}
-        for key, parent, slot in _parents_first(found):
-            self._fill((slot,), (key,), self._slot_of(parent), recency_s[key])
+        for key, parent, slot in parents_first(found):
+            self._fill((slot,), (key,), self._slot_of(parent), recency_s[key], slot in tails)
             self.commit(slot)
         self._free = array("i", (s for s in range(self.slot_count - 1, -1, -1) if not self._state[s]))
 
@@ -287,6 +302,11 @@ class SlotPool(Generic[KeyT]):
         slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
         self.policy.requested(keys, slots, now_s)
         return slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
+
+    def requested_tail(self, keys: list[KeyT], now_s: float) -> None:
+        """The same request wants these blocks of other groups too."""
+        slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
+        request_tail(self.policy, keys, slots, now_s)
 
     def finished(self, key: KeyT, output_tokens: int, now_s: float) -> None:
         """The request whose chain ended with this key when it came has generated that many tokens, and no more."""
@@ -374,7 +394,7 @@ class SlotPool(Generic[KeyT]):
         self._table.move(slots, Transition.RESERVE)
         self._slots.update(zip(keys, slots, strict=True))
         for slot, key in zip(slots, keys, strict=True):
-            self._keys[slot] = key
+            self._keys[slot], self._tails[slot] = key, tail
         if self._chained:
             if tail:
                 insert_tail(self.policy, keys, slots, parent_slot, now_s)
@@ -399,18 +419,3 @@ class SlotPool(Generic[KeyT]):
 
     def _keys_of(self, slots: Sequence[int]) -> list[KeyT]:
         return [key for key in map(self._keys.__getitem__, slots) if key is not None]
-
-
-def _parents_first(
-    found: Sequence[tuple[KeyT, KeyT | None, int]],
-) -> Iterator[tuple[KeyT, KeyT | None, int]]:
-    """The same blocks, each after its parent where the parent is among them."""
-    by_key = {entry[0]: entry for entry in found}
-    waiting: list[tuple[KeyT, KeyT | None, int]] = []
-    for entry in found:
-        current: tuple[KeyT, KeyT | None, int] | None = by_key.pop(entry[0], None)
-        while current is not None:
-            waiting.append(current)
-            current = by_key.pop(current[1], None) if current[1] is not None else None
-        while waiting:
-            yield waiting.pop()

@@ -67,7 +67,8 @@ class Space:
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self.departed = Departed(clock, options.staging)
         self._full = moves_log.FullPool("host", clock)
-        self._tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
+        tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
+        self._tails = bytes(number in tail_groups for number in range(256))
         self.life = 0
         """How often host memory was replaced by memory of another size."""
         self.cleared = 0
@@ -92,6 +93,7 @@ class Space:
                 clock=clock,
                 on_progress=on_progress,
                 departed=self.departed,
+                tail_groups=tail_groups,
             )
         self.heat = PrefixHeat()
         self._lookups = self._new_lookups(self.host_pool)
@@ -218,6 +220,8 @@ class Space:
         answer: list[int] = []
         mine = known or Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
         held = self._held(keys, below)
+        groups = group if isinstance(group, bytes) else bytes((group,)) * len(keys)
+        tails = groups.translate(self._tails)
         while len(answer) < len(keys):
             done = len(answer)
             if held[done]:
@@ -225,15 +229,14 @@ class Space:
                 answer += [HELD] * (_end_of(held, done) - done)
                 parent = keys[len(answer) - 1]
                 continue
-            run = keys[done : _end_of(held, done)]
+            run = keys[done : min(_end_of(held, done), _end_of(tails, done))]
             if parent is not None and not self._held_anywhere(parent):
                 break  # without its prefix the run could never be found: do not spend slots on it
             if self.disk is not None and parent is not None:
                 self.disk.keep(parent)
             # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
             insist = self._disk_pool_if_on() is not None
-            first = group[done] if isinstance(group, bytes) else group
-            slots = self.host_pool.reserve_chain(run, parent, now_s, insist, first in self._tail_groups)
+            slots = self.host_pool.reserve_chain(run, parent, now_s, insist, tail=tails[done] > 0)
             self._names.reserved(slots, run, hashes, done, group)
             answer += slots
             moves_log.offloading(run[: len(slots)], "device", "host")

@@ -22,10 +22,13 @@ _PENDING_KEYS_MAX = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _Requested:
-    """A request came for this chain; its first `found` blocks were in a tier or on the device."""
+    """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants `tails` too,
+    the first of which was found behind them where `taken_up`."""
 
     keys: list[BlockKey]
     found: int
+    tails: Sequence[list[BlockKey]] = ()
+    taken_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,12 @@ class Usage:
         """Whether there is something left to tell."""
         return self._telling or bool(self._pending)
 
-    def note(self, keys: list[BlockKey], found: int) -> None:
-        """A request came for this chain; its first `found` blocks were in a tier or on the device."""
-        self._add(_Requested(keys, found))
+    def note(
+        self, keys: list[BlockKey], found: int, tails: Sequence[list[BlockKey]] = (), taken_up: bool = False
+    ) -> None:
+        """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants these tails
+        of other groups too; the first of them was found behind those blocks where `taken_up`."""
+        self._add(_Requested(keys, found, tails, taken_up))
 
     def note_stored(self, keys: list[BlockKey], parents: list[BlockKey | None]) -> None:
         """Blocks came into host memory from the device."""
@@ -110,6 +116,8 @@ class Usage:
         if isinstance(news, _Requested):
             for tier in range(len(self._pools())):
                 self._pools()[tier].requested(news.keys, self._clock())
+                for tail in news.tails:
+                    self._pools()[tier].requested_tail(tail, self._clock())
                 yield
         end = news.found if isinstance(news, _Requested) else len(keys)
         for start in range(0, end, OFFERED_AT_ONCE):
@@ -122,3 +130,5 @@ class Usage:
             else:
                 offloader.used(keys[start:stop], keys[start - 1] if start else None)
             yield
+        if isinstance(news, _Requested) and news.taken_up and (offloader := self._offloader()) is not None:
+            offloader.used(news.tails[0], keys[end - 1] if end else None)

@@ -18,7 +18,10 @@ class EvictionPolicy(Protocol):
     """
 
     def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
-        """A request came. `keys` is its chain from the first block on, `slots` says where each block is (or -1)."""
+        """A request came. `keys` is its chain from the first block on, `slots` says where each block is (or -1).
+
+        Once for each request.
+        """
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
         """The request whose prompt ended with `key` has ended; it generated that many tokens."""
@@ -47,13 +50,26 @@ class EvictionPolicy(Protocol):
 
 
 class KnowsTails(EvictionPolicy, Protocol):
-    """What an `EvictionPolicy` may have besides, for models with several groups. Others are told by `inserted`."""
+    """What an `EvictionPolicy` may have besides, for models with several groups, of whose blocks some form chains and
+    others lie behind them as tails. Other policies are told by `inserted` and `requested`: of a tail as if it was a
+    chain of its own."""
+
+    def requested_tail(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """The request that `requested` told of wants these blocks too; `slots` says where each is (or -1)."""
 
     def inserted_tail(
         self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
     ) -> None:
         """As `inserted`, of blocks that prompts need only where they are taken up behind the block in `parent`: they
         are wanted when that block is, until prompts go on from it."""
+
+
+def request_tail(
+    policy: EvictionPolicy, keys: Sequence[Hashable], slots: Sequence[int], now_s: float
+) -> None:
+    """Tell a policy of either kind of a tail that a request wants."""
+    told = getattr(policy, "requested_tail", policy.requested)
+    told(keys, slots, now_s)
 
 
 def insert_tail(

@@ -15,7 +15,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from kvbm.policy.contract import EvictionPolicy, insert_tail
+from kvbm.policy.contract import EvictionPolicy, insert_tail, request_tail
 
 AHEAD_SHARE = 16
 AHEAD_BLOCKS_MAX = 4096
@@ -42,6 +42,9 @@ class Pool(Protocol):
 
     def key_of(self, slot: int) -> Hashable:
         """The block in a slot that is not free."""
+
+    def is_tail(self, slot: int) -> bool:
+        """Whether the block in a slot that is not free is one of a tail (see `contract.KnowsTails`)."""
 
     def parent_slot_of(self, slot: int) -> int:
         """The slot of the block before the one in this slot; -1 where there is none, or it is not resident."""
@@ -112,6 +115,13 @@ class Departures:
                 self._take_back(slot, now_s)
         self.inner.requested(keys, slots, now_s)
 
+    def requested_tail(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """The same; the inner policy is told that they are a tail if it knows tails."""
+        if self.writing or self.ready:
+            for slot in slots:
+                self._take_back(slot, now_s)
+        request_tail(self.inner, keys, slots, now_s)
+
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
         self.inner.finished(key, output_tokens, now_s)
 
@@ -174,7 +184,10 @@ class Departures:
             self._forget(slot)
             slot = branch[-1][2]
         for slot, key, before in reversed(branch):
-            self.inner.inserted((key,), (slot,), before, now_s)
+            if pool.is_tail(slot):
+                insert_tail(self.inner, (key,), (slot,), before, now_s)
+            else:
+                self.inner.inserted((key,), (slot,), before, now_s)
             if slot not in pool.leased:  # else it becomes evictable when the lease ends
                 self.inner.evictable((slot,))
 

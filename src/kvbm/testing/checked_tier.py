@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbm.policy import EvictionPolicy, PolicyFactory
-from kvbm.policy.contract import insert_tail
+from kvbm.policy.contract import insert_tail, request_tail
 
 Path = tuple[int, ...]
 """The name of a block in tests: its content and that of the blocks before it, one number for each."""
@@ -73,6 +73,13 @@ class CheckedTier:
         keys, slots = self._keys(chain), tuple(map(self.find, chain))
         for policy in self._policies:
             policy.requested(keys, slots, self.now_s)
+
+    def request_tail(self, path: Path, length: int) -> None:
+        """The last request wants the last `length` blocks of `path` too, as a tail."""
+        tail = chain_of(path)[-length:]
+        keys, slots = self._keys(tail), tuple(map(self.find, tail))
+        for policy in self._policies:
+            request_tail(policy, keys, slots, self.now_s)
 
     def finish(self, path: Path, output_tokens: int) -> None:
         """The request whose chain ended with `path` has ended."""

@@ -75,7 +75,8 @@ class PolicyMachine(RuleBasedStateMachine):
         """What a model of several groups needs where this chain ends, beside what the chain goes on with."""
         tail = path + (TAIL,) * length
         if asked:
-            self.tier.request(tail)
+            self.tier.request(path)
+            self.tier.request_tail(tail, length)
         self.tier.reserve(tail, tail=self.tier.find(path) >= 0)
 
     @rule(which=pick)

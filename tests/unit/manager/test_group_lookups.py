@@ -71,14 +71,20 @@ class GroupsMachine(RuleBasedStateMachine):
             SpaceOptions(eviction="gittins"),
         )  # fmt: skip
         self.leases: dict[int, tuple[Lease, list[BlockKey]]] = {}
+        self.group_of: dict[BlockKey, int] = {}
         self.numbers = 0
 
     def teardown(self) -> None:
         self.space.close(keep=False)
 
-    def store(self, parent: list[BlockKey], keys: list[BlockKey], failed: bool) -> None:
+    def store(self, chain: list[BlockKey], parent: list[BlockKey], places: list[Place], failed: bool) -> None:
         self.numbers += 1
-        slots = self.space.reserve(ME, self.numbers, parent[-1] if parent else None, keys)
+        keys = self.grouping.keys(chain, places)
+        self.group_of.update(zip(keys, (place.group for place in places), strict=True))
+        numbers = bytes(place.group for place in places)
+        slots = self.space.reserve(
+            ME, self.numbers, parent[-1] if parent else None, keys, group=numbers if any(numbers) else 0
+        )
         taken = [slot for slot in slots if slot >= 0]
         if taken:
             self.space.commit(ME, self.numbers, range(len(taken)) if failed else ())
@@ -92,9 +98,8 @@ class GroupsMachine(RuleBasedStateMachine):
     def store_all_tokens(self, chain: list[BlockKey], start: int, count: int, failed: bool) -> None:
         self.clock.advance(1.0)
         before = self.grouping.keys(chain, self.grouping.chain(0, start))
-        keys = self.grouping.keys(chain, self.grouping.chain(start, min(BLOCKS, start + count)))
-        if keys:
-            self.store(before, keys, failed and not start % 3)
+        if places := self.grouping.chain(start, min(BLOCKS, start + count)):
+            self.store(chain, before, places, failed and not start % 3)
 
     @rule(chain=st.sampled_from(CHAINS), steps=st.integers(1, BLOCKS))
     def store_a_tail(self, chain: list[BlockKey], steps: int) -> None:
@@ -102,8 +107,8 @@ class GroupsMachine(RuleBasedStateMachine):
         boundary = min(BLOCKS, steps * self.grouping.step)
         boundary -= boundary % self.grouping.step
         before = self.grouping.keys(chain, self.grouping.chain(0, boundary))
-        if keys := self.grouping.keys(chain, self.grouping.tail(boundary)):
-            self.store(before, keys, False)
+        if places := self.grouping.tail(boundary):
+            self.store(chain, before, places, False)
 
     @rule(chain=st.sampled_from(CHAINS), skip=st.integers(0, BLOCKS - 1), limit=st.integers(1, BLOCKS))
     def look_up(self, chain: list[BlockKey], skip: int, limit: int) -> None:
@@ -164,6 +169,13 @@ class GroupsMachine(RuleBasedStateMachine):
                     assert self.space.host_pool.find(key) == slot
             assert lease.keys == run[: len(lease.keys)]
         self.space.check()
+
+    @invariant()
+    def blocks_of_tails_are_known_as_such_in_every_tier(self) -> None:
+        for pool in self.space.pools:
+            for slot, key in pool.resident():
+                kind = self.groups[self.group_of[key]].kind
+                assert pool.is_tail(slot) == (kind is not GroupKind.FULL)
 
 
 class AllKinds(GroupsMachine):

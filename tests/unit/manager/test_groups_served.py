@@ -23,7 +23,7 @@ from kvbm.hashing import join_keys
 from kvbm.manager import requests
 from kvbm.protocol import Commit, Lookup, LookupReply, Release, Reserve, ReserveReply
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, Client, ManagerBench, one, refusal
-from rigs.resizing import operator
+from rigs.resizing import come_back, operator, resize, sent_away
 
 GROUPS = (Group(), Group(kind=GroupKind.WINDOW, reach=2), Group(kind=GroupKind.STATE))
 GROUPING = Grouping(GROUPS)
@@ -135,6 +135,19 @@ def test_a_run_longer_than_one_turn_keeps_its_groups(
     assert [space.engine_name(slot, key).group for slot, key in zip(reply.slots, keys, strict=True)] == [
         group for group, _ in places
     ]
+    assert [space.host_pool.is_tail(slot) for slot in reply.slots] == [False] * 6 + [True] * 3
+
+
+def test_another_size_of_memory_keeps_the_groups_of_blocks(manager: ManagerBench) -> None:
+    leader, worker = manager.engine(layout=HYBRID)
+    store(leader, 1, 6)
+    assert resize(operator(manager), 80).carried == 9
+    sent_away(leader, worker)
+    come_back(manager, layout=HYBRID)
+    pool, tail = manager.space().host_pool, GROUPING.keys(KEYS, GROUPING.tail(6))
+    found = {key: pool.is_tail(slot) for slot, key in pool.resident()}
+    chain = GROUPING.keys(KEYS, GROUPING.chain(0, 6))
+    assert found == dict.fromkeys(chain, False) | dict.fromkeys(tail, True)
 
 
 def test_another_layout_of_the_same_namespace_is_refused(manager: ManagerBench) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 
-from kvbm.block import Tier
+from kvbm.block import BlockKey, Tier
 from kvbm.grouping import LOOKED_UP_AT_ONCE, Grouping
 from kvbm.groups import Group, GroupKind
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout
 from kvbm.manager.leases import Lease
 from kvbm.manager.lookups import advance
+from kvbm.manager.pool import SlotPool
+from kvbm.manager.space import Space
+from kvbm.policy import AdmitAll, LeafFirstLru
+from kvbm.testing.fake_tier import FakeTier
+from kvbm.tiers.host import HostArena
 from rigs.space import KEYS, ME, Bench
 
 WINDOW = Group(kind=GroupKind.WINDOW, reach=2)
@@ -129,3 +134,83 @@ def test_the_oldest_window_of_a_boundary_is_given_up_first(make: Callable[..., B
     held = [bench.space.host_pool.holds(key) for key in tail]
     assert held == [True, True, False, False]
     assert [place.block for place in GROUPING.tail(6)] == [5, 5, 4, 4]
+
+
+class Hears(LeafFirstLru):
+    """Writes down what it is told."""
+
+    def __init__(self, slot_count: int) -> None:
+        super().__init__(slot_count)
+        self.told: list[tuple[str, Sequence[Hashable]]] = []
+
+    def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        self.told.append(("chain", keys))
+        super().requested(keys, slots, now_s)
+
+
+class HearsTails(Hears):
+    def requested_tail(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        self.told.append(("tail", keys))
+
+    def inserted_tail(
+        self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+    ) -> None:
+        self.inserted(keys, slots, parent, now_s)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_policies_hear_of_a_request_once_and_of_the_tails_that_it_wants(
+    make: Callable[..., Bench], knows: bool
+) -> None:
+    bench = make(host_slots=64, disk=False, layout=LAYOUT)
+    policy = (HearsTails if knows else Hears)(64)
+    bench.space.host_pool.policy = policy
+    bench.store(CHAIN[:6])
+    store_tail(bench, 4)
+    looked_up(bench, 8)
+    bench.finish_all()
+    tails = [GROUPING.keys(KEYS, GROUPING.tail(boundary)) for boundary in (4, 6)]
+    named = "tail" if knows else "chain"
+    assert policy.told == [("chain", CHAIN[:8]), (named, tails[0]), (named, tails[1])]
+
+
+def test_what_is_taken_up_counts_as_used_on_disk(make: Callable[..., Bench]) -> None:
+    admission = CountsHits()
+    bench = make(host_slots=64, disk_slots=64, layout=LAYOUT, admission=admission, on_eviction=True)
+    bench.store(CHAIN[:6])
+    store_tail(bench, 4)
+    looked_up(bench, 8)
+    bench.finish_all()
+    assert admission.hits == [*CHAIN[:4], *GROUPING.keys(KEYS, GROUPING.tail(4))]
+
+
+class CountsHits(AdmitAll):
+    def __init__(self) -> None:
+        self.hits: list[Hashable] = []
+
+    def hit(self, key: Hashable, now_s: float) -> None:
+        self.hits.append(key)
+
+
+def marked(pool: SlotPool[BlockKey]) -> dict[BlockKey, bool]:
+    return {key: pool.is_tail(slot) for slot, key in pool.resident()}
+
+
+def test_blocks_of_tails_are_known_as_such_on_disk_after_a_restart_and_when_they_are_back(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(host_slots=64, disk_slots=64, layout=LAYOUT)
+    bench.store(CHAIN[:6])
+    store_tail(bench, 6)
+    bench.finish_all()
+    expected = dict.fromkeys(CHAIN[:6], False) | dict.fromkeys(GROUPING.keys(KEYS, GROUPING.tail(6)), True)
+    assert [marked(pool) for pool in bench.space.pools] == [expected] * 2
+    bench.space.close(keep=True)
+    bench.arena, bench.tier = HostArena(LAYOUT, 64, touch_threads=0), FakeTier(bench.medium)
+    bench.space = Space(
+        LAYOUT, bench.arena, bench.tier, AdmitAll(), bench.metrics, bench.clock, bench.progressed
+    )
+    assert [marked(pool) for pool in bench.space.pools] == [{}, expected]
+    looked_up(bench, 8)
+    bench.finish_all()
+    assert [marked(pool) for pool in bench.space.pools] == [expected] * 2

@@ -170,6 +170,13 @@ class LosesTails(Plain):
         return [slot for slot in super().candidates(leased) if slot not in self.kept]
 
 
+class StumblesOverTails(Plain):
+    """Takes every block of a tail for one that is here."""
+
+    def requested_tail(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        self.evictable(slots)
+
+
 def contract(policy: type[Plain], admits_all: bool = True) -> PolicyContract:
     class Contract(PolicyContract):
         examples = 30
@@ -213,7 +220,9 @@ def test_a_wrong_answer_is_found(policy: type[Plain], complaint: str) -> None:
         contract(policy).test_long_traffic_is_answered_within_the_contract(10)
 
 
-@pytest.mark.parametrize("policy", [ParentsFirst, IgnoresLeases, GivesTooFew, RemembersTheDead, LosesTails])
+@pytest.mark.parametrize(
+    "policy", [ParentsFirst, IgnoresLeases, GivesTooFew, RemembersTheDead, LosesTails, StumblesOverTails]
+)
 def test_any_order_of_calls_finds_it_too(policy: type[Plain]) -> None:
     unshrunk = settings(
         max_examples=300, phases=[Phase.generate], deadline=None, report_multiple_bugs=False, derandomize=True

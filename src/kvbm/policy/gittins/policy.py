@@ -76,6 +76,19 @@ class Gittins:
         if self.fitting.step(now_s):
             self._candidates.expire()
 
+    def requested_tail(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """Blocks of tails stay worth what the run is worth that they lie behind."""
+        tree = self.tree
+        runs = {
+            tree.run_of[slot] if slot >= 0 else tree.first.get(name, NO_RUN): None
+            for name, slot in zip(names_of(keys), slots, strict=True)
+        }
+        for run in runs:
+            if run >= 0 and (behind := tree.parent[run]) >= 0:
+                tree.kind[run], tree.turn[run] = tree.kind[behind], tree.turn[behind]
+                tree.used_s[run] = now_s
+                self._candidates.offer(run)
+
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
         """Note the length of the output, which says how likely a next turn is."""
         name = names_of((key,))[0]

@@ -57,9 +57,9 @@ class GroupedTier:
         # As a lookup does; that a lease ends tells some policies to look at a block again.
         leased = self.pool.find_leading(self.keys(blocks, grouping.run(found.boundary, 0)))
         self.pool.lease_all(leased)
-        for boundary in grouping.uses(found):
-            self.pool.requested(self.keys(blocks, grouping.run(boundary, 0)), now_s)
         self.pool.requested(chain, now_s)
+        for boundary in grouping.uses(found):
+            self.pool.requested_tail(self.keys(blocks, grouping.tail(boundary)), now_s)
         self.pool.unlease_all(leased)
         return found
 
