@@ -15,6 +15,9 @@ from kvbm.hashing import join_keys, split_keys
 
 Found = TypeVar("Found")
 
+WINDOWS = (GroupKind.WINDOW, GroupKind.CHUNK)
+"""Kinds whose blocks exist wherever a prompt was just computed; a recurrent state only where the engine keeps one."""
+
 LOOKED_UP_AT_ONCE = 2048
 """How many steps of a prompt are looked up in a turn."""
 
@@ -51,6 +54,14 @@ class Grouping:
         self._plain = len(self._full) == 1 and self.groups[self._full[0]].span == 1
         self._others = [n for n, group in enumerate(groups) if group.kind is not GroupKind.FULL]
 
+    def floor(self, blocks: int) -> int:
+        """The last boundary within so many blocks of the layout."""
+        return blocks - blocks % self.step
+
+    def parent(self, boundary: int) -> list[Place]:
+        """The last block of all tokens before a boundary, behind which its tail lies; empty where there is none."""
+        return self.chain(max(0, boundary - self.step), boundary)[-1:]
+
     def chain(self, start: int, end: int) -> list[Place]:
         """The blocks of all tokens that end behind the first `start` blocks of the layout, and not behind `end`."""
         if self._plain:
@@ -74,12 +85,12 @@ class Grouping:
     def _before(self, index: int) -> int:
         """The last boundary that does not need the block of this index in the chain."""
         if self._plain:
-            return index - index % self.step
+            return self.floor(index)
         low, high = 0, (index + 1) * self.step
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.chain_length(middle) <= index else (low, middle - 1)
-        return low - low % self.step
+        return self.floor(low)
 
     def tail(self, boundary: int, start: int = 0, kinds: Iterable[GroupKind] = GroupKind) -> list[Place]:
         """What the other groups, of these kinds, need at a boundary, without their blocks that end within the first
@@ -126,7 +137,7 @@ class Grouping:
     ) -> Generator[None, None, tuple[Reach, list[BlockKey]]]:
         """How far the prompt with these keys is held, and the keys of its chain. `held` has a byte for each block that
         it is asked for, 1 or 0. Yields where a long search gives others a turn."""
-        limit, at_a_time = len(keys) - len(keys) % self.step, self.step * LOOKED_UP_AT_ONCE
+        limit, at_a_time = self.floor(len(keys)), self.step * LOOKED_UP_AT_ONCE
         chain, there = list[BlockKey](), bytearray()
         for start in range(0, limit, at_a_time):
             if start:
@@ -151,8 +162,7 @@ class Grouping:
 
     def start_of(self, place: Place) -> int:
         """The last boundary that does not need this block of all tokens, in blocks of the layout."""
-        start = place.block * self.groups[place.group].span
-        return start - start % self.step
+        return self.floor(self.first_of(place))
 
     def first_of(self, place: Place) -> int:
         """How many blocks of the layout end before this block begins."""

@@ -31,7 +31,9 @@ class FullAttentionSpec:
 class Side:
     """A scheduler's half at a manager that answers from a script; digests are made when the test says so."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    def __init__(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int = 1, **settings: Any
+    ) -> None:
         self.manager = ScriptedManager()
         self.digests: list[Callable[[], None]] = []
         monkeypatch.setattr(scheduler_side, "ManagerFinder", lambda *arguments: self.manager)
@@ -41,8 +43,8 @@ class Side:
             lambda memo, clock: Adapters(memo, clock, self.digests.append),
         )
         monkeypatch.setattr(scheduler_side, "hashes_are_deterministic", lambda config: True)
-        spec = FullAttentionSpec()
-        kv_cache = SimpleNamespace(num_blocks=200, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec()) for _ in range(groups)]
+        kv_cache = SimpleNamespace(num_blocks=200, kv_cache_groups=groups)
         transfer = SimpleNamespace(engine_id="e", kv_load_failure_policy="recompute")
         config = SimpleNamespace(
             kv_transfer_config=transfer,

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
-from kvbm.grouping import Grouping, Place
-from kvbm.groups import GroupKind
+from kvbm.grouping import WINDOWS, Grouping, Place
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved
@@ -23,8 +22,6 @@ from kvbm.leader.search import Search
 from kvbm.leader.stores import Answered, Stores
 from kvbm.leader.tracked import Scheduled, Tracked
 from kvbm.protocol import STORED_KEYS_MAX
-
-WINDOWS = (GroupKind.WINDOW, GroupKind.CHUNK)
 
 A_STATE = -1
 """The first block of an offer of a recurrent state, in place of one in the chain; of a tail, less its boundary."""
@@ -59,8 +56,7 @@ class GroupOffers(Offers):
         """Offer what the step completes of the request."""
         if tracked.outdated or tracked.extras is None:
             return
-        end = min(entry.complete_blocks, len(tracked.hashes))
-        end -= end % self._grouping.step
+        end = self._grouping.floor(min(entry.complete_blocks, len(tracked.hashes)))
         if end <= tracked.stored and not tracked.tails and not entry.states:
             return  # as in almost every step
         ready = self._clock() >= tracked.retry.due_s
@@ -83,8 +79,7 @@ class GroupOffers(Offers):
 
     def ending(self, request: str, tracked: Tracked, tables: Tables, complete: int) -> None:
         """The request has ended, with so many complete blocks: its next turn begins there."""
-        boundary = min(complete, len(tracked.hashes), tracked.stored)
-        boundary -= boundary % self._grouping.step
+        boundary = self._grouping.floor(min(complete, len(tracked.hashes), tracked.stored))
         usable = bool(tables) and not tracked.outdated and tracked.extras is not None and boundary > 0
         if usable and boundary not in tracked.tails_offered and (tracked.keep is None or tracked.keep(0.0)):
             self._offer_tail(request, tracked, tables, boundary)
@@ -103,8 +98,7 @@ class GroupOffers(Offers):
         tracked.refused(self._grouping.start_of(asked[answer.taken]), self._clock())
 
     def _offer_chain(self, request: str, tracked: Tracked, tables: Tables, end: int) -> None:
-        step = self._grouping.step
-        start = tracked.stored - tracked.stored % step
+        step, start = self._grouping.step, self._grouping.floor(tracked.stored)
         per_step = max(1, len(self._grouping.chain(0, step)))
         end = min(end, start + STORED_KEYS_MAX // per_step * step)
         places = self._grouping.chain(start, end)
@@ -138,7 +132,7 @@ class GroupOffers(Offers):
         """Reserve slots for these blocks, which come behind those of the first `behind` blocks' tokens. Blocks of all
         tokens have `first`, and stay; the others are fleeting."""
         grouping = self._grouping
-        parents = grouping.chain(max(0, behind - grouping.step), behind)[-1:]
+        parents = grouping.parent(behind)
         start = min(grouping.first_of(place) for place in (*parents, *places))
         end = max(map(grouping.end_of, places))
         named = self._keys(tracked, start, end)

@@ -90,7 +90,7 @@ class Lookups:
         """The most blocks that the lease of a lookup holds that asks for the prompt's first `wanted` blocks."""
         if self._grouping is None:
             return wanted - skip
-        return self._grouping.run_length_max(wanted - wanted % self._grouping.step, skip)
+        return self._grouping.run_length_max(self._grouping.floor(wanted), skip)
 
     def replied(self, reply: LookupReply) -> Search | None:
         """The manager's answer, and its lookup. The lease of a lookup that was dropped before was released then."""

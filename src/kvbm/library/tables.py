@@ -42,8 +42,7 @@ def to_keep(grouping: Grouping, keys: Sequence[BlockKey], tables: Sequence[Table
     """
     _check(grouping, tables)
     lengths = [len(table) * group.span for table, group in zip(tables, grouping.groups, strict=True)]
-    end = min(len(keys), *lengths)
-    end -= end % grouping.step
+    end = grouping.floor(min(len(keys), *lengths))
     chain = grouping.chain(0, end)
     held = [_at(tables, place) for place in chain]
     hole = held.index(None) if None in held else len(chain)
@@ -54,7 +53,7 @@ def to_keep(grouping: Grouping, keys: Sequence[BlockKey], tables: Sequence[Table
     tail = grouping.tail(end)
     beside = [block for place in tail if (block := _at(tables, place)) is not None]
     if hole == len(chain) and tail and len(beside) == len(tail):
-        before = grouping.keys(keys, chain[-1:])
+        before = grouping.keys(keys, grouping.parent(end))
         parts.append(Part(before[0] if before else None, grouping.keys(keys, tail), beside, _groups(tail)))
     return parts
 

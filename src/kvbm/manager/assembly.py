@@ -123,7 +123,7 @@ class SpaceTable:
                 self.settings,
                 space.arena.slot_count,
                 layout.block_bytes,
-                layout.block_tokens,
+                0 if layout.groups else layout.block_tokens,
                 request_blocks,
                 self.namespaces_max,
             ):

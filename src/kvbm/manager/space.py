@@ -7,6 +7,7 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import or_
 
 import msgspec
@@ -67,8 +68,7 @@ class Space:
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self.departed = Departed(clock, options.staging)
         self._full = moves_log.FullPool("host", clock)
-        tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
-        self._tails = bytes(number in tail_groups for number in range(256))
+        self._tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
         self.life = 0
         """How often host memory was replaced by memory of another size."""
         self.cleared = 0
@@ -93,7 +93,7 @@ class Space:
                 clock=clock,
                 on_progress=on_progress,
                 departed=self.departed,
-                tail_groups=tail_groups,
+                tail_groups=self._tail_groups,
             )
         self.heat = PrefixHeat()
         self._lookups = self._new_lookups(self.host_pool)
@@ -220,8 +220,8 @@ class Space:
         answer: list[int] = []
         mine = known or Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
         held = self._held(keys, below)
-        groups = group if isinstance(group, bytes) else bytes((group,)) * len(keys)
-        tails = groups.translate(self._tails)
+        groups = group if isinstance(group, bytes) else repeat(group, len(keys))
+        tails = bytes(map(self._tail_groups.__contains__, groups))
         while len(answer) < len(keys):
             done = len(answer)
             if held[done]:

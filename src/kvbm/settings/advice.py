@@ -221,7 +221,7 @@ def request_notices(
 ) -> list[str]:
     """A line if one request may need more blocks than there is host memory for, with the size that would hold it.
 
-    Each of `namespaces` has `slots` blocks of host memory.
+    Each of `namespaces` has `slots` blocks of host memory. `block_tokens` is 0 where blocks are of several groups.
     """
     if request_blocks <= slots:
         return []
@@ -249,6 +249,11 @@ def shared_request_notices(slots: int, block_bytes: int, block_tokens: int, requ
 
 
 def _cut_line(slots: int, request_blocks: int, block_tokens: int, held: str) -> str:
+    if not block_tokens:  # a part of what a boundary needs is of no use
+        return (
+            f"{slots} blocks and one request may need {request_blocks} of all groups of layers (max_model_len): "
+            f"one that needs more than {slots} is not {held} at all"
+        )
     return (
         f"{slots} blocks and one request may need {request_blocks} (max_model_len, up to "
         f"{request_blocks * block_tokens} tokens): no more than {slots} of its blocks are {held} at a time"

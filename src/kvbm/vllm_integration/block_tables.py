@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 
@@ -92,12 +92,10 @@ class BlockTables:
         tables: Sequence[Sequence[int]] = self._state.get_block_ids(request_id) or ()
         return tables
 
-    def states(self, request_id: str) -> Sequence[tuple[int, int, int]]:
-        """The recurrent states that this step leaves behind: (group, device block, tokens) each."""
-        offered: dict[str, list[tuple[int, int, int]]] = (
-            getattr(self._state, "boundary_state_offloads", None) or {}
-        )
-        return offered.get(request_id, ())
+    @property
+    def states(self) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        """The recurrent states that this step leaves behind, by request: (group, device block, tokens) each."""
+        return getattr(self._state, "boundary_state_offloads", None) or {}
 
     def drop(self, request_id: str) -> None:
         self._tables.pop(request_id, None)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvbm.grouping import Grouping
 from kvbm.groups import Group, GroupKind
 from kvbm.vllm_integration.block_tables import tables_of
 
@@ -38,6 +39,11 @@ class Hybrid(NamedTuple):
     def in_order(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """vLLM's block tables, in the order of our groups."""
         return [tables[number] for number in self.ids]
+
+    def request_blocks(self, tokens: int) -> int:
+        """How many blocks of all groups a prompt of so many tokens needs at most."""
+        grouping, blocks = Grouping(self.groups), -(-tokens // self.block_tokens)
+        return grouping.run_length_max(grouping.floor(blocks), 0)
 
     def allocated(self, blocks: Any) -> list[Sequence[int]]:
         """The same from a `KVCacheBlocks` of vLLM."""

@@ -45,8 +45,10 @@ class SchedulerSide:
         self._hybrid = hybrid_of(kv_cache_config)
         if self._hybrid is not None:
             self.block_tokens = self._hybrid.block_tokens
+            self._request_blocks = self._hybrid.request_blocks(int(vllm_config.model_config.max_model_len))
         else:
             self.block_tokens = block_tokens(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+            self._request_blocks = -(-int(vllm_config.model_config.max_model_len) // self.block_tokens)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
         self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json", time.monotonic)
         self._requests: dict[str, Any] = {}
@@ -56,7 +58,6 @@ class SchedulerSide:
         self._tables = BlockTables()
         self._blocks = PoolBlocks()
         self._device_blocks = int(kv_cache_config.num_blocks)
-        self._request_blocks = -(-int(vllm_config.model_config.max_model_len) // self.block_tokens)
         self._sizes_checked = False
         self._weights_may_change = getattr(vllm_config, "weight_transfer_config", None) is not None or bool(
             getattr(vllm_config.model_config, "enable_sleep_mode", False)
@@ -76,8 +77,9 @@ class SchedulerSide:
         lazy = settings.offload_mode == "lazy"
         zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         if self._hybrid is not None or zeroes:
-            for name, wanted in (("offload_mode=lazy", lazy), ("onboard_mode=layerwise", layerwise)):
-                if wanted and settings.onboard_mode != "auto":
+            asked = layerwise and settings.onboard_mode != "auto"
+            for name, wanted in (("offload_mode=lazy", lazy), ("onboard_mode=layerwise", asked)):
+                if wanted:
                     log.warning("%s has no effect: this model has several kinds of KV blocks", name)
             lazy = layerwise = False
         refusal = layerwise_refusal(vllm_config) if layerwise else ""
@@ -177,7 +179,7 @@ class SchedulerSide:
                 self._look_at_adapter(request)
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
-        entries = []
+        entries, states = [], self._tables.states
         prefill, positions = 0, 0.0
         for request_id, token_count in scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -187,13 +189,7 @@ class SchedulerSide:
                 positions += token_count * (computed + token_count / 2)
             if request is None:
                 continue
-            # With guesses that may be wrong. Only blocks that the engine has hashed are stored, and it hashes no guess.
-            complete = (request.num_computed_tokens + token_count) // self.block_tokens
-            # Asynchronously scheduled, guesses of the step before count as computed, and may be written over.
-            written_from = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_tokens
-            table = partial(self._tables.get, request_id)
-            entry = Scheduled(request_id, complete, table, written_from)
-            entries.append(entry if self._hybrid is None else self._with_groups(entry, self._hybrid))
+            entries.append(self._entry(request, token_count, states.get(request_id)))
         preempted = getattr(output, "preempted_req_ids", None) or ()
         return self.leader.step(
             entries,
@@ -203,15 +199,31 @@ class SchedulerSide:
             prefill_position=positions / prefill if prefill else 0.0,
         )
 
-    def _with_groups(self, entry: Scheduled, hybrid: Hybrid) -> Scheduled:
-        """A scheduled request of a hybrid model, with the tables of all groups and the states that it leaves behind."""
-        tables = self._tables.of_groups
-        states = tuple(
+    def _entry(
+        self, request: Any, token_count: int, states: Sequence[tuple[int, int, int]] | None
+    ) -> Scheduled:
+        """A request in this step, and the recurrent states that it leaves behind."""
+        computed, name = request.num_computed_tokens, request.request_id
+        # With guesses that may be wrong. Only blocks that the engine has hashed are stored, and it hashes no guess.
+        complete = (computed + token_count) // self.block_tokens
+        # Asynchronously scheduled, guesses of the step before count as computed, and may be written over.
+        written_from = min(computed, request.num_tokens - 1) // self.block_tokens
+        table = partial(self._tables.get, name)
+        hybrid = self._hybrid
+        if hybrid is None:
+            return Scheduled(name, complete, table, written_from)
+        tables = partial(self._group_tables, name, hybrid)
+        if not states:
+            return Scheduled(name, complete, table, written_from, tables)
+        offers = tuple(
             StateOffer(hybrid.ids.index(group), block, tokens // self.block_tokens)
-            for group, block, tokens in self._tables.states(entry.request)
+            for group, block, tokens in states
             if group in hybrid.ids and tokens % self.block_tokens == 0
         )
-        return entry._replace(tables=lambda: hybrid.in_order(tables(entry.request)), states=states)
+        return Scheduled(name, complete, table, written_from, tables, offers)
+
+    def _group_tables(self, request_id: str, hybrid: Hybrid) -> list[Sequence[int]]:
+        return hybrid.in_order(self._tables.of_groups(request_id))
 
     def updated(self, connector_output: Any, report: StepReport | None) -> None:
         """Take in the ranks' reports of a step."""
@@ -271,7 +283,10 @@ class SchedulerSide:
         lines = size_notices(host_blocks, self._device_blocks)
         if not self._address.private:
             lines += shared_request_notices(
-                host_blocks, self.leader.block_bytes, self.block_tokens, self._request_blocks
+                host_blocks,
+                self.leader.block_bytes,
+                0 if self._hybrid is not None else self.block_tokens,
+                self._request_blocks,
             )
         for line in lines:
             log.warning("%s", line)

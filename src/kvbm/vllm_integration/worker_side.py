@@ -13,7 +13,6 @@ import torch
 
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
-from kvbm.grouping import Grouping
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings
@@ -156,11 +155,10 @@ class WorkerSide:
 
     def _largest_request(self, layout: BlockLayout) -> int:
         """How many slots the largest request needs that the engine accepts."""
-        blocks = -(-int(self._vllm_config.model_config.max_model_len) // layout.block_tokens)
-        if not layout.groups:
-            return blocks
-        grouping = Grouping(layout.groups)
-        return grouping.run_length_max(blocks - blocks % grouping.step, 0)
+        tokens = int(self._vllm_config.model_config.max_model_len)
+        if self._hybrid is not None:
+            return self._hybrid.request_blocks(tokens)
+        return -(-tokens // layout.block_tokens)
 
     def store(self, plan: StepPlan) -> None:
         """Once a step, before anything else of it."""

@@ -188,6 +188,10 @@ def test_a_host_tier_below_one_request_names_the_size_that_holds_it():
     assert ": no more than 279 of its blocks are loaded at a time; " in line, "it may have a disk"
     assert line.startswith("the manager's host tier gives 279 blocks and one request may need 2560 ")
     assert line.endswith("; 4.698 GB for this model would hold it")
+    (line,) = shared_request_notices(279, block_bytes, 0, 2560)
+    assert ": one that needs more than 279 is not loaded at all; " in line, (
+        "of several groups a part is of no use"
+    )
     for slots in (0, 2560):
         assert shared_request_notices(slots, block_bytes, 16, 2560) == []
 

@@ -110,3 +110,11 @@ def test_hashes_are_those_of_the_smallest_block() -> None:
     hashes = [BlockHash(bytes([number]) * 32) for number in range(6)]
     wide = BlockHashListWithBlockSize(hashes, 16, 48)
     assert [bytes(wide[number])[-32:] for number in range(2)] == [hashes[2], hashes[5]]
+
+
+def test_the_largest_request_is_counted_with_all_groups() -> None:
+    hybrid = hybrid_of(config(full(), window(65), window(65)))
+    assert hybrid is not None
+    assert hybrid.request_blocks(1600) == 100 + 2 * 4
+    assert hybrid.request_blocks(1590) == 100 + 2 * 4
+    assert hybrid.request_blocks(32) == 2 + 2 * 2

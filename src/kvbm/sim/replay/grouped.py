@@ -15,15 +15,12 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kvbm.block import Tier
-from kvbm.grouping import Grouping, Place, Reach
+from kvbm.grouping import WINDOWS, Grouping, Place, Reach
 from kvbm.groups import GroupKind
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import EvictionPolicy
 from kvbm.sim.replay.replay import Replay
 from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace, TraceRequest
-
-FORKS = (GroupKind.WINDOW, GroupKind.CHUNK)
-"""Kinds whose tails are stored where a prompt leaves what is held; a recurrent state exists only at a prompt's end."""
 
 
 class Tail(NamedTuple):
@@ -47,7 +44,7 @@ class GroupedTier:
     def requested(self, blocks: Sequence[int], now_s: float) -> Reach:
         """Find how far a prompt is held, and tell the policy."""
         grouping = self._grouping
-        limit = len(blocks) - len(blocks) % grouping.step
+        limit = grouping.floor(len(blocks))
         chain = self.keys(blocks, grouping.chain(0, limit))
 
         def held(group: int, numbers: range) -> bytes:
@@ -66,12 +63,12 @@ class GroupedTier:
     def insert(self, request: TraceRequest, block_tokens: int, found: Reach, now_s: float) -> None:
         """Store what the request computed, as far as the policy finds it worth it."""
         grouping, blocks = self._grouping, request.blocks
-        limit = len(blocks) - len(blocks) % grouping.step
+        limit = grouping.floor(len(blocks))
         chain = self.keys(blocks, grouping.chain(0, limit))
         start = grouping.chain_length(found.boundary)
         self._store(chain[start:], chain[start - 1] if start else None, now_s)
         for boundary, kinds in tails(grouping, request, block_tokens, found):
-            before = self.keys(blocks, grouping.chain(max(0, boundary - grouping.step), boundary)[-1:])
+            before = self.keys(blocks, grouping.parent(boundary))
             tail = self.keys(blocks, grouping.tail(boundary, kinds=kinds))
             self._store(tail, before[0] if before else None, now_s, tail=True)
 
@@ -93,9 +90,10 @@ class GroupedTier:
 
     def finished(self, request: TraceRequest, now_s: float) -> None:
         """The request has ended."""
-        places = self._grouping.chain(0, len(request.blocks) - len(request.blocks) % self._grouping.step)
-        if places:
-            self.pool.finished(self.keys(request.blocks, places[-1:])[0], request.output_tokens, now_s)
+        for last in self.keys(
+            request.blocks, self._grouping.parent(self._grouping.floor(len(request.blocks)))
+        ):
+            self.pool.finished(last, request.output_tokens, now_s)
 
     def keys(self, blocks: Sequence[int], places: Sequence[Place]) -> list[int]:
         """A number for each block of a group: those of the first group are the trace's own."""
@@ -111,10 +109,10 @@ def tails(grouping: Grouping, request: TraceRequest, block_tokens: int, found: R
     turn ends, and where the prompt leaves what is held without being taken up there."""
     complete = min(request.prompt_tokens // block_tokens, len(request.blocks))
     again = min((request.prompt_tokens - 1) // block_tokens, complete)
-    ends = {boundary - boundary % grouping.step for boundary in (again, complete)}
+    ends = {grouping.floor(blocks) for blocks in (again, complete)}
     chosen: dict[int, Sequence[GroupKind]] = dict.fromkeys(ends, tuple(GroupKind))
     if found.full > found.boundary:
-        chosen.setdefault(found.full, FORKS)
+        chosen.setdefault(found.full, WINDOWS)
     return [Tail(boundary, chosen[boundary]) for boundary in sorted(chosen) if boundary > found.boundary]
 
 

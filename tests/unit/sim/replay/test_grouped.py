@@ -121,7 +121,7 @@ def test_the_managers_space_finds_the_same(
             start = len(grouping.chain(0, boundary))
             store(bench, chain[start:], chain[start - 1] if start else None, bytes(len(chain) - start))
             for tail in tails(grouping, request, trace.block_tokens, expected):
-                parents = grouping.chain(max(0, tail.boundary - grouping.step), tail.boundary)[-1:]
+                parents = grouping.parent(tail.boundary)
                 before = grouping.keys(keys, parents)
                 places = grouping.tail(tail.boundary, kinds=tail.kinds)
                 parent = before[0] if before else None
