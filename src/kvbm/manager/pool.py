@@ -77,8 +77,7 @@ class SlotPool(Generic[KeyT]):
         self._table: SlotTable = SlotTable(slot_count)
         self._state = self._table.state
         self._free = array("i", range(slot_count - 1, -1, -1))
-        # A byte a slot: whether its block is one of a tail.
-        self._tails = bytearray(slot_count)
+        self._tails = bytearray(slot_count)  # whether a slot's block is one of a tail
         # Slots that get no block any more. They count as being filled.
         self._withheld: list[int] = []
 

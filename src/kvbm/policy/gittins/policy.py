@@ -9,8 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Hashable, Iterable, Sequence
 
-import numpy as np
-
 from kvbm.block import NO_SLOT
 from kvbm.policy.contract import none_leased
 from kvbm.policy.gittins import features
@@ -161,23 +159,13 @@ class Gittins:
             tree.used_s[run] = now_s
             tree.weight[run] = _WEIGHT[min(length, 4095)]
             kind = tree.kind[run] = self.learner.kind(code + features.run_code(uses, where, drops))
-            if before >= 0 and tree.kind[before] == kind and self._can_merge(before, run):
+            if before >= 0 and tree.kind[before] == kind and tree.can_merge(before, run):
                 tree.merge(before, run)
                 tree.uses[before] = uses
                 tree.weight[before] = _WEIGHT[min(tree.length[before], 4095)]
             else:
                 before = run
         return before
-
-    def _can_merge(self, run: int, rest: int) -> bool:
-        """Whether they may be one run again: no other continues the first, and both are resident alike."""
-        tree = self.tree
-        return (
-            tree.child[run] == rest
-            and tree.next[rest] < 0
-            and (tree.resident[run] == tree.length[run] or not tree.resident[rest])
-            and (tree.resident[run] == 0) == (tree.resident[rest] == 0)
-        )
 
     def _add_new(self, parent: int, known: int, names: array[int], number: int, now_s: float) -> None:
         """Add runs for the blocks that no request asked for before: the first ones, the rest, and the last one."""
@@ -288,7 +276,7 @@ class Gittins:
         if behind < 0 or tree.parent[run] != behind or tree.branches[behind] or tree.weight[run]:
             return run
         same = (tree.turn, tree.kind, tree.early_kind, tree.uses, tree.used_s)
-        if any(field[behind] != field[run] for field in same) or not self._can_merge(behind, run):
+        if any(field[behind] != field[run] for field in same) or not tree.can_merge(behind, run):
             return run
         if tree.start[behind] + tree.length[behind] != tree.start[run]:
             return run  # joining them would copy both
@@ -415,15 +403,9 @@ class Gittins:
         """Drop the oldest of the history beyond the resident blocks, a tenth of its bound."""
         tree = self.tree
         while self._surplus(0.9):
-            gone = np.frombuffer(tree.resident, np.int32) == 0
-            gone &= np.frombuffer(tree.child, np.int32) < 0
-            gone &= np.frombuffer(tree.length, np.int32) > 0
-            ends = np.flatnonzero(gone)
-            if not len(ends):
+            oldest = tree.oldest_gone()
+            if not oldest:
                 return
-            used_s = np.frombuffer(tree.used_s)[ends]
-            oldest = ends[np.argsort(used_s, kind="stable")][: max(1, len(ends) // 10)].tolist()
-            del gone, used_s
             for run in oldest:
                 if weight := tree.weight[run]:
                     for kind in (tree.kind[run], tree.early_kind[run]):

@@ -178,6 +178,15 @@ class RunTree:
             self.log_names
         )
 
+    def can_merge(self, run: int, rest: int) -> bool:
+        """Whether they may be one run again: no other continues the first, and both are resident alike."""
+        return (
+            self.child[run] == rest
+            and self.next[rest] < 0
+            and (self.resident[run] == self.length[run] or not self.resident[rest])
+            and (self.resident[run] == 0) == (self.resident[rest] == 0)
+        )
+
     def merge(self, run: int, rest: int) -> None:
         """Undo a `cut`: make a run and its only continuation one."""
         assert self.child[run] == rest
@@ -277,6 +286,16 @@ class RunTree:
         self._link(run, parent)
 
     # ---- forgetting
+
+    def oldest_gone(self) -> list[int]:
+        """Of the runs without resident blocks and continuations a tenth, one at least: those used longest ago."""
+        gone = np.frombuffer(self.resident, np.int32) == 0
+        gone &= np.frombuffer(self.child, np.int32) < 0
+        gone &= np.frombuffer(self.length, np.int32) > 0
+        ends = np.flatnonzero(gone)
+        used_s = np.frombuffer(self.used_s)[ends]
+        oldest: list[int] = ends[np.argsort(used_s, kind="stable")][: max(1, len(ends) // 10)].tolist()
+        return oldest
 
     def forget(self, run: int) -> None:
         """Drop a run without resident blocks and continuations from the history."""
