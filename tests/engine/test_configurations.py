@@ -137,7 +137,7 @@ def test_blocks_that_are_copied_when_written_to_are_refused() -> None:
 
     found = cache_config({"layer0": attention(64, torch.bfloat16)}, hash_block_size=BLOCK_TOKENS // 2)
     assert "hashed every 32" in unsupported_reason(vllm_config(), found)
-    # One group of layers, which is all that is served, never has such hits: vLLM says so itself.
+    # One group of layers never has such hits: vLLM says so itself. Beside recurrent layers stored blocks are pinned.
     assert not UnitaryKVCacheCoordinator.enable_partial_hash_hits
     arguments: dict[str, Any] = {
         "kv_cache_config": found,
