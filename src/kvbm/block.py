@@ -7,6 +7,7 @@ a tier. This file holds the vocabulary that every other package shares; it impor
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NewType
 
 BlockKey = NewType("BlockKey", bytes)
@@ -83,3 +84,9 @@ class Outcome(enum.Enum):
     RETRY = "retry"
     THROTTLED = "throttled"
     MISS = "miss"
+
+
+def alike(flags: bytes | bytearray, slots: Sequence[int]) -> int:
+    """How many of the first of these slots have the flag that the first one has."""
+    found = bytes(map(flags.__getitem__, slots))
+    return len(found) - len(found.lstrip(found[:1]))

@@ -51,7 +51,8 @@ class Grouping:
         self.step = lcm(*(group.span for group in groups))
         """Boundaries are multiples of so many blocks of the layout."""
         self._full = [n for n, group in enumerate(groups) if group.kind is GroupKind.FULL]
-        self._plain = len(self._full) == 1 and self.groups[self._full[0]].span == 1
+        self.plain = len(self._full) == 1 and self.groups[self._full[0]].span == 1
+        """The chain is one group's, and has a block for each of the layout."""
         self._others = [n for n, group in enumerate(groups) if group.kind is not GroupKind.FULL]
 
     def floor(self, blocks: int) -> int:
@@ -64,7 +65,7 @@ class Grouping:
 
     def chain(self, start: int, end: int) -> list[Place]:
         """The blocks of all tokens that end behind the first `start` blocks of the layout, and not behind `end`."""
-        if self._plain:
+        if self.plain:
             return [Place(self._full[0], index) for index in range(start, end)]
         return [
             Place(number, position // self.groups[number].span)
@@ -84,7 +85,7 @@ class Grouping:
 
     def _before(self, index: int) -> int:
         """The last boundary that does not need the block of this index in the chain."""
-        if self._plain:
+        if self.plain:
             return self.floor(index)
         low, high = 0, (index + 1) * self.step
         while low < high:
@@ -112,7 +113,7 @@ class Grouping:
     def run_in(self, tables: Sequence[Sequence[int]], boundary: int, start: int) -> list[int]:
         """What stands for each block of `run` in the tables, one for each group."""
         tail = [tables[number][block] for number, block in self.tail(boundary, start)]
-        if self._plain:
+        if self.plain:
             return [*tables[self._full[0]][start:boundary], *tail]
         return [tables[number][block] for number, block in self.chain(start, boundary)] + tail
 

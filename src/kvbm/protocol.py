@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -113,6 +113,10 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     the keys are those hashes. `group` is the blocks' kind of layers, or `groups` has one byte for each. Blocks are
     found by key alone: the keys of different groups must differ (`grouping.in_group`). `again`: for some of them there
     was no room when they were offered before.
+
+    Of blocks that may be announced (see `Announce`) `tokens` has all tokens, 32 bits little-endian each, `before` is
+    the engine's own hash of the block before the first, empty where that is its key or there is none, and `facts` has
+    an entry for each block, or is empty: what the engine needs besides to announce it.
     """
 
     store: int
@@ -122,6 +126,9 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     group: int = 0
     groups: bytes = b""
     again: bool = False
+    tokens: bytes = b""
+    before: bytes = b""
+    facts: tuple[bytes, ...] = ()
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
@@ -158,6 +165,11 @@ class Reset(Message, frozen=True, kw_only=True, tag="reset"):
     (admin: of all namespaces in any case). `tier` empty means all."""
 
     tier: str = ""
+
+
+class Announce(Message, frozen=True, kw_only=True, tag="announce"):
+    """A leader asks for `TierEvents` of its namespace from now on: first of all blocks that the tiers hold, then of
+    what comes and goes. Asked again, it begins anew."""
 
 
 class Follow(Message, frozen=True, kw_only=True, tag="follow"):
@@ -260,6 +272,33 @@ class Fence(Message, frozen=True, kw_only=True, tag="fence"):
     stores: tuple[int, ...]
 
 
+class StoredRun(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive blocks of one chain that came into a tier (see `block.Tier`): the engine's own hash of each, joined,
+    and of the block `before` the first, empty where there is none; tokens and facts as in `Reserve`."""
+
+    tier: int
+    hashes: bytes
+    before: bytes
+    tokens: bytes
+    facts: tuple[bytes, ...] = ()
+
+
+class RemovedBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that left a tier: the engine's own hash of each, joined."""
+
+    tier: int
+    hashes: bytes
+
+
+class TierEvents(Message, frozen=True, kw_only=True, tag="tier_events"):
+    """What has come into the tiers and left them since the last of these messages; `removed` was first. A block is
+    `stored` in a tier once, and removed once after that. `complete`: all that the tiers hold has been told."""
+
+    removed: tuple[RemovedBlocks, ...] = ()
+    stored: tuple[StoredRun, ...] = ()
+    complete: bool = False
+
+
 class Asked(Message, frozen=True, kw_only=True, tag="asked"):
     """To a session that follows: at `at_s` on the manager's clock, a request was looked up whose chain is `keys`."""
 
@@ -294,7 +333,18 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
 
 
 ToManager: TypeAlias = (
-    Hello | Lookup | Release | Reserve | Commit | Finished | Watch | FenceDone | Reset | Follow | StatusQuery
+    Hello
+    | Lookup
+    | Release
+    | Reserve
+    | Commit
+    | Finished
+    | Watch
+    | FenceDone
+    | Reset
+    | Announce
+    | Follow
+    | StatusQuery
 )
 FromManager: TypeAlias = (
     Welcome
@@ -304,6 +354,7 @@ FromManager: TypeAlias = (
     | Progress
     | ReserveReply
     | Fence
+    | TierEvents
     | Asked
     | Ended
     | ResetReply

@@ -20,7 +20,7 @@ from kvbm.leader.lazy import Unsaved
 from kvbm.leader.offers import Offers
 from kvbm.leader.search import Search
 from kvbm.leader.stores import Answered, Stores
-from kvbm.leader.tracked import Scheduled, Tracked
+from kvbm.leader.tracked import NOTHING_SAID, Scheduled, Tracked
 from kvbm.protocol import STORED_KEYS_MAX
 
 A_STATE = -1
@@ -139,6 +139,11 @@ class GroupOffers(Offers):
         plain = split_keys(named.keys)
         hashes = named.hashes or named.keys
         ends = [(grouping.end_of(place) - 1 - start) * KEY_BYTES for place in places]
+        before = b"".join(
+            hashes[(grouping.end_of(place) - 1 - start) * KEY_BYTES :][:KEY_BYTES] for place in parents
+        )
+        # Routers know chains of blocks of all tokens; of several such groups they would count each block twice.
+        said = tracked.said(behind, end, before) if first >= 0 and grouping.plain else NOTHING_SAID
         return self._stores.ask(
             request,
             join_keys(grouping.keys(plain, parents, start)),
@@ -150,4 +155,5 @@ class GroupOffers(Offers):
             again=again,
             groups=bytes(group for group, _ in places),
             fleeting=first < 0,
+            said=said,
         )

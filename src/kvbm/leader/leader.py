@@ -13,6 +13,7 @@ from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
 from kvbm.groups import Group
+from kvbm.leader.announced import Announced
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.group_offers import GroupOffers
@@ -27,11 +28,11 @@ from kvbm.leader.step_budget import IDLE_WAIT_S, LAST_STORES_WAIT_S, StepBudget
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
 from kvbm.leader.traces import RequestTraces
-from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Scheduled, Told, Tracked
+from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Says, Scheduled, Told, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.leader.weights_known import WeightsKnown
 from kvbm.observe.spans import SpanSink
-from kvbm.protocol import Finished, Hello, LookupReply, Progress, ReserveReply, Reset
+from kvbm.protocol import Finished, Hello, LookupReply, Progress, ReserveReply, Reset, TierEvents
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 
 
@@ -62,6 +63,7 @@ class Leader:
         spans: SpanSink | None = None,
         groups: Sequence[Group] = (),
         zeroes: bool = False,
+        announces: bool = False,
     ) -> None:
         assert device is not None or not (layerwise or lazy or zeroes)
         assert not (groups or zeroes) or not (layerwise or lazy), (
@@ -89,6 +91,7 @@ class Leader:
         unsaved = Unsaved(device) if lazy and device is not None else None
         offering = self.stores, unsaved, self.requests, self._keys, clock
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
+        self.announced = Announced(self._link, clock, announces)
         self._gone, self._life, self._readied = set[str](), 0, 0
         self._new_loads: list[LoadPlan] = []
         self._budget = StepBudget(self._link)
@@ -122,17 +125,18 @@ class Leader:
         told: Told = NOTHING_TOLD,
         trace_headers: Mapping[str, str] | None = None,
         before_tail: int = 0,
+        says: Says | None = None,
     ) -> None:
         """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now.
 
         Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed,
         and `told` goes along for people. `trace_headers` name the trace that it belongs to. `before_tail` is as in
-        `matched`, and counts with several groups.
+        `matched`, and counts with several groups. `says` is asked what may be announced of blocks that are stored.
         """
         self.receive()
         if self.traces is not None:
             self.traces.arrived(request, trace_headers)
-        tracked = Tracked(hashes, extras, keep, told)
+        tracked = Tracked(hashes, extras, keep, told, says)
         if self._grouping is not None:
             tracked.ends_before(before_tail, self._grouping.step)
         self.requests[request] = tracked
@@ -330,6 +334,7 @@ class Leader:
         """
         self._weights.renew()
         self._forget_keys()
+        self.announced.again()
         self._link.send(Reset(tier="host" if keep_disk else ""))
         return not self.lookups.loading
 
@@ -350,6 +355,7 @@ class Leader:
         """The engine emptied its device's cache (see `WeightsKnown`)."""
         if self._weights.device_was_reset(weights_may_change):
             self._forget_keys()
+        self.announced.again()
 
     def unkeep(self, request: str) -> None:
         """Load and store nothing more for this request."""
@@ -382,6 +388,8 @@ class Leader:
                     self._offers.found(search, message.full)
             elif isinstance(message, Progress):
                 self.lookups.progressed(message)
+            elif isinstance(message, TierEvents):
+                self.announced.take_in(message)
             elif isinstance(message, ReserveReply) and (answer := self.stores.replied(message)) is not None:
                 self._offers.answered(answer)
         if self._life != self._link.life:
@@ -392,6 +400,7 @@ class Leader:
         if self._readied != self._link.readied:
             self._readied = self._link.readied
             self._questions.ready_again()
+            self.announced.begin()
 
     def _wait_a_little(self, seconds: float) -> None:
         self._budget.wait(seconds)

@@ -52,6 +52,7 @@ class Offers:
             return
         before = KEY_BYTES if start else 0  # the parent is named with its children
         keys, hashes = self._keys(tracked, start - 1 if start else 0, end)
+        said = tracked.said(start, end, hashes[:before])
         parent, keys, hashes = keys[:before], keys[before:], hashes[before:]
         if self._unsaved is not None:
             names = split_keys(keys)
@@ -60,7 +61,7 @@ class Offers:
             return
         again = start <= tracked.refused_at
         if self._stores.ask(
-            entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep, again
+            entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep, again, said=said
         ):
             tracked.stored = end
 

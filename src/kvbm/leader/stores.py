@@ -20,7 +20,7 @@ from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.tracked import Keep
+from kvbm.leader.tracked import NOTHING_SAID, Keep, Said
 from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply
 from kvbm.step_plan import StepReport, StorePlan
 
@@ -137,13 +137,14 @@ class Stores:
         again: bool = False,
         groups: bytes = b"",
         fleeting: bool = False,
+        said: Said = NOTHING_SAID,
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
         `keys` are joined, `parent` is the key before the first or empty, and `hashes` is as in `Reserve`.
         `first` is the number of the first block in its request; `keep` is asked before the blocks are committed.
         `again`: the manager has refused some of them before.
-        `groups` is as in `Reserve`, and for `fleeting` see the module.
+        `groups` is as in `Reserve`, for `fleeting` see the module, and `said` is what may be announced of the blocks.
         With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         """
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
@@ -155,7 +156,17 @@ class Stores:
         if self._pin_all and not pinned:
             return False
         number = next(self._numbers)
-        asked = Reserve(store=number, parent=parent, keys=keys, hashes=hashes, groups=groups, again=again)
+        asked = Reserve(
+            store=number,
+            parent=parent,
+            keys=keys,
+            hashes=hashes,
+            groups=groups,
+            again=again,
+            tokens=said.tokens,
+            before=said.before,
+            facts=said.facts,
+        )
         if not self._link.send(asked):
             if pinned and self._device is not None:
                 self._device.unpin(device_blocks)

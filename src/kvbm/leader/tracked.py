@@ -74,6 +74,19 @@ class Named(NamedTuple):
     hashes: bytes
 
 
+class Said(NamedTuple):
+    """What is announced of blocks beside their hashes: tokens, `before` and facts as in `Reserve`."""
+
+    tokens: bytes = b""
+    before: bytes = b""
+    facts: tuple[bytes, ...] = ()
+
+
+NOTHING_SAID = Said()
+Says = Callable[[int, int], Said]
+"""What is said of a request's blocks from this number up to that one; `before` is left out."""
+
+
 @dataclass(slots=True)
 class Tracked:
     """One request of the engine, as far as the leader follows it."""
@@ -83,6 +96,7 @@ class Tracked:
     """None: it cannot be named yet, and is neither looked up nor stored."""
     keep: Keep | None = None
     told: Told = NOTHING_TOLD
+    says: Says | None = None
     stored: int = 0
     retry: Retry = field(default_factory=Retry)
     refused_at: int = -1
@@ -101,6 +115,10 @@ class Tracked:
     """With several groups: the boundaries at which it, or another request, may be taken up again, and for which nothing
     was offered yet."""
     tails_offered: set[int] = field(default_factory=set)
+
+    def said(self, start: int, end: int, before: bytes) -> Said:
+        """What is said of these blocks, behind the one that the engine calls `before`; nothing without events."""
+        return self.says(start, end)._replace(before=before) if self.says is not None else NOTHING_SAID
 
     @property
     def wanted(self) -> int:

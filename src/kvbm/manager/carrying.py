@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from kvbm.block import BlockKey, BlockState
+from kvbm.block import BlockKey, BlockState, alike
 from kvbm.clock import Clock
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import PINS
@@ -178,7 +178,7 @@ class Carrying:
         """The first of them that are all of a tail, or all not."""
         old, new = self.space.host_pool, self._new.pool
         sources = list(map(int, old.find_leading(keys)))
-        sources = sources[: old.same_kind(sources)]
+        sources = sources[: alike(old.tails, sources)]
         room = new.free_count
         self._full = room < len(sources)
         sources = sources[:room]
@@ -189,6 +189,8 @@ class Carrying:
         slots = new.reserve_chain(keys, old.parent_of(sources[0]), self._clock(), tail=tail)
         for key, slot, source in zip(keys, slots, sources, strict=True):
             self._new.names.brought(slot, key, *self.space.engine_name(source, key))
+            if (fact := self.space.facts.of(source)) is not None:
+                self._new.facts.note(slot, fact)
         first = 0
         while first < len(slots):
             end = first + 1

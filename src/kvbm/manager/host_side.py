@@ -11,6 +11,7 @@ from kvbm.block import BlockKey, Tier
 from kvbm.manager.departed import Departed
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
+from kvbm.manager.slot_facts import SlotFacts
 from kvbm.policy import make_policy
 from kvbm.policy.departures import Departures
 from kvbm.tiers.host import HostArena
@@ -42,17 +43,20 @@ class HostSide:
     names: EngineNames
     pool: SlotPool[BlockKey]
     departures: Departures | None
+    facts: SlotFacts
 
 
 def make_host_side(
-    arena: HostArena, options: SpaceOptions, writes_on_eviction: bool, departed: Departed
+    arena: HostArena, options: SpaceOptions, writes_on_eviction: bool, departed: Departed, block_tokens: int
 ) -> HostSide:
     """The index of an empty arena; `departed` learns what leaves it."""
     names = EngineNames(arena.slot_count)
+    facts = SlotFacts(Tier.HOST, arena.slot_count, block_tokens)
 
     def emptied(slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         arena.invalidate_all(slots)
         names.forget_all(slots)
+        facts.emptied(slots)
         departed.emptied(Tier.HOST, keys, was_resident)
 
     # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
@@ -63,4 +67,5 @@ def make_host_side(
         policy = departures = Departures(policy, arena.slot_count)
     # Without its parents a block could not be carried over to other memory.
     pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, keeps_parents=chained)
-    return HostSide(arena, names, pool, departures)
+    pool.on_committed = facts.committed
+    return HostSide(arena, names, pool, departures, facts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Generic, NamedTuple, Protocol
 
-from kvbm.block import Outcome, SlotIndex
+from kvbm.block import Outcome, SlotIndex, alike
 from kvbm.clock import Clock
 from kvbm.manager.pool import KeyT, KeyT_contra, SlotPool
 from kvbm.manager.queue_age import QueueAge
@@ -272,8 +272,8 @@ class Offloader(Generic[KeyT]):
             slots.append(slot)
             if len(keys) == length_max:
                 break
-        alike = self.host_pool.same_kind(slots)
-        keys, slots = keys[:alike], slots[:alike]
+        same = alike(self.host_pool.tails, slots)
+        keys, slots = keys[:same], slots[:same]
         for key in gone:
             del self.queue[key]
         self._left += len(gone)

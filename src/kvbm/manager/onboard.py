@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
-from kvbm.block import BlockKey, Outcome, SlotIndex
+from kvbm.block import BlockKey, Outcome, SlotIndex, alike
 from kvbm.clock import Clock
 from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
@@ -232,7 +232,7 @@ class Onboarder:
         if self.host_pool.holds_any(keys):
             keys = keys[: next(n for n, key in enumerate(keys) if self.host_pool.holds(key))]
         disk_slots = self.disk_pool.find_leading(keys)
-        disk_slots = disk_slots[: self.disk_pool.same_kind(disk_slots)]
+        disk_slots = disk_slots[: alike(self.disk_pool.tails, disk_slots)]
         keys = keys[: len(disk_slots)]
         if len(set(disk_slots)) < len(
             disk_slots

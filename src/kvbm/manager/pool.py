@@ -69,6 +69,7 @@ class SlotPool(Generic[KeyT]):
         """Blocks that were dropped, by reason, since whoever counts them cleared it."""
         self.policy = policy
         self._on_emptied = on_emptied
+        self.on_committed: Callable[[Sequence[int]], None] | None = None
         self._chained = chained
         # The slot of every block that is resident or being filled.
         self._slots: dict[KeyT, int] = {}
@@ -77,7 +78,7 @@ class SlotPool(Generic[KeyT]):
         self._table: SlotTable = SlotTable(slot_count)
         self._state = self._table.state
         self._free = array("i", range(slot_count - 1, -1, -1))
-        self._tails = bytearray(slot_count)  # whether a slot's block is one of a tail
+        self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
         # Slots that get no block any more. They count as being filled.
         self._withheld: list[int] = []
 
@@ -142,12 +143,7 @@ class SlotPool(Generic[KeyT]):
 
     def is_tail(self, slot: int) -> bool:
         """Whether the block in a slot that is not free came as one of a tail (see `reserve_chain`)."""
-        return bool(self._tails[slot])
-
-    def same_kind(self, slots: Sequence[int]) -> int:
-        """How many of the first of these are blocks of a tail as the first is, or not as it is not."""
-        tails = bytes(map(self._tails.__getitem__, slots))
-        return len(tails) - len(tails.lstrip(tails[:1]))
+        return bool(self.tails[slot])
 
     def parent_of(self, slot: int) -> KeyT | None:
         """The key of the block before that of a slot that is not free, wherever it is; None for a chain's first."""
@@ -264,6 +260,8 @@ class SlotPool(Generic[KeyT]):
         """`commit` for many slots at once."""
         self._table.move(slots, Transition.COMMIT)
         self.policy.evictable(slots)
+        if self.on_committed is not None:
+            self.on_committed(slots)
 
     def abort(self, slot: int) -> None:
         """The slot's bytes never became complete: it is free again."""
@@ -393,7 +391,7 @@ class SlotPool(Generic[KeyT]):
         self._table.move(slots, Transition.RESERVE)
         self._slots.update(zip(keys, slots, strict=True))
         for slot, key in zip(slots, keys, strict=True):
-            self._keys[slot], self._tails[slot] = key, tail
+            self._keys[slot], self.tails[slot] = key, tail
         if self._chained:
             if tail:
                 insert_tail(self.policy, keys, slots, parent_slot, now_s)

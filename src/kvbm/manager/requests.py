@@ -13,6 +13,7 @@ from kvbm.manager.history import UNAVAILABLE, History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
+from kvbm.manager.slot_facts import TOKEN_BYTES, SlotFact, note_facts
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.observe import moves_log
@@ -146,6 +147,7 @@ class Requests:
             raise ProtocolError(
                 f"reserve groups of {len(groups)} bytes cannot be served: none, or {len(keys)}"
             )
+        told = _facts(message, keys)
         if message.again:
             self._traffic.tried_again("store")
         slots: list[int] = []
@@ -163,9 +165,12 @@ class Requests:
             end = start + RESERVED_AT_ONCE
             part, names = keys[start:end], hashes[start * KEY_BYTES : end * KEY_BYTES]
             kinds = groups[start:end] or group
-            slots += engine.space.reserve(
+            given = engine.space.reserve(
                 session.number, message.store, parent, part, names, kinds, more=start > 0
             )
+            if told:
+                note_facts(engine.space.facts, engine.space.host_pool, part, given, told[start:end])
+            slots += given
             parent = part[-1]
         engine = self._membership.led_by(session)
         if engine is None:  # what was reserved by then ends with the session, or at its deadline
@@ -251,3 +256,23 @@ def _keys(joined: bytes) -> list[BlockKey]:
     if len(joined) % KEY_BYTES:
         raise ProtocolError(f"keys of {len(joined)} bytes cannot be served: a multiple of {KEY_BYTES}")
     return split_keys(joined)
+
+
+def _facts(message: Reserve, keys: list[BlockKey]) -> list[SlotFact]:
+    """What is said of the blocks to be stored; empty where nothing is. Raises ProtocolError."""
+    if not message.tokens:
+        return []
+    hashes = split_keys(message.hashes) if message.hashes else keys
+    before = message.before or message.parent
+    each, rest = divmod(len(message.tokens), len(keys)) if keys else (0, 1)
+    if rest or each % TOKEN_BYTES or len(before) not in (0, KEY_BYTES):
+        raise ProtocolError(
+            f"reserve tokens of {len(message.tokens)} bytes for {len(keys)} blocks cannot be served: as many for each"
+        )
+    if len(message.facts) not in (0, len(keys)):
+        raise ProtocolError(
+            f"reserve facts of {len(message.facts)} blocks cannot be served: none, or {len(keys)}"
+        )
+    facts = message.facts or (b"",) * len(keys)
+    tokens = (message.tokens[i * each : (i + 1) * each] for i in range(len(keys)))
+    return [SlotFact(*fact) for fact in zip(hashes, (before, *hashes), tokens, facts, strict=False)]

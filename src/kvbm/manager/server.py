@@ -29,6 +29,7 @@ from kvbm.admin_protocol import Resize, Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
+from kvbm.manager.announcements import Announcements
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.door import Door
 from kvbm.manager.followers import Followers
@@ -45,6 +46,7 @@ from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.protocol import (
+    Announce,
     Commit,
     FenceDone,
     Finished,
@@ -97,6 +99,7 @@ class Server:
         self.sessions: dict[int, Session] = {}
         self._door = Door(listener, self._selector, self.sessions, frozenset(peer_uids), TICK_S)
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
+        self._announcements = Announcements(self.sessions.get)
         self._history = History(clock, self.spaces.namespace_of)
         self._requests = requests = Requests(
             self.membership, traffic, self._followers, self._history, self.sessions.get, clock
@@ -131,6 +134,7 @@ class Server:
             FenceDone: requests.fence_done,
             Finished: requests.finished,
             Reset: self._reset,
+            Announce: self._announce_tiers,
             Follow: self._follow,
             StatusQuery: self._status,
             Snapshot: self._snapshots.answer,
@@ -178,6 +182,7 @@ class Server:
         told = self._tell_policies(spaces, until_s, answered)
         # What the policies were told may have filled a queue: the next turn submits it.
         self._unfinished = bool(self._readable) or any(ended_left) or told or any(s.untold for s in spaces)
+        self._unfinished = self._announcements.tell() or self._unfinished
         self._end_failed(spaces)
         self._update_sessions()
         if self._clock() >= self._tick_at_s:
@@ -320,6 +325,12 @@ class Server:
             spaces = [] if self.membership.shared(engine) else [engine.space]
         results = [space.clear(message.tier) for space in spaces]
         session.send(ResetReply(dropped=sum(r[0] for r in results), in_use=sum(r[1] for r in results)))
+
+    def _announce_tiers(self, session: Session, message: Message) -> None:
+        engine = self.membership.led_by(session)
+        if engine is not None:
+            tiers = [] if engine.space.options.staging else [engine.space.facts]
+            self._announcements.begin(session, tiers)
 
     def _follow(self, session: Session, message: Message) -> None:
         self._followers.add(session)

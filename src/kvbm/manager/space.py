@@ -75,7 +75,7 @@ class Space:
         """How often blocks of host memory were dropped on request."""
         self._writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
         host = self.new_host(arena)
-        self._names, self.host_pool = host.names, host.pool
+        self._names, self.host_pool, self.facts = host.names, host.pool, host.facts
         self.disk: DiskSide | None = None
         if medium is not None:
             self.disk = DiskSide(
@@ -115,7 +115,8 @@ class Space:
 
     def new_host(self, arena: HostArena) -> HostSide:
         """Index and policy of an empty arena. Raises for an installed policy that cannot be made of its size."""
-        return make_host_side(arena, self.options, self._writes_on_eviction, self.departed)
+        departing = self._writes_on_eviction, self.departed
+        return make_host_side(arena, self.options, *departing, self.layout.block_tokens)
 
     def engine_name(self, slot: int, key: BlockKey) -> EngineName:
         """The engine's own name of the block in a slot of host memory."""
@@ -137,7 +138,8 @@ class Space:
         host.pool.evicted += self.host_pool.evicted
         # All or nothing: what could fail was made before.
         self.life += 1
-        self.arena, self._names, self.host_pool, self._lookups = host.arena, host.names, host.pool, lookups
+        self.arena, self._names, self.facts = host.arena, host.names, host.facts
+        self.host_pool, self._lookups = host.pool, lookups
         if self.disk is not None:
             self.disk.replace_host(host)
         else:

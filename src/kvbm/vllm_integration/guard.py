@@ -114,6 +114,11 @@ class GuardedScheduler:
         """The trainer names the ranks' weights."""
         self._call(None, self.side.weights_named, version)
 
+    def take_events(self) -> list[Any]:
+        """vLLM's events of what came into the tiers and left them."""
+        nothing: list[Any] = []
+        return self._call(nothing, self.side.take_events)
+
     def take_stats(self) -> KvbmStats | None:
         """The counts since the last call."""
         return self._call(None, self.side.take_stats)

@@ -23,6 +23,7 @@ from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_a
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables, table_of
 from kvbm.vllm_integration.hybrid import Hybrid, hybrid_of
+from kvbm.vllm_integration.kv_events import EventForm, events_wanted, says_of
 from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.request_facts import told_of
 from kvbm.vllm_integration.support import layerwise_is_free, layerwise_refusal
@@ -88,6 +89,7 @@ class SchedulerSide:
                 "hits are loaded before their requests, not layer by layer, though CUDA graphs stay piecewise: %s",
                 refusal,
             )
+        self._events = self._event_form(vllm_config, kv_cache_config)
         self._spans = open_sink(transfer.engine_id) if settings.traces else None
         self.leader = Leader(
             finder,
@@ -103,6 +105,7 @@ class SchedulerSide:
             spans=self._spans,
             groups=self._hybrid.groups if self._hybrid is not None else (),
             zeroes=zeroes,
+            announces=self._events is not None,
         )
         self._counted = stats.Counted(self.leader)
 
@@ -131,8 +134,9 @@ class SchedulerSide:
         told = told_of(request, self.block_tokens)
         trace = getattr(request, "trace_headers", None)
         before_tail = (request.num_tokens - 1) // self.block_tokens
+        says = says_of(request, self.block_tokens) if self._events is not None else None
         self.leader.request_added(
-            request.request_id, hashes, extras, on_device, keep, told, trace, before_tail
+            request.request_id, hashes, extras, on_device, keep, told, trace, before_tail, says
         )
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -264,6 +268,10 @@ class SchedulerSide:
     def weights_named(self, version: str) -> None:
         self.leader.weights_named(version)
 
+    def take_events(self) -> list[Any]:
+        """vLLM's events of what came into the tiers and left them since the last call."""
+        return self._events(self.leader.announced.take()) if self._events is not None else []
+
     def take_stats(self) -> stats.KvbmStats | None:
         """The counts since the last call; None when there are none."""
         return self._counted.since_last()
@@ -272,6 +280,19 @@ class SchedulerSide:
         self.leader.close()
         if self._spans is not None:
             self._spans.close()
+
+    def _event_form(self, vllm_config: Any, kv_cache_config: Any) -> EventForm | None:
+        """How events are written for vLLM, where it publishes some and they would mean something."""
+        if not events_wanted(vllm_config):
+            return None
+        if self._own_hashes:
+            log.warning(
+                "no KV events of host memory and disk: this vLLM's block hashes differ in every process "
+                "(prefix_caching_hash_algo=sha256 and vLLM 0.29 or later have others)"
+            )
+            return None
+        number = self._hybrid.ids[0] if self._hybrid is not None else 0
+        return EventForm(self.block_tokens, number, kv_cache_config.kv_cache_groups[number].kv_cache_spec)
 
     def _notice_reset(self) -> None:
         """A trainer empties the device's cache after an update of the weights, often without a call to connectors."""

@@ -7,7 +7,7 @@ A configuration that cannot be served gets one line, and the engine runs as if t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,6 +207,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset() if self._scheduler is not None else None
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def get_kv_connector_stats(self) -> stats.KvbmStats | None:
         return self._scheduler.take_stats() if self._scheduler is not None else None

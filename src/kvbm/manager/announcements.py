@@ -1,0 +1,91 @@
+"""Tells leaders what the tiers hold, so that their engines can announce it to routers.
+
+A leader that asked (`protocol.Announce`) is told of all that the tiers of its namespace hold, then of what comes and
+goes; some at a time, and nothing while it reads more slowly than that. What it is to be told waits as marks of slots,
+so that a slow reader costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kvbm.block import KEY_BYTES
+from kvbm.manager.session import Session
+from kvbm.manager.slot_facts import SlotFacts, TierListener
+from kvbm.protocol import RemovedBlocks, StoredRun, TierEvents
+
+TOLD_AT_ONCE = 256
+"""Blocks in one message to a leader; a turn sends each leader one."""
+
+
+class Announcements:
+    """The leaders that asked. Owned by the manager's thread."""
+
+    def __init__(self, session_by_number: Callable[[int], Session | None]) -> None:
+        self._session_by_number = session_by_number
+        self._listeners: dict[int, list[TierListener]] = {}
+        self._told_all: set[int] = set()
+
+    def begin(self, session: Session, tiers: Iterable[SlotFacts]) -> None:
+        """Tell this leader of what these tiers hold, from the start."""
+        self.end(session.number)
+        self._listeners[session.number] = [facts.listen() for facts in tiers]
+
+    def end(self, number: int) -> None:
+        """The session has ended."""
+        for listener in self._listeners.pop(number, ()):
+            listener.facts.ignore(listener)
+        self._told_all.discard(number)
+
+    def tell(self) -> bool:
+        """Send what there is to tell; whether something is left that a reader could take now."""
+        left = False
+        for number, listeners in list(self._listeners.items()):
+            session = self._session_by_number(number)
+            if session is None or session.closed:
+                self.end(number)
+            elif not session.wants_to_write:
+                left = self._tell(session, listeners) or left
+        return left
+
+    def _tell(self, session: Session, listeners: list[TierListener]) -> bool:
+        complete = all(listener.complete for listener in listeners)
+        if complete and session.number in self._told_all:
+            return False
+        removed = tuple(
+            RemovedBlocks(listener.facts.tier, b"".join(gone))
+            for listener in listeners
+            if (gone := listener.take_removed())
+        )
+        stored = tuple(run for listener in listeners for run in _runs(listener))
+        complete = all(listener.complete for listener in listeners)
+        first = complete and session.number not in self._told_all
+        if complete:
+            self._told_all.add(session.number)
+        if removed or stored or first:
+            session.send(TierEvents(removed=removed, stored=stored, complete=first))
+        return not complete
+
+
+def _runs(listener: TierListener) -> Iterator[StoredRun]:
+    """The next blocks to tell of, those that follow one another in a chain together."""
+    hashes, before, tokens, facts = list[bytes](), b"", list[bytes](), list[bytes]()
+    tier = listener.facts.tier
+    for slot in listener.take_stored(TOLD_AT_ONCE):
+        fact = listener.facts.of(slot)
+        assert fact is not None
+        if hashes and fact.before != hashes[-1]:
+            yield _run(tier, hashes, before, tokens, facts)
+            hashes, tokens, facts = [], [], []
+        if not hashes:
+            before = fact.before
+        hashes.append(fact.engine_hash)
+        tokens.append(fact.tokens)
+        facts.append(fact.facts)
+    if hashes:
+        yield _run(tier, hashes, before, tokens, facts)
+
+
+def _run(tier: int, hashes: list[bytes], before: bytes, tokens: list[bytes], facts: list[bytes]) -> StoredRun:
+    assert all(len(each) == KEY_BYTES for each in hashes)
+    return StoredRun(tier, b"".join(hashes), before, b"".join(tokens), tuple(facts) if any(facts) else ())

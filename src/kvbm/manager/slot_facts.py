@@ -1,0 +1,181 @@
+"""What engines said of the blocks in a tier's slots, so that what the tier holds can be announced to routers.
+
+A router hashes tokens itself, so an event without the block's tokens means nothing to it. Engines that publish events
+send them along with the blocks they store. Only then anything is kept here: a fixed number of bytes a slot (four a
+token and two hashes), apart from the index. A block that no engine has spoken of is held and found as any other, and
+not announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.manager.pool import SlotPool
+from kvbm.protocol import HELD
+
+TOKEN_BYTES = 4
+FACTS_BYTES_MAX = 1024
+"""A block of which the engine says more than so much is not announced."""
+
+_UNKNOWN, _FILLING, _HELD = range(3)
+
+
+class SlotFact(NamedTuple):
+    """What is said of a block: the engine's own hash of it and of the one before it (empty: none), and the rest as in
+    `protocol.Reserve`."""
+
+    engine_hash: bytes
+    before: bytes
+    tokens: bytes
+    facts: bytes = b""
+
+
+class SlotFacts:
+    """The facts of one tier's slots, and those who listen to them. Owned by the manager's thread."""
+
+    def __init__(self, tier: Tier, slot_count: int, block_tokens: int) -> None:
+        self.tier = tier
+        self.slot_count = slot_count
+        self.token_bytes = block_tokens * TOKEN_BYTES
+        self._entry_bytes = 2 * KEY_BYTES + self.token_bytes
+        self._table = bytearray()
+        self._state = bytearray()
+        self._more: dict[int, bytes] = {}
+        self._listeners: list[TierListener] = []
+
+    def note(self, slot: int, fact: SlotFact) -> None:
+        """The slot is being filled with this block, or holds it."""
+        if len(fact.tokens) != self.token_bytes or len(fact.facts) > FACTS_BYTES_MAX:
+            return
+        if not self._state:
+            self._state, self._table = (
+                bytearray(self.slot_count),
+                bytearray(self.slot_count * self._entry_bytes),
+            )
+        start = slot * self._entry_bytes
+        before = fact.before or bytes(KEY_BYTES)
+        self._table[start : start + self._entry_bytes] = fact.engine_hash + before + fact.tokens
+        self._state[slot] = max(self._state[slot], _FILLING)
+        if fact.facts:
+            self._more[slot] = fact.facts
+
+    def known(self, slot: int) -> bool:
+        """Whether anything is said of the block in a slot."""
+        return bool(self._state) and self._state[slot] != _UNKNOWN
+
+    def of(self, slot: int) -> SlotFact | None:
+        """What is said of the block in a slot; None where nothing is."""
+        if not self.known(slot):
+            return None
+        start = slot * self._entry_bytes
+        entry = bytes(self._table[start : start + self._entry_bytes])
+        before = entry[KEY_BYTES : 2 * KEY_BYTES]
+        if before == bytes(KEY_BYTES):
+            before = b""
+        return SlotFact(entry[:KEY_BYTES], before, entry[2 * KEY_BYTES :], self._more.get(slot, b""))
+
+    def engine_hash(self, slot: int) -> bytes:
+        """The engine's hash of the block in a slot of which something is said."""
+        start = slot * self._entry_bytes
+        return bytes(self._table[start : start + KEY_BYTES])
+
+    def committed(self, slots: Sequence[int]) -> None:
+        """The blocks in these slots can be found from now on."""
+        if not self._state:
+            return
+        state = self._state
+        for slot in slots:
+            if state[slot]:
+                state[slot] = _HELD
+                for listener in self._listeners:
+                    listener.committed(slot)
+
+    def emptied(self, slots: Sequence[int]) -> None:
+        """The slots no longer hold their blocks."""
+        if not self._state:
+            return
+        for slot in slots:
+            if self._state[slot]:
+                for listener in self._listeners:
+                    listener.emptied(slot)
+                self._state[slot] = _UNKNOWN
+                self._more.pop(slot, None)
+
+    def held_from(self, start: int, end: int) -> list[int]:
+        """The slots from `start` up to `end` that hold a block of which something is said."""
+        return [slot for slot in range(start, min(end, len(self._state))) if self._state[slot] == _HELD]
+
+    def listen(self) -> TierListener:
+        """A new listener, which is told of what is held as well."""
+        listener = TierListener(self)
+        self._listeners.append(listener)
+        return listener
+
+    def ignore(self, listener: TierListener) -> None:
+        """It listens no more."""
+        self._listeners.remove(listener)
+
+
+class TierListener:
+    """What one listener has yet to be told of a tier. Bounded by the tier: a block that comes and goes untold leaves
+    nothing, and nothing is told of a block twice."""
+
+    def __init__(self, facts: SlotFacts) -> None:
+        self.facts = facts
+        self._told = bytearray(facts.slot_count)
+        self._stored: dict[int, None] = {}
+        self._removed: list[bytes] = []
+        self._looked_at = 0
+
+    def committed(self, slot: int) -> None:
+        """A block came into this slot."""
+        if not self._told[slot]:
+            self._stored[slot] = None
+
+    def emptied(self, slot: int) -> None:
+        """The block in this slot is about to be forgotten."""
+        self._stored.pop(slot, None)
+        if self._told[slot]:
+            self._told[slot] = 0
+            self._removed.append(self.facts.engine_hash(slot))
+
+    @property
+    def complete(self) -> bool:
+        """All that the tier holds has been told."""
+        return not self._stored and not self._removed and self._looked_at >= self.facts.slot_count
+
+    def take_removed(self) -> list[bytes]:
+        """The hashes of blocks that it was told of and that have gone."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def take_stored(self, blocks_max: int) -> list[int]:
+        """Slots with blocks to tell of, at most so many; they count as told."""
+        end = min(self._looked_at + blocks_max, self.facts.slot_count)
+        for slot in self.facts.held_from(self._looked_at, end):
+            self.committed(slot)
+        self._looked_at = end
+        slots = [slot for slot, _ in zip(self._stored, range(blocks_max), strict=False)]
+        for slot in slots:
+            del self._stored[slot]
+            self._told[slot] = 1
+        return slots
+
+
+def note_facts(
+    facts: SlotFacts,
+    pool: SlotPool[BlockKey],
+    keys: Sequence[BlockKey],
+    answer: Sequence[int],
+    said: Sequence[SlotFact],
+) -> None:
+    """What an engine says of the blocks that it stores, with the answer that its reservation got. Of a block that was
+    held already and that no engine spoke of, this makes it known."""
+    for key, given, fact in zip(keys, answer, said, strict=True):
+        slot = pool.find(key) if given == HELD else given
+        if slot is not None and slot >= 0 and not facts.known(slot):
+            facts.note(slot, fact)
+            if given == HELD:
+                facts.committed((slot,))
