@@ -51,7 +51,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     joins a leader with its workers. `request_blocks` is the largest request the engine accepts, in blocks.
     `numa_node` is where the worker's device is attached, and its shard should lie; -1 is anywhere.
     `data_parallel_rank` is the engine's among those that serve one model; a worker says it. `device_blocks` is how many
-    blocks the engine's own cache holds, 0 where that is not known; a leader says it.
+    blocks the engine's own cache holds, 0 where that is not known; a leader says it. `events`: the engine announces
+    what the tiers hold (see `Announce`); a worker says it, as the disk is opened for the first one.
     """
 
     version: int
@@ -64,6 +65,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     numa_node: int = -1
     data_parallel_rank: int = 0
     device_blocks: int = 0
+    events: bool = False
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 

@@ -82,8 +82,7 @@ class Leader:
         self.stores = Stores(self._link, clock, hello.rank_count, first, device, zeroes)
         self._layerwise = layerwise
         self._device = device
-        self._unconfirmed = Unconfirmed()
-        self.joint_loads = JointLoads()
+        self._unconfirmed, self.joint_loads = Unconfirmed(), JointLoads()
         self.requests: dict[str, Tracked] = {}
         self._weights = WeightsKnown(weights_version)
         self._keys = RequestKeys(self._link, self._weights.salt)
@@ -94,8 +93,7 @@ class Leader:
         self.announced = Announced(self._link, clock, announces)
         self._gone, self._life, self._readied = set[str](), 0, 0
         self._new_loads: list[LoadPlan] = []
-        self._budget = StepBudget(self._link)
-        self._steps = StepTimes(self.cost, clock)
+        self._budget, self._steps = StepBudget(self._link), StepTimes(self.cost, clock)
         self.receive()
 
     @property
@@ -189,7 +187,7 @@ class Leader:
     def promised_sources(self, request: str, blocks: int) -> bytes:
         """The tiers that `blocks` promised blocks come from, one byte each."""
         tracked = self.requests.get(request)
-        return self.lookups.sources(request, tracked.computed, blocks) if tracked is not None else b""
+        return self.lookups.sources(request, tracked.computed, blocks) if tracked else b""
 
     def allocated(
         self, request: str, count: int, table: Sequence[int], tables: Sequence[Sequence[int]] = ()
@@ -254,7 +252,11 @@ class Leader:
         self._gone.clear()
         with self._link.in_one_write():
             for entry in scheduled:
-                self._ran(entry)
+                tracked = self.requests.get(entry.request)
+                if tracked is not None:
+                    tracked.begun = True
+                    if self.ready:
+                        self._offers.complete(tracked, entry)
             if self.ready:
                 self._offers.leaving()
             self._questions.ask_waiting()
@@ -344,10 +346,7 @@ class Leader:
         self._forget_keys()
 
     def weights_named(self, version: str) -> None:
-        """The trainer names the ranks' weights: blocks that they compute may outlive this engine.
-
-        Two engines that were started with the same files and were given the same version share their blocks.
-        """
+        """The trainer names the ranks' weights: engines of the same files and version share their blocks."""
         if self._weights.named(version):
             self._forget_keys()
 
@@ -405,13 +404,6 @@ class Leader:
     def _wait_a_little(self, seconds: float) -> None:
         self._budget.wait(seconds)
         self.receive()
-
-    def _ran(self, entry: Scheduled) -> None:
-        tracked = self.requests.get(entry.request)
-        if tracked is not None:
-            tracked.begun = True
-            if self.ready:
-                self._offers.complete(tracked, entry)
 
     def _end_load(self, request: str, seconds: float) -> None:
         held = self.lookups.holds_loaded(request)

@@ -71,9 +71,7 @@ def _runs(listener: TierListener) -> Iterator[StoredRun]:
     """The next blocks to tell of, those that follow one another in a chain together."""
     hashes, before, tokens, facts = list[bytes](), b"", list[bytes](), list[bytes]()
     tier = listener.facts.tier
-    for slot in listener.take_stored(TOLD_AT_ONCE):
-        fact = listener.facts.of(slot)
-        assert fact is not None
+    for fact in listener.take_stored(TOLD_AT_ONCE):
         if hashes and fact.before != hashes[-1]:
             yield _run(tier, hashes, before, tokens, facts)
             hashes, tokens, facts = [], [], []

@@ -78,10 +78,13 @@ class SpaceTable:
         """The namespace of one of ours."""
         return next(namespace for namespace, candidate in self._spaces.values() if candidate is space)
 
-    def obtain(self, namespace: Namespace, layout: BlockLayout, request_blocks: int) -> Space:
+    def obtain(
+        self, namespace: Namespace, layout: BlockLayout, request_blocks: int, events: bool = False
+    ) -> Space:
         """The namespace's space, made on first use.
 
-        Host memory for fewer than `request_blocks` draws a warning: the run found for a request ends where it is full.
+        With `events` the disk keeps what engines say of blocks. Host memory for fewer than `request_blocks` draws a
+        warning: the run found for a request ends where it is full.
         Raises ManagerRefused when the manager is full of other namespaces, SettingsError when a tier cannot be made.
         """
         known = self._spaces.get(namespace.fingerprint)
@@ -99,7 +102,7 @@ class SpaceTable:
                 f"{namespace.difference(resident)}; start it with --namespaces {self.namespaces_max + 1}, "
                 "or start another manager"
             )
-        space = self._build(namespace, layout)
+        space = self._build(namespace, layout, events)
         self._spaces[namespace.fingerprint] = (namespace, space)
         self._advise(namespace, space, request_blocks)
         return space
@@ -129,7 +132,7 @@ class SpaceTable:
             ):
                 log.warning("%s", line)
 
-    def _build(self, namespace: Namespace, layout: BlockLayout) -> Space:
+    def _build(self, namespace: Namespace, layout: BlockLayout, events: bool) -> Space:
         settings, share = self.settings, self.namespaces_max
         staging = settings.disk_on and not settings.host_on
         if staging:
@@ -153,7 +156,7 @@ class SpaceTable:
         with contextlib.ExitStack() as undo:
             arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
             undo.callback(arena.close)
-            medium = self._open_disk(namespace, layout)
+            medium = self._open_disk(namespace, layout, events)
             if medium is not None:
                 undo.callback(medium.close, keep=True)
             options = SpaceOptions(
@@ -161,6 +164,7 @@ class SpaceTable:
                 eviction=settings.eviction,
                 write_on_eviction=settings.disk_write == "eviction",
                 in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
+                keeps_facts=events,
             )
             # Raises for an installed policy that cannot be made of this size.
             space = GuardedSpace(
@@ -200,7 +204,7 @@ class SpaceTable:
         budget = settings.disk_write_budget_bytes if settings.disk_on else 0
         return bound_writes(variable("disk_write_budget_bytes"), budget, admission, size, now_s, share)
 
-    def _open_disk(self, namespace: Namespace, layout: BlockLayout) -> SlotTier | None:
+    def _open_disk(self, namespace: Namespace, layout: BlockLayout, events: bool) -> SlotTier | None:
         settings, share = self.settings, self.namespaces_max
         if not settings.disk_on:
             return None
@@ -226,6 +230,7 @@ class SpaceTable:
             persist=settings.disk_persist and not namespace.ephemeral,
             unowned_bytes=settings.disk_unowned_bytes,
             setting=setting,
+            keeps_facts=events,
             clock=self._clock,
         )
 

@@ -17,6 +17,7 @@ from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder
 from kvbm.manager.pool import TIER_OFF, SlotPool
+from kvbm.manager.slot_facts import SlotFacts
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
@@ -58,6 +59,7 @@ class DiskSide:
     host_pool: SlotPool[BlockKey]
     arena: HostArena
     names: EngineNames
+    host_facts: SlotFacts
     admission: AdmissionPolicy
     departures: Departures | None
     eviction: str
@@ -69,7 +71,9 @@ class DiskSide:
     on_progress: Callable[[Lease], None]
     departed: Departed
     tail_groups: frozenset[int] = frozenset()
+    keeps_facts: bool = False
     pool: SlotPool[BlockKey] = field(init=False)
+    facts: SlotFacts = field(init=False)
     onboarder: Onboarder = field(init=False)
     offloader: Offloader[BlockKey] = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
@@ -82,6 +86,8 @@ class DiskSide:
     _retired: list[_Retired] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        slots, tokens = self.medium.slot_count, self.arena.layout.block_tokens
+        self.facts = SlotFacts(Tier.DISK, slots, tokens, self._read_facts)
         self._index()
 
     @property
@@ -117,7 +123,10 @@ class DiskSide:
         self.void_emptied()  # before the slots hold other blocks
         blocks, before = list[BlockHead](), parent
         for slot, key in enumerate(keys, source):
-            blocks.append(BlockHead(key, before, *self.names.of(slot, key)))
+            fact = self.host_facts.of(slot)
+            blocks.append(BlockHead(key, before, *self.names.of(slot, key), fact.text() if fact else b""))
+            if fact is not None:
+                self.facts.note(target + slot - source, fact)
             before = key
         views = self.arena.slot_views(source, len(keys))
         return self.medium.submit_store_run(job_id, blocks, SlotIndex(target), views)
@@ -185,7 +194,7 @@ class DiskSide:
         onboarder.give_up()
         self._retired.append(_Retired(self.arena, onboarder, offloader))
         self.host_pool, self.arena, self.names = host.pool, host.arena, host.names
-        self.departures = host.departures
+        self.host_facts, self.departures = host.facts, host.departures
         self._make_queues()
         self.offloader.queue.update(offloader.queue)
         offloader.queue.clear()
@@ -215,6 +224,12 @@ class DiskSide:
         found = sorted(self.medium.recovered(), key=lambda block: block.sequence)
         tails = {block.slot for block in found if block.group in self.tail_groups}
         self.pool.recover([(block.key, block.parent, block.slot) for block in found], self.clock(), tails)
+        self.facts.emptied(range(self.medium.slot_count))
+        if self.keeps_facts:
+            for block in found:
+                if block.group == 0:
+                    self.facts.found(block.slot, block.engine_hash or block.key)
+        self.pool.on_committed = self.facts.committed
         self._make_queues()
 
     def _make_queues(self) -> None:
@@ -224,6 +239,7 @@ class DiskSide:
             self.medium,
             self.arena,
             self.names,
+            self.host_facts,
             self.metrics,
             self.clock,
             self.on_progress,
@@ -247,10 +263,15 @@ class DiskSide:
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)
 
+    def _read_facts(self, slot: int) -> bytes:
+        read = getattr(self.medium, "facts", None)  # a tier need not keep them
+        return read(SlotIndex(slot), [self.pool.key_of(slot)])[0] if read is not None else b""
+
     def _emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         """The record may wait for its neighbours to go too: what it says stays true until the slot is written again."""
         if was_resident:
             self._to_void.extend(slots)
+        self.facts.emptied(slots)
         self.departed.emptied(Tier.DISK, keys, was_resident)
 
     def void_emptied(self) -> None:

@@ -23,6 +23,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
     block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
     `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
+    `keeps_facts`: the tier below keeps what is said of blocks.
     """
 
     staging: bool = False
@@ -30,6 +31,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     write_on_eviction: bool = False
     in_flight_max: int = 64
     brought_at_once: int = 512
+    keeps_facts: bool = False
 
 
 DEFAULT_OPTIONS = SpaceOptions()
@@ -47,11 +49,11 @@ class HostSide:
 
 
 def make_host_side(
-    arena: HostArena, options: SpaceOptions, writes_on_eviction: bool, departed: Departed, block_tokens: int
+    arena: HostArena, options: SpaceOptions, writes_on_eviction: bool, departed: Departed
 ) -> HostSide:
     """The index of an empty arena; `departed` learns what leaves it."""
     names = EngineNames(arena.slot_count)
-    facts = SlotFacts(Tier.HOST, arena.slot_count, block_tokens)
+    facts = SlotFacts(Tier.HOST, arena.slot_count, arena.layout.block_tokens)
 
     def emptied(slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         arena.invalidate_all(slots)

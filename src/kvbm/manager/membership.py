@@ -221,7 +221,7 @@ class Membership:
         engine = self._engines.get(hello.engine)
         if engine is not None:
             self._refuse_odd(engine, hello, namespace)
-        space = self._spaces.obtain(namespace, layout, hello.request_blocks)
+        space = self._spaces.obtain(namespace, layout, hello.request_blocks, hello.events)
         if engine is None:
             leader = self._early.pop(hello.engine, None)
             self._early_since_s.pop(hello.engine, None)

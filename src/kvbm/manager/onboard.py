@@ -20,6 +20,7 @@ from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import CORRUPT, MISSING, SlotPool
 from kvbm.manager.read_rate import ReadRate
+from kvbm.manager.slot_facts import SlotFacts
 from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.tiers.contract import BlockEnd, Completion, RunTier
@@ -97,6 +98,7 @@ class Onboarder:
     medium: RunTier
     arena: HostArena
     names: EngineNames
+    facts: SlotFacts
     metrics: Metrics
     clock: Clock
     on_progress: Callable[[Lease], None]
@@ -331,6 +333,8 @@ class Onboarder:
         for slot, key, end in zip(run.host_slots, run.keys, ends, strict=True):
             if end.outcome is Outcome.HIT:
                 self.names.brought(slot, key, end.engine_hash, end.group)
+                if end.facts:
+                    self.facts.brought(slot, end.engine_hash or key, end.facts)
             else:
                 self.metrics.add("kvbm_failures_total", tier="disk", kind="corrupt" if end.corrupt else "io")
         self._finish(run, ends, completion.still_in_use)

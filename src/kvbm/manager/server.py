@@ -329,7 +329,9 @@ class Server:
     def _announce_tiers(self, session: Session, message: Message) -> None:
         engine = self.membership.led_by(session)
         if engine is not None:
-            tiers = [] if engine.space.options.staging else [engine.space.facts]
+            space = engine.space
+            tiers = [] if space.options.staging else [space.facts]
+            tiers += [space.disk.facts] if space.disk is not None else []
             self._announcements.begin(session, tiers)
 
     def _follow(self, session: Session, message: Message) -> None:

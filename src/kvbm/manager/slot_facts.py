@@ -1,14 +1,15 @@
 """What engines said of the blocks in a tier's slots, so that what the tier holds can be announced to routers.
 
 A router hashes tokens itself, so an event without the block's tokens means nothing to it. Engines that publish events
-send them along with the blocks they store. Only then anything is kept here: a fixed number of bytes a slot (four a
-token and two hashes), apart from the index. A block that no engine has spoken of is held and found as any other, and
+send them along with the blocks they store. Only then anything is kept here: a fixed number of bytes a slot, apart from
+the index. In host memory that is all of it (four bytes a token and two hashes); of blocks on disk only the hash, and
+the tier keeps the rest beside their bytes. A block that no engine has spoken of is held and found as any other, and
 not announced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
@@ -20,6 +21,7 @@ FACTS_BYTES_MAX = 1024
 """A block of which the engine says more than so much is not announced."""
 
 _UNKNOWN, _FILLING, _HELD = range(3)
+_NO_HASH = bytes(KEY_BYTES)
 
 
 class SlotFact(NamedTuple):
@@ -31,15 +33,34 @@ class SlotFact(NamedTuple):
     tokens: bytes
     facts: bytes = b""
 
+    def text(self) -> bytes:
+        """All but the hash, as a tier keeps it."""
+        return (self.before or _NO_HASH) + self.tokens + self.facts
+
+    @staticmethod
+    def of_text(engine_hash: bytes, text: bytes, token_bytes: int) -> SlotFact | None:
+        """The same again; None where it is no such text."""
+        end = KEY_BYTES + token_bytes
+        if len(text) < end or len(engine_hash) != KEY_BYTES:
+            return None
+        before = text[:KEY_BYTES]
+        return SlotFact(engine_hash, b"" if before == _NO_HASH else before, text[KEY_BYTES:end], text[end:])
+
 
 class SlotFacts:
-    """The facts of one tier's slots, and those who listen to them. Owned by the manager's thread."""
+    """The facts of one tier's slots, and those who listen to them. Owned by the manager's thread.
 
-    def __init__(self, tier: Tier, slot_count: int, block_tokens: int) -> None:
+    `read(slot)` gives the `SlotFact.text` of a block where the tier keeps it; without it all is kept here.
+    """
+
+    def __init__(
+        self, tier: Tier, slot_count: int, block_tokens: int, read: Callable[[int], bytes] | None = None
+    ) -> None:
         self.tier = tier
         self.slot_count = slot_count
         self.token_bytes = block_tokens * TOKEN_BYTES
-        self._entry_bytes = 2 * KEY_BYTES + self.token_bytes
+        self._read = read
+        self._entry_bytes = KEY_BYTES if read is not None else 2 * KEY_BYTES + self.token_bytes
         self._table = bytearray()
         self._state = bytearray()
         self._more: dict[int, bytes] = {}
@@ -47,19 +68,24 @@ class SlotFacts:
 
     def note(self, slot: int, fact: SlotFact) -> None:
         """The slot is being filled with this block, or holds it."""
-        if len(fact.tokens) != self.token_bytes or len(fact.facts) > FACTS_BYTES_MAX:
-            return
-        if not self._state:
-            self._state, self._table = (
-                bytearray(self.slot_count),
-                bytearray(self.slot_count * self._entry_bytes),
-            )
-        start = slot * self._entry_bytes
-        before = fact.before or bytes(KEY_BYTES)
-        self._table[start : start + self._entry_bytes] = fact.engine_hash + before + fact.tokens
-        self._state[slot] = max(self._state[slot], _FILLING)
-        if fact.facts:
-            self._more[slot] = fact.facts
+        if len(fact.tokens) == self.token_bytes and len(fact.facts) <= FACTS_BYTES_MAX:
+            kept = b"" if self._read is not None else fact.text()[: KEY_BYTES + self.token_bytes]
+            self._note(slot, fact.engine_hash + kept)
+            if fact.facts and self._read is None:
+                self._more[slot] = fact.facts
+
+    def brought(self, slot: int, engine_hash: bytes, text: bytes) -> None:
+        """The slot is being filled with this block, of which another tier kept that text."""
+        fact = SlotFact.of_text(engine_hash, text, self.token_bytes)
+        if fact is not None:
+            self.note(slot, fact)
+
+    def found(self, slot: int, engine_hash: bytes) -> None:
+        """The slot holds this block since before a restart; the tier may know what was said of it."""
+        assert self._read is not None
+        if len(engine_hash) == KEY_BYTES:
+            self._note(slot, engine_hash)
+            self.committed((slot,))
 
     def known(self, slot: int) -> bool:
         """Whether anything is said of the block in a slot."""
@@ -71,10 +97,8 @@ class SlotFacts:
             return None
         start = slot * self._entry_bytes
         entry = bytes(self._table[start : start + self._entry_bytes])
-        before = entry[KEY_BYTES : 2 * KEY_BYTES]
-        if before == bytes(KEY_BYTES):
-            before = b""
-        return SlotFact(entry[:KEY_BYTES], before, entry[2 * KEY_BYTES :], self._more.get(slot, b""))
+        text = entry[KEY_BYTES:] if self._read is None else self._read(slot)
+        return SlotFact.of_text(entry[:KEY_BYTES], text + self._more.get(slot, b""), self.token_bytes)
 
     def engine_hash(self, slot: int) -> bytes:
         """The engine's hash of the block in a slot of which something is said."""
@@ -117,6 +141,14 @@ class SlotFacts:
         """It listens no more."""
         self._listeners.remove(listener)
 
+    def _note(self, slot: int, entry: bytes) -> None:
+        if not self._state:
+            self._state = bytearray(self.slot_count)
+            self._table = bytearray(self.slot_count * self._entry_bytes)
+        start = slot * self._entry_bytes
+        self._table[start : start + self._entry_bytes] = entry
+        self._state[slot] = max(self._state[slot], _FILLING)
+
 
 class TierListener:
     """What one listener has yet to be told of a tier. Bounded by the tier: a block that comes and goes untold leaves
@@ -151,17 +183,21 @@ class TierListener:
         removed, self._removed = self._removed, []
         return removed
 
-    def take_stored(self, blocks_max: int) -> list[int]:
-        """Slots with blocks to tell of, at most so many; they count as told."""
+    def take_stored(self, blocks_max: int) -> list[SlotFact]:
+        """Blocks to tell of, at most so many; they count as told."""
         end = min(self._looked_at + blocks_max, self.facts.slot_count)
         for slot in self.facts.held_from(self._looked_at, end):
             self.committed(slot)
         self._looked_at = end
         slots = [slot for slot, _ in zip(self._stored, range(blocks_max), strict=False)]
+        told = list[SlotFact]()
         for slot in slots:
             del self._stored[slot]
-            self._told[slot] = 1
-        return slots
+            fact = self.facts.of(slot)
+            if fact is not None:  # nobody spoke of it before the restart, or the tier lost it
+                self._told[slot] = 1
+                told.append(fact)
+        return told
 
 
 def note_facts(

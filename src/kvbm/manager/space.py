@@ -61,8 +61,7 @@ class Space:
         self.failure = ""
         """Empty while the space works (see `guarded_space`)."""
         self.on_progress = on_progress
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics, self._clock = metrics, clock
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
@@ -83,6 +82,7 @@ class Space:
                 host_pool=self.host_pool,
                 arena=arena,
                 names=self._names,
+                host_facts=host.facts,
                 admission=admission,
                 departures=host.departures,
                 eviction=options.eviction,
@@ -94,6 +94,7 @@ class Space:
                 on_progress=on_progress,
                 departed=self.departed,
                 tail_groups=self._tail_groups,
+                keeps_facts=options.keeps_facts,
             )
         self.heat = PrefixHeat()
         self._lookups = self._new_lookups(self.host_pool)
@@ -115,8 +116,7 @@ class Space:
 
     def new_host(self, arena: HostArena) -> HostSide:
         """Index and policy of an empty arena. Raises for an installed policy that cannot be made of its size."""
-        departing = self._writes_on_eviction, self.departed
-        return make_host_side(arena, self.options, *departing, self.layout.block_tokens)
+        return make_host_side(arena, self.options, self._writes_on_eviction, self.departed)
 
     def engine_name(self, slot: int, key: BlockKey) -> EngineName:
         """The engine's own name of the block in a slot of host memory."""

@@ -39,15 +39,19 @@ class BlockHead(NamedTuple):
     parent: BlockKey | None
     engine_hash: bytes = b""
     group: int = 0
+    facts: bytes = b""
+    """What is said of the block to those who follow events. A tier may keep it, or a part of the blocks' only."""
 
 
 class BlockEnd(NamedTuple):
-    """How one block of a run ended: as the fields of the same names in `Completion`."""
+    """How one block of a run ended: as the fields of the same names in `Completion`, and of a block that was loaded its
+    `BlockHead.facts`."""
 
     outcome: Outcome
     corrupt: bool = False
     engine_hash: bytes = b""
     group: int = 0
+    facts: bytes = b""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

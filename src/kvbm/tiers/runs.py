@@ -39,7 +39,7 @@ class BlockwiseRuns:
     def submit_store_run(
         self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
     ) -> Outcome:
-        ((key, parent, engine_hash, group),) = blocks
+        ((key, parent, engine_hash, group, _),) = blocks
         outcome = self.submit_store(job_id, key, parent, slot, sources, engine_hash, group)
         return self._noted(job_id, outcome)
 

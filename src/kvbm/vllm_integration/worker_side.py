@@ -20,6 +20,7 @@ from kvbm.step_plan import StepPlan, StepReport
 from kvbm.transfer import DeviceCache, numa_node
 from kvbm.vllm_integration import weight_changes
 from kvbm.vllm_integration.hybrid import hybrid_of
+from kvbm.vllm_integration.kv_events import events_wanted
 from kvbm.vllm_integration.namespace import engine_namespace
 from kvbm.vllm_integration.ranks import block_tokens, largest_shard
 from kvbm.vllm_integration.support import kv_replicas
@@ -87,6 +88,7 @@ class WorkerSide:
             numa_node=numa_node(cache.device) if settings.numa else -1,
             namespace=namespace,
             data_parallel_rank=_data_parallel_rank(config),
+            events=events_wanted(config),
             layout=layout,
         )
         map_arena = partial(

@@ -34,7 +34,7 @@ def completions_of(
             first += job.count
             completions.append(_of_run(job.job_id, ends, block_bytes, seconds, error))
             continue
-        outcome, corrupt, engine_hash, group = blocks[first]
+        outcome, corrupt, engine_hash, group, _ = blocks[first]
         first += 1
         completions.append(
             Completion(

@@ -48,6 +48,8 @@ class DiskGeometry(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     slot_count: int
     slab_slots: int
+    fact_bytes: int = 0
+    """A slot's record of facts (see `facts_file`); 0 where none are kept."""
 
     @property
     def slab_count(self) -> int:
@@ -72,10 +74,14 @@ class DiskGeometry(msgspec.Struct, frozen=True, kw_only=True):
         """All that the directory may ever take on the medium: data, journal, meta (twice, while it is replaced),
         lock, the directory itself, and the filesystem's own maps of the files when they are as scattered as can be.
         """
-        extents = self.slot_count + self.journal_bytes // PAGE_BYTES
-        file_maps = (2 * self.slab_count + 2 + extents // _EXTENTS_PER_PAGE) * PAGE_BYTES
+        facts_bytes = round_up(self.slot_count * self.fact_bytes, PAGE_BYTES)
+        extents = self.slot_count + (self.journal_bytes + facts_bytes) // PAGE_BYTES
+        file_maps = (
+            2 * self.slab_count + 2 + (self.fact_bytes > 0) + extents // _EXTENTS_PER_PAGE
+        ) * PAGE_BYTES
         small_files = 2 * round_up(meta_bytes, PAGE_BYTES) + 2 * PAGE_BYTES
-        return self.slot_count * self.block_bytes + self.journal_bytes + small_files + file_maps
+        files = self.slot_count * self.block_bytes + self.journal_bytes + facts_bytes
+        return files + small_files + file_maps
 
 
 def plan_geometry(
@@ -84,6 +90,7 @@ def plan_geometry(
     capacity_blocks: int | None,
     meta_bytes: int,
     setting: DiskSetting = AS_PARAMETERS,
+    fact_bytes: int = 0,
 ) -> DiskGeometry:
     """The geometry for a capacity: exactly `capacity_blocks` slots when given, else as many as `capacity_bytes` holds.
 
@@ -95,22 +102,22 @@ def plan_geometry(
         if not 0 < capacity_blocks <= SLOT_COUNT_MAX:
             accepted = f"1 to {SLOT_COUNT_MAX} blocks{each}"
             raise SettingsError(setting.blocks, setting.as_set or capacity_blocks, accepted)
-        return _arrange(block_bytes, capacity_blocks, _slab_slots(block_bytes, capacity_blocks))
+        return _arrange(block_bytes, capacity_blocks, _slab_slots(block_bytes, capacity_blocks), fact_bytes)
     assert capacity_bytes is not None, "a capacity is needed, in bytes or in blocks"
     bound = min(capacity_bytes // block_bytes, SLOT_COUNT_MAX)
     slab_slots = _slab_slots(block_bytes, bound)
     low, high = 0, bound
     while low < high:
         middle = (low + high + 1) // 2
-        if _arrange(block_bytes, middle, slab_slots).total_bytes(meta_bytes) <= capacity_bytes:
+        if _arrange(block_bytes, middle, slab_slots, fact_bytes).total_bytes(meta_bytes) <= capacity_bytes:
             low = middle
         else:
             high = middle - 1
     if low == 0:
-        needed = _arrange(block_bytes, 1, 1).total_bytes(meta_bytes) * setting.tier_count
+        needed = _arrange(block_bytes, 1, 1, fact_bytes).total_bytes(meta_bytes) * setting.tier_count
         accepted = f"at least {needed / 1e9:.9f} GB (one block of this model){each}"
         raise SettingsError(setting.size, setting.as_set or capacity_bytes, accepted)
-    return _arrange(block_bytes, low, slab_slots)
+    return _arrange(block_bytes, low, slab_slots, fact_bytes)
 
 
 def _slab_slots(block_bytes: int, slot_count: int) -> int:
@@ -120,5 +127,7 @@ def _slab_slots(block_bytes: int, slot_count: int) -> int:
     return slab_slots
 
 
-def _arrange(block_bytes: int, slot_count: int, slab_slots: int) -> DiskGeometry:
-    return DiskGeometry(block_bytes=block_bytes, slot_count=slot_count, slab_slots=slab_slots)
+def _arrange(block_bytes: int, slot_count: int, slab_slots: int, fact_bytes: int) -> DiskGeometry:
+    return DiskGeometry(
+        block_bytes=block_bytes, slot_count=slot_count, slab_slots=slab_slots, fact_bytes=fact_bytes
+    )

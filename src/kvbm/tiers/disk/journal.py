@@ -112,7 +112,7 @@ def encode_record(record: BlockRecord, fingerprint: bytes) -> bytes:
 def _pack(
     slot: int, block: BlockHead, checksum: bytes, length: int, sequence: int, fingerprint: bytes
 ) -> bytes:
-    key, parent, engine_hash, group = block
+    key, parent, engine_hash, group, _ = block
     assert len(key) == KEY_BYTES and len(checksum) == CHECKSUM_BYTES
     assert len(engine_hash) in (0, KEY_BYTES) and 0 <= group <= GROUP_MAX
     body = _RECORD.pack(

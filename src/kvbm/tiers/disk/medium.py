@@ -22,6 +22,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.tiers.contract import BlockEnd, BlockHead, RecoveredBlock
 from kvbm.tiers.disk.block_io import BlockIo, BufferStillInUse, RunBuffers
 from kvbm.tiers.disk.directory import ClaimedDirectory
+from kvbm.tiers.disk.facts_file import FactsFile
 from kvbm.tiers.disk.geometry import AS_PARAMETERS, RECORD_BYTES, DiskSetting
 from kvbm.tiers.disk.journal import Journal, is_void
 from kvbm.tiers.disk.room import NoRoom, Room
@@ -44,6 +45,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     persist: bool = True
     unowned_bytes: int | None = None
     setting: DiskSetting = AS_PARAMETERS
+    keeps_facts: bool = False
 
 
 class RunEnd(NamedTuple):
@@ -75,7 +77,9 @@ class DiskMedium:
         fingerprint: bytes,
         syscalls: Syscalls,
         io: BlockIo,
+        facts: FactsFile | None = None,
     ) -> None:
+        self._facts = facts
         self._directory = directory
         self._journal_fd = journal_fd
         self._journal = journal
@@ -114,6 +118,9 @@ class DiskMedium:
         for first, end in self._slabs.pieces(slot, range(len(blocks))):
             self._slabs.write(SlotIndex(slot + first), memory.part(first, end).whole)
         self._journal.write_run(slot, blocks, checksums, sequence)
+        if self._facts is not None:
+            with contextlib.suppress(OSError):  # it costs events, not blocks
+                self._facts.write(slot, blocks)
         return RunEnd([_STORED] * len(blocks))
 
     def _store_what_fits(
@@ -159,7 +166,20 @@ class DiskMedium:
                 )
         for place in wanted[done:]:
             ends[place] = _RETRY
+        if self._facts is not None:
+            facts = self.facts(slot, keys)
+            ends = [
+                end._replace(facts=said) if end.outcome is Outcome.HIT else end
+                for end, said in zip(ends, facts, strict=True)
+            ]
         return RunEnd(ends, error)
+
+    def facts(self, slot: int, keys: Sequence[BlockKey]) -> list[bytes]:
+        """What was said of the blocks with these keys in the slots from `slot` on; empty where nothing is known."""
+        if self._facts is not None:
+            with contextlib.suppress(OSError):
+                return self._facts.read(slot, keys)
+        return [b""] * len(keys)
 
     def _read(self, slot: SlotIndex, wanted: Sequence[int], memory: RunBuffers) -> tuple[int, OSError | None]:
         """Read the blocks at the places in `wanted`; how many of the first ones came, and why not all."""
@@ -274,6 +294,8 @@ class DiskMedium:
             self._slabs.close()
             touch(self._journal_fd, self._syscalls)
             self._syscalls.close(self._journal_fd)
+            if self._facts is not None:
+                self._syscalls.close(self._facts.fd)
         except OSError as error:
             log.warning("disk tier: closing %s: %s", self.path, error.strerror)
         self._directory.release(remove)

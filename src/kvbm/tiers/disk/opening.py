@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,6 +21,7 @@ from kvbm.tiers.disk.directory import (
     describe,
     meta_bytes_bound,
 )
+from kvbm.tiers.disk.facts_file import FACTS_NAME, FactsFile, fact_bytes
 from kvbm.tiers.disk.geometry import RECORD_BYTES, DiskGeometry, plan_geometry
 from kvbm.tiers.disk.journal import Journal
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, touch
@@ -34,7 +36,12 @@ def plan(options: DiskOptions) -> DiskGeometry:
     """The geometry that the options ask for. Raises SettingsError."""
     meta_bytes = meta_bytes_bound(options.namespace, options.layout)
     return plan_geometry(
-        options.layout, options.capacity_bytes, options.capacity_blocks, meta_bytes, options.setting
+        options.layout,
+        options.capacity_bytes,
+        options.capacity_blocks,
+        meta_bytes,
+        options.setting,
+        fact_bytes(options.layout) if options.keeps_facts else 0,
     )
 
 
@@ -116,7 +123,27 @@ def _open_files(
         raise
     fingerprint = options.namespace.fingerprint
     journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
-    return DiskMedium(directory, journal_fd, journal, slabs, room, fingerprint, syscalls, io)
+    facts = _open_facts(directory, options, kept, syscalls)
+    return DiskMedium(directory, journal_fd, journal, slabs, room, fingerprint, syscalls, io, facts)
+
+
+def _open_facts(
+    directory: ClaimedDirectory, options: DiskOptions, kept: bool, syscalls: Syscalls
+) -> FactsFile | None:
+    """The file of facts, where they are kept; else it is removed, as it would take room. The tier works without it."""
+    try:
+        if not options.keeps_facts:
+            with contextlib.suppress(FileNotFoundError):
+                syscalls.unlink(FACTS_NAME, dir_fd=directory.dir_fd)
+            return None
+        fd = syscalls.open(FACTS_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, dir_fd=directory.dir_fd)
+        size = plan(options).slot_count * fact_bytes(options.layout) if kept else 0
+        if syscalls.fstat(fd).st_size > size:
+            syscalls.ftruncate(fd, size)
+    except OSError as error:
+        log.warning("disk tier: what is said of blocks is not kept in %s: %s", directory.path, error.strerror)
+        return None
+    return FactsFile(syscalls, fd, fact_bytes(options.layout))
 
 
 def _reserves(journal_fd: int, syscalls: Syscalls) -> bool:

@@ -59,6 +59,7 @@ def open_disk_tier(
     persist: bool = True,
     unowned_bytes: int | None = None,
     setting: DiskSetting = AS_PARAMETERS,
+    keeps_facts: bool = False,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
@@ -74,6 +75,7 @@ def open_disk_tier(
     - `unowned_bytes`: what directories without an owner may take under `root`, all together; the least recently used
       go first. None is eight times the size of the largest tier there, times the tiers that share one `setting`, and
       spares what was used within seven days.
+    - `keeps_facts`: keep what is said of blocks (`BlockHead.facts`) in a file of its own, a few hundred bytes a block.
     - `setting`: how the caller names these, for errors and log lines.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
@@ -94,6 +96,7 @@ def open_disk_tier(
         persist=persist,
         unowned_bytes=unowned_bytes,
         setting=setting,
+        keeps_facts=keeps_facts,
     )
     try:
         return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
@@ -164,6 +167,11 @@ class DiskTier:
     def recovered(self) -> Iterable[RecoveredBlock]:
         found, self._recovered = self._recovered, []
         return found
+
+    def facts(self, slot: SlotIndex, keys: Sequence[BlockKey]) -> list[bytes]:
+        """What was said of the blocks with these keys in the slots from `slot` on; empty where nothing is known. It
+        reads a few hundred bytes of each at once: ask for a few."""
+        return self._medium.facts(slot, keys) if self._medium is not None else [b""] * len(keys)
 
     @property
     def load_room(self) -> int:
