@@ -64,7 +64,7 @@ class Engine:
         os.environ.update(ENGINE_ENVIRONMENT)
         os.environ.update(environment)
         import vllm
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         from kvbm.vllm_integration import engine_start
 
@@ -90,6 +90,8 @@ class Engine:
         transfer = arguments.pop("kv_transfer_config", None)
         if transfer is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+        if events := arguments.pop("kv_events_config", None):
+            arguments["kv_events_config"] = KVEventsConfig(**events)
         self.llm = vllm.LLM(**arguments)
         self.core = self.llm.llm_engine
         self._preempted = 0

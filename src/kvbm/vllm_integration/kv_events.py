@@ -1,6 +1,6 @@
 """vLLM's KV events for what our tiers hold, in vLLM's own form, and what they need to know of a request.
 
-vLLM publishes them beside its own events of the device (`--kv-events-config`). A wrong form makes routers drop the
+vLLM publishes them beside its own events of the device (`kv_events_config`). A wrong form makes routers drop the
 whole batch: hashes must be made as vLLM makes its own (`maybe_convert_block_hash`), and a stored block needs its tokens
 and the block before it.
 """

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.block import KEY_BYTES
+from kvbm.block import KEY_BYTES, Tier
 from kvbm.clock import ManualClock
 from kvbm.leader import announced
 from kvbm.leader.announced import ABSENT_S_MAX, Announced
 from kvbm.protocol import Announce, RemovedBlocks, StoredRun, TierEvents
 
-HOST, DISK = 1, 2
+HOST, DISK = int(Tier.HOST), int(Tier.DISK)
 TOKENS = 8
 
 
