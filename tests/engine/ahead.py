@@ -6,11 +6,12 @@ what a connector sees of it (plans made ahead of outputs, ends that are noticed 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from engine.engine_child import Child
+from engine.engine_process import EngineProcess
 
 _undo: list[Callable[[], None]] = []
 
@@ -55,6 +56,20 @@ def schedule_as_before(child: Child) -> None:
     """Undo `schedule_ahead`."""
     while _undo:
         _undo.pop()()
+
+
+@contextmanager
+def scheduling_ahead(process: EngineProcess) -> Iterator[None]:
+    """Engines of that process schedule ahead; the last one is stopped at the end."""
+    try:
+        process.call(schedule_ahead, timeout_s=60.0)
+        yield
+    finally:
+        if process.alive:
+            try:
+                process.stop()
+            finally:
+                process.call(schedule_as_before, timeout_s=20.0)
 
 
 def steps_in_flight(child: Child) -> int:

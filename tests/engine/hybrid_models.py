@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from engine.model_configs import CONFIGS
 
 SEED = 1
+DECAY = 0.01
+"""How fast the recurrent layers forget: a few hundred tokens are in a state."""
 
 WINDOWS = CONFIGS["gemma3_text"]
 """Two groups of layers with a window of 128 tokens, one of full attention."""
@@ -35,6 +38,7 @@ def make_hybrid_model(directory: Path, config: dict[str, Any]) -> Path:
 
     settings = {name: value for name, value in config.items() if name not in ("architectures", "torch_dtype")}
     chosen = AutoConfig.for_model(**settings)
+    recurrent = "linear_attention" in config["layer_types"]
     torch.manual_seed(SEED)  # norms, decays and the like are as the model's own code begins with
     model = AutoModelForCausalLM.from_config(chosen).to(torch.float32)
     source = torch.Generator().manual_seed(SEED)
@@ -43,5 +47,12 @@ def make_hybrid_model(directory: Path, config: dict[str, Any]) -> Path:
             if weight.dim() >= 2:
                 scale = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
                 weight.copy_(torch.randn(weight.shape, generator=source) * scale)
+            elif name.endswith("linear_attn.A_log"):
+                # As the model's code begins, most of a state is forgotten within some tokens: none would be missed.
+                weight.fill_(math.log(DECAY))
+            elif recurrent and name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.fill_(
+                    1.0
+                )  # the norm is one more: attention looks at few tokens, not at the mean of all
     model.save_pretrained(directory)
     return directory

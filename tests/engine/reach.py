@@ -23,6 +23,7 @@ from rigs import manager_probe
 _Hook = Callable[[Any], None]
 _gate = threading.Event()
 _audit: list[bool] = []
+_failing = {"every": 0}
 
 
 def _engine(child: Child) -> Engine:
@@ -220,7 +221,7 @@ def audit_result(child: Child) -> tuple[int, int]:
 
 
 def fail_loads(child: Child, every: int) -> None:
-    """Every n-th copy to the device fails."""
+    """Every n-th copy to the device fails; with 0 none does any more."""
     _fail_every(_mover(_engine(child)), every)
 
 
@@ -238,14 +239,16 @@ def _fail_in_rank(worker: Any, rank: int, every: int) -> None:
 
 def _fail_every(mover: Any, every: int) -> None:
     count = 0
+    _failing["every"] = every
 
     def strike(pairs: Any) -> None:
         nonlocal count
         count += 1
-        if count % every == 0:
+        if _failing["every"] and count % _failing["every"] == 0:
             raise RuntimeError("injected: this copy fails")
 
-    _wrap_copier(mover, before=strike)
+    if every:
+        _wrap_copier(mover, before=strike)
 
 
 def after_loads(child: Child, spoil: Callable[..., None]) -> None:

@@ -31,15 +31,8 @@ Reference = dict[str, list[int]]
 @pytest.fixture
 def ahead_launcher(launcher: Launcher) -> Iterator[Launcher]:
     """Its engines schedule ahead."""
-    try:
-        launcher.process.call(ahead.schedule_ahead, timeout_s=60.0)
+    with ahead.scheduling_ahead(launcher.process):
         yield launcher
-    finally:
-        if launcher.process.alive:
-            try:
-                launcher.process.stop()
-            finally:
-                launcher.process.call(ahead.schedule_as_before, timeout_s=20.0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,12 @@ from typing import Any
 import pytest
 
 from engine import reach
-from engine.conftest import REFERENCE_BLOCKS, ProcessOf
-from engine.engine_child import KV_CONNECTOR, Answers
-from engine.engine_process import EngineProcess
+from engine.engine_child import KV_CONNECTOR
 from engine.hybrid_models import HYBRID_DEVICE_BLOCKS, HybridModel
 from engine.launcher import Launcher, differences
-from engine.model_runners import V1, chosen
 from engine.tier_settings import disk, host
-from engine.vllm_versions import VERSION, runs_gated_delta_net
-from engine.workload import Request, again, random_tokens, workload
+from engine.vllm_versions import VERSION
+from engine.workload import again, workload
 from rigs.manager_probe import flip_bits
 
 pytestmark = [
@@ -188,66 +184,3 @@ def test_abort_while_loading(launcher: Launcher, start: Start, references: Any) 
     assert differences(references("windows"), engine.run(again(workload(), "+")), "+") == []
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     launcher.assert_nothing_held()
-
-
-ANSWER = 8
-RECURRENT_BLOCK = 160
-"""What vLLM makes of the small model: the KV of so many tokens is as large as a state."""
-RECURRENT_OPTIONS = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_batched_tokens": 1024}
-
-
-def conversations(count: int) -> list[Request]:
-    """Turns that append to long prompts, which begin alike in fours: recurrent states lie at ends of chunks only.
-
-    No answer completes a block. vLLM would keep that block of full attention without a state, and split the next
-    prompt's computation behind it, if the block was on its device: the sums of another engine would be others.
-    """
-    source = random.Random(3)
-    begins = [random_tokens(source, tokens) for tokens in (600, 900)]
-    requests, lengths = [], [0] * count
-    for turn in (1, 2, 3, 4):
-        for talk in range(count):
-            tokens = random_tokens(
-                source, source.randint(200, 900) if turn == 1 else source.randint(100, 400)
-            )
-            tokens = begins[talk // 4 % len(begins)] + tokens if turn == 1 else tokens
-            length = lengths[talk] + len(tokens)
-            if (length - 1) // RECURRENT_BLOCK != (length + ANSWER) // RECURRENT_BLOCK:
-                tokens, length = tokens[: -2 * ANSWER], length - 2 * ANSWER
-            parent = f"talk{talk}-{turn - 1}" if turn > 1 else ""
-            requests.append(Request(f"talk{talk}-{turn}", tokens, ANSWER, parent))
-            lengths[talk] = length + ANSWER
-    return requests
-
-
-def alone(process: EngineProcess, requests: list[Request]) -> Answers:
-    return process.call(reach.run_alone, requests, 90.0, timeout_s=100.0)
-
-
-@runs_gated_delta_net
-@pytest.mark.parametrize("tiers", ["host", pytest.param("disk", marks=pytest.mark.slow)])
-def test_recurrent_layers(
-    launcher: Launcher, process_of: ProcessOf, hybrid_model: HybridModel, tmp_path: Path, tiers: str
-) -> None:
-    """In bfloat16 sums depend on what is computed together. So every request runs alone, and what was onboarded is
-    compared with a hit on a device that never evicts: the same text from the same number of cached tokens."""
-    talks = 24 if chosen() == V1 else 8
-    model, requests = str(hybrid_model("recurrent")), conversations(talks)
-    process = process_of(f"engine-{chosen()}", chosen())
-    process.start({"model": model, "num_gpu_blocks_override": REFERENCE_BLOCKS, **RECURRENT_OPTIONS}, {})
-    on_device = alone(process, requests)
-    process.stop()
-    assert len(on_device.outputs) == 4 * talks
-    settings = host(HOST_BLOCKS) if tiers == "host" else disk(tmp_path)
-    engine = launcher.start(settings, model=model, num_gpu_blocks_override=40, **RECURRENT_OPTIONS)
-    answers = alone(engine, requests)
-    assert answers.cached_tokens == on_device.cached_tokens
-    assert differences(on_device.outputs, answers) == []
-    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
-    launcher.assert_nothing_held()
-    assert launcher.metrics()[f"kvbm_onboard_blocks_{'h2d' if tiers == 'host' else 'd2d'}"] > 2 * talks
-    if tiers == "disk":
-        return
-    assert engine.call(reach.reset, connector=False, timeout_s=20.0)
-    engine.call(reach.scribble_over_slots, timeout_s=20.0)
-    assert len(differences(on_device.outputs, alone(engine, again(requests, "+")), "+")) > talks // 3

@@ -71,11 +71,16 @@ def test_host_smaller_than_a_request(
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     # How many the crowd loads from ten blocks is chance. A request that is alone and comes back loads what fits.
     longest = max((request for request in workload() if not request.parent), key=lambda one: len(one.tokens))
-    for turn in ("alone", "again"):
-        engine.run([replace(longest, name=turn, abort_after=None)])
+    # On a busy machine the manager may answer too late for it to wait: then it comes back once more.
+    loaded = metrics["kvbm_onboard_blocks_h2d"]
+    for turn in range(6):
+        engine.run([replace(longest, name=f"alone{turn}", abort_after=None)])
         launcher.assert_nothing_held()
         assert engine.call(reach.reset, connector=False, timeout_s=20.0)
-    assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > metrics["kvbm_onboard_blocks_h2d"]
+        if launcher.metrics()["kvbm_onboard_blocks_h2d"] > loaded:
+            break
+    else:
+        pytest.fail("it never loaded what fits")
     launcher.assert_nothing_held()
 
 
