@@ -24,7 +24,14 @@ from rigs.sources import SOURCES, assert_none, module_name, parse, python_files
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
 
-OTHERS_FLAGS = {"--no-async-scheduling", "--otlp-traces-endpoint", "--basetemp", "--help", "--version"}
+OTHERS_FLAGS = {
+    "--no-async-scheduling",
+    "--kv-events-config",
+    "--otlp-traces-endpoint",
+    "--basetemp",
+    "--help",
+    "--version",
+}
 """Flags of vLLM and pytest, and those that every command has."""
 OTHERS_FILES = ("vllm/", "dynamo/", "/", "kvbm.toml")
 """Beginnings of paths that are not in this checkout: others', and those of users."""
