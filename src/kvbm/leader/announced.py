@@ -50,7 +50,12 @@ class Announced:
         """The engine says that its cache is empty, and routers may take that for all tiers: everything is announced
         once more."""
         self._repeats = True
-        self._events.clear()
+        untaken, self._events = self._events, deque()
+        for event in untaken:
+            if isinstance(event, StoredRun):  # it is told again
+                self._told.get(event.tier, set()).difference_update(split_keys(event.hashes))
+            else:
+                self._events.append(event)
         if self._link.ready is not None:
             self.begin()
 
@@ -65,6 +70,7 @@ class Announced:
                 self._say_removed(tier, hashes)
             self._earlier, self._repeats = {}, False
         if len(self._events) > UNTAKEN_MAX:
+            self._events.clear()
             self.again()
 
     def take(self) -> list[TierEvent]:
