@@ -13,7 +13,7 @@ log = logging.getLogger("kvbm.vllm")
 
 
 def register() -> None:
-    """Register the name with vLLM. General plugins are loaded several times in a process: a known name is no error.
+    """Register the names with vLLM. General plugins are loaded several times in a process: a known name is no error.
 
     A vLLM that is too old for connectors may still serve without KVBM: one warning, and no error.
     """
@@ -22,9 +22,8 @@ def register() -> None:
     except ImportError as error:
         log.warning("%s", unsupported(error))
         return
-    try:
-        KVConnectorFactory.register_connector(
-            "DynamoConnector", "kvbm.vllm_integration.connector", "DynamoConnector"
-        )
-    except ValueError:
-        pass  # registered by an earlier load
+    for name in ("DynamoConnector", "PdConnector"):
+        try:
+            KVConnectorFactory.register_connector(name, "kvbm.vllm_integration.connector", name)
+        except ValueError:
+            pass  # registered by an earlier load

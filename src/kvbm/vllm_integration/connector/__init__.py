@@ -6,6 +6,7 @@ from kvbm.vllm_integration.versions import refuse_old, unsupported
 refuse_old()
 try:
     from kvbm.vllm_integration.connector.dynamo_connector import DynamoConnector, DynamoConnectorMetadata
+    from kvbm.vllm_integration.connector.pd_connector import PdConnector, PdConnectorMetadata
 except ImportError as error:
     if (error.name or "").partition(".")[0] != "vllm":
         raise
@@ -14,4 +15,4 @@ except ImportError as error:
 # MultiConnector looks its children up by name when it rebuilds their statistics.
 register()
 
-__all__ = ["DynamoConnector", "DynamoConnectorMetadata"]
+__all__ = ["DynamoConnector", "DynamoConnectorMetadata", "PdConnector", "PdConnectorMetadata"]
