@@ -59,7 +59,7 @@ def test_a_vllm_without_connectors_that_does_not_use_us_serves(tmp_path: Path) -
 
 
 def test_an_old_vllm_that_does_not_use_us_hears_nothing(tmp_path: Path) -> None:
-    """It learns the name; a user who then asks for it gets one line."""
+    """It learns the names; a user who then asks for one gets one line."""
     factory = (
         "class KVConnectorFactory:\n"
         "    @classmethod\n"
@@ -67,7 +67,8 @@ def test_an_old_vllm_that_does_not_use_us_hears_nothing(tmp_path: Path) -> None:
         "        print(name, module_path)\n"
     )
     done = run(tmp_path, "0.20.0", REGISTER, **{FACTORY: factory})
-    assert done.stdout == "DynamoConnector kvbm.vllm_integration.connector\nserves\n"
+    names = [f"{name} kvbm.vllm_integration.connector\n" for name in ("DynamoConnector", "PdConnector")]
+    assert done.stdout == "".join(names) + "serves\n"
     assert done.stderr == ""
 
 
