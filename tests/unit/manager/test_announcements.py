@@ -180,7 +180,7 @@ def test_other_models_blocks_are_not_told_of(make_manager: Callable[..., Manager
 
 def on_disk(make_manager: Callable[..., ManagerBench], tmp_path: Path) -> tuple[ManagerBench, Client]:
     manager = make_manager(
-        host_blocks=16, disk_blocks=40, disk_dir=str(tmp_path / "disk"), disk_offload_filter=False
+        host_blocks=16, disk_blocks=20, disk_dir=str(tmp_path / "disk"), disk_offload_filter=False
     )
     leader, _ = manager.engine(events=True)
     return manager, leader
@@ -207,6 +207,7 @@ def test_blocks_on_disk_are_told_of_and_a_restart_tells_them_again(
         store(leader, number, KEYS[100 * number : 100 * number + 8])
     manager.until(lambda: not manager.space().disk.queued_count)  # type: ignore[union-attr]  # there is one
     pools = manager.space().pools
+    assert all(pool.evicted_count for pool in pools)
     held = {(int(pool.tier), key) for pool in pools for _, key in pool.resident()}
     manager.until(lambda: account.hear() == held)
 
