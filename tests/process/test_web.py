@@ -20,7 +20,7 @@ import pytest
 
 from kvbm.cli.web.listener import BODY_BYTES_MAX
 from kvbm.cli.web.operations import OPERATIONS
-from kvbm.manager.admin_page import STARTS_MAX
+from kvbm.client.kept_process import STARTS_MAX
 from rigs.admin import Node
 from rigs.manager import KEYS
 from rigs.manager_probe import free_port, wait_for

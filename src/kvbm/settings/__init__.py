@@ -17,13 +17,22 @@ from kvbm.settings.advice import (
     staging_slots,
 )
 from kvbm.settings.load import LoadedSettings, file_faults, load_settings, process_environment
-from kvbm.settings.parse import GB, SOCKET_PATH_BYTES_MAX, parse_count, parse_size, parse_socket_path
-from kvbm.settings.schema import FIELDS, SCHEMA, Settings, variable
+from kvbm.settings.parse import (
+    GB,
+    SOCKET_PATH_BYTES_MAX,
+    is_truthy,
+    parse_count,
+    parse_size,
+    parse_socket_path,
+)
+from kvbm.settings.schema import CONSOLIDATOR_PORT_OFFSET, FIELDS, PORT_MAX, SCHEMA, Settings, variable
 from kvbm.settings.setting import Kind, Setting
 
 __all__ = [
+    "CONSOLIDATOR_PORT_OFFSET",
     "FIELDS",
     "GB",
+    "PORT_MAX",
     "SCHEMA",
     "SOCKET_PATH_BYTES_MAX",
     "Kind",
@@ -39,6 +48,7 @@ __all__ = [
     "file_faults",
     "host_memory_field",
     "host_slots",
+    "is_truthy",
     "load_settings",
     "manager_notices",
     "parse_count",

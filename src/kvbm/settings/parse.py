@@ -67,6 +67,11 @@ def parse_bool(field: str, text: str) -> bool:
     raise reject(field, text, f"write one of {' '.join(TRUE_WORDS)} or one of {' '.join(FALSE_WORDS)}")
 
 
+def is_truthy(text: str | None) -> bool:
+    """Whether this is one of the words for on. Anything else is off, as in the original's function of this name."""
+    return (text or "").strip().lower() in TRUE_WORDS
+
+
 def parse_gb(field: str, text: str) -> int:
     """Bytes from a decimal number of GB (1e9 bytes), as the `…_GB` variables hold it. 0 switches off."""
     accepted = "a number of GB, 0 or more, such as 4 or 0.5"

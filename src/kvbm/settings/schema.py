@@ -21,7 +21,7 @@ PORT_MAX = 65535
 CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
 
-_NO_CONSOLIDATOR = "this build has no event consolidator"
+_NO_TRTLLM = "this build does not serve TensorRT-LLM"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,12 +287,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 5
     consolidator: Annotated[
         bool,
-        Setting("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", no_effect=_NO_CONSOLIDATOR),
-        "merge the engine's KV events with ours",
+        Setting("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", reader="engine"),
+        "merge the engine's KV events of all tiers into one stream for routers, where Dynamo asks for it",
     ] = True
     consolidator_mode: Annotated[
         Literal["dedup", "passthrough"],
-        Setting("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", no_effect=_NO_CONSOLIDATOR),
+        Setting("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", reader="engine"),
         "one event per block over all tiers, or every event with its tier",
     ] = "dedup"
     leader_pub_port: Annotated[
@@ -302,9 +302,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             kind=Kind.PORT,
             minimum=1,
             maximum=PORT_MAX - CONSOLIDATOR_PORT_OFFSET,
-            no_effect=_NO_CONSOLIDATOR,
+            reader="engine",
         ),
-        "base port: the consolidator listens 1000 above it",
+        "base port: the event consolidator listens 1000 above it, or on the next free port",
     ] = 56001
     trtllm_events_port: Annotated[
         int | None,
@@ -313,7 +313,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             kind=Kind.PORT,
             minimum=1,
             maximum=PORT_MAX,
-            no_effect=_NO_CONSOLIDATOR,
+            no_effect=_NO_TRTLLM,
         ),
         "port on which TensorRT-LLM publishes its KV events",
     ] = None

@@ -345,7 +345,7 @@ def test_engines_managers_beside_one_another_have_ports_of_their_own(
 
 
 def test_a_child_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbm.manager.admin_page.END_S", 0.1)
+    monkeypatch.setattr("kvbm.client.kept_process.END_S", 0.1)
     settings = Settings(runtime_dir=str(tmp_path), admin_http="127.0.0.1:0")
     with admin_page(settings, "m.sock", private=False) as start:
         start()

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvbm.client.kept_process import KeptProcess
 from kvbm.observe.log import configure
 from kvbm.settings import (
     LoadedSettings,
@@ -30,6 +31,7 @@ from kvbm.settings import (
 )
 from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration import stats, weight_changes
+from kvbm.vllm_integration.consolidator_config import kept_consolidator
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.runner import model_runner
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
@@ -69,6 +71,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: GuardedScheduler | None = None
         self._worker: WorkerSide | None = None
+        self._consolidator: KeptProcess | None = None
         environment = process_environment()
         loaded = _load(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         configure(loaded.settings.log_level)
@@ -80,6 +83,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("%s", line)
             if notice := layout_notice(loaded.settings.kv_layout, KVCacheLayout is not None):
                 log.warning("%s", notice)
+            # Also where the engine runs without us: a router was told to listen there.
+            self._consolidator = kept_consolidator(vllm_config, loaded.settings)
         if reason := unsupported_reason(vllm_config, kv_cache_config):
             if is_scheduler:
                 log.warning("KVBM is off for this engine: %s", reason)
@@ -103,6 +108,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+        if self._consolidator is not None:
+            self._consolidator.end()
 
     # ---- worker
 

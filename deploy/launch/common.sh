@@ -1,0 +1,65 @@
+# Sourced by the scripts beside it: what they share. Nothing here is needed to follow them.
+#
+#   MODEL            a model's name or directory                       Qwen/Qwen3-0.6B
+#   DYN_HTTP_PORT    where the frontend listens                        8000
+#   WORKER_ARGS      more words for every `python -m dynamo.vllm`      --enforce-eager
+#   PYTHON           the Python that has Dynamo, vLLM and KVBM         python3
+#
+# Without ETCD_ENDPOINTS and NATS_SERVER, Dynamo's parts find one another through files and ZMQ: no service to start.
+
+MODEL=${MODEL:-Qwen/Qwen3-0.6B}
+PYTHON=${PYTHON:-python3}
+WORKER_ARGS=${WORKER_ARGS---enforce-eager}
+
+# Block hashes must be the same in all processes.
+export PYTHONHASHSEED=0
+
+if [ -z "${ETCD_ENDPOINTS:-}" ] && [ -z "${NATS_SERVER:-}" ]; then
+  export DYN_DISCOVERY_BACKEND=${DYN_DISCOVERY_BACKEND:-file} DYN_EVENT_PLANE=${DYN_EVENT_PLANE:-zmq}
+  export DYN_REQUEST_PLANE=${DYN_REQUEST_PLANE:-tcp}
+  if [ -z "${DYN_FILE_KV:-}" ]; then
+    DYN_FILE_KV=$(mktemp -d "${TMPDIR:-/tmp}/dynamo-discovery.XXXXXX")
+    export DYN_FILE_KV
+    OWN_FILES=$DYN_FILE_KV
+  fi
+fi
+
+KVBM='{"kv_connector":"DynamoConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector","kv_load_failure_policy":"recompute"}'
+NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'
+KVBM_AND_NIXL='{"kv_connector":"PdConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[{"kv_connector":"DynamoConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector"},{"kv_connector":"NixlConnector","kv_role":"kv_producer"}]}}'
+
+# Events of the KV cache, for a router, on this port.
+events() {
+  printf '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:%s"}' "$1"
+}
+
+# All parts end with this script, and it with the first of them that ends.
+end() {
+  trap - EXIT INT TERM
+  kill $(jobs -p) 2>/dev/null
+  wait
+  [ -z "${OWN_FILES:-}" ] || rm -rf "$OWN_FILES"
+}
+trap end EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+frontend() {
+  "$PYTHON" -m dynamo.frontend --http-port "${DYN_HTTP_PORT:-8000}" "$@" &
+}
+
+# worker GPU ARGUMENT…; variables for this worker alone stand in front, as in `A=1 worker 0 …`. Without GPUs the number
+# means nothing.
+worker() {
+  local gpu=$1
+  shift
+  # shellcheck disable=SC2086 # WORKER_ARGS are words
+  CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" -m dynamo.vllm --model "$MODEL" $WORKER_ARGS "$@" &
+}
+
+# Until the first part ends, which is an error.
+serve() {
+  wait -n
+  echo "a part of the stack ended; the others are stopped" >&2
+  exit 1
+}

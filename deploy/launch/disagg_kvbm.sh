@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Prefill and decode apart: the prefill worker keeps its KV cache with KVBM and hands it over with NIXL.
+# Settings: common.sh.
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+SIDE_PORT=${VLLM_NIXL_SIDE_CHANNEL_PORT:-20096}
+
+frontend
+VLLM_NIXL_SIDE_CHANNEL_PORT=$SIDE_PORT \
+  worker 0 --disaggregation-mode decode --kv-transfer-config "$NIXL"
+DYN_KVBM_CPU_CACHE_GB=${DYN_KVBM_CPU_CACHE_GB:-20} \
+  VLLM_NIXL_SIDE_CHANNEL_PORT=$((SIDE_PORT + 1)) \
+  worker 1 --disaggregation-mode prefill --kv-transfer-config "$KVBM_AND_NIXL"
+serve
