@@ -15,14 +15,8 @@ DYNAMO = "1.6.1"
 VLLM = "0.31.0"
 """The release that Dynamo 1.6.1 names; it cannot import 0.32."""
 OWN = (f"ai-dynamo=={DYNAMO}", f"ai-dynamo-runtime=={DYNAMO}")
-NEEDED_ON_CPU = (
-    "nixl>=1.5",
-    "aisimulate==0.13.0",
-    "kubernetes>=32.0.1,<33",
-    "redis>=6.2,<9",
-    "zstandard>=0.23,<1",
-)
-"""What Dynamo imports, of its requirements, beyond what vLLM brings."""
+NEEDED_ON_CPU = ("nixl>=1.5", "redis>=6.2,<9")
+"""What Dynamo's frontend and vLLM worker import beyond what vLLM brings."""
 STAND_IN = '''
 """Dynamo's vLLM worker imports one function of vision models, whose module needs torchvision, and that needs CUDA."""
 import sys

@@ -4,7 +4,7 @@ set -euo pipefail
 . "$(dirname "$0")/common.sh"
 export DYN_KVBM_CPU_CACHE_GB=${DYN_KVBM_CPU_CACHE_GB:-2}
 
-frontend --router-mode kv --router-reset-states
+frontend --router-mode kv
 DYN_KVBM_LEADER_ZMQ_PUB_PORT=${DYN_KVBM_LEADER_ZMQ_PUB_PORT:-56001} \
   worker 0 --kv-transfer-config "$KVBM" --kv-events-config "$(events "${EVENTS_PORT:-20080}")"
 DYN_KVBM_LEADER_ZMQ_PUB_PORT=$((${DYN_KVBM_LEADER_ZMQ_PUB_PORT:-56001} + 2)) \

@@ -42,6 +42,7 @@ IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""
 IMPORT_NAMES = {
     "prometheus-client": "prometheus_client",
+    "pyzmq": "zmq",
     "opentelemetry-api": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",

@@ -38,7 +38,7 @@ PRIVATE_MANAGER = "kvbm.manager.process"
 
 RUN_MODULE = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
-    f"sys.path.append({os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r}); "
+    f"sys.path.append({os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))!r}); "
     "import runpy; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 """As `python -m`, without its habit of looking in the working directory first: a `kvbm` there may be anybody's.

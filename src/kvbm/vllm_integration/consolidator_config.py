@@ -48,7 +48,8 @@ def should_enable_consolidator(vllm_config: Any) -> bool:
         return False
     if not getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False):
         return False
-    if not events_wanted(vllm_config) or not _settings(vllm_config).consolidator:
+    settings = _settings(vllm_config)
+    if not events_wanted(vllm_config) or not settings.consolidator:
         return False
     ranks = int(getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_size", 1) or 1)
     if ranks > 1:
