@@ -1,7 +1,7 @@
 """`make dynamo`: the prefix-reuse experiment through NVIDIA's Dynamo, on this machine, without a service to start.
 
 Three stacks, one after the other, each from its script in `deploy/launch`: one worker; two workers behind a router that
-follows what they hold; prefill and decode apart. All of them must give the same text as one vLLM without a cache.
+follows what they hold; prefill and decode apart. All of them must give the same text as one worker without KVBM.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Topology:
 
 
 TOPOLOGIES = (
+    Topology("one worker, no KVBM", "agg.sh", {"backend": 1}),
     Topology("one worker", "agg_kvbm.sh", {"backend": 1}),
     Topology("two workers, KV router", "agg_kvbm_router.sh", {"backend": 2}, "decode"),
     Topology("prefill and decode apart", "disagg_kvbm.sh", {"backend": 1, "prefill": 1}),
@@ -59,13 +60,12 @@ class Outcome:
     router: tuple[int, int, int] | None = None
 
 
-def worker_arguments(connector: bool) -> list[str]:
+def worker_arguments() -> list[str]:
     """vLLM's arguments, the same for all runs: a device cache for one request at a time."""
     return [
         *("--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", str(REQUEST_BLOCKS * BLOCK_TOKENS), "--block-size", str(BLOCK_TOKENS)),
         *("--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--max-num-seqs", "2"),
-        *(() if connector else ("--generation-config", "vllm")),
     ]
 
 
@@ -115,30 +115,19 @@ def ask_all(
     return texts, new_s, seen_s
 
 
-def run_alone(model: Path, directory: Path, asks: Sequence[tuple[bool, list[int]]]) -> Outcome:
-    """vLLM without a connector and without Dynamo."""
-    from kvbm.demo.server import VllmServer
-
-    arguments = worker_arguments(connector=False)
-    log = directory / "vllm.log"
-    with VllmServer(
-        str(model), arguments, environment(), log, start_timeout_s=240, request_timeout_s=120
-    ) as server:
-        return Outcome("vLLM alone", *ask_all(server, asks), loaded_blocks=0)
-
-
 def run(topology: Topology, model: Path, directory: Path, asks: Sequence[tuple[bool, list[int]]]) -> Outcome:
     """One stack from start to end."""
     from dynamo_stack import Stack
     from kvbm.demo import counters
     from kvbm.demo.client import Client
 
-    words = " ".join(worker_arguments(connector=True))
+    words = " ".join(worker_arguments())
     variables = environment() | {"MODEL": str(model), "WORKER_ARGS": words}
     with Stack(topology.script, topology.workers, variables, directory / topology.script) as stack:
         texts, new_s, seen_s = ask_all(stack, asks)
         loaded = 0
-        for worker in range(topology.workers["backend"] if topology.chosen else 1):
+        managers = 0 if topology.script == "agg.sh" else topology.workers["backend"]
+        for worker in range(managers):
             page = Client("127.0.0.1", stack.metrics_port + worker, timeout_s=10).page()
             loaded += counters.total(counters.read(page), "kvbm_onboard_blocks_h2d")
         router = None
@@ -159,26 +148,22 @@ def show(outcomes: Sequence[Outcome]) -> bool:
     from kvbm.demo.machine import describe
     from kvbm.present.tables import plain_table
 
-    headings = ("run", "first token, new", "seen before", "loaded", "router believed", "of it host / disk")
+    headings = ("run", "first token: new", "seen", "loaded", "router: cached", "host", "disk")
     table = plain_table(headings, words={"run"})
     for each in outcomes:
-        believed = (
-            ("–", "–")
-            if each.router is None
-            else (f"{each.router[0]} blocks", f"{each.router[1]} / {each.router[2]}")
-        )
         table.add_row(
             each.title,
             f"{statistics.median(each.new_s) * 1000:.0f} ms",
             f"{statistics.median(each.seen_s) * 1000:.0f} ms",
-            f"{each.loaded_blocks} blocks",
-            *believed,
+            str(each.loaded_blocks),
+            *(map(str, each.router) if each.router is not None else "–––"),
         )
-    console = Console()
-    console.print(", ".join(f"{name}: {value}" for name, value in describe(None).items()))
+    console = Console(highlight=False)
+    console.print(", ".join(f"{name}: {value}" for name, value in describe(None).items()), soft_wrap=True)
     console.print(
-        f"{REQUESTS} requests about {DOCUMENTS} documents of {PREFIX_BLOCKS} blocks of {BLOCK_TOKENS} tokens; "
-        "medians; one thread an engine"
+        f"{REQUESTS} requests about {DOCUMENTS} documents of {PREFIX_BLOCKS} blocks of {BLOCK_TOKENS} tokens, one at a"
+        " time; medians; one thread an engine; loaded and cached are blocks",
+        soft_wrap=True,
     )
     console.print(table)
     same = [each for each in outcomes if each.texts == outcomes[0].texts]
@@ -188,7 +173,7 @@ def show(outcomes: Sequence[Outcome]) -> bool:
     for each in outcomes:
         wrong = sum(text != first for text, first in zip(each.texts, outcomes[0].texts, strict=True))
         if wrong:
-            console.print(f"{each.title}: {wrong} of {REQUESTS} texts differ from those of vLLM alone.")
+            console.print(f"{each.title}: {wrong} of {REQUESTS} texts differ from those of the first run.")
     return False
 
 
@@ -196,10 +181,9 @@ def main_inside(output: Path) -> int:
     """The experiment, in Dynamo's environment."""
     from kvbm.testing.tiny_model import make_model
 
-    model = make_model(output / "model", "small", "float32")
+    model = make_model(output / "model", "demo", "float32")
     asks = prompts()
-    print("vLLM alone …", file=sys.stderr, flush=True)
-    outcomes = [run_alone(model, output, asks)]
+    outcomes = []
     for topology in TOPOLOGIES:
         print(f"Dynamo, {topology.title} …", file=sys.stderr, flush=True)
         outcomes.append(run(topology, model, output, asks))
