@@ -100,6 +100,16 @@ class Server:
         return self.client.is_ready()
 
     def __enter__(self: _Own) -> _Own:
+        self.launch()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def launch(self) -> None:
+        """Start the process, and do not wait for it."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -110,12 +120,6 @@ class Server:
                 env=self._environment,
                 start_new_session=True,
             )
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     def __exit__(
         self,
@@ -125,7 +129,8 @@ class Server:
     ) -> None:
         self.stop()
 
-    def _wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> None:
+        """Wait for a process that was launched. Raises ServerError when it ends first, or takes too long."""
         started = time.monotonic()
         assert self._process is not None
         while True:
