@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,7 +18,19 @@ from kvbm.demo.client import Client
 from kvbm.demo.counters import read, total
 from kvbm.demo.server import free_port
 from kvbm.testing.tiny_model import make_model
-from rigs.disaggregated import NIXL, RECOMPUTE, Worker, alone, answered, both, decode, needs_nixl, prefill
+from rigs.disaggregated import (
+    ANSWER_TOKENS,
+    BLOCK_TOKENS,
+    NIXL,
+    RECOMPUTE,
+    Worker,
+    alone,
+    answered,
+    both,
+    decode,
+    needs_nixl,
+    prefill,
+)
 
 pytestmark = [needs_nixl, pytest.mark.timeout(600)]
 
@@ -32,11 +45,11 @@ def prompts(seed: int, count: int = PROMPTS) -> list[list[int]]:
 class Pair:
     """A prefill worker with a cache, and a decode worker. Both are started at once."""
 
-    def __init__(self, directory: Path, connector: str, decode_caches: bool = False) -> None:
+    def __init__(self, directory: Path, connector: str, decode_caches: bool) -> None:
         self._directory = directory
         self._model = make_model(directory / "model", "tiny", "float32")
         self._connector = connector
-        self._decode_caches = decode_caches
+        self.decode_caches = decode_caches
         self.metrics_ports = (free_port(), free_port())
         self.prefiller, self.decoder = self.new_prefiller(), self.new_decoder()
 
@@ -44,7 +57,7 @@ class Pair:
         return Worker(self._model, self._directory, both(self._connector), self._metrics(0))
 
     def new_decoder(self) -> Worker:
-        transfer = both(self._connector) if self._decode_caches else NIXL | RECOMPUTE
+        transfer = both(self._connector) if self.decode_caches else NIXL | RECOMPUTE
         return Worker(self._model, self._directory, transfer, self._metrics(1))
 
     def _metrics(self, which: int) -> dict[str, str]:
@@ -56,9 +69,22 @@ class Pair:
         return total(read(page), "kvbm_onboard_blocks_h2d")
 
 
-@pytest.fixture(scope="module", params=["PdConnector"])
+class Form(NamedTuple):
+    """How a pair is joined."""
+
+    connector: str
+    decode_caches: bool
+
+
+FORMS = (
+    Form("PdConnector", decode_caches=False),
+    pytest.param(Form("MultiConnector", decode_caches=True), marks=pytest.mark.slow),
+)
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.connector)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("pair"), request.param)
+    pair = Pair(tmp_path_factory.mktemp("pair"), *request.param)
     with ExitStack() as ends:
         ends.callback(lambda: (pair.prefiller.stop(), pair.decoder.stop()))
         pair.prefiller.launch()
@@ -82,9 +108,25 @@ def test_texts_are_those_of_one_worker_and_the_second_round_is_loaded(pair: Pair
     pair.decoder.forget()
     before = pair.loaded()
     assert [answered(pair.prefiller, pair.decoder, tokens) for tokens in asked] == reference
-    assert pair.loaded() - before == PROMPTS * (PROMPT_TOKENS // 32)
+    assert pair.loaded() - before == PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS)
 
 
+@pytest.mark.slow
+def test_what_the_decode_worker_received_and_computed_is_cached_there_too(pair: Pair) -> None:
+    if not pair.decode_caches:
+        pytest.skip("this decode worker has no cache")
+    (tokens,) = prompts(7, 1)
+    first = prefill(pair.prefiller, tokens)
+    turn = pair.decoder.complete(tokens, kv_transfer_params=first, return_token_ids=True)["choices"][0]
+    longer = tokens + turn["token_ids"] + prompts(8, 1)[0][:40]
+    pair.decoder.forget()
+    before = pair.loaded(1)
+    text = str(pair.decoder.complete(longer)["choices"][0]["text"])
+    assert pair.loaded(1) - before == (PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS
+    assert text == alone(pair.decoder, longer)
+
+
+@pytest.mark.slow
 def test_a_request_that_ends_between_the_two_harms_nobody(pair: Pair) -> None:
     left, *asked = prompts(2)
     prefill(pair.prefiller, left)
@@ -92,6 +134,7 @@ def test_a_request_that_ends_between_the_two_harms_nobody(pair: Pair) -> None:
     assert texts == reference
 
 
+@pytest.mark.slow
 def test_a_killed_manager_costs_hits_alone(pair: Pair) -> None:
     asked = prompts(3)
     texts, reference = texts_and_reference(pair, asked)
@@ -101,7 +144,20 @@ def test_a_killed_manager_costs_hits_alone(pair: Pair) -> None:
     assert [answered(pair.prefiller, pair.decoder, tokens) for tokens in asked] == texts == reference
 
 
-def test_kv_that_cannot_be_fetched_is_computed(pair: Pair) -> None:
+@pytest.mark.slow
+def test_kv_whose_place_cannot_be_reached_is_computed(pair: Pair) -> None:
+    """NIXL fails: nobody listens where the prefill worker is said to be."""
+    asked = prompts(9, 3)
+    places = [
+        prefill(pair.prefiller, tokens) | {"remote_port": free_port(), "remote_engine_id": f"nobody-{number}"}
+        for number, tokens in enumerate(asked)
+    ]
+    texts = [decode(pair.decoder, tokens, where) for tokens, where in zip(asked, places, strict=True)]
+    assert texts == [alone(pair.decoder, tokens) for tokens in asked]
+
+
+@pytest.mark.slow
+def test_kv_of_a_worker_that_was_killed_is_computed(pair: Pair) -> None:
     """The prefill worker is killed after its answer; a new one takes its place."""
     asked = prompts(4)
     places = [prefill(pair.prefiller, tokens) for tokens in asked]
@@ -117,6 +173,7 @@ def test_kv_that_cannot_be_fetched_is_computed(pair: Pair) -> None:
     assert re.search("KV cache is on", pair.prefiller.log_path.read_text())
 
 
+@pytest.mark.slow
 def test_a_decode_worker_that_is_killed_is_replaced(pair: Pair) -> None:
     asked = prompts(6)
     prefill(pair.prefiller, asked[0])

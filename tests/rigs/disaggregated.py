@@ -32,7 +32,13 @@ KVBM = {
     "kv_role": "kv_both",
     "kv_connector_module_path": "kvbm.vllm_integration.connector",
 }
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    # By default four threads for UCX, which starve one another on two cores: the first transfer took 30 s. And who is
+    # slow shall not lose its lease of the other's blocks, after which vLLM answers from whatever is in them.
+    "kv_connector_extra_config": {"num_threads": 1, "kv_lease_duration": 600},
+}
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -104,7 +110,7 @@ class Worker(VllmServer):
         of_ours = [
             process
             for process in psutil.Process(self._process.pid).children(recursive=True)
-            if PRIVATE_MANAGER in process.cmdline()
+            if process.status() != psutil.STATUS_ZOMBIE and PRIVATE_MANAGER in process.cmdline()
         ]
         assert len(of_ours) == 1
         of_ours[0].kill()
