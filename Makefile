@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix reference clean
+.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -44,6 +44,12 @@ bench: setup  ## measure the budgets of the design and print them as a table
 
 support-matrix: setup  ## the engine tests on every supported vLLM; writes docs/reference/support-matrix.md
 	@$(BIN)/python scripts/support_matrix.py $(ARGS)
+
+dynamo: setup  ## the same experiment through NVIDIA's Dynamo: a frontend, routers, prefill and decode apart
+	@$(BIN)/python scripts/dynamo_demo.py $(ARGS)
+
+dynamo-test: setup  ## the tests under NVIDIA's Dynamo; writes their row of docs/reference/support-matrix.md
+	@$(BIN)/python scripts/dynamo_test.py $(ARGS)
 
 reference: setup  ## write the generated pages of docs/reference, and the dashboard
 	@$(BIN)/python -m kvbm.settings.reference > docs/reference/settings.md

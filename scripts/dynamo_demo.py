@@ -1,7 +1,7 @@
 """`make dynamo`: the prefix-reuse experiment through NVIDIA's Dynamo, on this machine, without a service to start.
 
-Three stacks, one after the other, each from its script in `deploy/launch`: one worker; two workers behind a router that
-follows what they hold; prefill and decode apart. All of them must give the same text as one worker without KVBM.
+Four stacks, one after the other, each from its script in `deploy/launch`: one worker without and with KVBM; two
+workers behind a router that follows what they hold; prefill and decode apart. All must give the same text.
 """
 
 from __future__ import annotations
@@ -148,13 +148,13 @@ def show(outcomes: Sequence[Outcome]) -> bool:
     from kvbm.demo.machine import describe
     from kvbm.present.tables import plain_table
 
-    headings = ("run", "first token: new", "seen", "loaded", "router: cached", "host", "disk")
+    headings = ("run", "new, ms", "seen, ms", "loaded", "router", "host", "disk")
     table = plain_table(headings, words={"run"})
     for each in outcomes:
         table.add_row(
             each.title,
-            f"{statistics.median(each.new_s) * 1000:.0f} ms",
-            f"{statistics.median(each.seen_s) * 1000:.0f} ms",
+            f"{statistics.median(each.new_s) * 1000:.0f}",
+            f"{statistics.median(each.seen_s) * 1000:.0f}",
             str(each.loaded_blocks),
             *(map(str, each.router) if each.router is not None else "–––"),
         )
@@ -162,7 +162,8 @@ def show(outcomes: Sequence[Outcome]) -> bool:
     console.print(", ".join(f"{name}: {value}" for name, value in describe(None).items()), soft_wrap=True)
     console.print(
         f"{REQUESTS} requests about {DOCUMENTS} documents of {PREFIX_BLOCKS} blocks of {BLOCK_TOKENS} tokens, one at a"
-        " time; medians; one thread an engine; loaded and cached are blocks",
+        " time. Median times to the first token, for documents that are new and that were seen; then blocks: loaded by"
+        " KVBM, believed cached by the router in all tiers, in host memory, on disk. One thread an engine.",
         soft_wrap=True,
     )
     console.print(table)

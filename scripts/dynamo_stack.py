@@ -34,7 +34,8 @@ class Choice:
 class Stack(Server):
     """A script of `deploy/launch`, ready when so many workers of each component (`backend`, `prefill`) serve.
 
-    `environment` is all that the processes get but for ports and discovery, which are the stack's own.
+    `environment` is all that the processes get but for ports and discovery, which are the stack's own. Its parts find
+    one another through files, or through `services`: `ETCD_ENDPOINTS` and `NATS_SERVER`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Stack(Server):
         workers: Mapping[str, int],
         environment: Mapping[str, str],
         directory: Path,
+        services: Mapping[str, str] | None = None,
         *,
         start_timeout_s: float = 240.0,
         request_timeout_s: float = 120.0,
@@ -57,10 +59,7 @@ class Stack(Server):
         own = {
             "PYTHON": sys.executable,
             "DYN_HTTP_PORT": str(port),
-            "DYN_FILE_KV": str(directory / "discovery"),
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_EVENT_PLANE": "zmq",
-            "DYN_REQUEST_PLANE": "tcp",
+            **(services or _files(directory)),
             "XDG_RUNTIME_DIR": str(runtime),
             "EVENTS_PORT": str(_free_ports()),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_ports()),
@@ -68,6 +67,7 @@ class Stack(Server):
             "DYN_KVBM_METRICS": "true",
             "DYN_KVBM_METRICS_PORT": str(self.metrics_port),
             "DYN_LOG": "debug",
+            "NIXL_THREADS": "1",
         }
         super().__init__(
             script,
@@ -104,6 +104,15 @@ class Stack(Server):
                 found.append(Choice(int(match[2]), int(match[1]), *tiers))
                 tiers = None
         return found
+
+
+def _files(directory: Path) -> dict[str, str]:
+    return {
+        "DYN_FILE_KV": str(directory / "discovery"),
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_REQUEST_PLANE": "tcp",
+    }
 
 
 def _free_ports() -> int:

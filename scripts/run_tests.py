@@ -2,7 +2,7 @@
 
 Arguments go to pytest, both times. An engine and its manager take two cores, so nothing runs beside them: a manager
 that gets no processor time grants no slots, and then blocks are not stored that tests expect. Engine tests that are
-marked slow are left to `make support-matrix`.
+marked slow are left to `make support-matrix`, those under NVIDIA's Dynamo to `make dynamo-test`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import subprocess
 import sys
 
 NOTHING_COLLECTED = 5
-PARTS = (["-m", "not engine", "-n", "auto", "--dist", "loadfile"], ["-m", "engine and not slow"])
+PARTS = (
+    ["-m", "not engine and not dynamo", "-n", "auto", "--dist", "loadfile"],
+    ["-m", "engine and not slow"],
+)
 
 
 def main() -> int:

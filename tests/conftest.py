@@ -3,7 +3,7 @@
 What was skipped for want of hardware or a program is listed at the end of a run, by reason (`not_run`).
 
 A test module just imports what it needs. Everything below `tests/engine` is marked `engine`, and is not even read
-where vLLM is not installed.
+where vLLM is not installed; what is below `tests/dynamo` is marked `dynamo`, and needs NVIDIA's Dynamo.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ pytest.register_assert_rewrite("rigs")
 pytest_plugins = ["rigs.fixtures"]
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
+DYNAMO_TESTS = Path(__file__).parent / "dynamo"
 OPTIONAL = {
     "huggingface_hub",
     "matplotlib",
@@ -46,6 +47,8 @@ class OptionalModule(pytest.Module):
         """As pytest does it, except that an optional package that is missing is no error."""
         if ENGINE_TESTS in self.path.parents and importlib.util.find_spec("vllm") is None:
             pytest.skip("vllm is not installed", allow_module_level=True)
+        if DYNAMO_TESTS in self.path.parents and importlib.util.find_spec("dynamo") is None:
+            pytest.skip("ai-dynamo is not installed (make dynamo-test)", allow_module_level=True)
         try:
             return super().collect()
         except self.CollectError as error:
@@ -63,6 +66,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the engine tests. An engine's own threads and destructors may warn; ours may not."""
     for item in items:
+        if DYNAMO_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.dynamo)
         if ENGINE_TESTS in item.path.parents:
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))

@@ -1,9 +1,12 @@
+# shellcheck shell=bash disable=SC2034,SC2046
 # Sourced by the scripts beside it: what they share. Nothing here is needed to follow them.
 #
 #   MODEL            a model's name or directory                       Qwen/Qwen3-0.6B
 #   DYN_HTTP_PORT    where the frontend listens                        8000
 #   WORKER_ARGS      more words for every `python -m dynamo.vllm`      --enforce-eager
 #   PYTHON           the Python that has Dynamo, vLLM and KVBM         python3
+#   NIXL_THREADS     threads of NIXL; with few cores, 1                4
+#   KVBM_ON_DECODE   1: decode workers keep their KV cache too         -
 #
 # Without ETCD_ENDPOINTS and NATS_SERVER, Dynamo's parts find one another through files and ZMQ: no service to start.
 
@@ -25,8 +28,22 @@ if [ -z "${ETCD_ENDPOINTS:-}" ] && [ -z "${NATS_SERVER:-}" ]; then
 fi
 
 KVBM='{"kv_connector":"DynamoConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector","kv_load_failure_policy":"recompute"}'
-NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'
-KVBM_AND_NIXL='{"kv_connector":"PdConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[{"kv_connector":"DynamoConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector"},{"kv_connector":"NixlConnector","kv_role":"kv_producer"}]}}'
+NIXL_EXTRA="{\"num_threads\":${NIXL_THREADS:-4}}"
+NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":'$NIXL_EXTRA'}'
+KVBM_AND_NIXL='{"kv_connector":"PdConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[{"kv_connector":"DynamoConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector"},{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_connector_extra_config":'$NIXL_EXTRA'}]}}'
+ON_DECODE=$NIXL
+[ -z "${KVBM_ON_DECODE:-}" ] || ON_DECODE=$KVBM_AND_NIXL
+
+# One manager for all workers of this machine, unless DYN_KVBM_MANAGER names one: each finds what the others computed.
+share_manager() {
+  if [ -z "${DYN_KVBM_MANAGER:-}" ]; then
+    MANAGER_FILES=$(mktemp -d "${TMPDIR:-/tmp}/kvbm-manager.XXXXXX")
+    export DYN_KVBM_MANAGER=$MANAGER_FILES/manager.sock
+    "$PYTHON" -m kvbm.cli.main manager --socket "$DYN_KVBM_MANAGER" --host-memory "${DYN_KVBM_CPU_CACHE_GB:-20}GB" &
+  fi
+  # The manager has the size; an engine that names one too is told so.
+  unset DYN_KVBM_CPU_CACHE_GB
+}
 
 # Events of the KV cache, for a router, on this port.
 events() {
@@ -38,7 +55,7 @@ end() {
   trap - EXIT INT TERM
   kill $(jobs -p) 2>/dev/null
   wait
-  [ -z "${OWN_FILES:-}" ] || rm -rf "$OWN_FILES"
+  rm -rf ${OWN_FILES:+"$OWN_FILES"} ${MANAGER_FILES:+"$MANAGER_FILES"}
 }
 trap end EXIT
 trap 'exit 130' INT

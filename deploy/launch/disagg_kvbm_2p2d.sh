@@ -6,18 +6,11 @@ set -euo pipefail
 SIDE_PORT=${VLLM_NIXL_SIDE_CHANNEL_PORT:-20096}
 EVENTS_PORT=${EVENTS_PORT:-20080}
 
-if [ -z "${DYN_KVBM_MANAGER:-}" ]; then
-  DIRECTORY=$(mktemp -d "${TMPDIR:-/tmp}/kvbm-manager.XXXXXX")
-  export DYN_KVBM_MANAGER=$DIRECTORY/manager.sock
-  "$PYTHON" -m kvbm.cli.main manager --socket "$DYN_KVBM_MANAGER" --host-memory "${DYN_KVBM_CPU_CACHE_GB:-20}GB" &
-fi
-# A manager has the size; an engine that names one too is told so.
-unset DYN_KVBM_CPU_CACHE_GB
-
+share_manager
 frontend --router-mode kv
 for number in 0 1; do
   VLLM_NIXL_SIDE_CHANNEL_PORT=$((SIDE_PORT + number)) \
-    worker $number --disaggregation-mode decode --kv-transfer-config "$NIXL" \
+    worker $number --disaggregation-mode decode --kv-transfer-config "$ON_DECODE" \
     --kv-events-config "$(events $((EVENTS_PORT + number)))"
 done
 for number in 2 3; do

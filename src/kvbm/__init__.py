@@ -58,4 +58,6 @@ def __getattr__(name: str) -> object:
         if name in names:
             found: object = getattr(import_module(f"kvbm.{module}"), name)
             return found
+    if name in ("KvbmLeader", "KvbmWorker"):
+        import_module("kvbm.elsewhere").refuse(f"kvbm.{name}")
     raise AttributeError(f"module 'kvbm' has no attribute {name!r}")

@@ -31,7 +31,7 @@ THEIRS: Files = {
     "kvbm/vllm_integration/connector/dynamo_connector.py": b"",
     "kvbm/vllm_integration/connector/pd_connector.py": b"",
 }
-"""As in the wheel of kvbm 1.6.1: four of these paths are ours too."""
+"""As in the wheel of kvbm 1.6.1: all of these paths but one are ours too."""
 
 
 def ours() -> Files:
@@ -114,7 +114,7 @@ def test_theirs_installed_after_ours(site: Path) -> None:
     """`pip install kvbm`, and `import kvbm` is NVIDIA's: command and plug-in notice."""
     install(site, "openkvbm", ours())
     install(site, "kvbm", THEIRS)
-    assert "have 5 files (kvbm/__init__.py, …) in common" in problem(str(site))
+    assert "have 7 files (kvbm/__init__.py, …) in common" in problem(str(site))
     assert problem(str(site), read_files=False) == problem(str(site))
     assert_refused(site, COMMAND, ENGINE)
 
@@ -144,7 +144,7 @@ def test_theirs_without_its_record(site: Path) -> None:
     install(site, "kvbm", THEIRS)
     shutil.rmtree(site / "kvbm-1.6.1.dist-info")
     assert problem(str(site), read_files=False) == ""
-    assert "5 files (kvbm/__init__.py, …) of openkvbm" in problem(str(site))
+    assert "7 files (kvbm/__init__.py, …) of openkvbm" in problem(str(site))
     assert_refused(site, COMMAND, ENGINE)
 
 

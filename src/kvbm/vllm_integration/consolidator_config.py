@@ -22,7 +22,8 @@ from kvbm.errors import SettingsError
 from kvbm.events import consolidator
 from kvbm.runtime_dir import make_runtime_dir, open_lock
 from kvbm.settings import CONSOLIDATOR_PORT_OFFSET, PORT_MAX, Settings, load_settings, process_environment
-from kvbm.settings import is_truthy as is_truthy
+from kvbm.utils import get_consolidator_mode as get_consolidator_mode
+from kvbm.utils import is_truthy as is_truthy
 from kvbm.vllm_integration.kv_events import events_wanted
 
 log = logging.getLogger("kvbm.consolidator")
@@ -72,11 +73,6 @@ def get_consolidator_endpoints(vllm_config: Any) -> Endpoints | None:
         settings.leader_pub_port,
     )
     return endpoints
-
-
-def get_consolidator_mode() -> str:
-    """`dedup` or `passthrough`, from `DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE`. Raises SettingsError."""
-    return load_settings(process_environment()).settings.consolidator_mode
 
 
 def kept_consolidator(vllm_config: Any, settings: Settings) -> KeptProcess | None:

@@ -1,0 +1,183 @@
+"""NVIDIA's Dynamo with KVBM in place of theirs, as the scripts of `deploy/launch` start it.
+
+Every engine has one thread, so that all round alike; the texts of one worker without KVBM are the reference.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvbm.demo import counters
+from kvbm.demo.client import Client
+from kvbm.events import consolidator
+from kvbm.testing.tiny_model import make_model
+from rigs.checkout import ROOT
+from rigs.manager_probe import wait_for
+from rigs.services import etcd_and_nats
+
+sys.path.append(str(ROOT / "scripts"))
+
+from dynamo_demo import environment
+from dynamo_stack import Choice, Stack
+
+pytestmark = pytest.mark.timeout(600)
+
+BLOCK_TOKENS, BLOCKS, DEVICE_BLOCKS, ANSWER_TOKENS = 32, 31, 64, 8
+OTHERS = 16
+"""Prompts between two of the same: two of them take a whole device, and there are two workers."""
+ONE_SHORT = BLOCKS - 1
+"""A router looks for one block less than there are, at the most."""
+
+Start = Callable[..., Stack]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "tiny", "float32")
+
+
+def starter(model: Path, directory: Path) -> Start:
+    """What makes a stack that is not started yet."""
+    words = (
+        f"--served-model-name m --max-model-len 1152 --enforce-eager --block-size {BLOCK_TOKENS} "
+        f"--num-gpu-blocks-override {DEVICE_BLOCKS} --dtype float32 --max-num-seqs 2"
+    )
+
+    def make(
+        script: str, workers: Mapping[str, int], services: Mapping[str, str] | None = None, **variables: str
+    ) -> Stack:
+        mine = {"MODEL": str(model), "WORKER_ARGS": words, "DYN_KVBM_ONBOARD": "always", **variables}
+        return Stack(script, workers, environment() | mine, directory / script, services)
+
+    return make
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Start:
+    return starter(model, tmp_path)
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, 400) for _ in range(BLOCKS * BLOCK_TOKENS + 5)] for _ in range(count)]
+
+
+def ask(stack: Stack, tokens: list[int]) -> str:
+    return stack.client.complete("m", tokens, ANSWER_TOKENS).text
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What one worker without KVBM answers to the first prompt of every seed that is used here."""
+    with starter(model, tmp_path_factory.mktemp("reference"))("agg.sh", {"backend": 1}) as stack:
+        return {seed: ask(stack, prompts(seed, 1)[0]) for seed in range(4)}
+
+
+def loaded(stack: Stack, managers: int) -> int:
+    """Blocks that came back from below the device, of all managers."""
+    pages = [Client("127.0.0.1", stack.metrics_port + number, 10).page() for number in range(managers)]
+    return sum(counters.total(counters.read(page), "kvbm_onboard_blocks_h2d") for page in pages)
+
+
+def asked_again(stack: Stack, seed: int) -> tuple[list[str], list[Choice]]:
+    """A prompt, twice; so many others that no device holds it any more; and once more. Its texts, and what the router
+    believed of it."""
+    tokens, *others = prompts(seed, OTHERS + 1)
+    texts, choices = list[str](), list[Choice]()
+    for _ in range(2):
+        texts.append(ask(stack, tokens))
+        choices.append(stack.choices()[-1])
+    for other in others:
+        ask(stack, other)
+    texts.append(ask(stack, tokens))
+    choices.append(stack.choices()[-1])
+    return texts, choices
+
+
+@pytest.fixture(params=["dedup", "passthrough", "off"])
+def events(request: pytest.FixtureRequest, start: Start) -> Iterator[tuple[str, Stack]]:
+    """Two workers behind a router, with the consolidator in each of its modes and without it."""
+    mode: dict[str, str] = {"DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE": request.param}
+    if request.param == "off":
+        mode = {"DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": "false"}
+    with start("agg_kvbm_router.sh", {"backend": 2}, **mode) as stack:
+        yield request.param, stack
+
+
+def test_a_router_follows_blocks_below_the_device(
+    events: tuple[str, Stack], reference: dict[int, str]
+) -> None:
+    mode, stack = events
+    texts, (_, second, third) = asked_again(stack, seed=0)
+    assert set(texts) == {reference[0]}
+    assert second.overlap >= ONE_SHORT
+    if mode == "dedup":
+        assert third.overlap >= ONE_SHORT, "one account: where the block lies makes no difference"
+    else:
+        assert third.host >= ONE_SHORT
+    assert loaded(stack, 2) >= ONE_SHORT
+    if mode == "off":
+        return
+    children = consolidators()
+    assert len(children) == 2
+    for child in children:
+        child.kill()
+    killed = {child.pid for child in children}
+    wait_for(
+        lambda: len({each.pid for each in consolidators()} - killed) == 2,
+        20.0,
+        "the consolidators did not come back",
+    )
+    texts, (_, second, third) = asked_again(stack, seed=1)
+    assert set(texts) == {reference[1]}
+    assert max(third.overlap, third.host) >= ONE_SHORT
+
+
+def consolidators() -> list[psutil.Process]:
+    """Those that run below this process."""
+    found = list[psutil.Process]()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and consolidator.__name__ in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "workers", "managers"),
+    [("disagg_kvbm.sh", 1, 1), ("disagg_kvbm_2p2d.sh", 2, 1)],
+    ids=["1P1D", "2P2D"],
+)
+def test_prefill_and_decode_apart(
+    start: Start, reference: dict[int, str], script: str, workers: int, managers: int
+) -> None:
+    """Decode workers keep what they computed, too: the next turn is found up to its last whole block."""
+    count = {"backend": workers, "prefill": workers}
+    with start(script, count, KVBM_ON_DECODE="1") as stack:
+        tokens, *others = prompts(2, OTHERS + 1)
+        texts = [ask(stack, tokens)]
+        for other in others:
+            ask(stack, other)
+        before = loaded(stack, managers)
+        texts.append(ask(stack, tokens))
+        assert loaded(stack, managers) - before >= ONE_SHORT
+    assert set(texts) == {reference[2]}
+
+
+def test_with_etcd_and_nats(start: Start, reference: dict[int, str], tmp_path: Path) -> None:
+    """Dynamo's own discovery, for those who have it; nothing of ours asks for it."""
+    with (
+        etcd_and_nats(tmp_path) as services,
+        start("agg_kvbm_router.sh", {"backend": 2}, services) as stack,
+    ):
+        texts, (_, second, third) = asked_again(stack, seed=3)
+        assert set(texts) == {reference[3]}
+        assert min(second.overlap, max(third.overlap, third.host)) >= ONE_SHORT
