@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +52,8 @@ class Stack(Server):
         while_starting: Callable[[float], None] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        runtime = directory / "runtime"
-        runtime.mkdir(mode=0o700, exist_ok=True)
+        # Not below `directory`: the path of a socket is 108 bytes at most.
+        self._runtime = tempfile.TemporaryDirectory(prefix="kvbm-")
         self._workers = dict(workers)
         self.metrics_port = _free_ports()
         port = free_port()
@@ -60,7 +61,7 @@ class Stack(Server):
             "PYTHON": sys.executable,
             "DYN_HTTP_PORT": str(port),
             **(services or _files(directory)),
-            "XDG_RUNTIME_DIR": str(runtime),
+            "XDG_RUNTIME_DIR": self._runtime.name,
             "EVENTS_PORT": str(_free_ports()),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_ports()),
             "DYN_KVBM_LEADER_ZMQ_PUB_PORT": str(_free_ports() - 1000),
@@ -79,6 +80,11 @@ class Stack(Server):
             request_timeout_s=request_timeout_s,
             while_starting=while_starting,
         )
+
+    def stop(self) -> None:
+        """End all of it."""
+        super().stop()
+        self._runtime.cleanup()
 
     def is_ready(self) -> bool:
         """Whether every worker is known to the frontend."""

@@ -22,7 +22,8 @@ def main() -> int:
     os.environ.update(ENGINE_ENVIRONMENT | {"PATH": f"{venv.path / 'bin'}:{os.environ['PATH']}"})
     say(f"tests under Dynamo {dynamo_venv.DYNAMO} with vLLM {dynamo_venv.VLLM}")
     words = ("-m", "pytest", "-m", "dynamo", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}")
-    venv.run(*words, str(ROOT / "tests" / "dynamo"), *sys.argv[1:])
+    logs = f"--basetemp={venv.path / 'tests'}"
+    venv.run(*words, logs, str(ROOT / "tests" / "dynamo"), *sys.argv[1:])
     row = {**describe(venv, "V1"), **read_junit(junit), "vllm": dynamo_venv.VLLM}
     report = read_report()
     report.setdefault("dynamo", {})[dynamo_venv.DYNAMO] = row

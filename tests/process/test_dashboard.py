@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -177,3 +178,31 @@ def test_compose_mounts_what_is_there() -> None:
     assert json.loads(transfer)["kv_connector_module_path"] == "kvbm.vllm_integration.connector"
     for path in ("provisioning/datasources/prometheus.yml", "provisioning/dashboards/kvbm.yml"):
         assert yaml.safe_load((DEPLOY / "grafana" / path).read_text())["apiVersion"] == 1
+
+
+def test_compose_with_dynamo_is_whole() -> None:
+    """etcd and NATS are where the parts look for them; workers are configured as the launch scripts configure them."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    folder = DEPLOY / "compose"
+    services = yaml.safe_load((folder / "dynamo.yml").read_text())["services"]
+    assert set(services) == {"frontend", "worker-0", "worker-1", "etcd", "nats"}
+    script = (DEPLOY / "launch" / "common.sh").read_text()
+    for name in ("frontend", "worker-0", "worker-1"):
+        service = services[name]
+        assert service["environment"]["ETCD_ENDPOINTS"] == "http://etcd:2379"
+        assert service["environment"]["NATS_SERVER"] == "nats://nats:4222"
+        assert set(service["depends_on"]) == {"etcd", "nats"}
+        assert (folder / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+        words = service["command"]
+        if name != "frontend":
+            assert f"KVBM='{words[words.index('--kv-transfer-config') + 1]}'" in script
+            assert json.loads(words[words.index("--kv-events-config") + 1])["enable_kv_cache_events"]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_launch_scripts_are_clean() -> None:
+    scripts = sorted(path.name for path in (DEPLOY / "launch").glob("*.sh"))
+    checked = subprocess.run(
+        ["shellcheck", "-x", "-S", "warning", *scripts], cwd=DEPLOY / "launch", capture_output=True, text=True
+    )
+    assert not checked.stdout
