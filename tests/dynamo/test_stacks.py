@@ -81,7 +81,9 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 
 def loaded(stack: Stack, managers: int) -> int:
     """Blocks that came back from below the device, of all managers."""
-    pages = [Client("127.0.0.1", stack.metrics_port + number, 10).page() for number in range(managers)]
+    pages = [
+        Client("127.0.0.1", stack.metrics_port + number, timeout_s=10).page() for number in range(managers)
+    ]
     return sum(counters.total(counters.read(page), "kvbm_onboard_blocks_h2d") for page in pages)
 
 

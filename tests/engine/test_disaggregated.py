@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +18,11 @@ from kvbm.demo.counters import read, total
 from kvbm.demo.server import free_port
 from kvbm.testing.tiny_model import make_model
 from rigs.disaggregated import (
-    ANSWER_TOKENS,
     BLOCK_TOKENS,
+    HOST_GB,
     NIXL,
     RECOMPUTE,
+    SharedManager,
     Worker,
     alone,
     answered,
@@ -34,7 +34,7 @@ from rigs.disaggregated import (
 
 pytestmark = [needs_nixl, pytest.mark.timeout(600)]
 
-PROMPTS, PROMPT_TOKENS = 6, 400
+PROMPTS, PROMPT_TOKENS, LONG_ANSWER_TOKENS = 6, 400, 40
 
 
 def prompts(seed: int, count: int = PROMPTS) -> list[list[int]]:
@@ -42,56 +42,82 @@ def prompts(seed: int, count: int = PROMPTS) -> list[list[int]]:
     return [[rng.randrange(10, 400) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-class Pair:
-    """A prefill worker with a cache, and a decode worker. Both are started at once."""
+class Form(NamedTuple):
+    """How a pair is joined: with a private manager behind the prefill worker, or one that both workers share."""
 
-    def __init__(self, directory: Path, connector: str, decode_caches: bool) -> None:
+    connector: str
+    shared: bool
+
+
+class Pair:
+    """A prefill worker with a cache, and a decode worker, which has the same one where it is shared."""
+
+    def __init__(self, directory: Path, form: Form) -> None:
         self._directory = directory
         self._model = make_model(directory / "model", "tiny", "float32")
-        self._connector = connector
-        self.decode_caches = decode_caches
-        self.metrics_ports = (free_port(), free_port())
+        self._connector = form.connector
+        self._metrics_port = free_port()
+        self.manager = SharedManager(directory, self._metrics_port) if form.shared else None
         self.prefiller, self.decoder = self.new_prefiller(), self.new_decoder()
 
     def new_prefiller(self) -> Worker:
-        return Worker(self._model, self._directory, both(self._connector), self._metrics(0))
+        return Worker(self._model, self._directory, both(self._connector), self._variables())
 
     def new_decoder(self) -> Worker:
-        transfer = both(self._connector) if self.decode_caches else NIXL | RECOMPUTE
-        return Worker(self._model, self._directory, transfer, self._metrics(1))
+        transfer = both(self._connector) if self.manager is not None else NIXL | RECOMPUTE
+        return Worker(self._model, self._directory, transfer, self._variables())
 
-    def _metrics(self, which: int) -> dict[str, str]:
-        return {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(self.metrics_ports[which])}
+    def _variables(self) -> dict[str, str]:
+        if self.manager is not None:
+            return {"DYN_KVBM_MANAGER": self.manager.socket}
+        private = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(self._metrics_port)}
+        return {"DYN_KVBM_CPU_CACHE_GB": HOST_GB, **private}
 
-    def loaded(self, which: int = 0) -> int:
-        """Blocks that the manager of the prefill worker, or of the decode worker, gave back."""
-        page = Client("127.0.0.1", self.metrics_ports[which], timeout_s=10).page()
+    def start(self) -> None:
+        """Both workers at once."""
+        if self.manager is not None:
+            self.manager.launch()
+            self.manager.wait_until_ready()
+        self.prefiller.launch()
+        self.decoder.launch()
+        self.prefiller.wait_until_ready()
+        self.decoder.wait_until_ready()
+
+    def stop(self) -> None:
+        self.prefiller.stop()
+        self.decoder.stop()
+        if self.manager is not None:
+            self.manager.stop()
+
+    def kill_manager(self) -> None:
+        """As a crash does; a shared one is started again, as its operator would."""
+        if self.manager is None:
+            self.prefiller.kill_manager()
+            return
+        self.manager.kill()
+        self.manager.launch()
+        self.manager.wait_until_ready()
+
+    def loaded(self) -> int:
+        """Blocks that the manager gave back."""
+        page = Client("127.0.0.1", self._metrics_port, timeout_s=10).page()
         return total(read(page), "kvbm_onboard_blocks_h2d")
 
 
-class Form(NamedTuple):
-    """How a pair is joined."""
-
-    connector: str
-    decode_caches: bool
-
-
 FORMS = (
-    Form("PdConnector", decode_caches=False),
-    pytest.param(Form("MultiConnector", decode_caches=True), marks=pytest.mark.slow),
+    Form("PdConnector", shared=False),
+    pytest.param(Form("MultiConnector", shared=True), marks=pytest.mark.slow),
 )
 
 
 @pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.connector)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("pair"), *request.param)
-    with ExitStack() as ends:
-        ends.callback(lambda: (pair.prefiller.stop(), pair.decoder.stop()))
-        pair.prefiller.launch()
-        pair.decoder.launch()
-        pair.prefiller.wait_until_ready()
-        pair.decoder.wait_until_ready()
+    pair = Pair(tmp_path_factory.mktemp("pair"), request.param)
+    try:
+        pair.start()
         yield pair
+    finally:
+        pair.stop()
 
 
 def texts_and_reference(pair: Pair, asked: list[list[int]]) -> tuple[list[str], list[str]]:
@@ -112,17 +138,20 @@ def test_texts_are_those_of_one_worker_and_the_second_round_is_loaded(pair: Pair
 
 
 @pytest.mark.slow
-def test_what_the_decode_worker_received_and_computed_is_cached_there_too(pair: Pair) -> None:
-    if not pair.decode_caches:
+def test_the_next_turn_finds_what_the_decode_worker_computed(pair: Pair) -> None:
+    if pair.manager is None:
         pytest.skip("this decode worker has no cache")
-    (tokens,) = prompts(7, 1)
-    first = prefill(pair.prefiller, tokens)
-    turn = pair.decoder.complete(tokens, kv_transfer_params=first, return_token_ids=True)["choices"][0]
-    longer = tokens + turn["token_ids"] + prompts(8, 1)[0][:40]
-    pair.decoder.forget()
-    before = pair.loaded(1)
-    text = str(pair.decoder.complete(longer)["choices"][0]["text"])
-    assert pair.loaded(1) - before == (PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS
+    tokens, more = prompts(7, 2)
+    where = prefill(pair.prefiller, tokens)
+    turn = pair.decoder.complete(
+        tokens, kv_transfer_params=where, max_tokens=LONG_ANSWER_TOKENS, return_token_ids=True
+    )
+    longer = tokens + turn["choices"][0]["token_ids"] + more[:40]
+    pair.prefiller.forget()
+    before = pair.loaded()
+    text = answered(pair.prefiller, pair.decoder, longer)
+    # The last token's KV was never computed.
+    assert pair.loaded() - before >= (PROMPT_TOKENS + LONG_ANSWER_TOKENS - 1) // BLOCK_TOKENS
     assert text == alone(pair.decoder, longer)
 
 
@@ -138,7 +167,7 @@ def test_a_request_that_ends_between_the_two_harms_nobody(pair: Pair) -> None:
 def test_a_killed_manager_costs_hits_alone(pair: Pair) -> None:
     asked = prompts(3)
     texts, reference = texts_and_reference(pair, asked)
-    pair.prefiller.kill_manager()
+    pair.kill_manager()
     pair.prefiller.forget()
     pair.decoder.forget()
     assert [answered(pair.prefiller, pair.decoder, tokens) for tokens in asked] == texts == reference

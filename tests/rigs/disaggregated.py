@@ -11,6 +11,8 @@ import itertools
 import json
 import os
 import signal
+import sys
+import tempfile
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,12 +22,14 @@ import psutil
 import pytest
 
 from kvbm.client.finder import PRIVATE_MANAGER
-from kvbm.demo.server import VllmServer, free_port
+from kvbm.demo.server import Server, VllmServer, free_port
+from kvbm.settings import process_environment
 
 MODEL = "tiny"
 BLOCK_TOKENS, MODEL_TOKENS, DEVICE_BLOCKS = 32, 512, 48
 ANSWER_TOKENS = 12
 PATIENCE_S = 60.0
+HOST_GB = "0.05"
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 KVBM = {
     "kv_connector": "DynamoConnector",
@@ -39,6 +43,8 @@ NIXL = {
     # slow shall not lose its lease of the other's blocks, after which vLLM answers from whatever is in them.
     "kv_connector_extra_config": {"num_threads": 1, "kv_lease_duration": 600},
 }
+
+_salts = itertools.count()
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -55,6 +61,36 @@ def both(connector: str = "PdConnector") -> dict[str, Any]:
         **RECOMPUTE,
         "kv_connector_extra_config": {"connectors": [KVBM, NIXL]},
     }
+
+
+class SharedManager(Server):
+    """A `kvbm manager` for both workers."""
+
+    def __init__(self, directory: Path, metrics_port: int) -> None:
+        self._home = tempfile.TemporaryDirectory(prefix="kvbm-")  # the path of a socket is short
+        self.socket = f"{self._home.name}/m.sock"
+        words = [sys.executable, "-m", "kvbm.cli.main", "manager", "--socket", self.socket]
+        metrics = ["--metrics", "--metrics-port", str(metrics_port)]
+        super().__init__(
+            "the manager",
+            [*words, "--host-memory", f"{HOST_GB}GB", *metrics],
+            metrics_port,
+            process_environment(),
+            directory / "manager.log",
+            start_timeout_s=30,
+            request_timeout_s=10,
+        )
+
+    def is_ready(self) -> bool:
+        return bool(self.client.page("/metrics"))
+
+    def kill(self) -> None:
+        """End it as a crash does."""
+        kill(self)
+
+    def stop(self) -> None:
+        super().stop()
+        self._home.cleanup()
 
 
 class Worker(VllmServer):
@@ -77,7 +113,6 @@ class Worker(VllmServer):
             "OMP_NUM_THREADS": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            "DYN_KVBM_CPU_CACHE_GB": "0.05",
             # A hit is loaded even where computing is cheaper, so that it is seen.
             "DYN_KVBM_ONBOARD": "always",
             **(variables or {}),
@@ -99,17 +134,14 @@ class Worker(VllmServer):
 
     def kill(self) -> None:
         """End it and all it started as a crash does: nobody is told."""
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self.stop()
+        kill(self)
 
     def kill_manager(self) -> None:
         """End its private manager as a crash does."""
-        assert self._process is not None
+        assert self.pid is not None
         of_ours = [
             process
-            for process in psutil.Process(self._process.pid).children(recursive=True)
+            for process in psutil.Process(self.pid).children(recursive=True)
             if process.status() != psutil.STATUS_ZOMBIE and PRIVATE_MANAGER in process.cmdline()
         ]
         assert len(of_ours) == 1
@@ -136,6 +168,13 @@ class Worker(VllmServer):
         self.post("/reset_prefix_cache")
 
 
+def kill(server: Server) -> None:
+    """End a process and all it started, without a word to anybody."""
+    assert server.pid is not None
+    os.killpg(server.pid, signal.SIGKILL)
+    Server.stop(server)
+
+
 def prefill(worker: Worker, tokens: Sequence[int]) -> dict[str, Any]:
     """Compute a prompt; where its KV lies."""
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -158,4 +197,5 @@ def answered(prefiller: Worker, decoder: Worker, tokens: Sequence[int]) -> str:
 def alone(worker: Worker, tokens: Sequence[int]) -> str:
     """What the same worker answers without the other: all of it computed here."""
     worker.forget()
-    return str(worker.complete(tokens)["choices"][0]["text"])
+    salt = f"alone {next(_salts)}"  # what a cache below the device holds is another prompt's
+    return str(worker.complete(tokens, cache_salt=salt)["choices"][0]["text"])

@@ -95,6 +95,11 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self.start_s = 0.0
 
+    @property
+    def pid(self) -> int | None:
+        """Its process, which leads a group of its own; None while it does not run."""
+        return self._process.pid if self._process is not None else None
+
     def is_ready(self) -> bool:
         """Whether it can serve. May raise RequestError while it can't."""
         return self.client.is_ready()
