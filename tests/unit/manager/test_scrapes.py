@@ -117,6 +117,19 @@ def test_the_wait_is_bounded(manager: ManagerBench, ask: Ask) -> None:
     assert (found[STORED], found[FILLING]) == (0, 4)
 
 
+def test_the_loop_wakes_up_when_the_wait_is_over(
+    manager: ManagerBench, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, _ = manager.engine()
+    leader.reserve(1, KEYS[:4])
+    ask()
+    manager.step(5)
+    waits: list[float] = []
+    monkeypatch.setattr(manager.server._selector, "select", lambda wait_s: waits.append(wait_s) or [])
+    manager.server.step(60.0)
+    assert waits == [STORES_WAIT_S]
+
+
 def test_later_stores_are_not_waited_for(manager: ManagerBench, ask: Ask) -> None:
     """Under load there is always one under way."""
     leader, _ = manager.engine()
