@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from rigs.manager_probe import Metrics, free_port, private_managers, scrape, wai
 
 DEVICE_BLOCKS = 48
 """Far too few for the workload: blocks are evicted from the device and requests are preempted all the time."""
-GAUGES_S = 0.7
-"""Longer than the manager's gauges stay as they are."""
 
 _starts = itertools.count(1)
 
@@ -70,8 +67,7 @@ class Launcher:
             ) from None
 
     def assert_nothing_held(self) -> None:
-        """With no request left no block is leased or being filled. The gauges follow twice a second."""
-        time.sleep(GAUGES_S)
+        """With no request left no block is leased or being filled."""
 
         def held() -> dict[str, float]:
             metrics = self.metrics()

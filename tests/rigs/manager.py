@@ -20,6 +20,7 @@ from kvbm.hashing import chain_keys, join_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.leases import Lease
+from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
@@ -71,9 +72,9 @@ class ManagerBench:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
         self._listener.listen(64)
-        self.server = Server(
-            self._listener, self._spaces, Traffic(self.metrics, self.settings, self.clock), self.clock
-        )
+        traffic = Traffic(self.metrics, self.settings, self.clock)
+        self.scrapes = Scrapes(self.metrics, self.clock, answer_s_max=DEADLINE_S)
+        self.server = Server(self._listener, self._spaces, traffic, self.clock, scrapes=self.scrapes)
         self.clients: list[Client] = []
         self.open = True
 

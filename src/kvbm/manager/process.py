@@ -25,10 +25,10 @@ from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.admin_page import admin_page
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.garbage import collected_when_idle
+from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
 from kvbm.manager.traffic import Traffic
 from kvbm.observe.exporter import MetricsServer, bind_nearby
-from kvbm.observe.exposition import render
 from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
@@ -66,7 +66,7 @@ def serve(
     engine.
     """
     metrics = Metrics(_tiers(settings))
-    traffic = Traffic(metrics, settings, clock)
+    traffic, scrapes = Traffic(metrics, settings, clock), Scrapes(metrics, clock)
     make_spaces = partial(SpaceTable, settings, namespaces, metrics, clock)
     if not settings.manager:
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
@@ -74,12 +74,13 @@ def serve(
     # A client that can connect is served: the socket comes when nothing else can fail.
     mode = 0o666 if peer_uids else 0o600
     with (
-        _scraped(settings, metrics, private) as metrics_port,
+        contextlib.closing(scrapes),
+        _scraped(settings, scrapes, private) as metrics_port,
         admin_page(settings, os.path.abspath(socket_path), private) as start_page,
         _listening(socket_path, mode) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
     ):
-        server = Server(listener, make_spaces, traffic, clock, peer_uids)
+        server = Server(listener, make_spaces, traffic, clock, peer_uids, scrapes)
         signals = _Signals(server)
         log.info(
             start_line(
@@ -141,7 +142,7 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _scraped(settings: Settings, metrics: Metrics, private: bool) -> Iterator[int | None]:
+def _scraped(settings: Settings, scrapes: Scrapes, private: bool) -> Iterator[int | None]:
     """`/metrics`, while the manager serves; its port, or None without.
 
     A shared manager takes the port that its operator names, or fails. A private one takes another port, or none.
@@ -149,7 +150,7 @@ def _scraped(settings: Settings, metrics: Metrics, private: bool) -> Iterator[in
     if not settings.metrics:
         yield None
         return
-    page, host, port = partial(render, metrics), settings.metrics_host, settings.metrics_port
+    page, host, port = scrapes.page, settings.metrics_host, settings.metrics_port
     exporter = (
         bind_nearby(page, host, port, METRICS_PORTS_MAX) if private else MetricsServer(page, host, port)
     )

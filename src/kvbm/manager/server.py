@@ -41,6 +41,7 @@ from kvbm.manager.pins import Pins
 from kvbm.manager.prompt_why import PromptQuestions
 from kvbm.manager.requests import Requests
 from kvbm.manager.resizing import Resizing
+from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
 from kvbm.manager.space import Space
@@ -77,7 +78,7 @@ class Server:
     """Serves one listening Unix socket until `stop`.
 
     `spaces` and `traffic` (metrics, hit rates, the line a minute) are owned by the loop's thread while it runs.
-    `peer_uids` are the users that are served besides our own and root.
+    `peer_uids` are the users that are served besides our own and root. `scrapes` are answered from here on.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Server:
         traffic: Traffic,
         clock: Clock,
         peer_uids: Iterable[int] = (),
+        scrapes: Scrapes | None = None,
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.spaces = spaces(self._announce)
@@ -117,6 +119,8 @@ class Server:
         )
         self._pins = Pins(self.spaces, clock)
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
+        self._scrapes = scrapes if scrapes is not None else Scrapes(traffic.metrics, clock)
+        self.watch_descriptor(self._scrapes.fileno(), self._scrapes.take)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
         self._unfinished = False
@@ -166,7 +170,8 @@ class Server:
         A turn is bounded by `TURN_S`, so that nobody waits for somebody else's thousandth message: what is left over
         is done in the next turn, which does not wait.
         """
-        for key, events in self._selector.select(0.0 if self._unfinished else timeout_s):
+        wait_s = 0.0 if self._unfinished else min(timeout_s, self._scrapes.wait_s_max)
+        for key, events in self._selector.select(wait_s):
             target = key.data
             if not isinstance(target, Session):
                 target()
@@ -175,6 +180,7 @@ class Server:
                 target.flush()
             if events & selectors.EVENT_READ:
                 self._readable[target.number] = target
+        unread = set(self._readable) if self._scrapes.open_count else ()
         until_s = self._clock() + TURN_S
         answered = self._answer(until_s)
         spaces = [space for _, space in self.spaces]
@@ -188,9 +194,12 @@ class Server:
         if self._clock() >= self._tick_at_s:
             self._tick_at_s = self._clock() + TICK_S
             self._tick()
+        if self._scrapes.open_count:
+            self._scrapes.turn_ended(unread, (space for _, space in self.spaces), self._publish)
 
     def close(self, keep: bool) -> None:
         """Write the queued blocks, release every tier and every session."""
+        self._scrapes.close()
         for session in self.sessions.values():
             session.close()
         for _, space in list(self.spaces):
@@ -302,12 +311,17 @@ class Server:
         self.membership.expire()
         self.membership.announce_tiers()
         self.membership.name_missing()
-        publish_gauges(self.spaces.named(), self.traffic.metrics)
+        self._publish()
         if self.membership.awaited:
             self.last_busy_s = self._clock()
-        roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
-        self.traffic.tick(roles, [engine.name for engine in self.membership])
+        self.traffic.tick([engine.name for engine in self.membership])
         self._snapshots.tick()
+
+    def _publish(self) -> None:
+        """Bring the gauges up to date."""
+        publish_gauges(self.spaces.named(), self.traffic.metrics)
+        roles = [s.hello.role for s in self.sessions.values() if s.hello and not s.closed]
+        self.traffic.publish(roles, len(self.membership))
 
     # ---- messages about the manager itself
 

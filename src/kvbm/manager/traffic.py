@@ -125,14 +125,17 @@ class Traffic:
         self.metrics.add("kvbm_failures_total", on_host, tier="host", kind="load")
         self.metrics.add("kvbm_failures_total", on_disk, tier="disk", kind="load")
 
-    def tick(self, roles: Sequence[str], engines: Collection[str]) -> None:
-        """Set the gauges and log the lines that are due; `engines` are the present ones."""
+    def publish(self, roles: Sequence[str], engine_count: int) -> None:
+        """Bring the gauges of sessions and hit rates up to date."""
         for role, number in {"leader": 0, "worker": 0, "admin": 0, **Counter(roles)}.items():
             self.metrics.set("kvbm_sessions", number, role=role)
-        self.metrics.set("kvbm_engines", len(engines))
+        self.metrics.set("kvbm_engines", engine_count)
         totals = self._window.totals()
         self.metrics.set("kvbm_host_cache_hit_rate", totals.host_rate)
         self.metrics.set("kvbm_disk_cache_hit_rate", totals.disk_rate)
+
+    def tick(self, engines: Collection[str]) -> None:
+        """Log the lines that are due; `engines` are the present ones."""
         for hits in self._engines.values():
             if line := hits.log.line(hits.window.totals()):
                 log.info(line)

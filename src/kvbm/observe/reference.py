@@ -18,6 +18,10 @@ _HEAD = f"""\
 `{variable("metrics")}=true` serves these on port 6880 of all addresses of the machine, at `/metrics`; any other path
 is answered with 404. `{variable("metrics_host")}` and `{variable("metrics_port")}` set another address and port.
 Sizes are bytes, times are seconds. Counters rise when the work has succeeded, not when it begins.
+
+A page counts all that engines had done when it was asked for, and its gauges are of that moment: whoever reads it after
+a reply finds that request in it. An engine copies the last blocks of a request when its reply is on its way, so a page
+waits for stores under way, for 0.25 seconds at most.
 """
 
 _COMPATIBLE = """

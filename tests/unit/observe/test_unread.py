@@ -29,7 +29,7 @@ class Bench:
         self._caplog.clear()
         for _ in range(round(hours * 60)):
             self.clock.advance(60.0)
-            self._traffic.tick([], [])
+            self._traffic.tick([])
         return [record.getMessage() for record in self._caplog.records if record.levelno == logging.WARNING]
 
     def stored(self, size: float = GIGABYTES, evicted: int = 1) -> None:
