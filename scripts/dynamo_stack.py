@@ -56,11 +56,12 @@ class Stack(Server):
         self._runtime = tempfile.TemporaryDirectory(prefix="kvbm-")
         self._workers = dict(workers)
         self.metrics_port = _free_ports()
+        self.discovery = dict(services or _files(directory))
         port = free_port()
         own = {
             "PYTHON": sys.executable,
             "DYN_HTTP_PORT": str(port),
-            **(services or _files(directory)),
+            **self.discovery,
             "XDG_RUNTIME_DIR": self._runtime.name,
             "EVENTS_PORT": str(_free_ports()),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_ports()),

@@ -23,7 +23,7 @@ def main() -> int:
     say(f"tests under Dynamo {dynamo_venv.DYNAMO} with vLLM {dynamo_venv.VLLM}")
     words = ("-m", "pytest", "-m", "dynamo", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}")
     logs = f"--basetemp={venv.path / 'tests'}"
-    venv.run(*words, logs, str(ROOT / "tests" / "dynamo"), *sys.argv[1:])
+    venv.run(*words, logs, str(ROOT / "tests" / "under_dynamo"), *sys.argv[1:])
     row = {**describe(venv, "V1"), **read_junit(junit), "vllm": dynamo_venv.VLLM}
     report = read_report()
     report.setdefault("dynamo", {})[dynamo_venv.DYNAMO] = row

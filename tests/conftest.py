@@ -3,7 +3,7 @@
 What was skipped for want of hardware or a program is listed at the end of a run, by reason (`not_run`).
 
 A test module just imports what it needs. Everything below `tests/engine` is marked `engine`, and is not even read
-where vLLM is not installed; what is below `tests/dynamo` is marked `dynamo`, and needs NVIDIA's Dynamo.
+where vLLM is not installed; what is below `tests/under_dynamo` is marked `dynamo`, and needs NVIDIA's Dynamo.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytest.register_assert_rewrite("rigs")
 pytest_plugins = ["rigs.fixtures"]
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
-DYNAMO_TESTS = Path(__file__).parent / "dynamo"
+DYNAMO_TESTS = Path(__file__).parent / "under_dynamo"
 OPTIONAL = {
     "huggingface_hub",
     "matplotlib",

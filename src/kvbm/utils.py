@@ -16,7 +16,7 @@ def get_consolidator_mode() -> str:
 
 def is_dyn_runtime_enabled() -> bool:
     """Whether `DYN_RUNTIME_ENABLED_KVBM` asks for Dynamo's runtime. Raises SettingsError for what is no switch."""
-    return is_truthy(process_environment().get("DYN_RUNTIME_ENABLED_KVBM", ""))
+    return load_settings(process_environment()).settings.dynamo_runtime
 
 
 def annotate(*args: Any, **kwargs: Any) -> Any:

@@ -39,6 +39,7 @@ SLEEPS = {
     "tests/rigs/manager_probe.py": "looks at other processes, which signal nothing to a test, again and again",
     "tests/engine/engine_child.py": "the pace of an engine that has nothing to do",
     "tests/engine/engine_process.py": "a process that hangs gets time to write its stack",
+    "tests/engine/handover.py": "the pace of an engine whose blocks are under way",
     "tests/engine/reach.py": "a slow copy is the fault that the test is about",
     "tests/process/test_finder.py": "the finder gets the sleep that engines give it",
     "tests/process/test_manager.py": "the finder gets the sleep that engines give it",

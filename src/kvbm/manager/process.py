@@ -24,6 +24,7 @@ from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.admin_page import admin_page
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.controller import controller
 from kvbm.manager.garbage import collected_when_idle
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
@@ -77,6 +78,7 @@ def serve(
         contextlib.closing(scrapes),
         _scraped(settings, scrapes, private) as metrics_port,
         admin_page(settings, os.path.abspath(socket_path), private) as start_page,
+        controller(settings, os.path.abspath(socket_path)) as start_controller,
         _listening(socket_path, mode) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
     ):
@@ -95,6 +97,7 @@ def serve(
             )
         )
         start_page()
+        start_controller()
         on_listening()
         started_s = clock()
         seen_engine = False

@@ -32,7 +32,6 @@ INEFFECTIVE: tuple[Ineffective, ...] = (
     Ineffective(
         "DYN_KVBM_ENABLE_RECORD", "`kvbm record FILE` records the requests to a running manager", switch=True
     ),
-    Ineffective("DYN_RUNTIME_ENABLED_KVBM", "no distributed runtime is needed", switch=True),
     Ineffective("DYN_FATBIN_PATH", "the copy kernel is compiled where it runs"),
     Ineffective("DYN_KVBM_TRANSFER_BATCH_SIZE", "set DYN_KVBM_MAX_TRANSFER_BATCH_SIZE instead"),
     Ineffective(

@@ -317,6 +317,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
         "port on which TensorRT-LLM publishes its KV events",
     ] = None
+    dynamo_runtime: Annotated[
+        bool,
+        Setting("DYN_RUNTIME_ENABLED_KVBM", "--dynamo-runtime"),
+        "join Dynamo's runtime, which Dynamo's own variables name, and answer as its endpoint "
+        "`DYN_NAMESPACE`.kvbm.controller: status and resets. Nothing else of KVBM needs that runtime",
+    ] = False
     weights_version: Annotated[
         str | None,
         Setting("DYN_KVBM_WEIGHTS_VERSION", ours=True, reader="engine"),

@@ -100,6 +100,7 @@ def test_every_variable_of_the_original_is_accepted():
         trtllm_events_port=20081,
         consolidator=False,
         consolidator_mode="passthrough",
+        dynamo_runtime=True,
         metrics=True,
         metrics_port=6881,
         stats_window_requests=50,

@@ -5,9 +5,7 @@ Every engine has one thread, so that all round alike; the texts of one worker wi
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,67 +14,16 @@ import pytest
 from kvbm.demo import counters
 from kvbm.demo.client import Client
 from kvbm.events import consolidator
-from kvbm.testing.tiny_model import make_model
-from rigs.checkout import ROOT
+from rigs.dynamo import BLOCKS, Choice, Stack, Start, ask, prompts
 from rigs.manager_probe import wait_for
 from rigs.services import etcd_and_nats
 
-sys.path.append(str(ROOT / "scripts"))
-
-from dynamo_demo import environment
-from dynamo_stack import Choice, Stack
-
 pytestmark = pytest.mark.timeout(600)
 
-BLOCK_TOKENS, BLOCKS, DEVICE_BLOCKS, ANSWER_TOKENS = 32, 31, 64, 8
 OTHERS = 16
 """Prompts between two of the same: two of them take a whole device, and there are two workers."""
 ONE_SHORT = BLOCKS - 1
 """A router looks for one block less than there are, at the most."""
-
-Start = Callable[..., Stack]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "tiny", "float32")
-
-
-def starter(model: Path, directory: Path) -> Start:
-    """What makes a stack that is not started yet."""
-    words = (
-        f"--served-model-name m --max-model-len 1152 --enforce-eager --block-size {BLOCK_TOKENS} "
-        f"--num-gpu-blocks-override {DEVICE_BLOCKS} --dtype float32 --max-num-seqs 2"
-    )
-
-    def make(
-        script: str, workers: Mapping[str, int], services: Mapping[str, str] | None = None, **variables: str
-    ) -> Stack:
-        mine = {"MODEL": str(model), "WORKER_ARGS": words, "DYN_KVBM_ONBOARD": "always", **variables}
-        return Stack(script, workers, environment() | mine, directory / script, services)
-
-    return make
-
-
-@pytest.fixture
-def start(model: Path, tmp_path: Path) -> Start:
-    return starter(model, tmp_path)
-
-
-def prompts(seed: int, count: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(10, 400) for _ in range(BLOCKS * BLOCK_TOKENS + 5)] for _ in range(count)]
-
-
-def ask(stack: Stack, tokens: list[int]) -> str:
-    return stack.client.complete("m", tokens, ANSWER_TOKENS).text
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """What one worker without KVBM answers to the first prompt of every seed that is used here."""
-    with starter(model, tmp_path_factory.mktemp("reference"))("agg.sh", {"backend": 1}) as stack:
-        return {seed: ask(stack, prompts(seed, 1)[0]) for seed in range(4)}
 
 
 def loaded(stack: Stack, managers: int) -> int:
