@@ -54,6 +54,7 @@ class Stack(Server):
         directory.mkdir(parents=True, exist_ok=True)
         # Not below `directory`: the path of a socket is 108 bytes at most.
         self._runtime = tempfile.TemporaryDirectory(prefix="kvbm-")
+        self.runtime_dir = self._runtime.name
         self._workers = dict(workers)
         self.metrics_port = _free_ports()
         self.discovery = dict(services or _files(directory))
@@ -62,7 +63,7 @@ class Stack(Server):
             "PYTHON": sys.executable,
             "DYN_HTTP_PORT": str(port),
             **self.discovery,
-            "XDG_RUNTIME_DIR": self._runtime.name,
+            "XDG_RUNTIME_DIR": self.runtime_dir,
             "EVENTS_PORT": str(_free_ports()),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_ports()),
             "DYN_KVBM_LEADER_ZMQ_PUB_PORT": str(_free_ports() - 1000),

@@ -59,7 +59,7 @@ async def serve(controller: Controller, until: int) -> None:
     )
     path = f"{environment.get('DYN_NAMESPACE', 'dynamo')}.{COMPONENT}.{ENDPOINT}"
 
-    async def handle(request: object, _context: object) -> AsyncIterator[dict[str, Any]]:
+    async def handle(request: object) -> AsyncIterator[dict[str, Any]]:
         yield await loop.run_in_executor(None, controller.answer, request)
 
     ended = asyncio.Event()
