@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import select
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,6 +26,8 @@ from kvbm.settings import Settings, process_environment
 
 log = logging.getLogger("kvbm.controller")
 
+AGAIN_S = 30.0
+"""Before it ends, and is started again: the services of a runtime may come later than a manager."""
 COMPONENT, ENDPOINT = "kvbm", "controller"
 RUNTIME = "dynamo.runtime"
 
@@ -65,7 +68,7 @@ async def serve(controller: Controller, until: int) -> None:
     ended = asyncio.Event()
     loop.add_reader(until, ended.set)
     serving = asyncio.ensure_future(runtime.endpoint(path).serve_endpoint(handle))
-    log.info("the controller answers at %s of Dynamo's runtime", path)
+    log.info("joining Dynamo's runtime (%s) as %s", environment.get("DYN_DISCOVERY_BACKEND", "etcd"), path)
     await asyncio.wait([serving, asyncio.ensure_future(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
@@ -82,6 +85,7 @@ def main(words: list[str]) -> int:
         return 0
     except Exception as error:  # Dynamo raises what it likes
         log.warning("Dynamo's runtime is not joined: %s", error)
+        select.select([sys.stdin], [], [], AGAIN_S)
         return 1
     return 0
 
