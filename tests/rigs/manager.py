@@ -19,6 +19,7 @@ from kvbm.errors import ManagerUnavailable
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.event_stream import Publisher
 from kvbm.manager.leases import Lease
 from kvbm.manager.server import Server
 from kvbm.manager.space import Space
@@ -61,7 +62,12 @@ class ManagerBench:
     """The manager under test. `clock` is moved by hand; nothing happens but in `step`."""
 
     def __init__(
-        self, directory: Path, namespaces: int = 1, clock: ManualClock | None = None, **settings: Any
+        self,
+        directory: Path,
+        namespaces: int = 1,
+        clock: ManualClock | None = None,
+        publisher: Publisher | None = None,
+        **settings: Any,
     ) -> None:
         self.path = str(directory / "m.sock")
         self.settings = Settings(**{"host_blocks": 16, "runtime_dir": str(directory), **settings})
@@ -71,9 +77,8 @@ class ManagerBench:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
         self._listener.listen(64)
-        self.server = Server(
-            self._listener, self._spaces, Traffic(self.metrics, self.settings, self.clock), self.clock
-        )
+        traffic = Traffic(self.metrics, self.settings, self.clock)
+        self.server = Server(self._listener, self._spaces, traffic, self.clock, publisher=publisher)
         self.clients: list[Client] = []
         self.open = True
 

@@ -24,6 +24,7 @@ from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.admin_page import admin_page
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.event_stream import publishing
 from kvbm.manager.garbage import collected_when_idle
 from kvbm.manager.server import Server
 from kvbm.manager.traffic import Traffic
@@ -76,10 +77,11 @@ def serve(
     with (
         _scraped(settings, metrics, private) as metrics_port,
         admin_page(settings, os.path.abspath(socket_path), private) as start_page,
+        publishing(settings, private) as publisher,
         _listening(socket_path, mode) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
     ):
-        server = Server(listener, make_spaces, traffic, clock, peer_uids)
+        server = Server(listener, make_spaces, traffic, clock, peer_uids, publisher)
         signals = _Signals(server)
         log.info(
             start_line(
@@ -91,6 +93,7 @@ def serve(
                 disk=_size(settings.disk_bytes, settings.disk_blocks),
                 disk_dir=settings.disk_dir if settings.disk_on else None,
                 metrics_port=metrics_port,
+                events=publisher.endpoint if publisher is not None else None,
             )
         )
         start_page()
