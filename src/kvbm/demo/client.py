@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 class RequestError(RuntimeError):
@@ -88,36 +88,42 @@ class Client:
         The time to first token ends with the first chunk that carries a token, not with the one that only names
         the role.
         """
-        body = {
+        body = {"messages": messages, "return_token_ids": True}
+        return self._streamed("/v1/chat/completions", model, body, max_tokens)
+
+    def complete(self, model: str, tokens: Sequence[int], max_tokens: int) -> Answer:
+        """A greedy completion of exactly `max_tokens` tokens after these, streamed."""
+        return self._streamed("/v1/completions", model, {"prompt": list(tokens)}, max_tokens)
+
+    def _streamed(self, path: str, model: str, body: dict[str, Any], max_tokens: int) -> Answer:
+        greedy = {
             "model": model,
-            "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "seed": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "return_token_ids": True,
         }
         sent = time.perf_counter()
         ttft_s: float | None = None
         pieces: list[str] = []
         tokens: list[int] = []
         usage: dict[str, Any] = {}
-        with self._send("POST", "/v1/chat/completions", body, self._timeout_s) as response:
+        with self._send("POST", path, greedy | body, self._timeout_s) as response:
             for event in _events(response):
                 if "error" in event:
-                    raise RequestError(f"POST /v1/chat/completions: {event['error']}")
+                    raise RequestError(f"POST {path}: {event['error']}")
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", ()):
-                    piece = choice.get("delta", {}).get("content") or ""
+                    piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
                     new_tokens = choice.get("token_ids") or ()
                     if ttft_s is None and (piece or new_tokens):
                         ttft_s = time.perf_counter() - sent
                     pieces.append(piece)
                     tokens.extend(new_tokens)
         if ttft_s is None:
-            raise RequestError("POST /v1/chat/completions: the stream ended without a token")
+            raise RequestError(f"POST {path}: the stream ended without a token")
         details = usage.get("prompt_tokens_details") or {}
         return Answer(
             text="".join(pieces),

@@ -1,4 +1,4 @@
-"""One `vllm serve` process: started, waited for, and always ended.
+"""One server: started, waited for, and always ended.
 
 The process gets a group of its own, so that ending it ends everything it started (engine core, workers, a private
 KVBM manager), also on Ctrl-C and when the experiment fails.
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from kvbm.demo.client import Client, RequestError
 
@@ -30,6 +30,9 @@ STOP_GRACE_S = 20.0
 KILL_GRACE_S = 10.0
 READY_POLL_S = 0.25
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+_Own = TypeVar("_Own", bound="Server")
 
 
 class ServerError(RuntimeError):
@@ -62,13 +65,18 @@ def vllm_command(model: str) -> list[str]:
     return [*start, "serve", model]
 
 
-class VllmServer:
-    """A running `vllm serve MODEL …` on a loopback port of its own. Use it in a `with` statement."""
+class Server:
+    """A process that answers HTTP at a loopback port. Use it in a `with` statement.
+
+    `name` stands in errors. `environment` is all that the process gets. `while_starting` is called with the seconds
+    waited.
+    """
 
     def __init__(
         self,
-        model: str,
-        arguments: Sequence[str],
+        name: str,
+        command: Sequence[str],
+        port: int,
         environment: Mapping[str, str],
         log_path: Path,
         *,
@@ -76,20 +84,32 @@ class VllmServer:
         request_timeout_s: float,
         while_starting: Callable[[float], None] | None = None,
     ) -> None:
-        """`environment` is all that the process gets. `while_starting` is called with the seconds waited."""
-        self.port = free_port()
+        self.name = name
+        self.command = list(command)
+        self.port = port
         self.log_path = log_path
-        self.client = Client(HOST, self.port, timeout_s=request_timeout_s)
-        self.command = [
-            *vllm_command(model), "--host", HOST, "--port", str(self.port), *arguments,
-        ]  # fmt: skip
+        self.client = Client(HOST, port, timeout_s=request_timeout_s)
         self._environment = dict(environment)
         self._start_timeout_s = start_timeout_s
         self._while_starting = while_starting
         self._process: subprocess.Popen[bytes] | None = None
         self.start_s = 0.0
 
-    def __enter__(self) -> VllmServer:
+    def is_ready(self) -> bool:
+        """Whether it can serve. May raise RequestError while it can't."""
+        return self.client.is_ready()
+
+    def __enter__(self: _Own) -> _Own:
+        self.launch()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def launch(self) -> None:
+        """Start the process, and do not wait for it."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -100,12 +120,6 @@ class VllmServer:
                 env=self._environment,
                 start_new_session=True,
             )
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     def __exit__(
         self,
@@ -115,19 +129,20 @@ class VllmServer:
     ) -> None:
         self.stop()
 
-    def _wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> None:
+        """Wait for a process that was launched. Raises ServerError when it ends first, or takes too long."""
         started = time.monotonic()
         assert self._process is not None
         while True:
             self.start_s = time.monotonic() - started
             if self._process.poll() is not None:
                 raise self.failure(
-                    f"vllm serve ended with status {self._process.returncode} before it was ready"
+                    f"{self.name} ended with status {self._process.returncode} before it was ready"
                 )
             if self.start_s > self._start_timeout_s:
-                raise self.failure(f"vllm serve was not ready after {self._start_timeout_s:.0f} s")
+                raise self.failure(f"{self.name} was not ready after {self._start_timeout_s:.0f} s")
             with contextlib.suppress(RequestError):
-                if self.client.is_ready():
+                if self.is_ready():
                     return
             if self._while_starting is not None:
                 self._while_starting(self.start_s)
@@ -155,6 +170,33 @@ class VllmServer:
             time.sleep(0.05)
         _signal_group(process.pid, signal.SIGKILL)
         process.wait(KILL_GRACE_S)
+
+
+class VllmServer(Server):
+    """A running `vllm serve MODEL …` on a loopback port of its own."""
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path,
+        *,
+        start_timeout_s: float,
+        request_timeout_s: float,
+        while_starting: Callable[[float], None] | None = None,
+    ) -> None:
+        port = free_port()
+        super().__init__(
+            "vllm serve",
+            [*vllm_command(model), "--host", HOST, "--port", str(port), *arguments],
+            port,
+            environment,
+            log_path,
+            start_timeout_s=start_timeout_s,
+            request_timeout_s=request_timeout_s,
+            while_starting=while_starting,
+        )
 
 
 def _signal_group(group: int, number: Literal[signal.Signals.SIGTERM, signal.Signals.SIGKILL]) -> None:
