@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import tempfile
@@ -39,6 +40,10 @@ def removed(*numbers: int) -> TierEvents:
     return TierEvents(removed=(RemovedBlocks(int(Tier.HOST), b"".join(map(name, numbers))),))
 
 
+BIG = removed(*range(1, 20_000))
+"""More than a socket's buffers take."""
+
+
 def woken(publisher: EventPublisher) -> None:
     assert select.select([publisher.fileno()], [], [], DEADLINE_S)[0], "the manager is not told"
 
@@ -49,6 +54,22 @@ def subscriber(publisher: EventPublisher, topic: bytes = b"", endpoint: str = ""
     woken(publisher)
     assert publisher.take_subscribed() == [topic]
     return indexer
+
+
+@contextlib.contextmanager
+def stopped_reader(publisher: EventPublisher) -> Iterator[zmq.Socket[Any]]:
+    """Somebody who has subscribed to everything, has little room, and reads nothing."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVHWM, 2)
+    socket.setsockopt(zmq.RCVBUF, 4096)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.connect(publisher.endpoint)
+    woken(publisher)
+    assert publisher.take_subscribed() == [b""]
+    yield socket
+    socket.close(0)
+    context.term()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -167,35 +188,25 @@ def test_while_a_subscriber_does_not_read_the_manager_finds_no_room(
     """With little room in the sockets, and all the time of the world."""
     monkeypatch.setattr(module, "WAITING_MAX", 2)
     publisher = make(clock=lambda: 0.0)
-    context: zmq.Context[Any] = zmq.Context()
-    slow = context.socket(zmq.SUB)
-    slow.setsockopt(zmq.RCVHWM, 2)
-    slow.setsockopt(zmq.RCVBUF, 4096)
-    slow.setsockopt(zmq.SUBSCRIBE, b"")
-    slow.connect(publisher.endpoint)
-    woken(publisher)
-    assert publisher.take_subscribed() == [b""]
-    big = removed(*range(1, 20_000))
     handed = 0
 
     def full() -> bool:
         """No room, and none comes."""
         nonlocal handed
         while publisher.room:
-            publisher.publish(TOPIC, big)
+            publisher.publish(TOPIC, BIG)
             handed += 1
         publisher.take_subscribed()
         return not select.select([publisher.fileno()], [], [], 0.5)[0] and not publisher.room
 
-    until(full)
-    assert len(publisher._queue) == QUEUE_MAX
-    for number in range(handed):
-        assert slow.poll(PATIENCE_MS)
-        assert decoded(slow.recv_multipart())[1] == number, "nothing is lost"
-    woken(publisher)
-    assert publisher.room
-    slow.close(0)
-    context.term()
+    with stopped_reader(publisher) as slow:
+        until(full)
+        assert len(publisher._queue) == QUEUE_MAX
+        for number in range(handed):
+            assert slow.poll(PATIENCE_MS)
+            assert decoded(slow.recv_multipart())[1] == number, "nothing is lost"
+        woken(publisher)
+        assert publisher.room
 
 
 def test_a_subscriber_that_has_stopped_loses_messages_and_the_others_do_not(
@@ -204,25 +215,15 @@ def test_a_subscriber_that_has_stopped_loses_messages_and_the_others_do_not(
     monkeypatch.setattr(module, "WAITING_MAX", 2)
     monkeypatch.setattr(module, "PATIENCE_S", 0.05)
     publisher = make()
-    context: zmq.Context[Any] = zmq.Context()
-    stopped = context.socket(zmq.SUB)
-    stopped.setsockopt(zmq.RCVHWM, 2)
-    stopped.setsockopt(zmq.RCVBUF, 4096)
-    stopped.setsockopt(zmq.SUBSCRIBE, b"")
-    stopped.connect(publisher.endpoint)
-    woken(publisher)
-    assert publisher.take_subscribed() == [b""]
-    reader = subscriber(publisher)
-    big = removed(*range(1, 20_000))
-    for _ in range(100):
-        until(lambda: publisher.room)
-        publisher.publish(TOPIC, big)
-        assert reader.hear() is not None
-    assert reader.numbers == list(range(100))
+    with stopped_reader(publisher):
+        reader = subscriber(publisher)
+        for _ in range(100):
+            until(lambda: publisher.room)
+            publisher.publish(TOPIC, BIG)
+            assert reader.hear() is not None
+        assert reader.numbers == list(range(100))
+        reader.close()
     assert "a subscriber of KV events has read nothing for 0.05 s" in caplog.text
-    stopped.close(0)
-    context.term()
-    reader.close()
 
 
 def test_subscriptions_beyond_what_is_kept_of_them_are_to_everything(
@@ -269,7 +270,7 @@ def test_it_ends_though_a_subscriber_reads_nothing(monkeypatch: pytest.MonkeyPat
     publisher.start()
     with stopped_reader(publisher):
         while publisher.room:
-            publisher.publish(TOPIC, removed(*range(1, 20_000)))
+            publisher.publish(TOPIC, BIG)
         publisher.close()
 
 
@@ -295,7 +296,9 @@ def test_an_address_that_is_taken_is_refused_in_one_line(
 ) -> None:
     taken = make().endpoint
     threads = len(os.listdir("/proc/self/task"))
-    with pytest.raises(SettingsError, match=f"{field}='{taken}' cannot be used: an address of this") as caught:
+    with pytest.raises(
+        SettingsError, match=f"{field}='{taken}' cannot be used: an address of this"
+    ) as caught:
         make(**{"endpoint": taken, "replay": taken, **fields})
     assert "\n" not in str(caught.value)
     until(lambda: len(os.listdir("/proc/self/task")) <= threads)

@@ -170,7 +170,7 @@ def test_what_goes_while_all_is_told_again_is_removed(
     assert 0 < len(late.of(TOPIC)) < 10
     leader.send(Reset())
     answer(leader, ResetReply)
-    store(leader, 2, KEYS[2:5])
+    store(leader, 2, KEYS[:5])
     manager.step(100)
     assert late.of(TOPIC) == early.of(TOPIC) == held(manager) != set()
 
@@ -212,8 +212,8 @@ def test_namespaces_have_topics_of_their_own(make: Make, wire: Wire) -> None:
     one, _ = manager.engine("one")
     two, _ = manager.engine("two", namespace=OTHER)
     store(one, 1, KEYS[:3])
-    store(two, 1, KEYS[1:5])
-    manager.until(lambda: everything.of(OTHERS) == one_only.of(OTHERS) == on_host(KEYS[1:5]))
+    store(two, 1, KEYS[:5])
+    manager.until(lambda: everything.of(OTHERS) == one_only.of(OTHERS) == on_host(KEYS[:5]))
     assert everything.of(TOPIC) == on_host(KEYS[:3])
     assert list(one_only.held) == [OTHERS.encode()]
 
