@@ -43,10 +43,17 @@ class Publisher(Protocol):
     replay_endpoint: str
 
     @property
-    def room(self) -> bool: ...
-    def publish(self, topic: bytes, told: TierEvents, cleared: bool = False) -> None: ...
-    def fileno(self) -> int: ...
-    def take_subscribed(self) -> list[bytes]: ...
+    def room(self) -> bool:
+        """Whether a message can be taken now. After False, the descriptor says when that may be so again."""
+
+    def publish(self, topic: bytes, told: TierEvents, cleared: bool = False) -> None:
+        """Take a message; `cleared`: subscribers are to forget the topic before."""
+
+    def fileno(self) -> int:
+        """Readable when there is something to take, or room again."""
+
+    def take_subscribed(self) -> list[bytes]:
+        """The topics that somebody has subscribed to since the last call."""
 
 
 @contextlib.contextmanager

@@ -72,11 +72,11 @@ def stopped_reader(publisher: EventPublisher) -> Iterator[zmq.Socket[Any]]:
     context.term()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+def room(publisher: EventPublisher) -> None:
+    """Wait until a message can be handed over."""
+    while not publisher.room:
+        woken(publisher)
+        publisher.take_subscribed()
 
 
 Make = Callable[..., EventPublisher]
@@ -190,17 +190,14 @@ def test_while_a_subscriber_does_not_read_the_manager_finds_no_room(
     publisher = make(clock=lambda: 0.0)
     handed = 0
 
-    def full() -> bool:
-        """No room, and none comes."""
-        nonlocal handed
-        while publisher.room:
-            publisher.publish(TOPIC, BIG)
-            handed += 1
-        publisher.take_subscribed()
-        return not select.select([publisher.fileno()], [], [], 0.5)[0] and not publisher.room
-
     with stopped_reader(publisher) as slow:
-        until(full)
+        room_comes = True
+        while room_comes:
+            while publisher.room:
+                publisher.publish(TOPIC, BIG)
+                handed += 1
+            publisher.take_subscribed()
+            room_comes = bool(select.select([publisher.fileno()], [], [], 0.5)[0]) or publisher.room
         assert len(publisher._queue) == QUEUE_MAX
         for number in range(handed):
             assert slow.poll(PATIENCE_MS)
@@ -218,7 +215,7 @@ def test_a_subscriber_that_has_stopped_loses_messages_and_the_others_do_not(
     with stopped_reader(publisher):
         reader = subscriber(publisher)
         for _ in range(100):
-            until(lambda: publisher.room)
+            room(publisher)
             publisher.publish(TOPIC, BIG)
             assert reader.hear() is not None
         assert reader.numbers == list(range(100))
@@ -237,11 +234,9 @@ def test_subscriptions_beyond_what_is_kept_of_them_are_to_everything(
     socket.connect(publisher.endpoint)
     heard: list[bytes] = []
 
-    def all_heard() -> bool:
-        heard.extend(publisher.take_subscribed())
-        return b"99" in heard
-
-    until(all_heard)
+    while b"99" not in heard:
+        woken(publisher)
+        heard += publisher.take_subscribed()
     assert b"" in heard or len(set(heard)) == 100
     socket.close(0)
     context.term()
@@ -280,7 +275,8 @@ def test_a_defect_ends_events_and_nothing_else(
     publisher = make()
     monkeypatch.setattr(module, "tier_fields", lambda told: 1 // 0)
     publisher.publish(TOPIC, stored(1))
-    until(lambda: not publisher.room)
+    publisher._thread.join(DEADLINE_S)
+    assert not publisher.room
     assert "no KV events are published any more" in caplog.text
 
 
@@ -301,4 +297,4 @@ def test_an_address_that_is_taken_is_refused_in_one_line(
     ) as caught:
         make(**{"endpoint": taken, "replay": taken, **fields})
     assert "\n" not in str(caught.value)
-    until(lambda: len(os.listdir("/proc/self/task")) <= threads)
+    assert len(os.listdir("/proc/self/task")) <= threads

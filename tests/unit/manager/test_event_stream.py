@@ -15,10 +15,10 @@ from kvbm.events.wire import cleared_fields, name_of
 from kvbm.manager import announcements
 from kvbm.manager.event_stream import FIRST_S, TOLD_APART_S
 from kvbm.protocol import Lookup, LookupReply, Reset, ResetReply, TierEvents
+from rigs.announcing import answer, store
 from rigs.indexer import Held, Indexer
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench
 from rigs.resizing import come_back, operator, resize, sent_away
-from unit.manager.test_announcements import answer, store
 
 TOPIC, OTHERS = NAMESPACE.short, OTHER.short
 MEDIUMS = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
