@@ -79,6 +79,18 @@ def room(publisher: EventPublisher) -> None:
         publisher.take_subscribed()
 
 
+def fill(publisher: EventPublisher) -> int:
+    """Hand over messages until there is no room and none comes; how many."""
+    handed, room_comes = 0, True
+    while room_comes:
+        while publisher.room:
+            publisher.publish(TOPIC, BIG)
+            handed += 1
+        publisher.take_subscribed()
+        room_comes = bool(select.select([publisher.fileno()], [], [], 0.5)[0]) or publisher.room
+    return handed
+
+
 Make = Callable[..., EventPublisher]
 
 
@@ -188,16 +200,8 @@ def test_while_a_subscriber_does_not_read_the_manager_finds_no_room(
     """With little room in the sockets, and all the time of the world."""
     monkeypatch.setattr(module, "WAITING_MAX", 2)
     publisher = make(clock=lambda: 0.0)
-    handed = 0
-
     with stopped_reader(publisher) as slow:
-        room_comes = True
-        while room_comes:
-            while publisher.room:
-                publisher.publish(TOPIC, BIG)
-                handed += 1
-            publisher.take_subscribed()
-            room_comes = bool(select.select([publisher.fileno()], [], [], 0.5)[0]) or publisher.room
+        handed = fill(publisher)
         assert len(publisher._queue) == QUEUE_MAX
         for number in range(handed):
             assert slow.poll(PATIENCE_MS)
@@ -264,8 +268,7 @@ def test_it_ends_though_a_subscriber_reads_nothing(monkeypatch: pytest.MonkeyPat
     publisher = EventPublisher(ANY, ANY, lambda: 0.0, time.time)
     publisher.start()
     with stopped_reader(publisher):
-        while publisher.room:
-            publisher.publish(TOPIC, BIG)
+        fill(publisher)
         publisher.close()
 
 

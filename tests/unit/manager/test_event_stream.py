@@ -168,9 +168,13 @@ def test_what_goes_while_all_is_told_again_is_removed(
     late = wire.subscribe()
     manager.step(4)
     assert 0 < len(late.of(TOPIC)) < 10
+    wire.slow = True
     leader.send(Reset())
     answer(leader, ResetReply)
     store(leader, 2, KEYS[:5])
+    monkeypatch.setattr(announcements, "TOLD_AT_ONCE", 4)
+    wire.slow = False  # many removals wait, some of blocks that are back
+    wire.wake()
     manager.step(100)
     assert late.of(TOPIC) == early.of(TOPIC) == held(manager) != set()
 
