@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from kvbm.block import BlockKey, Tier
+from kvbm.errors import SettingsError
 from kvbm.events.tier_form import tier_fields
 from kvbm.events.wire import cleared_fields, name_of
 from kvbm.manager import announcements
-from kvbm.manager.event_stream import FIRST_S, TOLD_APART_S
+from kvbm.manager.event_stream import FIRST_S, TOLD_APART_S, publishing
 from kvbm.protocol import Lookup, LookupReply, Reset, ResetReply, TierEvents
+from kvbm.settings import Settings
 from rigs.announcing import answer, store
 from rigs.indexer import Held, Indexer
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench
@@ -299,3 +301,20 @@ def test_host_memory_that_only_passes_blocks_on_is_not_told_of(
 def test_engines_are_asked_to_say_what_blocks_are(manager: ManagerBench, make_manager: Make) -> None:
     assert manager.worker().welcome.events
     assert not make_manager().worker().welcome.events
+
+
+def test_where_the_address_is_taken_only_an_engines_own_manager_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with publishing(Settings(), private=False) as nobody:
+        assert nobody is None
+    with publishing(Settings(events_endpoint="tcp://127.0.0.1:0"), private=False) as publisher:
+        assert publisher is not None
+        taken = Settings(events_endpoint=publisher.endpoint)
+        with publishing(taken, private=True) as second:
+            assert second is None
+        assert "no KV events are published: DYN_KVBM_EVENTS_ENDPOINT=" in caplog.text
+        with pytest.raises(SettingsError), publishing(taken, private=False):
+            pass
+    with publishing(taken, private=False) as after:
+        assert after is not None, "the address is free again"
