@@ -216,5 +216,5 @@ def test_addresses_of_zmq_are_taken_as_they_are(text):
     ["5557", "tcp://", "tcp://*", "tcp://*:65536", "tcp://*:x", "ipc://", "inproc://e", "udp://*:1", ""],
 )
 def test_what_is_no_address_of_zmq_is_refused(text):
-    with pytest.raises(SettingsError, match="tcp://127.0.0.1:PORT"):
+    with pytest.raises(SettingsError, match="events_endpoint="):
         parse_endpoint("events_endpoint", text)
