@@ -120,7 +120,7 @@ class ManagerBench:
     def leader(self, engine: str = "e", **hello: Any) -> Client:
         client = self.client()
         client.send(Hello(version=PROTOCOL_VERSION, role="leader", engine=engine, **hello))
-        client.expect(Welcome)
+        client.welcome = client.expect(Welcome)
         return client
 
     def worker(self, engine: str = "e", **hello: Any) -> Client:

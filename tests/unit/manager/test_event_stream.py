@@ -299,8 +299,9 @@ def test_host_memory_that_only_passes_blocks_on_is_not_told_of(
 
 
 def test_engines_are_asked_to_say_what_blocks_are(manager: ManagerBench, make_manager: Make) -> None:
-    assert manager.worker().welcome.events
-    assert not make_manager().worker().welcome.events
+    silent = make_manager()
+    for publishes, each in ((True, manager), (False, silent)):
+        assert [client.welcome.events for client in each.engine()] == [publishes] * 2
 
 
 def test_where_the_address_is_taken_only_an_engines_own_manager_goes_on(
