@@ -12,6 +12,7 @@ PARTS = {
     "disk": "benchmarks.disk",
     "manager": "benchmarks.manager",
     "crowd": "benchmarks.crowd_manager",
+    "events": "benchmarks.events",
     "scheduler": "benchmarks.scheduler_thread",
     "ttft": "benchmarks.ttft",
     "overhead": "benchmarks.overhead",

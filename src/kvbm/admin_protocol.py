@@ -220,7 +220,8 @@ class WhyPrompt(Message, frozen=True, kw_only=True, tag="why_prompt?"):
 class Description(Message, frozen=True, kw_only=True, tag="description"):
     """The manager as it is now. `fences` are groups of slots that wait until a slow rank writes no more to them;
     `refused` counts the sessions that were refused. Of `asked_blocks` that were looked up since the start, `hit_blocks`
-    were found, by tier.
+    were found, by tier. `events` is where it publishes KV events, `events_replay` where it repeats them (empty:
+    nowhere).
     """
 
     version: str
@@ -235,6 +236,8 @@ class Description(Message, frozen=True, kw_only=True, tag="description"):
     fences: int
     refused: int
     resizing: ResizeReport | None = None
+    events: str = ""
+    events_replay: str = ""
 
 
 class BlockPage(Message, frozen=True, kw_only=True, tag="blocks"):

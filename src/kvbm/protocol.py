@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -189,7 +189,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The session is accepted. `epoch` names this life of the manager: slots of another epoch mean nothing.
 
     For a worker two descriptors come along: its shard's arena (`slot_count × slot_bytes`) and the table of slot
-    generations (`slot_count` little-endian u64). `lease_s` is how long a lease lasts unless it is released.
+    generations (`slot_count` little-endian u64). `lease_s` is how long a lease lasts unless it is released. `events`:
+    the manager announces what its tiers hold, so a leader is to say of blocks what that needs (`Reserve.tokens`).
     """
 
     version: int
@@ -198,6 +199,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     slot_bytes: int = 0
     lease_s: float = 0.0
     tiers: dict[str, int] = {}
+    events: bool = False
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):

@@ -1,4 +1,4 @@
-"""What a router learns of an engine's host memory and disk from vLLM's own event stream."""
+"""What a router learns of an engine's host memory and disk, from vLLM's own event stream and from the manager's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from engine import reach
 from engine.engine_child import BLOCK_TOKENS
 from engine.kv_subscriber import Subscriber
 from engine.launcher import Launcher
-from engine.tier_settings import disk
+from engine.tier_settings import disk, host
 from engine.vllm_versions import VERSION
 from engine.workload import Request, again, workload
+from rigs.indexer import Indexer
 from rigs.manager_probe import wait_for
 
 pytestmark = pytest.mark.skipif(VERSION < (0, 29), reason="this vLLM's block hashes differ in every process")
 
 SMALL_HOST_BLOCKS = 120
+PROMPT = tuple(range(100, 100 + 5 * BLOCK_TOKENS + 3))
 
 
 @pytest.fixture
@@ -85,3 +87,25 @@ def test_a_router_believes_what_the_tiers_hold(
         "not told again after the restart",
     )
     assert subscriber.twice == []
+
+
+def test_a_manager_publishes_for_engines_that_do_not(launcher: Launcher) -> None:
+    """The engine has no events of its own; the manager's say which blocks of its prompt are held."""
+    with tempfile.TemporaryDirectory() as directory:  # the path of a socket must be short
+        indexer = Indexer(f"ipc://{directory}/e")
+        settings = {**host(), "DYN_KVBM_EVENTS_ENDPOINT": f"ipc://{directory}/e"}
+        launcher.start(settings).run([Request("one", PROMPT, 2)])
+        chain: list[tuple[int, ...]] = []
+        while len(chain) < 5:
+            assert indexer.hear() is not None, chain
+            following = {before: (name, tokens) for name, (before, tokens) in indexer.blocks.items()}
+            chain, before = [], None
+            while before in following:
+                before, tokens = following[before]
+                chain.append(tokens)
+        assert chain == [
+            PROMPT[start : start + BLOCK_TOKENS] for start in range(0, len(PROMPT) - 3, BLOCK_TOKENS)
+        ]
+        (held,) = indexer.held.values()
+        assert held == {("CPU", name) for name in indexer.blocks}
+        indexer.close()

@@ -20,6 +20,7 @@ COMMANDS = [
     ("inspect", "leases"),
     ("inspect", "namespaces"),
     ("inspect", "queues"),
+    ("inspect", "events"),
     ("reset", "--tier", "G2"),
     ("resize", "--host", "1GB"),
     ("top", "--once"),
@@ -51,7 +52,7 @@ OTHERS = {
 def node(make_node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.json").write_text(json.dumps(list(range(20))))
-    return make_node()
+    return make_node(events_endpoint="tcp://127.0.0.1:0")
 
 
 def test_no_command_is_passed_over() -> None:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,10 +66,11 @@ class Engine:
                     return message
         raise AssertionError(f"no {kind.__name__} came")
 
-    def store(self, keys: list[BlockKey]) -> None:
-        """One store from end to end; it can be found when this returns."""
+    def store(self, keys: list[BlockKey], tokens: Iterable[int] = ()) -> None:
+        """One store from end to end, said to be of these tokens; it can be found when this returns."""
         number = next(self._numbers)
-        self.leader.send(Reserve(store=number, parent=b"", keys=join_keys(keys)))
+        said = array("I", tokens).tobytes()
+        self.leader.send(Reserve(store=number, parent=b"", keys=join_keys(keys), tokens=said))
         size = self.welcome.slot_bytes
         for key, slot in zip(keys, self.expect(ReserveReply).slots, strict=True):
             self.memory[slot * size : (slot + 1) * size] = block_bytes(key, 0, size)

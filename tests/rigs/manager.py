@@ -19,6 +19,7 @@ from kvbm.errors import ManagerUnavailable
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.event_stream import Publisher
 from kvbm.manager.leases import Lease
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
@@ -62,7 +63,12 @@ class ManagerBench:
     """The manager under test. `clock` is moved by hand; nothing happens but in `step`."""
 
     def __init__(
-        self, directory: Path, namespaces: int = 1, clock: ManualClock | None = None, **settings: Any
+        self,
+        directory: Path,
+        namespaces: int = 1,
+        clock: ManualClock | None = None,
+        publisher: Publisher | None = None,
+        **settings: Any,
     ) -> None:
         self.path = str(directory / "m.sock")
         self.settings = Settings(**{"host_blocks": 16, "runtime_dir": str(directory), **settings})
@@ -74,7 +80,9 @@ class ManagerBench:
         self._listener.listen(64)
         traffic = Traffic(self.metrics, self.settings, self.clock)
         self.scrapes = Scrapes(self.metrics, self.clock, answer_s_max=DEADLINE_S)
-        self.server = Server(self._listener, self._spaces, traffic, self.clock, scrapes=self.scrapes)
+        self.server = Server(
+            self._listener, self._spaces, traffic, self.clock, scrapes=self.scrapes, publisher=publisher
+        )
         self.clients: list[Client] = []
         self.open = True
 
@@ -116,7 +124,7 @@ class ManagerBench:
     def leader(self, engine: str = "e", **hello: Any) -> Client:
         client = self.client()
         client.send(Hello(version=PROTOCOL_VERSION, role="leader", engine=engine, **hello))
-        client.expect(Welcome)
+        client.welcome = client.expect(Welcome)
         return client
 
     def worker(self, engine: str = "e", **hello: Any) -> Client:

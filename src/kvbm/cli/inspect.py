@@ -1,4 +1,4 @@
-"""`kvbm inspect blocks|leases|namespaces|queues`: what a running manager holds, a page at a time."""
+"""`kvbm inspect blocks|leases|namespaces|queues|events`: what a running manager holds, a page at a time."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvbm.admin_protocol import (
     ListBlocks,
     ListLeases,
 )
+from kvbm.cli import inspect_events
 from kvbm.cli.managers import (
     JsonOption,
     ManagerOption,
@@ -32,7 +33,7 @@ from kvbm.present.numbers import format_bytes
 from kvbm.present.tables import json_text, plain_table
 
 app = typer.Typer(
-    help="List what a running manager holds: blocks, leases, namespaces, queues.",
+    help="List what a running manager holds: blocks, leases, namespaces, queues; and what routers learn of it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -152,6 +153,9 @@ def queues(manager: ManagerOption = "", as_json: JsonOption = False) -> None:
     _print(table, len(described.spaces), "queues: no engine has connected yet")
     if described.fences:
         print(f"{described.fences} groups of slots wait until a slow rank writes no more to them")
+
+
+app.command("events", epilog=inspect_events.EXAMPLES)(inspect_events.events)
 
 
 def _start(text: str) -> int:

@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvbm.admin_protocol import FindPrefix, PrefixFound, SpaceReport
 from kvbm.cli.tokenizing import chat_tokenized, tokenized
@@ -53,32 +53,46 @@ def read_prompt(file: Path, tokenizer: str) -> list[int]:
         content = content.get("prompt")
         if isinstance(content, str):
             return tokenized(content, tokenizer)
-    if not isinstance(content, list) or any(
-        type(each) is not int or not 0 <= each <= TOKEN_MAX for each in content
-    ):
+    if not _are_tokens(content):
         accepted = "a JSON list of token ids, the body of a request with prompt or messages, or text"
         raise SettingsError("--prompt-file", str(file), accepted)
-    return content
+    return cast("list[int]", content)
 
 
-def _read(file: Path) -> str:
+def read_tokens(file: Path, option: str) -> list[int]:
+    """The token ids of a file that the user named with this option, a JSON list. Raises SettingsError in one line."""
+    text = _read(file, option)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not _are_tokens(content):
+        raise SettingsError(option, str(file), "a JSON list of token ids")
+    return cast("list[int]", content)
+
+
+def _are_tokens(content: object) -> bool:
+    return isinstance(content, list) and all(type(each) is int and 0 <= each <= TOKEN_MAX for each in content)
+
+
+def _read(file: Path, option: str = "--prompt-file") -> str:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise SettingsError("--prompt-file", str(file), "a regular file")
+                raise SettingsError(option, str(file), "a regular file")
             with open(descriptor, "rb", closefd=False) as opened:
                 content = opened.read(PROMPT_BYTES_MAX + 1)
         finally:
             os.close(descriptor)
         if len(content) > PROMPT_BYTES_MAX:
-            raise SettingsError("--prompt-file", str(file), f"a file of at most {PROMPT_BYTES_MAX >> 20} MiB")
+            raise SettingsError(option, str(file), f"a file of at most {PROMPT_BYTES_MAX >> 20} MiB")
         return content.decode()
     except OSError as error:
         accepted = f"a file that can be read ({error.strerror})"
-        raise SettingsError("--prompt-file", str(file), accepted) from None
+        raise SettingsError(option, str(file), accepted) from None
     except UnicodeDecodeError:
-        raise SettingsError("--prompt-file", str(file), "UTF-8 text, or a JSON list of token ids") from None
+        raise SettingsError(option, str(file), "UTF-8 text, or a JSON list of token ids") from None
 
 
 def held_chain(

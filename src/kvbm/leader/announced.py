@@ -38,6 +38,11 @@ class Announced:
         self._repeats = False
         self._absent_since_s = clock()
 
+    @property
+    def facts_wanted(self) -> bool:
+        """Whether stores go with what may be announced of their blocks: by this engine, or by the manager."""
+        return self._on or self._link.wants_facts
+
     def begin(self) -> None:
         """There is a manager, which may be another one: it is asked for everything."""
         if self._on:

@@ -37,6 +37,8 @@ class ManagerLink:
         self._collecting = False
         self.received_s = clock()
         """When the latest message arrived."""
+        self.wants_facts = False
+        """The manager announces what its tiers hold: it wants to be told what blocks are."""
         self.staging = False
         """The manager has no host tier: its host memory is only the staging area of the disk."""
 
@@ -131,6 +133,7 @@ class ManagerLink:
                 log.warning("no KV cache for now: %s", message.reason)
             self._refused = message.reason
         elif isinstance(message, Welcome):
+            self.wants_facts = message.events
             self._finder.welcomed()
         else:
             return False

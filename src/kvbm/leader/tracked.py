@@ -118,7 +118,8 @@ class Tracked:
 
     def said(self, start: int, end: int, before: bytes) -> Said:
         """What is said of these blocks, behind the one that the engine calls `before`; nothing without events."""
-        return self.says(start, end)._replace(before=before) if self.says is not None else NOTHING_SAID
+        said = self.says(start, end) if self.says is not None else NOTHING_SAID
+        return said._replace(before=before) if said.tokens else NOTHING_SAID
 
     @property
     def wanted(self) -> int:

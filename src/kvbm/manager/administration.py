@@ -29,6 +29,7 @@ from kvbm.errors import ProtocolError
 from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engines import Engine
+from kvbm.manager.event_stream import Publisher
 from kvbm.manager.leases import PINS
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
@@ -58,6 +59,7 @@ class Administration:
         refused_count: Callable[[], int],
         clock: Clock,
         resizing: Callable[[], ResizeReport | None] = lambda: None,
+        publisher: Publisher | None = None,
     ) -> None:
         self._spaces = spaces
         self._membership = membership
@@ -67,6 +69,7 @@ class Administration:
         self._refused_count = refused_count
         self._clock = clock
         self._resizing = resizing
+        self._publisher = publisher
         self._started_s = clock()
 
     @property
@@ -97,6 +100,8 @@ class Administration:
             fences=len(self._membership.fences),
             refused=self._refused_count(),
             resizing=self._resizing(),
+            events=self._publisher.endpoint if self._publisher is not None else "",
+            events_replay=self._publisher.replay_endpoint if self._publisher is not None else "",
         )
 
     def list_blocks(self, session: Session, message: ListBlocks) -> Iterator[None]:

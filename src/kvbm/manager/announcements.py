@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from kvbm.block import KEY_BYTES
 from kvbm.manager.session import Session
 from kvbm.manager.slot_facts import SlotFacts, TierListener
+from kvbm.manager.space import Space
 from kvbm.protocol import RemovedBlocks, StoredRun, TierEvents
 
 TOLD_AT_ONCE = 256
-"""Blocks in one message to a leader; a turn sends each leader one."""
+"""Stored blocks of a tier in one message; a turn sends each leader one."""
+REMOVED_AT_ONCE = 4096
+"""Removed ones, of which there is only a hash to tell."""
 
 
 class Announcements:
@@ -52,12 +55,7 @@ class Announcements:
         complete = all(listener.complete for listener in listeners)
         if complete and session.number in self._told_all:
             return False
-        removed = tuple(
-            RemovedBlocks(listener.facts.tier, b"".join(gone))
-            for listener in listeners
-            if (gone := listener.take_removed())
-        )
-        stored = tuple(run for listener in listeners for run in _runs(listener))
+        removed, stored = next_events(listeners)
         complete = all(listener.complete for listener in listeners)
         first = complete and session.number not in self._told_all
         if complete:
@@ -65,6 +63,26 @@ class Announcements:
         if removed or stored or first:
             session.send(TierEvents(removed=removed, stored=stored, complete=first))
         return not complete
+
+
+def told_tiers(space: Space) -> list[SlotFacts]:
+    """The tiers of a space whose blocks are told of: those in which blocks can be found."""
+    if space.failure:
+        return []
+    tiers = [] if space.options.staging else [space.facts]
+    return tiers + ([space.disk.facts] if space.disk is not None else [])
+
+
+def next_events(
+    listeners: Iterable[TierListener],
+) -> tuple[tuple[RemovedBlocks, ...], tuple[StoredRun, ...]]:
+    """What there is to tell next, bounded: what has gone, then what has come."""
+    removed, stored = list[RemovedBlocks](), list[StoredRun]()
+    for listener in listeners:
+        if gone := listener.take_removed(REMOVED_AT_ONCE):
+            removed.append(RemovedBlocks(listener.facts.tier, b"".join(gone)))
+        stored += _runs(listener)
+    return tuple(removed), tuple(stored)
 
 
 def _runs(listener: TierListener) -> Iterator[StoredRun]:

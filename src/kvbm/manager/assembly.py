@@ -67,6 +67,11 @@ class SpaceTable:
         # The largest request, in blocks, for which each was compared with its memory: every rank asks.
         self._advised: dict[bytes, int] = {}
 
+    @property
+    def publishes(self) -> bool:
+        """Whether what the tiers hold is announced to routers, for which engines are to say what blocks are."""
+        return self.settings.events_endpoint is not None
+
     def __iter__(self) -> Iterator[tuple[Namespace, Space]]:
         return iter(list(self._spaces.values()))
 
@@ -83,8 +88,8 @@ class SpaceTable:
     ) -> Space:
         """The namespace's space, made on first use.
 
-        With `events` the disk keeps what engines say of blocks. Host memory for fewer than `request_blocks` draws a
-        warning: the run found for a request ends where it is full.
+        With `events`, and where we publish some, the disk keeps what engines say of blocks. Host memory for fewer than
+        `request_blocks` draws a warning: the run found for a request ends where it is full.
         Raises ManagerRefused when the manager is full of other namespaces, SettingsError when a tier cannot be made.
         """
         known = self._spaces.get(namespace.fingerprint)
@@ -102,7 +107,7 @@ class SpaceTable:
                 f"{namespace.difference(resident)}; start it with --namespaces {self.namespaces_max + 1}, "
                 "or start another manager"
             )
-        space = self._build(namespace, layout, events)
+        space = self._build(namespace, layout, events or self.publishes)
         self._spaces[namespace.fingerprint] = (namespace, space)
         self._advise(namespace, space, request_blocks)
         return space

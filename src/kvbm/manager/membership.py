@@ -95,7 +95,11 @@ class Membership:
             if held is not None and not held.closed:
                 raise ProtocolError(f"engine {hello.engine} has a leader already")
         session.hello = hello
-        session.send(Welcome(version=PROTOCOL_VERSION, epoch=self._epoch, lease_s=LEASE_S))
+        session.send(
+            Welcome(
+                version=PROTOCOL_VERSION, epoch=self._epoch, lease_s=LEASE_S, events=self._spaces.publishes
+            )
+        )
         if hello.role == "leader":
             if engine is None:
                 self._early[hello.engine] = session
@@ -244,6 +248,7 @@ class Membership:
                 slot_bytes=layout.slot_bytes,
                 lease_s=LEASE_S,
                 tiers=space.tiers(),
+                events=self._spaces.publishes,
             ),
             fds=(space.arena.region_fds[hello.shard], space.arena.generation_fd),
         )

@@ -25,6 +25,7 @@ from kvbm.errors import KvbmError, SettingsError
 from kvbm.manager.admin_page import admin_page
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.controller import controller
+from kvbm.manager.event_stream import publishing
 from kvbm.manager.garbage import collected_when_idle
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
@@ -79,10 +80,11 @@ def serve(
         _scraped(settings, scrapes, private) as metrics_port,
         admin_page(settings, os.path.abspath(socket_path), private) as start_page,
         controller(settings, os.path.abspath(socket_path)) as start_controller,
+        publishing(settings, private) as publisher,
         _listening(socket_path, mode) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
     ):
-        server = Server(listener, make_spaces, traffic, clock, peer_uids, scrapes)
+        server = Server(listener, make_spaces, traffic, clock, peer_uids, scrapes, publisher)
         signals = _Signals(server)
         log.info(
             start_line(
@@ -94,6 +96,7 @@ def serve(
                 disk=_size(settings.disk_bytes, settings.disk_blocks),
                 disk_dir=settings.disk_dir if settings.disk_on else None,
                 metrics_port=metrics_port,
+                events=publisher.endpoint if publisher is not None else None,
             )
         )
         start_page()

@@ -29,9 +29,10 @@ from kvbm.admin_protocol import Resize, Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
-from kvbm.manager.announcements import Announcements
+from kvbm.manager.announcements import Announcements, told_tiers
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.door import Door
+from kvbm.manager.event_stream import EventStream, Publisher
 from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.history import History
@@ -78,7 +79,8 @@ class Server:
     """Serves one listening Unix socket until `stop`.
 
     `spaces` and `traffic` (metrics, hit rates, the line a minute) are owned by the loop's thread while it runs.
-    `peer_uids` are the users that are served besides our own and root. `scrapes` are answered from here on.
+    `peer_uids` are the users that are served besides our own and root. `scrapes` are answered from here on; `publisher`
+    takes what is told to routers.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Server:
         clock: Clock,
         peer_uids: Iterable[int] = (),
         scrapes: Scrapes | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         self.epoch = int.from_bytes(os.urandom(7), "little")
         self.spaces = spaces(self._announce)
@@ -102,6 +105,9 @@ class Server:
         self._door = Door(listener, self._selector, self.sessions, frozenset(peer_uids), TICK_S)
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._announcements = Announcements(self.sessions.get)
+        self._events = EventStream(publisher, lambda: self.spaces, clock) if publisher is not None else None
+        if publisher is not None and self._events is not None:
+            self.watch_descriptor(publisher.fileno(), self._events.woken)
         self._history = History(clock, self.spaces.namespace_of)
         self._requests = requests = Requests(
             self.membership, traffic, self._followers, self._history, self.sessions.get, clock
@@ -116,6 +122,7 @@ class Server:
             lambda: self.refused_count,
             clock,
             self.resizing.report,
+            publisher,
         )
         self._pins = Pins(self.spaces, clock)
         self._snapshots = Snapshots(administration.description, self.spaces, traffic.metrics, clock)
@@ -189,6 +196,8 @@ class Server:
         # What the policies were told may have filled a queue: the next turn submits it.
         self._unfinished = bool(self._readable) or any(ended_left) or told or any(s.untold for s in spaces)
         self._unfinished = self._announcements.tell() or self._unfinished
+        if self._events is not None:
+            self._unfinished = self._events.tell() or self._unfinished
         self._end_failed(spaces)
         self._update_sessions()
         if self._clock() >= self._tick_at_s:
@@ -343,10 +352,7 @@ class Server:
     def _announce_tiers(self, session: Session, message: Message) -> None:
         engine = self.membership.led_by(session)
         if engine is not None:
-            space = engine.space
-            tiers = [] if space.options.staging else [space.facts]
-            tiers += [space.disk.facts] if space.disk is not None else []
-            self._announcements.begin(session, tiers)
+            self._announcements.begin(session, told_tiers(engine.space))
 
     def _follow(self, session: Session, message: Message) -> None:
         self._followers.add(session)

@@ -9,6 +9,7 @@ not announced.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -152,14 +153,15 @@ class SlotFacts:
 
 class TierListener:
     """What one listener has yet to be told of a tier. Bounded by the tier: a block that comes and goes untold leaves
-    nothing, and nothing is told of a block twice."""
+    nothing, and nothing is told of a block twice, unless all is told `again`."""
 
     def __init__(self, facts: SlotFacts) -> None:
         self.facts = facts
         self._told = bytearray(facts.slot_count)
         self._stored: dict[int, None] = {}
-        self._removed: list[bytes] = []
+        self._removed: deque[bytes] = deque()
         self._looked_at = 0
+        self._repeats = False
 
     def committed(self, slot: int) -> None:
         """A block came into this slot."""
@@ -178,16 +180,23 @@ class TierListener:
         """All that the tier holds has been told."""
         return not self._stored and not self._removed and self._looked_at >= self.facts.slot_count
 
-    def take_removed(self) -> list[bytes]:
-        """The hashes of blocks that it was told of and that have gone."""
-        removed, self._removed = self._removed, []
-        return removed
+    def again(self) -> None:
+        """Tell of all that the tier holds once more. What goes meanwhile is told of as ever."""
+        self._looked_at, self._repeats = 0, True
+
+    def take_removed(self, blocks_max: int) -> list[bytes]:
+        """The hashes of blocks that it was told of and that have gone, at most so many."""
+        return [self._removed.popleft() for _ in range(min(blocks_max, len(self._removed)))]
 
     def take_stored(self, blocks_max: int) -> list[SlotFact]:
-        """Blocks to tell of, at most so many; they count as told."""
+        """Blocks to tell of, at most so many; they count as told. None while removals wait: one of them may be of a
+        block that has come back since."""
+        if self._removed:
+            return []
         end = min(self._looked_at + blocks_max, self.facts.slot_count)
         for slot in self.facts.held_from(self._looked_at, end):
-            self.committed(slot)
+            if self._repeats or not self._told[slot]:
+                self._stored[slot] = None
         self._looked_at = end
         slots = [slot for slot, _ in zip(self._stored, range(blocks_max), strict=False)]
         told = list[SlotFact]()

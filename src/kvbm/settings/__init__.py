@@ -22,6 +22,7 @@ from kvbm.settings.parse import (
     SOCKET_PATH_BYTES_MAX,
     is_truthy,
     parse_count,
+    parse_endpoint,
     parse_size,
     parse_socket_path,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "load_settings",
     "manager_notices",
     "parse_count",
+    "parse_endpoint",
     "parse_size",
     "parse_socket_path",
     "process_environment",

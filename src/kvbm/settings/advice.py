@@ -125,6 +125,8 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         )
     if not settings.metrics:
         lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, _needing("metrics"))
+    if not settings.events_endpoint:
+        lines += _no_effect("without DYN_KVBM_EVENTS_ENDPOINT", settings, origins, _needing("events"))
     if _disk_is_smaller(settings):
         lines.append(
             f"the disk tier ({format_bytes(settings.disk_bytes or 0)}) is smaller than the host tier"

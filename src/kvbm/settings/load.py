@@ -233,6 +233,7 @@ _TEXTS: dict[Kind, Callable[[str, str], object]] = {
     Kind.SOCKET: parse.parse_socket_path,
     Kind.USERS: parse.parse_user_ids,
     Kind.LISTEN: parse.parse_listen_address,
+    Kind.ENDPOINT: parse.parse_endpoint,
 }
 
 

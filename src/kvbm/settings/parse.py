@@ -45,6 +45,7 @@ UNITS: dict[str, int] = {
 _DECIMAL = re.compile(r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 _SIZE = re.compile(r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*([A-Za-z]*)")
 _WHOLE = re.compile(r"\+?[0-9]+")
+_TCP = re.compile(r"(?:\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 _DIGITS = re.compile(r"[0-9]+")
 
 _SIZE_FORMS = "a size such as 4GB, 512MB, 1.5GiB or 4096 (bytes)"
@@ -162,6 +163,19 @@ def parse_listen_address(field: str, text: str) -> str:
             field, text, "127.0.0.1:PORT, [::1]:PORT or unix:PATH; other machines come by a tunnel (ssh -L)"
         )
     return f"{host}:{int(port)}"
+
+
+def parse_endpoint(field: str, text: str) -> str:
+    """An address of ZMQ at which to listen: `tcp://*:PORT` (all interfaces), `tcp://ADDRESS:PORT` or `ipc://PATH`. Port
+    0 is any free one."""
+    word = text.strip()
+    kind, _, place = word.partition("://")
+    if kind == "ipc" and place:
+        return "ipc://" + parse_socket_path(field, place)
+    match = _TCP.fullmatch(place) if kind == "tcp" else None
+    if match is None or int(match[1]) >= 1 << 16:
+        raise reject(field, text, "tcp://127.0.0.1:PORT, tcp://*:PORT (all interfaces) or ipc://PATH")
+    return word
 
 
 def parse_user_ids(field: str, text: str) -> tuple[int, ...]:

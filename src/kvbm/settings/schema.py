@@ -245,6 +245,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
         "file with the token of the web page and the admin API; unset, it is made when it is first needed, and kept",
     ] = None
+    events_endpoint: Annotated[
+        str | None,
+        Setting("DYN_KVBM_EVENTS_ENDPOINT", "--events", Kind.ENDPOINT, metavar="ENDPOINT", ours=True),
+        "publish KV events of host memory and disk for routers here, in vLLM's form: tcp://127.0.0.1:5557, "
+        "tcp://*:5557 (whoever connects reads all prompts that are kept) or ipc://PATH. Unset is off",
+    ] = None
+    events_replay_endpoint: Annotated[
+        str | None,
+        Setting(
+            "DYN_KVBM_EVENTS_REPLAY_ENDPOINT",
+            "--events-replay",
+            Kind.ENDPOINT,
+            metavar="ENDPOINT",
+            ours=True,
+            needs="events",
+        ),
+        "where routers ask for events that they missed, in the same forms",
+    ] = None
     manager: Annotated[
         str | None,
         Setting("DYN_KVBM_MANAGER", "--socket", Kind.SOCKET, ours=True, reader="both"),

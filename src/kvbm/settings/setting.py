@@ -24,6 +24,7 @@ class Kind(enum.Enum):
     SOCKET = "socket path"
     USERS = "user ids"
     LISTEN = "address of this machine"
+    ENDPOINT = "ZMQ endpoint"
     LOG = "log filter"
 
 
@@ -51,7 +52,7 @@ class Setting(msgspec.Struct, frozen=True):
     default_text: str = ""
     inverted: bool = False
     ours: bool = False
-    needs: Literal["", "disk", "metrics"] = ""
+    needs: Literal["", "disk", "metrics", "events"] = ""
     reader: Literal["manager", "engine", "both"] = "manager"
     no_effect: str = ""
     field: str = ""

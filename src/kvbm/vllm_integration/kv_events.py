@@ -8,20 +8,17 @@ and the block before it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from kvbm.block import Tier
+from kvbm.events.tier_form import MEDIUMS
 from kvbm.hashing import split_keys
 from kvbm.leader.announced import TierEvent
-from kvbm.leader.tracked import Said, Says
+from kvbm.leader.tracked import NOTHING_SAID, Said, Says
 from kvbm.protocol import StoredRun
-
-MEDIUMS = {int(Tier.HOST): "CPU", int(Tier.DISK): "STORAGE"}
-"""vLLM's own names (`vllm.distributed.kv_events`); Dynamo's router knows them."""
 
 
 def events_wanted(vllm_config: Any) -> bool:
@@ -30,12 +27,14 @@ def events_wanted(vllm_config: Any) -> bool:
     return bool(config is not None and getattr(config, "enable_kv_cache_events", False))
 
 
-def says_of(request: Any, block_tokens: int) -> Says:
-    """What is said of a request's blocks, when they are stored."""
-    return partial(_said, request, block_tokens)
+def says_of(request: Any, block_tokens: int, wanted: Callable[[], bool]) -> Says:
+    """What is said of a request's blocks, when they are stored and `wanted` says so."""
+    return partial(_said, request, block_tokens, wanted)
 
 
-def _said(request: Any, block_tokens: int, start: int, end: int) -> Said:
+def _said(request: Any, block_tokens: int, wanted: Callable[[], bool], start: int, end: int) -> Said:
+    if not wanted():
+        return NOTHING_SAID
     tokens = array("I", request.all_token_ids[start * block_tokens : end * block_tokens])
     assert tokens.itemsize == 4
     plain = (

@@ -35,6 +35,11 @@ except ImportError:  # vLLM < 0.32 does not split hits by source
 
 log = logging.getLogger("kvbm.vllm")
 
+_NO_EVENTS = (
+    "no KV events of host memory and disk: this vLLM's block hashes differ in every process "
+    "(prefix_caching_hash_algo=sha256 and vLLM 0.29 or later have others)"
+)
+
 
 class SchedulerSide:
     """Calls `leader`, its own, for vLLM. Owned by the engine core's thread."""
@@ -134,7 +139,7 @@ class SchedulerSide:
         told = told_of(request, self.block_tokens)
         trace = getattr(request, "trace_headers", None)
         before_tail = (request.num_tokens - 1) // self.block_tokens
-        says = says_of(request, self.block_tokens) if self._events is not None else None
+        says = says_of(request, self.block_tokens, self._facts_wanted) if not self._own_hashes else None
         self.leader.request_added(
             request.request_id, hashes, extras, on_device, keep, told, trace, before_tail, says
         )
@@ -177,6 +182,8 @@ class SchedulerSide:
         if not self._sizes_checked and self.leader.tiers:
             self._sizes_checked = True
             self._warn_of_sizes(self.leader.tiers.get("host", 0))
+            if self._own_hashes and self._facts_wanted():
+                log.warning(_NO_EVENTS)
         if self._unnamed and self._digests_seen != self._adapters.digests_made:
             self._digests_seen = self._adapters.digests_made
             for request in list(self._unnamed.values()):
@@ -281,15 +288,15 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.close()
 
+    def _facts_wanted(self) -> bool:
+        return self.leader.announced.facts_wanted
+
     def _event_form(self, vllm_config: Any, kv_cache_config: Any) -> EventForm | None:
         """How events are written for vLLM, where it publishes some and they would mean something."""
         if not events_wanted(vllm_config):
             return None
         if self._own_hashes:
-            log.warning(
-                "no KV events of host memory and disk: this vLLM's block hashes differ in every process "
-                "(prefix_caching_hash_algo=sha256 and vLLM 0.29 or later have others)"
-            )
+            log.warning(_NO_EVENTS)
             return None
         number = self._hybrid.ids[0] if self._hybrid is not None else 0
         return EventForm(self.block_tokens, number, kv_cache_config.kv_cache_groups[number].kv_cache_spec)

@@ -201,6 +201,7 @@ def one_of(setting):
         "path": "/p",
         "socket path": "/s",
         "user ids": "7",
+        "ZMQ endpoint": "tcp://*:37",
         "log filter": "debug",
         "text": "gdsf",
     }

@@ -65,6 +65,7 @@ VALUES = {
     Kind.SOCKET: ("/tmp/x/m.sock", "/tmp/x/m.sock"),
     Kind.TEXT: ("0.0.0.0", "0.0.0.0"),
     Kind.USERS: ("1000,2000", (1000, 2000)),
+    Kind.ENDPOINT: ("tcp://*:5557", "tcp://*:5557"),
     Kind.LISTEN: ("6881", "127.0.0.1:6881"),
 }
 FLAGGED = [setting for setting in SCHEMA if setting.flag]

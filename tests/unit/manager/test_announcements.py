@@ -12,8 +12,6 @@ from kvbm.hashing import join_keys, split_keys
 from kvbm.manager import announcements
 from kvbm.protocol import (
     Announce,
-    Commit,
-    FromManager,
     Lookup,
     LookupReply,
     Release,
@@ -23,31 +21,12 @@ from kvbm.protocol import (
     ResetReply,
     TierEvents,
 )
-from rigs.manager import KEYS, LAYOUT, OTHER, Client, ManagerBench, refusal
+from rigs.announcing import answer, store, tokens
+from rigs.manager import KEYS, OTHER, Client, ManagerBench, refusal
 from rigs.resizing import come_back, operator, resize, sent_away
 
 Held = set[tuple[int, bytes]]
 HOST, DISK = int(Tier.HOST), int(Tier.DISK)
-
-
-def tokens(keys: list[BlockKey]) -> bytes:
-    """Tokens that are a block's own."""
-    return b"".join(key[: 4 * LAYOUT.block_tokens] for key in keys)
-
-
-def store(leader: Client, number: int, keys: list[BlockKey], parent: bytes = b"", said: bool = True) -> None:
-    leader.send(
-        Reserve(store=number, parent=parent, keys=join_keys(keys), tokens=tokens(keys) if said else b"")
-    )
-    answer(leader, ReserveReply)
-    leader.send(Commit(store=number))
-
-
-def answer(leader: Client, kind: type) -> None:
-    """The answer came; what is announced meanwhile waits to be heard."""
-    seen: list[FromManager] = []
-    leader.bench.until(lambda: seen.extend(leader.take()) or any(isinstance(each, kind) for each in seen))
-    leader.inbox = [each for each in seen if not isinstance(each, kind)] + leader.inbox
 
 
 class Account:

@@ -60,7 +60,7 @@ class FactsMachine(RuleBasedStateMachine):
         self.tell(*data.draw(st.sampled_from(self.accounts)), blocks)
 
     def tell(self, listener: TierListener, account: set[bytes], blocks: int) -> None:
-        for gone in listener.take_removed():
+        for gone in listener.take_removed(SLOTS):
             account.remove(gone)  # told of, once
         for told in listener.take_stored(blocks):
             assert told in self.held.values()
@@ -110,4 +110,4 @@ def test_who_listens_no_more_costs_nothing() -> None:
     facts.committed([0])
     assert listener.take_stored(SLOTS) == [fact(1)], "it was held when it would have been looked at"
     facts.emptied([0])
-    assert listener.take_removed() == []
+    assert listener.take_removed(SLOTS) == []

@@ -18,6 +18,7 @@ from kvbm.settings.parse import (
     parse_bool,
     parse_choice,
     parse_count,
+    parse_endpoint,
     parse_gb,
     parse_log_filter,
     parse_path,
@@ -201,3 +202,19 @@ def test_log_filter(text, level):
 def test_log_filter_refuses(text):
     with pytest.raises(SettingsError, match="trace debug info warn error off"):
         parse_log_filter("DYN_LOG", text)
+
+
+@pytest.mark.parametrize(
+    "text", ["tcp://*:5557", "tcp://127.0.0.1:0", "tcp://[::1]:65535", "tcp://node-3.local:1", "ipc:///run/e"]
+)
+def test_addresses_of_zmq_are_taken_as_they_are(text):
+    assert parse_endpoint("events_endpoint", f" {text} ") == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["5557", "tcp://", "tcp://*", "tcp://*:65536", "tcp://*:x", "ipc://", "inproc://e", "udp://*:1", ""],
+)
+def test_what_is_no_address_of_zmq_is_refused(text):
+    with pytest.raises(SettingsError, match="events_endpoint="):
+        parse_endpoint("events_endpoint", text)

@@ -17,6 +17,7 @@ WORDS = {
     Kind.SOCKET: ("/b", "/a", "/c", "/d"),
     Kind.LOG: ("warn", "error", "debug", "trace"),
     Kind.USERS: ("2,3", "1", "4", "5"),
+    Kind.ENDPOINT: ("tcp://*:2", "tcp://127.0.0.1:1", "tcp://[::1]:3", "ipc:///a"),
     Kind.LISTEN: ("127.0.0.1:2", "127.0.0.1:1", "localhost:3", "unix:/a"),
 }
 """A value for the file, the environment, an engine's configuration and the command line."""

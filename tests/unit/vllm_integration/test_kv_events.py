@@ -37,15 +37,19 @@ def request(**more: Any) -> Any:
     return SimpleNamespace(**{**fields, "prompt_embeds": None, "num_tokens": 40, **more})
 
 
+def always() -> bool:
+    return True
+
+
 def test_tokens_are_said_of_the_blocks_alone() -> None:
-    said = says_of(request(), 4)(2, 4)
+    said = says_of(request(), 4, always)(2, 4)
     assert struct.unpack("<8I", said.tokens) == tuple(range(108, 116))
     assert said.facts == ()
 
 
 def test_a_stored_run_is_one_event_with_all_that_a_router_needs() -> None:
     form = EventForm(4, 0, SPEC)
-    said = says_of(request(), 4)(1, 3)
+    said = says_of(request(), 4, always)(1, 3)
     (event,) = form([StoredRun(HOST, KEYS[1] + KEYS[2], KEYS[0], said.tokens)])
     assert isinstance(event, BlockStored)
     assert event.block_hashes == [maybe_convert_block_hash(key) for key in KEYS[1:3]]
@@ -65,7 +69,7 @@ def test_a_removed_block_names_its_tier() -> None:
 
 def test_adapters_and_salts_travel_with_their_blocks() -> None:
     lora = LoRARequest("a", 7, "/adapters/a")
-    said = says_of(request(lora_request=lora, cache_salt="pepper"), 4)(0, 2)
+    said = says_of(request(lora_request=lora, cache_salt="pepper"), 4, always)(0, 2)
     run = StoredRun(HOST, KEYS[0] + KEYS[1], b"", said.tokens, said.facts)
     (event,) = EventForm(4, 0, SPEC)([run])
     assert (event.lora_id, event.lora_name) == (7, "a")
@@ -74,7 +78,7 @@ def test_adapters_and_salts_travel_with_their_blocks() -> None:
 
 
 def test_vllms_publisher_can_encode_them() -> None:
-    said = says_of(request(), 4)(0, 2)
+    said = says_of(request(), 4, always)(0, 2)
     events = EventForm(4, 0, SPEC)(
         [StoredRun(HOST, KEYS[0] + KEYS[1], b"", said.tokens), RemovedBlocks(HOST, KEYS[0])]
     )
