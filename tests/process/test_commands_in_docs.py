@@ -18,6 +18,7 @@ from kvbm.cli.main import COMMANDS
 from kvbm.cli.prompts import candidates
 from rigs.admin import Node
 from rigs.checkout import ROOT
+from rigs.manager_probe import free_port
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
 
@@ -117,7 +118,8 @@ def test_what_needs_only_a_manager_is_run(
     (tmp_path / "prompt.json").write_text(json.dumps(TOKENS))
     (tmp_path / "kvbm.toml").write_text('host_bytes = "1GB"\n')
     node = make_node()
-    engine = node.engine(node.manage())
+    announces = ("--events", f"tcp://127.0.0.1:{free_port()}") if "inspect events" in line else ()
+    engine = node.engine(node.manage("manager.sock", *announces))
     (space,) = node.json("inspect", "namespaces")["namespaces"]
     engine.store(next(candidates(SimpleNamespace(**space), TOKENS, "prompt")))  # type: ignore[arg-type]
     code, out, err = node.kvbm(*words_of(line))

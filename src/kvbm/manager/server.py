@@ -105,9 +105,7 @@ class Server:
         self._door = Door(listener, self._selector, self.sessions, frozenset(peer_uids), TICK_S)
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._announcements = Announcements(self.sessions.get)
-        self._events = EventStream(publisher, lambda: self.spaces, clock) if publisher is not None else None
-        if publisher is not None and self._events is not None:
-            self.watch_descriptor(publisher.fileno(), self._events.woken)
+        self._events = self._event_stream(publisher) if publisher is not None else None
         self._history = History(clock, self.spaces.namespace_of)
         self._requests = requests = Requests(
             self.membership, traffic, self._followers, self._history, self.sessions.get, clock
@@ -325,6 +323,11 @@ class Server:
             self.last_busy_s = self._clock()
         self.traffic.tick([engine.name for engine in self.membership])
         self._snapshots.tick()
+
+    def _event_stream(self, publisher: Publisher) -> EventStream:
+        stream = EventStream(publisher, lambda: self.spaces, self._clock)
+        self.watch_descriptor(publisher.fileno(), stream.woken)
+        return stream
 
     def _publish(self) -> None:
         """Bring the gauges up to date."""
