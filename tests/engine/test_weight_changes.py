@@ -112,12 +112,15 @@ def test_an_update_that_nobody_tells_of(
     settings = disk(tmp_path / "cache", host_blocks=200)
     engine = launcher.start(settings, **TRANSFER)
     first, second = prompts()[:3], prompts()[3:]
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
     engine.run(first)
+    # Until their stores are done: an update that falls into one drops it.
+    launcher.assert_nothing_held()
     engine.call(how, 1, timeout_s=30.0)
     # What the device holds of before is vLLM's to serve; these prompts are new to it.
     assert texts(engine.run(second)) == expected[1][3:]
     launcher.stop()
-    answers = answer(launcher.start(settings), "+")
+    answers = later_answer(launcher.start(settings), "+")
     assert texts(answers) == expected[0]
     assert hits(answers) == 3, "the prompts of before the update are kept, and no others"
 
