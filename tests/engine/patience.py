@@ -1,13 +1,15 @@
-"""Where a test says how many tokens are cached: a busy machine must not make a lookup or a read too late to be used."""
+"""Where a test says how many tokens are cached: a busy machine must not make a lookup, a read or a store too late."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 from engine.engine_child import Child
 
 READS_S = 60.0
+SLOTS_S = 10.0
 
 
 def wait_for_every_hit(child: Child) -> None:
@@ -19,3 +21,18 @@ def wait_for_every_hit(child: Child) -> None:
         unanswered_too_long=lambda search, now_s: False,
         for_reads_s=lambda search, offset: READS_S,
     )
+
+
+def wait_for_every_store(child: Child) -> None:
+    """The engine waits for the slots of blocks that it would otherwise give up with their request."""
+    assert child.engine is not None
+    leader: Any = child.engine.leader_half._scheduler.side.leader
+    wait_a_little = leader._wait_a_little
+
+    def wait(seconds: float) -> None:
+        deadline = time.monotonic() + SLOTS_S
+        wait_a_little(seconds)
+        while leader.stores.unanswered and time.monotonic() < deadline:
+            wait_a_little(seconds)
+
+    leader._wait_a_little = wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from engine import reach, weight_swaps
 from engine.engine_child import Answers
 from engine.engine_process import EngineProcess
 from engine.launcher import Launcher
-from engine.patience import wait_for_every_hit
+from engine.patience import wait_for_every_hit, wait_for_every_store
 from engine.tier_settings import disk, host
 from engine.workload import Request, again, random_tokens
 
@@ -30,17 +31,20 @@ def texts(answers: Answers) -> list[list[int]]:
     return [tokens for _, tokens in sorted(answers.outputs.items())]
 
 
+def start(launcher: Launcher, settings: dict[str, str], **options: Any) -> EngineProcess:
+    """An engine that keeps and finds everything that it may, however busy the machine is."""
+    engine = launcher.start(settings, **options)
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    engine.call(wait_for_every_store, timeout_s=20.0)
+    engine.call(wait_for_every_hit, timeout_s=20.0)
+    return engine
+
+
 def answer(engine: EngineProcess, name: str) -> Answers:
     """Ask all prompts, when the device's own cache is empty."""
     engine.call(reach.wait_until_ready, timeout_s=40.0)
     assert engine.call(reach.reset, connector=False, timeout_s=20.0)
     return engine.run(again(prompts(), name))
-
-
-def later_answer(engine: EngineProcess, name: str) -> Answers:
-    """The same of an engine that is to find everything, however busy the machine is."""
-    engine.call(wait_for_every_hit, timeout_s=20.0)
-    return answer(engine, name)
 
 
 def hits(answers: Answers) -> int:
@@ -64,8 +68,7 @@ def test_sleep_swap_wake(launcher: Launcher, expected: dict[int, list[list[int]]
     """And what is on disk still means the files' weights: an engine that starts with them hits it or computes."""
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
-    engine = launcher.start(settings, **TRANSFER)
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    engine = start(launcher, settings, **TRANSFER)
     assert texts(engine.run(again(prompts(), "a"))) == expected[0]
     assert hits(engine.run(again(prompts(), "b"))) + hits(engine.run(again(prompts(), "b+"))) > 0
     for number in (1, 2):
@@ -79,7 +82,7 @@ def test_sleep_swap_wake(launcher: Launcher, expected: dict[int, list[list[int]]
         assert loaded > 10, "the device holds half of it; what was computed since is kept for this engine"
     assert engine.log().count("for this engine's life only") == 1
     launcher.stop()
-    later = later_answer(launcher.start(settings), "e")
+    later = answer(start(launcher, settings), "e")
     assert texts(later) == expected[0]
     assert hits(later) == 6, "sleep leaves on disk what means the files' weights"
 
@@ -88,8 +91,7 @@ def test_updates_in_a_loop(launcher: Launcher, expected: dict[int, list[list[int
     """As a trainer does it: update, then empty the device's cache, without a word to the connector."""
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
-    engine = launcher.start(settings, **TRANSFER)
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    engine = start(launcher, settings, **TRANSFER)
     assert texts(engine.run(again(prompts(), "a"))) == expected[0]
     for number in (1, 2, 3, 1):
         engine.call(weight_swaps.update, number, timeout_s=30.0)
@@ -98,7 +100,7 @@ def test_updates_in_a_loop(launcher: Launcher, expected: dict[int, list[list[int
             assert texts(answers) == expected[number]
         launcher.assert_nothing_held()
     launcher.stop()
-    again_from_files = answer(launcher.start(settings), "d")
+    again_from_files = answer(start(launcher, settings), "d")
     assert texts(again_from_files) == expected[0]
     assert hits(again_from_files) == 6, "from start on an engine that may be updated keeps its blocks"
 
@@ -110,17 +112,15 @@ def test_an_update_that_nobody_tells_of(
     """No reset follows (`pause(clear_cache=False)`), the engine core never hears of it, or it is no update by name."""
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
-    engine = launcher.start(settings, **TRANSFER)
+    engine = start(launcher, settings, **TRANSFER)
     first, second = prompts()[:3], prompts()[3:]
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     engine.run(first)
-    # Until their stores are done: an update that falls into one drops it.
-    launcher.assert_nothing_held()
+    launcher.assert_nothing_held()  # an update that falls into a store drops it
     engine.call(how, 1, timeout_s=30.0)
     # What the device holds of before is vLLM's to serve; these prompts are new to it.
     assert texts(engine.run(second)) == expected[1][3:]
     launcher.stop()
-    answers = later_answer(launcher.start(settings), "+")
+    answers = answer(start(launcher, settings), "+")
     assert texts(answers) == expected[0]
     assert hits(answers) == 3, "the prompts of before the update are kept, and no others"
 
@@ -131,11 +131,11 @@ def test_an_update_while_requests_run_and_wait(
     """What runs goes on with KV of both; nothing of it is kept."""
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
-    engine = launcher.start(settings, **TRANSFER, max_num_seqs=2)
+    engine = start(launcher, settings, **TRANSFER, max_num_seqs=2)
     engine.call(weight_swaps.update_between, prompts(), 1, timeout_s=90.0)
     assert texts(answer(engine, "+")) == expected[1]
     launcher.stop()
-    assert texts(answer(launcher.start(settings), "-")) == expected[0]
+    assert texts(answer(start(launcher, settings), "-")) == expected[0]
 
 
 def test_a_named_version_outlives_the_engine(
@@ -145,7 +145,7 @@ def test_a_named_version_outlives_the_engine(
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
     for turn in range(2):
-        engine = launcher.start(settings, **TRANSFER)
+        engine = start(launcher, settings, **TRANSFER)
         answer(engine, f"0{turn}")
         for number in (1, 2):
             engine.call(weight_swaps.update, number, f"step-{number}00", timeout_s=30.0)
@@ -164,9 +164,9 @@ def test_a_write_past_every_call_is_found_by_the_reset_that_follows(
 ) -> None:
     """Also where it is the first thing that happens, and nothing says that weights may change."""
     settings = disk(tmp_path / "cache", host_blocks=200)
-    assert texts(answer(launcher.start(settings), "a")) == expected[0]
+    assert texts(answer(start(launcher, settings), "a")) == expected[0]
     launcher.stop()
-    engine = launcher.start(settings)
+    engine = start(launcher, settings)
     if asked_before:
         assert texts(answer(engine, "b")) == expected[0]
     engine.call(weight_swaps.write_past_everything, 1, timeout_s=30.0)
@@ -176,13 +176,13 @@ def test_a_write_past_every_call_is_found_by_the_reset_that_follows(
     assert texts(answers) == expected[1]
     assert hits(answers) == 0
     launcher.stop()
-    later = later_answer(launcher.start(settings), "d")
+    later = answer(start(launcher, settings), "d")
     assert texts(later) == expected[0]
     assert hits(later) == 6
 
 
 def test_a_call_that_changes_nothing_costs_nothing(launcher: Launcher) -> None:
-    engine = launcher.start(host())
+    engine = start(launcher, host())
     answer(engine, "a")
     engine.call(weight_swaps.look_around, timeout_s=30.0)
     assert hits(answer(engine, "b")) == 6
@@ -202,6 +202,6 @@ def test_updates_of_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
 
     expected = swapped(launcher.start(**PLAIN, tensor_parallel_size=2))
     assert expected[0] != expected[1] != expected[2]
-    engine = launcher.start(disk(tmp_path / "cache", host_blocks=200), tensor_parallel_size=2)
+    engine = start(launcher, disk(tmp_path / "cache", host_blocks=200), tensor_parallel_size=2)
     assert swapped(engine) == expected
     assert engine.log().count("for this engine's life only") == 1
