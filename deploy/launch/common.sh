@@ -17,14 +17,12 @@ WORKER_ARGS=${WORKER_ARGS---enforce-eager}
 # Block hashes must be the same in all processes.
 export PYTHONHASHSEED=0
 
+OWN_FILES=$(mktemp -d "${TMPDIR:-/tmp}/dynamo.XXXXXX")
+
 if [ -z "${ETCD_ENDPOINTS:-}" ] && [ -z "${NATS_SERVER:-}" ]; then
   export DYN_DISCOVERY_BACKEND=${DYN_DISCOVERY_BACKEND:-file} DYN_EVENT_PLANE=${DYN_EVENT_PLANE:-zmq}
   export DYN_REQUEST_PLANE=${DYN_REQUEST_PLANE:-tcp}
-  if [ -z "${DYN_FILE_KV:-}" ]; then
-    DYN_FILE_KV=$(mktemp -d "${TMPDIR:-/tmp}/dynamo-discovery.XXXXXX")
-    export DYN_FILE_KV
-    OWN_FILES=$DYN_FILE_KV
-  fi
+  export DYN_FILE_KV=${DYN_FILE_KV:-$OWN_FILES/discovery}
 fi
 
 KVBM='{"kv_connector":"DynamoConnector","kv_role":"kv_both","kv_connector_module_path":"kvbm.vllm_integration.connector","kv_load_failure_policy":"recompute"}'
@@ -37,25 +35,25 @@ ON_DECODE=$NIXL
 # One manager for all workers of this machine, unless DYN_KVBM_MANAGER names one: each finds what the others computed.
 share_manager() {
   if [ -z "${DYN_KVBM_MANAGER:-}" ]; then
-    MANAGER_FILES=$(mktemp -d "${TMPDIR:-/tmp}/kvbm-manager.XXXXXX")
-    export DYN_KVBM_MANAGER=$MANAGER_FILES/manager.sock
+    export DYN_KVBM_MANAGER=$OWN_FILES/manager.sock
     "$PYTHON" -m kvbm.cli.main manager --socket "$DYN_KVBM_MANAGER" --host-memory "${DYN_KVBM_CPU_CACHE_GB:-20}GB" &
   fi
   # The manager has the size; an engine that names one too is told so.
   unset DYN_KVBM_CPU_CACHE_GB
 }
 
-# Events of the KV cache, for a router, on this port.
+# Events of the KV cache, for a router, on this port. Who missed some asks for them at the replay endpoint.
 events() {
-  printf '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:%s"}' "$1"
+  printf '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:%s",' "$1"
+  printf '"replay_endpoint":"ipc://%s/events-%s"}' "$OWN_FILES" "$1"
 }
 
 # All parts end with this script, and it with the first of them that ends.
 end() {
   trap - EXIT INT TERM
-  kill $(jobs -p) 2>/dev/null
-  wait
-  rm -rf ${OWN_FILES:+"$OWN_FILES"} ${MANAGER_FILES:+"$MANAGER_FILES"}
+  kill $(jobs -p) 2>/dev/null || true
+  wait || true
+  rm -rf "$OWN_FILES"
 }
 trap end EXIT
 trap 'exit 130' INT
@@ -76,7 +74,7 @@ worker() {
 
 # Until the first part ends, which is an error.
 serve() {
-  wait -n
+  wait -n || true
   echo "a part of the stack ended; the others are stopped" >&2
   exit 1
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -185,7 +187,19 @@ def test_compose_with_dynamo_is_whole() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     folder = DEPLOY / "compose"
     services = yaml.safe_load((folder / "dynamo.yml").read_text())["services"]
-    assert set(services) == {"frontend", "worker-0", "worker-1", "etcd", "nats"}
+    watching = {name for name, service in services.items() if service.get("profiles") == ["metrics"]}
+    assert watching == {"prometheus", "grafana"}
+    assert set(services) - watching == {"frontend", "worker-0", "worker-1", "etcd", "nats"}
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "dynamo.yml").read_text())["scrape_configs"]
+    hosts = {
+        target.partition(":")[0]
+        for job in scraped
+        for each in job["static_configs"]
+        for target in each["targets"]
+    }
+    assert hosts == {"frontend", "worker-0", "worker-1"}
+    base = services["grafana"]["extends"]
+    assert base["service"] in yaml.safe_load((folder / base["file"]).read_text())["services"]
     script = (DEPLOY / "launch" / "common.sh").read_text()
     for name in ("frontend", "worker-0", "worker-1"):
         service = services[name]
@@ -196,7 +210,22 @@ def test_compose_with_dynamo_is_whole() -> None:
         words = service["command"]
         if name != "frontend":
             assert f"KVBM='{words[words.index('--kv-transfer-config') + 1]}'" in script
-            assert json.loads(words[words.index("--kv-events-config") + 1])["enable_kv_cache_events"]
+            assert json.loads(words[words.index("--kv-events-config") + 1])["replay_endpoint"]
+
+
+def test_a_stack_that_ends_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    lines = "set -euo pipefail; . ./common.sh; events 7; echo; (exit 3) & serve"
+    ended = subprocess.run(
+        ["bash", "-c", lines],
+        cwd=DEPLOY / "launch",
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == "a part of the stack ended; the others are stopped\n"
+    assert json.loads(ended.stdout)["replay_endpoint"].startswith(f"ipc://{tmp_path}/dynamo.")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

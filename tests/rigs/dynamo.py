@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvbm.demo import counters
+from kvbm.demo.client import Client
 from rigs.checkout import ROOT
 
 sys.path.append(str(ROOT / "scripts"))
@@ -39,6 +41,14 @@ def starter(model: Path, directory: Path) -> Start:
 def prompts(seed: int, count: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(10, 400) for _ in range(BLOCKS * BLOCK_TOKENS + 5)] for _ in range(count)]
+
+
+def counted(stack: Stack, name: str, managers: int = 1) -> int:
+    """A counter's value, of all managers."""
+    pages = [
+        Client("127.0.0.1", stack.metrics_port + number, timeout_s=10).page() for number in range(managers)
+    ]
+    return sum(counters.total(counters.read(page), name) for page in pages)
 
 
 def ask(stack: Stack, tokens: list[int]) -> str:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from kvbm.dynamo_runtime import controller
-from rigs.dynamo import BLOCKS, Start, ask, prompts
+from rigs.dynamo import BLOCKS, Start, ask, counted, prompts
 from rigs.manager_probe import wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,6 +54,9 @@ def answers(discovery: Mapping[str, str], *requests: object) -> list[Any]:
 def test_status_and_resets_through_the_runtime(start: Start) -> None:
     with start("agg_kvbm.sh", {"backend": 1}, DYN_RUNTIME_ENABLED_KVBM="true") as stack:
         ask(stack, prompts(0, 1)[0])
+        wait_for(
+            lambda: counted(stack, "kvbm_offload_blocks_d2h") == BLOCKS, 20.0, "the blocks are not stored"
+        )
         status = {"Status": "G2"}
         before, refused, reset, after = answers(
             stack.discovery, status, {"Status": "G1"}, {"ResetPool": "G2"}, status

@@ -11,10 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvbm.demo import counters
-from kvbm.demo.client import Client
 from kvbm.events import consolidator
-from rigs.dynamo import BLOCKS, Choice, Stack, Start, ask, prompts
+from rigs.dynamo import BLOCKS, Choice, Stack, Start, ask, counted, prompts
 from rigs.manager_probe import wait_for
 from rigs.services import etcd_and_nats
 
@@ -28,10 +26,7 @@ ONE_SHORT = BLOCKS - 1
 
 def loaded(stack: Stack, managers: int) -> int:
     """Blocks that came back from below the device, of all managers."""
-    pages = [
-        Client("127.0.0.1", stack.metrics_port + number, timeout_s=10).page() for number in range(managers)
-    ]
-    return sum(counters.total(counters.read(page), "kvbm_onboard_blocks_h2d") for page in pages)
+    return counted(stack, "kvbm_onboard_blocks_h2d", managers)
 
 
 def asked_again(stack: Stack, seed: int) -> tuple[set[str], Choice]:

@@ -1,4 +1,4 @@
-"""A child process that is kept running: started again when it ends, a few times, and ended with its parent.
+"""A child process that is kept running: started again when it ends, a few times or for ever, and ended with its parent.
 
 A thread waits for the child and touches nothing of its owner's. The child reads its input, which ends with the parent
 however that dies, and must end then.
@@ -18,13 +18,17 @@ from kvbm.clock import Clock
 
 STARTS_MAX, STARTS_S = 4, 600.0
 """So many ends of the child within so many seconds, and it is not started again."""
+ENDS_MAX = 16
+PAUSE_S_MAX = 60.0
+"""Between two starts of a child that is started again for ever; the pause doubles with every end."""
 END_S = 5.0
 """A child that has not ended by then is killed."""
 
 
 class KeptProcess:
     """`title` names it in the log. `words(first)` are the module to run and its arguments, where `first` tells the
-    first start from the later ones. `given_up(why)` is called from the thread when it is not started again.
+    first start from the later ones. `given_up(why)` is called from the thread when it is not started again; with
+    `for_ever` that is only where there is no process to be had.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class KeptProcess:
         clock: Clock,
         log: logging.Logger,
         pass_fds: Sequence[int] = (),
+        for_ever: bool = False,
     ) -> None:
         self._title = title
         self._words = words
@@ -42,8 +47,9 @@ class KeptProcess:
         self._clock = clock
         self._log = log
         self._pass_fds = tuple(pass_fds)
+        self._for_ever = for_ever
         self._lock = threading.Lock()
-        self._ending = False
+        self._ending = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._watcher = threading.Thread(target=self._watch, name=f"kvbm {title}", daemon=True)
 
@@ -55,7 +61,8 @@ class KeptProcess:
     def end(self) -> None:
         """The child ends with its input, or is killed. Nothing is started any more."""
         with self._lock:
-            self._ending, child = True, self._child
+            self._ending.set()
+            child = self._child
         if child is None:
             return
         assert child.stdin is not None
@@ -71,7 +78,7 @@ class KeptProcess:
     def _spawn(self, first: bool) -> subprocess.Popen[bytes] | None:
         """A new child; None at the end."""
         with self._lock:
-            if self._ending:
+            if self._ending.is_set():
                 return None
             self._child = subprocess.Popen(
                 [sys.executable, "-c", RUN_MODULE, *self._words(first)],
@@ -83,16 +90,20 @@ class KeptProcess:
             return self._child
 
     def _watch(self) -> None:
-        ends_s: deque[float] = deque(maxlen=STARTS_MAX)
+        ends_s: deque[float] = deque(maxlen=ENDS_MAX if self._for_ever else STARTS_MAX)
         child = self._child
         while child is not None:
             how = _ended(child.wait())
             ends_s.append(self._clock())
             assert child.stdin is not None
             child.stdin.close()
-            if self._ending:
+            if self._ending.is_set():
                 return
-            if len(ends_s) == STARTS_MAX and ends_s[-1] - ends_s[0] < STARTS_S:
+            if self._for_ever:
+                recent = sum(ends_s[-1] - each < STARTS_S for each in ends_s)
+                if self._ending.wait(min(2.0 ** (recent - 2), PAUSE_S_MAX) if recent > 1 else 0.0):
+                    return
+            elif len(ends_s) == STARTS_MAX and ends_s[-1] - ends_s[0] < STARTS_S:
                 self._given_up(
                     f"it ended {STARTS_MAX} times within {STARTS_S / 60:g} min, the last time {how}"
                 )

@@ -29,6 +29,7 @@ QUEUE_MAX = 100_000
 """Messages that wait in a socket. A subscriber that reads more slowly loses some."""
 MESSAGES_AT_ONCE = 256
 REPLAY_WAIT_MS = 3000
+_NUMBER_MAX = (1 << 63) - 1
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +55,7 @@ class Consolidator:
         self._context = context
         self._merge = Merge(options.mode)
         self._expected: int | None = None
+        self._repeated = 0
         self._published = 0
         # A router may know what an earlier process said, and this one does not.
         self._resume = not options.began
@@ -78,6 +80,8 @@ class Consolidator:
     def run(self, input_fd: int) -> None:
         """Until the input ends."""
         self._poller.register(input_fd, zmq.POLLIN)
+        if not self._options.began:
+            self.learn_anew()
         flush_at = float("inf")
         while True:
             left_s = flush_at - time.monotonic()
@@ -94,6 +98,12 @@ class Consolidator:
             if time.monotonic() >= flush_at:
                 self.flush()
                 flush_at = float("inf")
+
+    def learn_anew(self) -> None:
+        """Take in what the engine published while no consolidator ran, as far as it still has that."""
+        following = self._repeat(None, _NUMBER_MAX)
+        if following is not None:
+            self._expected = self._repeated = following
 
     def hear_subscribers(self) -> None:
         """Tell those who have come of everything that is held."""
@@ -132,13 +142,20 @@ class Consolidator:
 
     def _take_in(self, number: int, payload: bytes) -> None:
         expected = self._expected
+        if number < self._repeated:
+            return  # it came both ways
+        self._repeated = 0
         if expected is None:
-            if number:
-                self._catch_up(0, number)
+            if number and self._repeat(None, number) != number:
+                log.warning(
+                    "%d earlier messages of KV events are not to be had: routers hear of their blocks when these are "
+                    "stored again. vLLM repeats what was missed at `replay_endpoint` of --kv-events-config",
+                    number,
+                )
         elif number < expected:
             log.warning("the engine counts its KV events anew: %d after %d", number, expected - 1)
             self._merge.take_in(Cleared())
-        elif number > expected and not self._catch_up(expected, number):
+        elif number > expected and self._repeat(expected, number) != number:
             log.warning(
                 "%d messages of KV events were lost: routers forget this engine's blocks", number - expected
             )
@@ -146,24 +163,25 @@ class Consolidator:
         self._expected = number + 1
         self._merge_in(payload)
 
-    def _catch_up(self, start: int, end: int) -> bool:
-        """Take in the messages from `start` up to `end` from where the engine repeats them; whether all were had."""
+    def _repeat(self, start: int | None, end: int) -> int | None:
+        """Take in the messages before number `end` from where the engine repeats them, from `start` on, or from the
+        first that it still has. The number that follows on them; None without any."""
         if not self._options.replay:
-            return False
+            return None
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._options.replay)
-        socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")])
+        socket.send_multipart([b"", (start or 0).to_bytes(SEQUENCE_BYTES, "big")])
         following = start
-        while following < end and socket.poll(REPLAY_WAIT_MS):
+        while (following is None or following < end) and socket.poll(REPLAY_WAIT_MS):
             frames = socket.recv_multipart()
             number = int.from_bytes(frames[-2], "big", signed=True)
-            if number != following:
+            if number < 0 or number >= end or number != (number if following is None else following):
                 break
             self._merge_in(frames[-1])
-            following += 1
+            following = number + 1
         socket.close()
-        return following == end
+        return following
 
     def _merge_in(self, payload: bytes) -> None:
         try:

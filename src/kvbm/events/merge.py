@@ -2,8 +2,11 @@
 
 | mode | a store is published | a removal |
 | --- | --- | --- |
-| `dedup` | when the first tier holds the block | when the last tier has lost it |
+| `dedup` | when the first tier holds the block, and routers know the block before it | when the last tier has lost it |
 | `passthrough` | always, with its tier | always, with its tier |
+
+Dynamo's router takes stores without a tier as the device's, and refuses one whose parent it does not know; stores in
+tiers below may come in any order.
 
 The log lines are those of NVIDIA's KVBM, which its tests read; so are the sources' names in them.
 """
@@ -31,6 +34,10 @@ _SOURCES = {Tier.DEVICE: "Vllm", Tier.HOST: "Kvbm", Tier.DISK: "Kvbm"}
 _NAME_DIGITS = 16
 
 
+_Place = tuple[int, int]
+"""A block's name and the group of its layers."""
+
+
 def sequence_hash(tokens: Sequence[int], before: int | None) -> int:
     """A block's hash as Dynamo's router makes it: of its tokens, and of the hash of the block before it."""
     own = xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(4, "little") for each in tokens), SEED)
@@ -44,6 +51,8 @@ class _Held:
     stored: Stored
     tiers: set[Tier] = field(default_factory=set)
     sequence_hash: int = 0
+    told: bool = False
+    """`dedup`: the store was published."""
 
 
 class Merge:
@@ -52,7 +61,9 @@ class Merge:
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[_Place, _Held] = {}
+        self._orphans: dict[_Place, dict[_Place, None]] = {}
+        """Blocks that are not told yet, by the one before them."""
         self._out: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
@@ -77,6 +88,7 @@ class Merge:
         """Nothing is held, or nothing is known any more."""
         log.debug("Clearing all %d blocks from tracker", len(self._held))
         self._held.clear()
+        self._orphans.clear()
         self._out = [cleared_fields()]
 
     def drain(self) -> list[dict[str, Any]]:
@@ -87,26 +99,53 @@ class Merge:
     def snapshot(self) -> list[dict[str, Any]]:
         """All that is held, for one who hears nothing of what was: an empty cache, then every block after the one
         before it."""
-        events = [cleared_fields()]
-        for held in self._parents_first():
+        waiting, self._out = self._out, [cleared_fields()]
+        self._orphans.clear()
+        for held in self._held.values():
+            held.told = False
+        for place in list(self._parents_first()):
             if self._mode == "dedup":
-                events.append(stored_fields(held.stored, None))
+                self._tell(place)
             else:
-                events += [stored_fields(held.stored, MEDIUMS[tier]) for tier in sorted(held.tiers)]
+                held = self._held[place]
+                self._out += [stored_fields(held.stored, MEDIUMS[tier]) for tier in sorted(held.tiers)]
+        events, self._out = self._out, waiting
         return events
 
-    def _parents_first(self) -> Iterator[_Held]:
-        done: set[tuple[int, int]] = set()
+    def _parents_first(self) -> Iterator[_Place]:
+        done: set[_Place] = set()
         for place in self._held:
             chain = []
-            following: tuple[int, int] | None = place
+            following: _Place | None = place
             while following is not None and following in self._held and following not in done:
                 done.add(following)
-                held = self._held[following]
-                chain.append(held)
-                before = held.stored.before
+                chain.append(following)
+                before = self._held[following].stored.before
                 following = (before, following[1]) if before is not None else None
             yield from reversed(chain)
+
+    def _tell(self, place: _Place) -> None:
+        """Publish a store once the block before it is told, and then those that waited for it."""
+        waiting = [place]
+        while waiting:
+            place = waiting.pop()
+            held = self._held[place]
+            if held.told:
+                continue
+            before = _before(held)
+            if before is not None and not (before in self._held and self._held[before].told):
+                self._orphans.setdefault(before, {})[place] = None
+                continue
+            held.told = True
+            self._out.append(stored_fields(held.stored, None))
+            waiting += self._orphans.pop(place, ())
+
+    def _forget_orphan(self, place: _Place, held: _Held) -> None:
+        before = _before(held)
+        if before in self._orphans:
+            self._orphans[before].pop(place, None)
+            if not self._orphans[before]:
+                del self._orphans[before]
 
     def _store(self, event: Stored) -> None:
         place = (event.name, event.group)
@@ -117,7 +156,7 @@ class Merge:
             digest = sequence_hash(event.tokens, before.sequence_hash if before is not None else None)
             self._held[place] = held = _Held(event, {event.tier}, digest)
             if self._mode == "dedup":
-                self._out.append(stored_fields(event, None))
+                self._tell(place)
             log.debug(
                 "Block %s (seq_hash=%s) stored in first source %s, will publish STORE event (total tracked: %d)",
                 event.name,
@@ -158,8 +197,10 @@ class Merge:
             )
             return
         del self._held[place]
-        if self._mode == "dedup":
+        if held.told:
             self._out.append(removed_fields(event.name, None, _group(held)))
+        else:
+            self._forget_orphan(place, held)
         log.debug(
             "Block %s (seq_hash=%s) removed from last source %s, will publish REMOVE event (total tracked: %d)",
             _short(event.name),
@@ -174,6 +215,12 @@ def _group(held: _Held | None) -> int:
     return (
         held.stored.group if held is not None and held.stored.more and "group_idx" in held.stored.more else 0
     )
+
+
+def _before(held: _Held) -> _Place | None:
+    """The block without which routers do not take this one. A window's own group begins anywhere."""
+    before = held.stored.before
+    return None if before is None or _group(held) else (before, held.stored.group)
 
 
 def _short(name: int) -> str:

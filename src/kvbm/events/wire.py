@@ -21,6 +21,7 @@ from kvbm.errors import KvbmError
 
 SEQUENCE_BYTES = 8
 _U64 = (1 << 64) - 1
+_TOKEN_MAX = (1 << 32) - 1
 _STORED_FIELDS = (
     "block_hashes",
     "parent_block_hash",
@@ -164,6 +165,8 @@ def _stored(fields: Mapping[str, Any], names: list[int], tier: Tier, group: int)
     size, tokens = int(fields["block_size"]), fields["token_ids"]
     if size <= 0 or len(tokens) < size * len(names):
         raise ValueError(f"block_size={size} for {len(tokens)} tokens of {len(names)} blocks")
+    if not all(isinstance(token, int) and 0 <= token <= _TOKEN_MAX for token in tokens):
+        raise ValueError(f"token_ids are numbers from 0 to {_TOKEN_MAX}")
     parent = fields.get("parent_block_hash")
     before = name_of(parent) if parent is not None else None
     kept = _kept(fields)

@@ -239,7 +239,7 @@ class Leader:
                 tracked.begun = self.lookups.loads(request)
                 tracked.offer_anew()
         may_wait = idle
-        if (self._gone and self.stores.unanswered) or self.stores.fleeting_unanswered:
+        if self.stores.last_chance(self._gone) or (idle and self.stores.unanswered):
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s)
             self._budget.begin()
@@ -321,7 +321,7 @@ class Leader:
             self._gone.add(request)
             if self.ready:
                 self._offers.ending(request, tracked, tables, complete_blocks)
-            self.stores.ended(request)
+            self.stores.ended(request, held=True)
             last = tracked.asked_blocks
             if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
                 self._link.send(Finished(key=key, output_tokens=output_tokens))

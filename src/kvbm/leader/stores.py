@@ -5,8 +5,9 @@ beside later steps, until the step that *releases* their store. A store without 
 blocks: it is planned only while their content is unchanged, and released with the next step. A *fleeting* store is of
 blocks that their request gives up while it runs (a sliding window's, a recurrent state). They are pinned until they are
 copied or the request ends; where the engine cannot pin, the store is planned and released in the next step, or given
-up. An engine that zeroes blocks when it hands them out may do that before we read what they held: there every store's
-blocks are pinned until they are copied.
+up. Pinned are, too, the blocks of a request that ends before the manager has answered, which may take longer than a
+short reply. An engine that zeroes blocks when it hands them out may do that before we read what they held: there every
+store's blocks are pinned until they are copied.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ PINNED_UNANSWERED_S_MAX = 2.0
 """How long a silent manager may keep blocks from the engine."""
 OPEN_STORES_MAX = 2048
 PENDING_S_MAX = 1.0
+PINNED_PENDING_S_MAX = 2 * PINNED_UNANSWERED_S_MAX
+"""Steps go on until a pin has ended: an idle engine gives its blocks back, too."""
 
 
 @dataclass(slots=True)
@@ -100,19 +103,23 @@ class Stores:
         """Whether the manager has yet to answer a reservation."""
         return any(store.slots is None for store in self._asked.values())
 
-    @property
-    def fleeting_unanswered(self) -> bool:
-        """Whether the next step is the last one in which a store can be planned that the manager has yet to answer."""
+    def last_chance(self, gone: set[str]) -> bool:
+        """Whether the next step, in which the requests in `gone` lose their blocks, is the last one in which a store
+        can be planned that the manager has yet to answer."""
         return any(
-            store.fleeting and not store.pinned and store.slots is None for store in self._asked.values()
+            store.slots is None and not store.pinned and (store.fleeting or store.request in gone)
+            for store in self._asked.values()
         )
 
     @property
     def pending(self) -> bool:
         """Whether answers or reports of recent stores are still to come. The engine should step on for them, even with
         no request left, but not for older ones."""
-        since_s = self._clock() - PENDING_S_MAX
-        return any(store.asked_s > since_s for store in (*self._asked.values(), *self._planned.values()))
+        now_s = self._clock()
+        return any(
+            now_s - store.asked_s < (PINNED_PENDING_S_MAX if store.pinned else PENDING_S_MAX)
+            for store in (*self._asked.values(), *self._planned.values())
+        )
 
     @property
     def room(self) -> int:
@@ -264,11 +271,15 @@ class Stores:
             store.steps_planned += 1
         return tuple(released)
 
-    def ended(self, request: str) -> None:
-        """The request gives all of its blocks back: what is not copied by the next step's beginning is given up, and
-        nothing keeps the engine from emptying its cache."""
+    def ended(self, request: str, held: bool = False) -> None:
+        """The request gives all of its blocks back. While it holds them still, those that wait for the manager's answer
+        are pinned; of all others, what is not copied by the next step's beginning is given up."""
         for store in (*self._asked.values(), *self._planned.values()):
-            if store.request == request and not self._pin_all:
+            if store.request != request or self._pin_all:
+                continue
+            if held and store.slots is None:
+                store.pinned = store.pinned or self._pin(store.device_blocks)
+            else:
                 self._unpin(store)
 
     def give_up_pins(self) -> bool:

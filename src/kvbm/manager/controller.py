@@ -25,9 +25,13 @@ def controller(settings: Settings, socket_path: str) -> Iterator[Callable[[], No
 
         def start() -> None:
             words = [PROGRAM, socket_path, msgspec.json.encode(settings).decode()]
-            child = KeptProcess("the controller", lambda _: words, _give_up, monotonic, log)
-            ends.callback(child.end)
-            child.start()
+            child = KeptProcess("the controller", lambda _: words, _give_up, monotonic, log, for_ever=True)
+            try:
+                child.start()
+            except OSError as error:
+                _give_up(f"there is no process to be had: {error.strerror}")
+            else:
+                ends.callback(child.end)
 
         if settings.dynamo_runtime and importlib.util.find_spec("dynamo") is None:
             log.warning(

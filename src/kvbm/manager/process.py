@@ -69,7 +69,6 @@ def serve(
     """
     metrics = Metrics(_tiers(settings))
     traffic, scrapes = Traffic(metrics, settings, clock), Scrapes(metrics, clock)
-    make_spaces = partial(SpaceTable, settings, namespaces, metrics, clock)
     if not settings.manager:
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
     peer_uids = settings.trusted_peer_uids
@@ -84,6 +83,9 @@ def serve(
         _listening(socket_path, mode) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
     ):
+        # Where nothing is published, engines need not say what blocks are.
+        tiers = settings if publisher is not None else msgspec.structs.replace(settings, events_endpoint=None)
+        make_spaces = partial(SpaceTable, tiers, namespaces, metrics, clock)
         server = Server(listener, make_spaces, traffic, clock, peer_uids, scrapes, publisher)
         signals = _Signals(server)
         log.info(

@@ -45,7 +45,7 @@ def should_enable_consolidator(vllm_config: Any) -> bool:
     """Whether this engine's events are to be consolidated: KVBM is its connector, it caches prefixes and publishes
     events, and `DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR` is not off. With several data-parallel ranks they are not:
     each rank has a stream of its own, and routers read those."""
-    if not _uses_kvbm(getattr(vllm_config, "kv_transfer_config", None)):
+    if _our_extra_config(getattr(vllm_config, "kv_transfer_config", None)) is None:
         return False
     if not getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False):
         return False
@@ -117,17 +117,22 @@ def _given_up(why: str) -> None:
 
 
 def _settings(vllm_config: Any) -> Settings:
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    extra = _our_extra_config(vllm_config.kv_transfer_config) or {}
     return load_settings(process_environment(), extra_config=extra.get("kvbm")).settings
 
 
-def _uses_kvbm(transfer: Any) -> bool:
-    """Whether KVBM is the connector, alone or as one of `PdConnector`'s or `MultiConnector`'s."""
-    name = getattr(transfer, "kv_connector", None)
+def _our_extra_config(transfer: Any) -> Mapping[str, Any] | None:
+    """KVBM's own `kv_connector_extra_config`, where it is the connector, alone or as one of `PdConnector`'s or
+    `MultiConnector`'s; None where it is not."""
+    name, extra = (
+        getattr(transfer, "kv_connector", None),
+        getattr(transfer, "kv_connector_extra_config", None),
+    )
     if name in ("PdConnector", "MultiConnector"):
-        extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-        return any(each.get("kv_connector") == CONNECTOR for each in extra.get("connectors") or ())
-    return bool(name == CONNECTOR)
+        for each in (extra or {}).get("connectors") or ():
+            if each.get("kv_connector") == CONNECTOR:
+                return each.get("kv_connector_extra_config") or {}
+    return extra or {} if name == CONNECTOR else None
 
 
 def _reserve(settings: Settings) -> int:

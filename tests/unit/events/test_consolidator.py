@@ -27,6 +27,8 @@ class Wires:
     context: zmq.Context[Any]
     replays: bool = False
     began: bool = True
+    first: int = 0
+    """The first message that the engine can still repeat."""
     sent: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class Wires:
         def serve() -> None:
             if socket.poll(PATIENCE_MS):
                 who, _, start = socket.recv_multipart()
-                for number in range(int.from_bytes(start, "big"), len(self.sent)):
+                for number in range(max(self.first, int.from_bytes(start, "big")), len(self.sent)):
                     socket.send_multipart([who, b"", number.to_bytes(8, "big"), self.sent[number]])
                 socket.send_multipart([who, b"", (-1).to_bytes(8, "big", signed=True), b""])
             socket.close(1000)
@@ -160,6 +162,42 @@ def test_lost_messages_are_asked_for(context: zmq.Context[Any]) -> None:
     thread.join()
     assert said(router, 0) == [("BlockStored", 1)]
     assert said(router, 1) == [("BlockStored", 1001), ("BlockStored", 1002), ("BlockStored", 2)]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_came_before_it_began_is_asked_for(context: zmq.Context[Any], first: int) -> None:
+    """Or what the engine still has of it."""
+    wires = Wires(context, replays=True, first=first)
+    router = wires.router()
+    thread = wires.replay_in_background()
+    wires.publish(stored(1), skipped=4)
+    thread.join()
+    earlier = [("BlockStored", 1000 + number) for number in range(first, 4)]
+    assert said(router, 0) == [*earlier, ("BlockStored", 1)]
+
+
+def test_a_start_in_the_middle_is_told(context: zmq.Context[Any], caplog: pytest.LogCaptureFixture) -> None:
+    wires = Wires(context)
+    wires.publish(stored(1), skipped=4)
+    wires.publish(stored(2), skipped=0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("4 earlier messages of KV events are not to be had")
+
+
+def test_a_new_process_learns_what_the_earlier_one_knew(tmp_path: Path, context: zmq.Context[Any]) -> None:
+    """At once, and not when the engine has more to say; what comes both ways counts once."""
+    wires = Wires(context, replays=True, began=False)
+    wires.sent += [payload(stored(1)), payload(stored(2))]
+    thread = wires.replay_in_background()
+    wires.consolidator.learn_anew()
+    thread.join()
+    router = wires.router()
+    assert said(router, 0) == [("BlockStored", 1), ("BlockStored", 2)]
+    wires.engine.send_multipart([b"", (1).to_bytes(8, "big"), wires.sent[1]])
+    wires.hear()
+    wires.publish(removed(1))
+    assert said(router, 1) == [("AllBlocksCleared",), ("BlockStored", 1), ("BlockStored", 2)]
+    assert said(router, 2) == [("BlockRemoved", 1)]
 
 
 def test_messages_lost_for_good_make_routers_forget(

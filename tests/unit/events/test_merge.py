@@ -56,11 +56,28 @@ def test_passthrough_says_every_event_with_its_tier() -> None:
 
 def test_a_cleared_cache_is_told_and_nothing_of_before_it() -> None:
     merge = Merge("dedup")
-    assert through(merge, stored(1), Cleared(), stored(2)) == [
+    assert through(merge, stored(2), stored(1), Cleared(), stored(1)) == [
         ("AllBlocksCleared", None, None),
-        ("BlockStored", 2, None),
+        ("BlockStored", 1, None),
     ]
-    assert through(merge, Removed(1, Tier.DEVICE)) == []
+    assert through(merge, Removed(2, Tier.DEVICE)) == []
+
+
+def test_a_block_is_told_after_the_one_before_it() -> None:
+    """Tiers tell of what they hold in the order in which it lies there."""
+    merge = Merge("dedup")
+    assert through(merge, stored(3, Tier.DISK), stored(2, Tier.DISK), stored(4, Tier.DISK)) == []
+    assert through(merge, Removed(4, Tier.DISK)) == []
+    assert through(merge, stored(1, Tier.DISK)) == [("BlockStored", name, None) for name in (1, 2, 3)]
+    assert through(merge, Removed(1, Tier.DISK)) == [("BlockRemoved", 1, None)]
+    assert names(merge.snapshot()) == [("AllBlocksCleared", None, None)], "nobody finds 2 and 3 without 1"
+    assert through(merge, stored(1)) == [("BlockStored", name, None) for name in (1, 2, 3)]
+
+
+def test_a_window_begins_anywhere() -> None:
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    merge = Merge("dedup")
+    assert len(through(merge, Stored(8, 7, (5, 6), Tier.DEVICE, None, 1, window))) == 1
 
 
 def test_adapters_with_the_same_tokens_stay_apart() -> None:
@@ -88,8 +105,12 @@ def test_a_snapshot_has_every_block_after_the_one_before_it() -> None:
         *(("BlockStored", name, None) for name in (1, 2, 3)),
     ]
     merge = Merge("passthrough")
-    through(merge, stored(1, Tier.DISK), stored(1))
-    assert [medium for _, _, medium in names(merge.snapshot())] == [None, "GPU", "CPU_TIER2"]
+    through(merge, stored(2), stored(1, Tier.DISK), stored(1))
+    assert [(name, medium) for _, name, medium in names(merge.snapshot())[1:]] == [
+        (1, "GPU"),
+        (1, "CPU_TIER2"),
+        (2, "GPU"),
+    ]
 
 
 def test_the_hash_of_a_sequence_is_that_of_dynamos_router() -> None:
@@ -122,12 +143,35 @@ EVENTS = st.lists(
 )
 
 
+class Router:
+    """As Dynamo's, which knows a block of the device only after the one before it."""
+
+    def __init__(self) -> None:
+        self.device = set[int]()
+        self.below: dict[str, set[int]] = {medium: set() for medium in MEDIUMS.values()}
+
+    def hear(self, said: list[dict[str, Any]]) -> None:
+        for each in said:
+            if each["type"] == "AllBlocksCleared":
+                self.__init__()  # type: ignore[misc]
+                continue
+            (name,) = each["block_hashes"]
+            known = self.below[each["medium"]] if each.get("medium") else self.device
+            if each["type"] == "BlockRemoved":
+                known.remove(name) if known is self.device else known.discard(name)
+                continue
+            if known is self.device:
+                assert name not in known
+                assert each["parent_block_hash"] is None or each["parent_block_hash"] in known
+            known.add(name)
+
+
 @given(EVENTS)
 def test_a_router_believes_what_is_so(events: list[Event | None]) -> None:
     """`None` is a moment at which what has come is published."""
     held: dict[Tier, set[int]] = {tier: set() for tier in TIERS}
     merge, passed = Merge("dedup"), Merge("passthrough")
-    router, by_tier = set[int](), {medium: set[int]() for medium in MEDIUMS.values()}
+    router, by_tier = Router(), Router()
     for event in [*events, None]:
         if isinstance(event, Stored):
             held[event.tier].add(event.name)
@@ -139,22 +183,13 @@ def test_a_router_believes_what_is_so(events: list[Event | None]) -> None:
             merge.take_in(event)
             passed.take_in(event)
             continue
-        for said in merge.drain():
-            if said["type"] == "AllBlocksCleared":
-                router.clear()
-            elif said["type"] == "BlockStored":
-                assert said["block_hashes"][0] not in router
-                router.add(said["block_hashes"][0])
-            else:
-                router.remove(said["block_hashes"][0])
-        for said in passed.drain():
-            if said["type"] == "AllBlocksCleared":
-                by_tier = {medium: set() for medium in by_tier}
-            elif said["type"] == "BlockStored":
-                by_tier[said["medium"]].add(said["block_hashes"][0])
-            else:
-                by_tier[said["medium"]].discard(said["block_hashes"][0])
+        router.hear(merge.drain())
+        by_tier.hear(passed.drain())
         everything = set[int]().union(*held.values())
-        assert router == everything
-        assert {name for _, name, _ in names(merge.snapshot())[1:]} == everything
-        assert by_tier == {MEDIUMS[tier]: held[tier] for tier in TIERS}
+        found = {name for name in everything if everything.issuperset(range(1, name))}
+        assert found <= router.device <= everything
+        assert by_tier.below == {MEDIUMS[tier]: held[tier] for tier in TIERS}
+    router.hear(merge.snapshot())
+    assert router.device == found
+    by_tier.hear(passed.snapshot())
+    assert by_tier.below == {MEDIUMS[tier]: held[tier] for tier in TIERS}

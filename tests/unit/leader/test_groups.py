@@ -10,6 +10,7 @@ import pytest
 from kvbm.block import KEY_BYTES, Tier
 from kvbm.grouping import Grouping, Place
 from kvbm.groups import Group, GroupKind
+from kvbm.leader.stores import PINNED_UNANSWERED_S_MAX
 from kvbm.leader.tracked import Answer, Scheduled, StateOffer
 from kvbm.protocol import REFUSED, Commit, Lookup, LookupReply, Release, Reserve
 from kvbm.step_plan import StepPlan, StepReport
@@ -164,20 +165,42 @@ def test_a_hit_that_ends_inside_of_a_block_is_the_engines_alone() -> None:
     wide.manager.close()
 
 
-def test_nothing_is_pinned_for_a_request_that_has_ended(bench: GroupsBench) -> None:
-    """Or the engine could not empty its cache. What is not copied in the next step is given up."""
+def test_what_the_manager_answers_after_a_request_has_ended_is_copied(bench: GroupsBench) -> None:
+    """Its blocks are pinned till then, and given up after a while: an idle engine steps on until that."""
     bench.found(bench.arrives(), 0)
     bench.computes(8, StateOffer(2, 399, 8))
     reserves = [message for _, message in bench.reserved()]
     assert bench.device.pinned == [207, 206, 205, 399]
     bench.leader.finished("r", 1, bench.tables, 8)
-    assert bench.device.pinned == []
+    assert len(bench.device.pinned) == 12
+    bench.clock.advance(PINNED_UNANSWERED_S_MAX - 0.1)
     bench.grant(reserves[2])
     plan = bench.step()
     (store,) = plan.stores
-    assert plan.released == (store.store,), "its blocks may be overwritten from here on"
-    given_up = {said.store for said in bench.manager.said() if isinstance(said, Commit)}
-    assert {reserves[0].store, reserves[1].store} <= given_up
+    assert plan.released == (), "nobody overwrites what is pinned"
+    assert len(bench.device.pinned) == 12
+    bench.report(store)
+    assert bench.device.pinned.count(399) == 0
+    assert bench.leader.stores.pending
+    bench.clock.advance(0.2)
+    assert bench.step().stores == ()
+    assert bench.device.pinned == []
+    assert not bench.leader.stores.pending
+    commits = [said for said in bench.manager.said() if isinstance(said, Commit)]
+    assert {said.store for said in commits if not said.failed} == {reserves[2].store}
+    assert {reserves[0].store, reserves[1].store} == {said.store for said in commits if said.failed}
+
+
+def test_a_request_that_ends_with_slots_is_copied_in_the_next_step(bench: GroupsBench) -> None:
+    bench.found(bench.arrives(), 0)
+    bench.computes(8, StateOffer(2, 399, 8))
+    for _, reserve in bench.reserved():
+        bench.grant(reserve)
+    bench.leader.receive()
+    bench.leader.finished("r", 1, bench.tables, 8)
+    assert bench.device.pinned == []
+    plan = bench.step()
+    assert {store.store for store in plan.stores} == set(plan.released)
 
 
 @pytest.mark.parametrize("zeroes", [False, True])

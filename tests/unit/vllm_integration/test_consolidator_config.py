@@ -91,6 +91,19 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, word: str, on: bool) -> Non
     assert should_enable_consolidator(config()) is on
 
 
+@pytest.mark.parametrize("connector", ["PdConnector", "MultiConnector"])
+def test_settings_of_one_of_several_connectors(connector: str) -> None:
+    of_several = config(connector, ("DynamoConnector", "NixlConnector"))
+    port = base() + 1
+    (first, _) = of_several.kv_transfer_config.kv_connector_extra_config["connectors"]
+    first["kv_connector_extra_config"] = {"kvbm": {"leader_pub_port": port}}
+    endpoints = get_consolidator_endpoints(of_several)
+    assert endpoints is not None
+    assert int(endpoints[1].rpartition(":")[2]) > port + 999
+    first["kv_connector_extra_config"] = {"kvbm": {"consolidator": False}}
+    assert not should_enable_consolidator(of_several)
+
+
 def test_the_three_addresses() -> None:
     port = base() + 1000
     assert get_consolidator_endpoints(config()) == (
