@@ -67,6 +67,11 @@ def decode(
     return said.tokens
 
 
+def abandon(engine: EngineProcess, tokens: Sequence[int], where: Mapping[str, Any]) -> None:
+    """Abort the request for this prompt when its first step has asked for the KV that lies there."""
+    engine.call(abort, list(tokens), dict(where), timeout_s=TIMEOUT_S)
+
+
 def answered(prefiller: EngineProcess, decoder: EngineProcess, tokens: Sequence[int]) -> list[int]:
     """What a client behind the proxy gets."""
     return decode(decoder, tokens, prefill(prefiller, tokens))
@@ -92,18 +97,9 @@ def complete(
     child: Child, tokens: list[int], count: int, transfer: Mapping[str, Any] | None, salt: str = ""
 ) -> Said:
     """One request, to its end, and what it stored."""
-    from vllm import SamplingParams
-
     engine = child.engine
     assert engine is not None
-    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
-    if salt:
-        prompt["cache_salt"] = salt
-    extra = {"kv_transfer_params": dict(transfer)} if transfer is not None else None
-    parameters = SamplingParams(
-        temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra
-    )
-    engine.core.add_request(f"handed-{next(_names)}", prompt, parameters)
+    _add(child, tokens, count, transfer, salt)
     until_s = time.monotonic() + TIMEOUT_S - 5.0
     while time.monotonic() < until_s:
         for output in engine.core.step():
@@ -112,6 +108,35 @@ def complete(
                 return Said(list(output.outputs[0].token_ids), output.kv_transfer_params)
         time.sleep(0.001)  # the other's blocks are under way
     raise TimeoutError("the request has no answer")
+
+
+def abort(child: Child, tokens: list[int], where: Mapping[str, Any]) -> None:
+    """One request that ends while its KV is under way."""
+    engine = child.engine
+    assert engine is not None
+    name = _add(child, tokens, 12, where)
+    assert not any(output.finished for output in engine.core.step())
+    engine.core.abort_request([name])
+    engine.wait_for_stores()
+    assert not engine.core.has_unfinished_requests()
+
+
+def _add(
+    child: Child, tokens: list[int], count: int, transfer: Mapping[str, Any] | None, salt: str = ""
+) -> str:
+    from vllm import SamplingParams
+
+    assert child.engine is not None
+    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+    if salt:
+        prompt["cache_salt"] = salt
+    extra = {"kv_transfer_params": dict(transfer)} if transfer is not None else None
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra
+    )
+    name = f"handed-{next(_names)}"
+    child.engine.core.add_request(name, prompt, parameters)
+    return name
 
 
 def reset(child: Child) -> None:

@@ -17,7 +17,18 @@ from typing import NamedTuple
 import pytest
 
 from engine.conftest import ProcessOf
-from engine.handover import NIXL, RECOMPUTE, alone, answered, both, decode, forget, needs_nixl, prefill
+from engine.handover import (
+    NIXL,
+    RECOMPUTE,
+    abandon,
+    alone,
+    answered,
+    both,
+    decode,
+    forget,
+    needs_nixl,
+    prefill,
+)
 from engine.launcher import Launcher
 from engine.model_runners import chosen
 from engine.workload import BLOCK_TOKENS
@@ -151,6 +162,16 @@ def test_a_request_that_ends_between_the_two_harms_nobody(pair: Pair) -> None:
     prefill(pair.prefiller, left)
     texts = [answered(pair.prefiller, pair.decoder, tokens) for tokens in asked]
     assert texts == [alone(pair.decoder, tokens) for tokens in asked]
+
+
+@pytest.mark.slow
+def test_a_request_that_is_aborted_while_its_kv_is_under_way_harms_nobody(pair: Pair) -> None:
+    left, *asked = prompts(9)
+    abandon(pair.decoder, left, prefill(pair.prefiller, left))
+    texts = [answered(pair.prefiller, pair.decoder, tokens) for tokens in (*asked, left)]
+    assert texts == [alone(pair.decoder, tokens) for tokens in (*asked, left)]
+    forget(pair.prefiller)
+    forget(pair.decoder)  # nothing stays in use
 
 
 @pytest.mark.slow
