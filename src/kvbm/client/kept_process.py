@@ -20,7 +20,7 @@ STARTS_MAX, STARTS_S = 4, 600.0
 """So many ends of the child within so many seconds, and it is not started again."""
 ENDS_MAX = 16
 PAUSE_S_MAX = 60.0
-"""Between two starts of a child that is started again for ever; the pause doubles with every end."""
+"""Between two starts of a child that is started again for ever; the pause doubles with every end that is remembered."""
 END_S = 5.0
 """A child that has not ended by then is killed."""
 
@@ -101,7 +101,7 @@ class KeptProcess:
                 return
             if self._for_ever:
                 recent = sum(ends_s[-1] - each < STARTS_S for each in ends_s)
-                if self._ending.wait(min(2.0 ** (recent - 2), PAUSE_S_MAX) if recent > 1 else 0.0):
+                if self._ending.wait(min(2.0 ** (recent - 2), PAUSE_S_MAX)):
                     return
             elif len(ends_s) == STARTS_MAX and ends_s[-1] - ends_s[0] < STARTS_S:
                 self._given_up(

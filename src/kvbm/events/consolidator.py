@@ -176,7 +176,7 @@ class Consolidator:
         while (following is None or following < end) and socket.poll(REPLAY_WAIT_MS):
             frames = socket.recv_multipart()
             number = int.from_bytes(frames[-2], "big", signed=True)
-            if number < 0 or number >= end or number != (number if following is None else following):
+            if not 0 <= number < end or following not in (None, number):
                 break
             self._merge_in(frames[-1])
             following = number + 1
