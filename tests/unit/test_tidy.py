@@ -239,7 +239,7 @@ def test_every_file_that_may_sleep_does() -> None:
     assert_none([f"{path} sleeps no more: take it out of SLEEPS" for path in idle])
 
 
-def test_no_file_names_a_machine_or_a_registry() -> None:
+def files_of_the_checkout() -> list[Path]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -248,9 +248,18 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     )
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.splitlines()]
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
     texts = {".py", ".md", ".toml", ".cfg", ".ini", ".yml", ".yaml", ".json", ".sh", ".html", ".txt", ""}
-    files = [ROOT / name for name in listed.stdout.splitlines()]
-    assert_none(violations(machine_paths, [f for f in files if f.suffix in texts and f.is_file()], ROOT))
+    files = [f for f in files_of_the_checkout() if f.suffix in texts and f.is_file()]
+    assert_none(violations(machine_paths, files, ROOT))
+
+
+def test_no_file_is_a_link() -> None:
+    """A link holds a path of the machine it was made on."""
+    assert [f.name for f in files_of_the_checkout() if f.is_symlink()] == []
 
 
 LONG_FUNCTION = "def walk():\n" + "    step()\n" * 70
