@@ -124,9 +124,10 @@ def _conclude(console: Console, options: Options, results: Results) -> int:
     found = report.problems(results, same_text_required=options.dtype == "float32")
     difference = report.first_difference(results)
     if difference is None:
-        count = len(results.runs[0].requests)
+        count, ties = len(results.runs[0].requests), report.ties(results)
+        but = f", but for {ties} at a tie of two equally likely tokens" if ties else ""
         console.print(
-            f"[green]OK[/green]: all {len(results.runs)} runs gave the same text for all {count} requests"
+            f"[green]OK[/green]: all {len(results.runs)} runs gave the same text for all {count} requests{but}"
         )
     elif options.dtype != "float32":
         console.print(

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+LIKELIEST = 20
+"""Of each step; vLLM tells no more unless its operator allows it."""
+
+
 class RequestError(RuntimeError):
     """A request failed: refused, timed out, or answered with an error. Names the method, the path and the cause."""
 
@@ -31,6 +35,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float
     prompt_tokens: int
     cached_tokens: int
+
+
+class Likelihoods(msgspec.Struct, frozen=True, kw_only=True):
+    """A greedy answer, with the natural logarithms of the probabilities of each step's `LIKELIEST` tokens."""
+
+    token_ids: tuple[int, ...]
+    steps: tuple[dict[int, float], ...]
 
 
 class Client:
@@ -91,20 +102,35 @@ class Client:
         body = {"messages": messages, "return_token_ids": True}
         return self._streamed("/v1/chat/completions", model, body, max_tokens)
 
+    def likelihoods(self, model: str, messages: list[dict[str, str]], count: int, salt: str) -> Likelihoods:
+        """`chat`, not streamed, with how likely the server took the tokens to be.
+
+        Nothing that is cached is of the same `salt`, so all is computed anew.
+        """
+        body = _greedy(model, count) | {
+            "messages": messages,
+            "cache_salt": salt,
+            "logprobs": True,
+            "top_logprobs": LIKELIEST,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        with self._send("POST", "/v1/chat/completions", body, self._timeout_s) as response:
+            choice = json.load(response)["choices"][0]
+        steps = choice["logprobs"]["content"]
+        return Likelihoods(
+            token_ids=tuple(choice["token_ids"]),
+            steps=tuple(
+                {_token_id(top): float(top["logprob"]) for top in step["top_logprobs"]} for step in steps
+            ),
+        )
+
     def complete(self, model: str, tokens: Sequence[int], max_tokens: int) -> Answer:
         """A greedy completion of exactly `max_tokens` tokens after these, streamed."""
         return self._streamed("/v1/completions", model, {"prompt": list(tokens)}, max_tokens)
 
     def _streamed(self, path: str, model: str, body: dict[str, Any], max_tokens: int) -> Answer:
-        greedy = {
-            "model": model,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "seed": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        greedy = _greedy(model, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
         sent = time.perf_counter()
         ttft_s: float | None = None
         pieces: list[str] = []
@@ -133,6 +159,15 @@ class Client:
             prompt_tokens=int(usage.get("prompt_tokens", 0)),
             cached_tokens=int(details.get("cached_tokens") or 0),
         )
+
+
+def _greedy(model: str, max_tokens: int) -> dict[str, Any]:
+    return {"model": model, "max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "ignore_eos": True}
+
+
+def _token_id(top: dict[str, Any]) -> int:
+    """vLLM writes a token as `token_id:N` where it is asked to."""
+    return int(top["token"].removeprefix("token_id:"))
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

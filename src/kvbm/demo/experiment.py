@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvbm.demo import counters, workload
-from kvbm.demo.client import Answer, Client, RequestError
+from kvbm.demo.client import Answer, Client, Likelihoods, RequestError
 from kvbm.demo.machine import describe
 from kvbm.demo.options import (
     SERVED_NAME,
@@ -27,6 +27,7 @@ from kvbm.demo.options import (
 )
 from kvbm.demo.report import AnsweredRequest, Results, Run
 from kvbm.demo.server import HOST, VllmServer, free_port
+from kvbm.demo.ties import apart
 from kvbm.settings import process_environment
 from kvbm.testing.tiny_model import SHAPES, make_model
 
@@ -99,6 +100,7 @@ class _Experiment:
         self._asks = workload.schedule(load.document_count, load.request_count)
         self._prefixes: list[str] = []
         self._warm_up_prefix = ""
+        self._reference: tuple[AnsweredRequest, ...] = ()
 
     def run(self, spec: RunSpec) -> Run:
         """One server from start to end."""
@@ -138,17 +140,29 @@ class _Experiment:
         _wait_until_idle(kvbm)
         engine = counters.difference(engine_before, counters.read(server.client.page()))
         moved = counters.difference(kvbm_before, _page(kvbm))
+        answered = self._judged(server.client, requests)
         return Run(
             name=spec.name,
             title=spec.title,
             environment=spec.environment,
             required_tiers=spec.required_tiers,
             start_s=round(server.start_s, 2),
-            requests=tuple(requests),
+            requests=answered,
             hit_tokens=counters.hit_tokens(engine, moved, self._load.block_tokens),
             bytes_moved=counters.bytes_moved(moved),
             counters=counters.named(moved, "kvbm_"),
         )
+
+    def _judged(self, client: Client, requests: list[AnsweredRequest]) -> tuple[AnsweredRequest, ...]:
+        """The answers; those that differ from the first run's with a measure of it, as rounding may have decided."""
+        if not self._reference:
+            self._reference = tuple(requests)
+
+        def anew(request: AnsweredRequest, count: int) -> Likelihoods:
+            messages = workload.messages(self._prefixes[request.document], request.question)
+            return client.likelihoods(SERVED_NAME, messages, count, salt="computed anew")
+
+        return tuple(apart(anew, *pair) for pair in zip(self._reference, requests, strict=True))
 
     def _chat(self, client: Client, prefix: str, question: int) -> Answer:
         return client.chat(SERVED_NAME, workload.messages(prefix, question), self._load.max_tokens)

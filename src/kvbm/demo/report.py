@@ -20,8 +20,18 @@ from kvbm.present.tables import plain_table, save_json
 SHOWN_CHARACTERS = 60
 
 
+TIE_NATS = 1e-4
+"""Two tokens so alike in likelihood are a tie: which one is first depends on rounding, which differs between computing
+a prompt in one piece and in two (by about 1e-6 in float32). Wrong KV moves likelihoods by much more.
+"""
+
+
 class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One answered request. `seen`: an earlier request of the run had the same document."""
+    """One answered request. `seen`: an earlier request of the run had the same document.
+
+    Where the text differs from that of the first run `apart_nats` is how far the two first differing tokens are apart
+    in likelihood when the same server computes them anew; None where that was not asked, or is not known.
+    """
 
     document: int
     question: int
@@ -32,6 +42,12 @@ class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     text: str
     token_ids: tuple[int, ...]
+    apart_nats: float | None = None
+
+    @property
+    def tied(self) -> bool:
+        """The text differs at a tie alone."""
+        return self.apart_nats is not None and self.apart_nats <= TIE_NATS
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,20 +96,25 @@ def prompt_tokens(run: Run) -> int:
 
 
 def first_difference(results: Results) -> str | None:
-    """The first request that two runs answered differently, in words; None when all answers are equal."""
+    """The first request that two runs answered differently, in words; None when all are equal but for ties."""
     reference = results.runs[0]
     for run in results.runs[1:]:
         if len(run.requests) != len(reference.requests):
             return f"{run.name} answered {len(run.requests)} requests, {reference.name} {len(reference.requests)}"
         for number, (want, got) in enumerate(zip(reference.requests, run.requests, strict=True), start=1):
-            if (want.text, want.token_ids) == (got.text, got.token_ids):
+            if got.tied or (want.text, want.token_ids) == (got.text, got.token_ids):
                 continue
-            at = _divergence(want.token_ids, got.token_ids)
+            at = divergence(want.token_ids, got.token_ids)
             return (
                 f"request {number} (document {want.document + 1}, question {want.question + 1}), token {at + 1}:"
                 f"\n  {reference.name}: {_shown(want.text)}\n  {run.name}: {_shown(got.text)}"
             )
     return None
+
+
+def ties(results: Results) -> int:
+    """How many requests were answered differently at a tie of two tokens."""
+    return sum(request.tied for run in results.runs for request in run.requests)
 
 
 def problems(results: Results, *, same_text_required: bool = True) -> list[str]:
@@ -177,7 +198,8 @@ def save(results: Results, path: Path) -> None:
     save_json(document, path)
 
 
-def _divergence(left: Sequence[int], right: Sequence[int]) -> int:
+def divergence(left: Sequence[int], right: Sequence[int]) -> int:
+    """The first position at which two answers differ."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

@@ -96,6 +96,19 @@ def test_other_tokens_behind_equal_text_are_a_problem() -> None:
     assert "token 3" in report.problems(results)[0]
 
 
+def test_a_difference_at_a_tie_is_told_and_is_no_problem() -> None:
+    differing = with_answer(make_results(), run=1, request=2, text="other", token_ids=(7, 9))
+    ((plain, host, disk), request) = differing.runs, differing.runs[1].requests[2]
+    for apart_nats, tied in ((report.TIE_NATS / 2, True), (report.TIE_NATS * 2, False), (None, False)):
+        judged = msgspec.structs.replace(request, apart_nats=apart_nats)
+        requests = (*host.requests[:2], judged, *host.requests[3:])
+        results = msgspec.structs.replace(
+            differing, runs=(plain, msgspec.structs.replace(host, requests=requests), disk)
+        )
+        assert report.ties(results) == tied
+        assert (not report.problems(results)) == tied
+
+
 def test_missing_answers_are_a_problem() -> None:
     results = make_results()
     short = msgspec.structs.replace(results.runs[1], requests=results.runs[1].requests[:-1])
