@@ -22,7 +22,7 @@ SHOWN_CHARACTERS = 60
 
 TIE_NATS = 1e-4
 """Two tokens so alike in likelihood are a tie: which one is first depends on rounding, which differs between computing
-a prompt in one piece and in two (by about 1e-6 in float32). Wrong KV moves likelihoods by much more.
+a prompt in one piece and in two (by 1e-5 in float32 here). Wrong KV moves likelihoods by much more.
 """
 
 
