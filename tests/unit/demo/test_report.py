@@ -241,16 +241,22 @@ def test_what_the_engine_says_of_tiers_comes_first() -> None:
 
 
 class FakeEngine(http.server.BaseHTTPRequestHandler):
-    """Answers as vLLM does: a chunk with the role, two with tokens, one with usage."""
+    """Answers as vLLM does: a chunk with the role, two with tokens, one with usage; in one where that is asked for."""
 
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
-        self.server.bodies.append(json.loads(self.rfile.read(length)))  # type: ignore[attr-defined]
+        body = json.loads(self.rfile.read(length))
+        self.server.bodies.append(body)  # type: ignore[attr-defined]
         if self.server.fail:  # type: ignore[attr-defined]
             self.send_error(500, "no")
             return
         self.send_response(200)
         self.end_headers()
+        if not body.get("stream"):
+            top = [{"token": "token_id:4", "logprob": -0.25}, {"token": "token_id:9", "logprob": -1.5}]
+            choice = {"token_ids": [4], "logprobs": {"content": [{"top_logprobs": top}]}}
+            self.wfile.write(json.dumps({"choices": [choice]}).encode())
+            return
         events = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
             {"choices": [{"delta": {"content": "a"}, "token_ids": [4]}]},
@@ -284,6 +290,21 @@ def test_a_streamed_answer_is_put_together(engine: http.server.ThreadingHTTPServ
     assert 0 < answer.ttft_s <= answer.total_s
     (body,) = engine.bodies  # type: ignore[attr-defined]
     assert (body["temperature"], body["max_tokens"], body["ignore_eos"]) == (0.0, 3, True)
+
+
+def test_likelihoods_are_computed_without_a_cache_and_told_by_token(
+    engine: http.server.ThreadingHTTPServer,
+) -> None:
+    client = Client("127.0.0.1", engine.server_port, timeout_s=5)
+    told = client.likelihoods("m", workload.messages("text", 0), 1, salt="s")
+    assert (told.token_ids, told.steps) == ((4,), ({4: -0.25, 9: -1.5},))
+    (body,) = engine.bodies  # type: ignore[attr-defined]
+    assert (body["cache_salt"], body["logprobs"], body["temperature"], body["max_tokens"]) == (
+        "s",
+        True,
+        0.0,
+        1,
+    )
 
 
 def test_failed_requests_name_what_was_asked(engine: http.server.ThreadingHTTPServer) -> None:
