@@ -196,7 +196,7 @@ class SharedSpace:
                 seconds=run.seconds,
                 answer_s=run.answer_s,
                 wait_s=run.wait_s,
-                unloaded={"unused": unused} if unused else {},
+                unloaded={run.left_because: unused} if unused else {},
             )
         )
 
