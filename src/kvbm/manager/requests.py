@@ -25,7 +25,9 @@ from kvbm.protocol import (
     Lookup,
     LookupReply,
     Progress,
+    RankReport,
     Release,
+    Report,
     Reserve,
     ReserveReply,
     Watch,
@@ -205,6 +207,14 @@ class Requests:
         if not lease.final:
             self._watchers.setdefault((lease.owner, lease.number), set()).add(session.number)
         session.send(Progress(lookup=message.lookup, ready=lease.ready, final=lease.final))
+
+    def report(self, session: Session, message: Report) -> None:
+        """A worker tells the leader of its engine what it has copied; its rank is the one that it attached with."""
+        engine, hello = self._membership.of(session), session.hello
+        if engine is None or hello is None or engine.workers.get(hello.rank) is not session:
+            return
+        if engine.leader is not None:
+            engine.leader.send(RankReport(rank=hello.rank, stored=message.stored, loaded=message.loaded))
 
     def fence_done(self, session: Session, message: FenceDone) -> None:
         """A worker is past a fence."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvbm.client.arena import MappedArena
 from kvbm.protocol import Welcome
 from kvbm.transfer import Copier, Copying, DeviceCache, DeviceEvent, arena_tensor, make_copier
+
+
+NO_EPOCH = -1
+"""The life of no manager."""
 
 
 class Mapping(MappedArena):
@@ -37,6 +42,25 @@ class Mapping(MappedArena):
         """Finish copies and drop the mapping."""
         super().close()  # first: no thread needs to touch pages while the copier waits
         self.copier.close()
+
+
+class Adopted:
+    """Which life of the manager's memory is mapped, for threads that wait for that."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._epoch = NO_EPOCH
+
+    def now(self, epoch: int) -> None:
+        """The memory of this life has been mapped."""
+        with self._changed:
+            self._epoch = epoch
+            self._changed.notify_all()
+
+    def wait(self, epoch: int, timeout_s: float) -> bool:
+        """Wait until the memory of that life is mapped: a leader may hear of it first. False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._epoch == epoch, timeout_s)
 
 
 class Mark(NamedTuple):

@@ -23,9 +23,18 @@ from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
 from kvbm.step_plan import StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
-from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, StoreJob, wait_for_end
+from kvbm.worker.jobs import (
+    DrainJob,
+    FinishedLoad,
+    FinishedStore,
+    LoadJob,
+    ReportJob,
+    StoreJob,
+    wait_for_end,
+)
 from kvbm.worker.layers import LayerGate
-from kvbm.worker.mapping import Mapping, Mark
+from kvbm.worker.mapping import Adopted, Mapping, Mark
+from kvbm.worker.reporting import Reporting
 from kvbm.worker.storing import Storing
 
 log = logging.getLogger("kvbm.worker")
@@ -51,12 +60,14 @@ class Mover:
         hello: Hello,
         make_mapping: Callable[[Welcome, list[int]], Mapping],
         clock: Clock = time.monotonic,
+        reports: bool = False,
     ) -> None:
+        """`reports`: the leader is told through the manager what has ended (see `reporting`)."""
         self._finder = finder
         self._hello = hello
         self._make_mapping = make_mapping
         self._clock = clock
-        self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | ReportJob | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loads: deque[LoadJob] = deque()
         self._channel: Channel | None = None
@@ -69,7 +80,9 @@ class Mover:
         self._retry_at_s = 0.0
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
         self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
-        self._storing = Storing(self.stores, self._copy_failed, clock)
+        self.reporting = Reporting(reports)
+        self._storing = Storing(self.stores, self._copy_failed, clock, self.reporting.store_ended)
+        self.adopted = Adopted()
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
 
     # ---- the engine's thread
@@ -84,7 +97,7 @@ class Mover:
         """Start the thread; it reconnects by itself from now on."""
         self._thread.start()
 
-    def put(self, job: StoreJob | LoadJob | DrainJob) -> None:
+    def put(self, job: StoreJob | LoadJob | DrainJob | ReportJob) -> None:
         """Hand the thread a job; never blocks."""
         self._inbox.put(job)
         os.eventfd_write(self._wake, 1)
@@ -178,6 +191,7 @@ class Mover:
             self._listen(self._channel)
         moved = self._copy_pieces()
         self._storing.collect(wait=wait and not moved)
+        self.reporting.send(self._channel)
         if self._device_lost and self._channel is not None:
             self._lose_session("the device is lost")
 
@@ -194,6 +208,8 @@ class Mover:
                 self._store(job)
             elif isinstance(job, DrainJob):
                 self._drain(job)
+            elif isinstance(job, ReportJob):
+                self.reporting.add(job.report)
             else:
                 self._begin_load(job)
 
@@ -375,6 +391,7 @@ class Mover:
             # Mapping or page-locking may be refused every time, perhaps after minutes: do not spin on it.
             self._retry_at_s = self._clock() + ADOPT_RETRY_S
             raise
+        self.adopted.now(welcome.epoch)
         # Last: a thread that sees a session may count on the memory behind it, which can take long to map.
         self._channel = channel
 
