@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import torch
 
+from kvbm import engine_start
 from kvbm.errors import KvbmError
 from kvbm.groups import Group, GroupKind
 from kvbm.layout import Namespace
-from kvbm.vllm_integration import engine_start
 from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.ranks import block_tokens, context_parallel, gather
 from kvbm.vllm_integration.rotary import rotary_digest, rotary_modules

@@ -10,7 +10,6 @@ from kvbm.client.arena import MappedArena
 from kvbm.protocol import Welcome
 from kvbm.transfer import Copier, Copying, DeviceCache, DeviceEvent, arena_tensor, make_copier
 
-
 NO_EPOCH = -1
 """The life of no manager."""
 
