@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -138,6 +138,18 @@ class Worker:
             for name, blocks in open_loads.items()
         ]
         return done + late
+
+    @property
+    def open_stores(self) -> frozenset[int]:
+        """Stores whose copies run beside the engine's work, as of the latest report."""
+        return frozenset(self._storing)
+
+    def abandon(self, stores: Iterable[int]) -> None:
+        """The engine overwrites the blocks of these stores now: they are reported as failed."""
+        for store in stores:
+            job = self._storing.get(store)
+            if job is not None:
+                job.abandoned = True
 
     def send_report(self) -> None:
         """Tell the leader, through the manager, what this thread knows and the mover has not told already."""
