@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
-from kvbm.block import Tier
+from kvbm.block import KEY_BYTES, Tier
+from kvbm.events.wire import Stored, encode, events_in
 from kvbm.transfer import CpuCopier
+from kvbm.trtllm_integration.message import decode
 from rigs.manager_probe import free_port, scrape, wait_for
 from rigs.trtllm.engine import Engine, Request, reference
-from rigs.trtllm.house import DEADLINE_S, House, make_prompts, settle, side_of
+from rigs.trtllm.house import DEADLINE_S, House, answered, make_prompts, settle, side_of
 from rigs.trtllm.model import BLOCK_TOKENS
-from rigs.trtllm.package import OLDEST
+from rigs.trtllm.package import OLDEST, RequestData, SchedulerOutput
 
 
 @pytest.fixture
@@ -62,8 +65,9 @@ def test_wrong_bytes_would_be_found(house: House, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("version", [OLDEST, "1.3.0rc29"])
 def test_conversations_load_what_was_generated_too(house: House, version: str) -> None:
     engine = house.engine(version=version)
+    engine.pause = lambda: answered(engine)
     (prompt,) = make_prompts(1, blocks=3)
-    first = Request(1, prompt, 11)
+    first = Request(1, prompt, 12)  # its last step completes no block: that one would not be kept
     (answer,) = engine.serve(first)
     push_out(engine)
     second = Request(2, [*prompt, *answer, 5, 6], 4)
@@ -88,7 +92,7 @@ def test_aborts_preemption_and_resets(house: House, layout_groups: int) -> None:
     asked: list[Request] = []
     for number in range(40):
         request = Request(
-            number, [*chance.choice(known)[:chance.randrange(6, 26)], number], chance.randrange(1, 9)
+            number, [*chance.choice(known)[: chance.randrange(6, 26)], number], chance.randrange(1, 9)
         )
         asked.append(request)
         engine.submit(request)
@@ -219,7 +223,7 @@ def test_partial_reuse_never_gives_a_wrong_answer(house: House, caplog: pytest.L
     asked = []
     for number in range(18):
         prompt = known[number % 3]
-        asked.append(Request(number, [*prompt[:6 + number], number, number], 3))
+        asked.append(Request(number, [*prompt[: 6 + number], number, number], 3))
     assert engine.serve(*asked) == reference(engine.spec, asked)
     assert any(request.on_device % BLOCK_TOKENS for request in asked), "a match ended inside a block"
     assert all(not request.promised for request in asked if request.on_device % BLOCK_TOKENS)
@@ -294,3 +298,124 @@ def test_metrics_name_the_engine(house: House) -> None:
     settle(engine)
     series = [name for name in scrape(port) if 'engine="trtllm/' in name]
     assert series
+
+
+def test_the_last_blocks_are_committed_while_the_engine_does_nothing(house: House) -> None:
+    engine = house.engine()
+    engine.serve(Request(1, make_prompts(1)[0], 2))
+    stores = side_of(engine).leader.stores
+    wait_for(lambda: len(stores) == 0, DEADLINE_S, "nobody takes the ranks' reports in")
+
+
+def test_pages_of_the_second_manager(house: House) -> None:
+    engine = house.engine(layout_groups=1, chunk=5)
+    asked = [Request(number, prompt, 6) for number, prompt in enumerate(make_prompts(4) * 3)]
+    assert engine.serve(*asked) == reference(engine.spec, asked)
+    assert engine.loaded_tokens > 0
+
+
+def test_a_promise_that_the_engine_does_not_take_up_is_given_back(house: House) -> None:
+    engine = house.engine(layout_groups=1)
+    (prompt,) = make_prompts(1)
+    engine.serve(Request(1, prompt, 2))
+    push_out(engine)
+    request = Request(2, prompt, 2)
+    request.tokens = list(prompt)
+    promised, _ = engine.leader.get_num_new_matched_tokens(request, 0)
+    assert promised == 6 * BLOCK_TOKENS
+    engine.leader.cancel_load(request, 2 * BLOCK_TOKENS, promised)
+    request.table = engine.blocks.take([], 8)
+    engine.leader.update_state_after_alloc(request, request.table)
+    output = SchedulerOutput(
+        [RequestData(2, prompt, request.table, 0, 18, new_block_ids_by_layer_group=[request.table])]
+    )
+    plan = decode(engine.leader.build_connector_meta(output)).plan
+    (load,) = plan.loads
+    assert load.device_blocks == tuple(request.table[:2])
+    assert side_of(engine)._served[2].position == 18, (
+        "what it computes of the promise itself is not counted twice"
+    )
+    engine.leader.request_finished(request, request.table)
+
+
+def test_pages_without_memory_are_neither_loaded_nor_stored(house: House) -> None:
+    """-1 is a block that a window has passed, and would name the last page of the pool."""
+    engine = house.engine(layout_groups=1)
+    (prompt,) = make_prompts(1)
+    engine.serve(Request(1, prompt, 2))
+    push_out(engine)
+    request = Request(2, prompt, 2)
+    request.tokens = list(prompt)
+    engine.leader.get_num_new_matched_tokens(request, 0)
+    table = [-1, -1, *engine.blocks.take([], 6)]
+    engine.leader.update_state_after_alloc(request, table)
+    output = SchedulerOutput([RequestData(2, prompt, table, 0, 2, new_block_ids_by_layer_group=[table])])
+    plan = decode(engine.leader.build_connector_meta(output)).plan
+    (load,) = plan.loads
+    assert load.device_blocks == tuple(table[2:6])
+    assert len(load.slots) == len(load.generations) == load.ready == 4
+    assert not plan.stores
+
+
+def test_several_layer_groups_are_not_served_and_the_engine_runs(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = house.engine(layout_groups=2, ready=False)
+    asked = [Request(number, prompt, 3) for number, prompt in enumerate(make_prompts(3) * 2)]
+    assert engine.serve(*asked) == reference(engine.spec, asked)
+    lines = [r.message for r in caplog.records if "KVBM is off" in r.message]
+    assert lines == [
+        "KVBM is off for this engine: 2 layer groups (window None, window None); accepted is one"
+    ]
+
+
+def test_a_certain_miss_costs_no_question(house: House) -> None:
+    engine = house.engine()
+    side = side_of(engine)
+    asked: list[int] = []
+
+    def may_hold(keys: bytes) -> bool:
+        asked.append(len(keys) // KEY_BYTES)
+        return False
+
+    side.leader._questions._may_hold = may_hold
+    (prompt,) = make_prompts(1)
+    engine.serve(Request(1, prompt, 2))
+    assert asked == [6]
+    push_out(engine)
+    again = Request(2, prompt, 2)
+    engine.serve(again)
+    assert again.promised == 0, "nobody was asked"
+
+
+def test_the_consolidator_listens_to_the_engines_events(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.set(KV_EVENTS_ENABLE_CONSOLIDATOR="1", LEADER_ZMQ_PUB_PORT=str(free_port()))
+    engine = house.engine()
+    (line,) = [r.message for r in caplog.records if r.name == "kvbm.consolidator"]
+    assert "TRTLLM_ZMQ_PORT" in line
+    engine.close()
+    port, base = free_port(), free_port()
+    house.set(TRTLLM_ZMQ_PORT=str(port), LEADER_ZMQ_PUB_PORT=str(base))
+    context = zmq.Context()
+    with context.socket(zmq.PUB) as events, context.socket(zmq.SUB) as router:
+        events.bind(f"tcp://127.0.0.1:{port}")
+        router.setsockopt(zmq.SUBSCRIBE, b"")
+        router.setsockopt(zmq.RCVTIMEO, 200)
+        router.connect(f"tcp://127.0.0.1:{base + 1000}")
+        house.engine()
+        stored = {"type": "BlockStored", "block_hashes": [-5], "token_ids": [1, 2], "block_size": 2}
+        heard: list[object] = []
+
+        def came() -> bool:
+            events.send_multipart([b"", (0).to_bytes(8, "big"), encode(1.0, [stored])])
+            try:
+                heard.extend(events_in(router.recv_multipart()[2]))
+            except zmq.Again:
+                return False
+            return bool(heard)
+
+        wait_for(came, DEADLINE_S, "the router hears nothing")
+    context.destroy(linger=0)
+    assert isinstance(heard[0], Stored) and heard[0].name == (1 << 64) - 5

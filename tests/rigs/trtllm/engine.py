@@ -7,7 +7,7 @@ rank's load, forward pass and save, then the requests that end, then `get_finish
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,8 @@ class Engine:
         self._known: set[int] = set()
         self.computed_tokens = self.device_tokens = self.loaded_tokens = 0
         self.iterations = 0
+        self.pause: Callable[[], None] = lambda: None
+        """Between iterations: those of the toy model are shorter than any real one's."""
 
     # ---- what a test says
 
@@ -155,6 +157,7 @@ class Engine:
             for request, work, token in zip(list(self.running), works, tokens, strict=True):
                 self._advance(request, work.end, token)
         self._collect()
+        self.pause()
 
     def preempt(self, request: Request) -> None:
         """Take the request's blocks; it runs again from the start."""

@@ -80,6 +80,17 @@ def is_ready(engine: Engine) -> bool:
     return bool(side_of(engine).leader.ready)
 
 
+def answered(engine: Engine) -> None:
+    """Wait until the manager has answered all that it was asked for."""
+
+    def nothing_open() -> bool:
+        with engine.leader._lock:
+            side_of(engine).settle()
+            return not side_of(engine).leader.stores.unanswered
+
+    wait_for(nothing_open, DEADLINE_S, "the manager does not answer")
+
+
 def settle(engine: Engine) -> None:
     """Wait until all stores are committed or given up."""
 
