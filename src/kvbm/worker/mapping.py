@@ -10,6 +10,7 @@ from kvbm.client.arena import MappedArena
 from kvbm.protocol import Welcome
 from kvbm.transfer import Copier, Copying, DeviceCache, DeviceEvent, arena_tensor, make_copier
 
+EARLIER_S = 10.0
 NO_EPOCH = -1
 """The life of no manager."""
 
@@ -41,6 +42,38 @@ class Mapping(MappedArena):
         """Finish copies and drop the mapping."""
         super().close()  # first: no thread needs to touch pages while the copier waits
         self.copier.close()
+
+
+class Earlier:
+    """The mapping before the present one, for loads that were promised out of it and are on their way to the ranks.
+
+    A dead manager overwrites nothing, and one that has gone over to other memory leaves leased slots as they were: what
+    their generations say holds. Kept for `EARLIER_S`, where that is on; closed at once elsewhere. Owned by the mover.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self.mapping: Mapping | None = None
+        self._on = on
+        self._until_s = 0.0
+
+    def replace(self, mapping: Mapping, now_s: float) -> None:
+        """This was the present mapping until now."""
+        self.close()
+        if self._on:
+            self.mapping, self._until_s = mapping, now_s + EARLIER_S
+        else:
+            mapping.close()
+
+    def expire(self, now_s: float, in_use: bool) -> None:
+        """Close it when its time is over, and no load runs."""
+        if self.mapping is not None and not in_use and now_s >= self._until_s:
+            self.close()
+
+    def close(self) -> None:
+        """Close it now."""
+        mapping, self.mapping = self.mapping, None
+        if mapping is not None:
+            mapping.close()
 
 
 class Adopted:

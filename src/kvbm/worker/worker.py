@@ -119,9 +119,10 @@ class Worker:
         For an engine whose forward pass reads the blocks next. What has not ended after `timeout_s` counts as failed.
         """
         until_s = self._clock() + timeout_s
-        for epoch in {load.epoch for load in plan.loads} - {NO_EPOCH}:
-            self._mover.adopted.wait(epoch, min(ADOPT_WAIT_S, timeout_s))
-        self.load(plan)
+        for each in plan.loads:
+            self._marked = one = msgspec.structs.replace(plan, stores=(), loads=(each,))
+            self._mark_for(each.epoch, min(ADOPT_WAIT_S, timeout_s))
+            self.load(one)
         open_loads = {load.request: load.device_blocks for load in plan.loads}
         done, self._not_begun = self._not_begun, []
         while len(done) < len(plan.loads) and (left_s := until_s - self._clock()) > 0.0:
@@ -243,10 +244,17 @@ class Worker:
         self._marked = plan
         self._mark_now()
 
-    def _mark_now(self) -> None:
+    def _mark_for(self, epoch: int, timeout_s: float) -> None:
+        """Set the mark for a load out of this memory, which may be mapped in a moment, or be the one before."""
+        self._mark_now(epoch)
+        if epoch != NO_EPOCH and (self._mark is None or self._mark.mapping.epoch != epoch):
+            self._mover.adopted.wait(epoch, timeout_s)
+            self._mark_now(epoch)
+
+    def _mark_now(self, epoch: int = NO_EPOCH) -> None:
         self._mark = None
         try:
-            self._mark = self._mover.mark()
+            self._mark = self._mover.mark() if epoch == NO_EPOCH else self._mover.mark(epoch)
         except RuntimeError as error:
             # The device is lost. The engine will say so itself: our jobs fail for want of a mark.
             self._failures.log_failure("asking the device for an event", error)
