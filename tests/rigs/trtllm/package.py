@@ -158,7 +158,8 @@ def install(version: str = NEWEST) -> list[str]:
 
 
 def remove() -> None:
-    """Take the package, and our integration of it, out again."""
+    """Take the package, and those of our modules that are made of it, out again."""
+    ours = {f"kvbm.trtllm_integration.{name}" for name in ("connector", "dynamo_connector", "interface")}
     for name in list(sys.modules):
-        if name.partition(".")[0] == "tensorrt_llm" or name == "kvbm.trtllm_integration.connector":
+        if name.partition(".")[0] == "tensorrt_llm" or name in ours:
             del sys.modules[name]
