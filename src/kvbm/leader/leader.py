@@ -81,12 +81,11 @@ class Leader:
         self.cost = CostModel(block_tokens, load_always)
         # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8
-        self._at_once = at_once
         self.lookups = Lookups(self._link, self.cost, clock, promise_early, first, grouping, at_once)
         self.traces = RequestTraces(spans, self._link, clock, block_tokens) if spans is not None else None
         self.lookups.traces = self.traces
         self.stores = Stores(self._link, clock, hello.rank_count, first, device, zeroes)
-        self._layerwise = layerwise
+        self._layerwise, self._at_once = layerwise, at_once
         self._device = device
         self._unconfirmed, self.joint_loads = Unconfirmed(), JointLoads(on=not at_once)
         self.requests: dict[str, Tracked] = {}

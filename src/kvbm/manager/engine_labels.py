@@ -23,8 +23,8 @@ class EngineLabels:
     def name(
         self, model: str, data_parallel_rank: int, taken: Collection[str], kind: str = UNNAMED_KIND
     ) -> str:
-        """`MODEL/dpRANK`, behind `KIND/` for an engine that is not vLLM; where an engine that is present has `taken`
-        that name, the first of `#2`, `#3`, … is added.
+        """`MODEL/dpRANK`, behind its kind and a slash for an engine that is not vLLM; where an engine that is present
+        has `taken` that name, the first of `#2`, `#3`, … is added.
 
         `OTHER_ENGINES` once `LABELS_MAX` names are in use.
         """

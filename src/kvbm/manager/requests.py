@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
@@ -62,6 +63,20 @@ class Requests:
         self._unanswered: set[tuple[int, int]] = (
             set()
         )  # lookups under way: their replies tell how far they are
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Session, Any], Iterator[None] | None]]:
+        """Each takes the message of its type."""
+        return {
+            Lookup: self.lookup,
+            Release: self.release,
+            Reserve: self.reserve,
+            Commit: self.commit,
+            Watch: self.watch,
+            FenceDone: self.fence_done,
+            Finished: self.finished,
+            Report: self.report,
+        }
 
     def lookup(self, session: Session, message: Lookup) -> Iterator[None]:
         """Find and lease the longest run; bring up its blocks that are on disk, a part of them in a turn."""

@@ -13,7 +13,7 @@ import pytest
 from kvbm.trtllm_integration import engine_facts
 from rigs.manager_probe import wait_for
 from rigs.trtllm import package
-from rigs.trtllm.engine import Engine
+from rigs.trtllm.engine import Engine, Request
 from rigs.trtllm.model import BLOCK_TOKENS
 from rigs.trtllm.ranks import Spec
 
@@ -105,3 +105,10 @@ def make_prompts(count: int, blocks: int = 6, seed: int = 1) -> list[list[int]]:
     """Random prompts: so many blocks each, and two tokens more."""
     chance = random.Random(seed)
     return [[chance.randrange(900) for _ in range(blocks * BLOCK_TOKENS + 2)] for _ in range(count)]
+
+
+def push_out(engine: Engine, seed: int = 99) -> None:
+    """Other prompts take all of the device's blocks, and everything is stored."""
+    others = make_prompts(4, blocks=8, seed=seed)
+    engine.serve(*(Request(900_000 + seed * 10 + n, prompt, 2) for n, prompt in enumerate(others)))
+    settle(engine)
