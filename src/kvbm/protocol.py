@@ -17,7 +17,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -52,7 +52,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     `numa_node` is where the worker's device is attached, and its shard should lie; -1 is anywhere.
     `data_parallel_rank` is the engine's among those that serve one model; a worker says it. `device_blocks` is how many
     blocks the engine's own cache holds, 0 where that is not known; a leader says it. `events`: the engine announces
-    what the tiers hold (see `Announce`); a worker says it, as the disk is opened for the first one.
+    what the tiers hold (see `Announce`); a worker says it, as the disk is opened for the first one. `kind` is the
+    engine's software, for its name in metrics.
     """
 
     version: int
@@ -66,6 +67,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     data_parallel_rank: int = 0
     device_blocks: int = 0
     events: bool = False
+    kind: str = "vllm"
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 
@@ -148,6 +150,15 @@ class Finished(Message, frozen=True, kw_only=True, tag="finished"):
 
     key: bytes
     output_tokens: int = 0
+
+
+class Report(Message, frozen=True, kw_only=True, tag="report"):
+    """A worker's work, where its engine has no way to tell the leader: the manager hands it on. `stored` has the
+    positions of each store that failed and its seconds, `loaded` the seconds of each request's load, which arrived as a
+    whole. The same may be told twice."""
+
+    stored: dict[int, tuple[tuple[int, ...], float]] = {}
+    loaded: dict[str, float] = {}
 
 
 class Watch(Message, frozen=True, kw_only=True, tag="watch"):
@@ -297,6 +308,14 @@ class RemovedBlocks(msgspec.Struct, frozen=True, array_like=True):
     hashes: bytes
 
 
+class RankReport(Message, frozen=True, kw_only=True, tag="rank_report"):
+    """To a leader: what a worker of its engine reported (`Report`), and which rank that worker is."""
+
+    rank: int
+    stored: dict[int, tuple[tuple[int, ...], float]] = {}
+    loaded: dict[str, float] = {}
+
+
 class TierEvents(Message, frozen=True, kw_only=True, tag="tier_events"):
     """What has come into the tiers and left them since the last of these messages; `removed` was first. A block is
     `stored` in a tier once, and removed once after that. `complete`: all that the tiers hold has been told."""
@@ -361,6 +380,7 @@ ToManager: TypeAlias = (
     | Reserve
     | Commit
     | Finished
+    | Report
     | Watch
     | FenceDone
     | Reset
@@ -376,6 +396,7 @@ FromManager: TypeAlias = (
     | Progress
     | ReserveReply
     | Fence
+    | RankReport
     | TierEvents
     | HeldBlocks
     | Asked

@@ -90,6 +90,7 @@ class SharedSpace:
             namespace=namespace,
             layout=layout,
             data_parallel_rank=attachment.data_parallel_rank,
+            kind=attachment.kind,
         )
         self._finder = ManagerFinder(
             attachment.address, attachment.settings, attachment.environment, clock, attachment.namespaces

@@ -230,7 +230,7 @@ class Membership:
             leader = self._early.pop(hello.engine, None)
             self._early_since_s.pop(hello.engine, None)
             label = self._labels.name(
-                namespace.model, hello.data_parallel_rank, {other.label for other in self}
+                namespace.model, hello.data_parallel_rank, {other.label for other in self}, hello.kind
             )
             engine = Engine(hello.engine, hello.rank_count, space, self._clock(), leader, label=label)
             self._engines[hello.engine] = engine
