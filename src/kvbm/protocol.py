@@ -9,7 +9,6 @@ Both are unique within a leader's session.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 import msgspec
@@ -182,8 +181,7 @@ class Reset(Message, frozen=True, kw_only=True, tag="reset"):
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """A leader asks for `TierEvents` of its namespace from now on: first of all blocks that the tiers hold, then of
-    what comes and goes. Asked again, it begins anew. With `keys` it asks for `HeldBlocks` instead, beside or without
-    the others."""
+    what comes and goes. Asked again, it begins anew. With `keys` it asks for `HeldBlocks` instead, or beside them."""
 
     keys: bool = False
 
@@ -325,18 +323,12 @@ class TierEvents(Message, frozen=True, kw_only=True, tag="tier_events"):
     complete: bool = False
 
 
-class TierKeys(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of a tier by their keys, joined."""
-
-    tier: int
-    keys: bytes
-
-
 class HeldBlocks(Message, frozen=True, kw_only=True, tag="held_blocks"):
-    """As `TierEvents`, of all blocks, and only their keys: for a client that answers from memory what is held."""
+    """As `TierEvents`, of all blocks, and only their keys, joined, by tier: for a client that answers from memory what
+    is held."""
 
-    removed: tuple[TierKeys, ...] = ()
-    stored: tuple[TierKeys, ...] = ()
+    removed: dict[int, bytes] = {}
+    stored: dict[int, bytes] = {}
     complete: bool = False
 
 
@@ -410,28 +402,18 @@ _from_manager = msgspec.msgpack.Decoder(FromManager)
 MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks for people: `rank 3`, `ranks 1, 4-7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)
-
-
 def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
-    try:
-        return cast(ToManager, _to_manager.decode(body))
-    except MALFORMED as error:
-        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
+    return cast(ToManager, _decoded(_to_manager, body))
 
 
 def decode_from_manager(body: bytes) -> FromManager:
     """A typed message from the manager, or ProtocolError in one line."""
+    return cast(FromManager, _decoded(_from_manager, body))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> object:  # type: ignore[type-arg]  # either's
     try:
-        return cast(FromManager, _from_manager.decode(body))
+        return decoder.decode(body)
     except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None

@@ -15,7 +15,8 @@ from kvbm.manager.leases import PINS, Lease
 from kvbm.manager.lookups import LEASE_S
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
-from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome, name_ranks
+from kvbm.present.numbers import name_ranks
+from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome
 
 log = logging.getLogger("kvbm.manager")
 
