@@ -213,6 +213,33 @@ def test_a_defect_in_a_rank_gives_all_ids_back(house: House, monkeypatch: pytest
     assert engine.loaded_tokens == 0
 
 
+def test_after_a_defect_in_a_rank_what_was_promised_is_loaded_all_the_same(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The leader does not know of it, and goes on promising what is there."""
+    engine = house.engine()
+    engine.serve(*rounds(1))
+    settle(engine)
+    monkeypatch.setattr(engine.first.connector._side, "store", lambda *arguments: 1 // 0)
+    asked = rounds(2, 100)
+    assert engine.serve(*asked) == reference(engine.spec, asked)
+    assert "after a defect in KVBM" in caplog.text
+    assert sum(bool(request.promised) for request in asked) > 4
+
+
+def test_a_defect_while_a_load_is_carried_out_ends_the_engine(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbm.trtllm_integration.errors import PromiseBroken
+
+    engine = house.engine()
+    engine.serve(*rounds(1))
+    settle(engine)
+    monkeypatch.setattr(engine.first.connector._side.worker, "load_now", lambda *arguments: 1 // 0)
+    with pytest.raises(PromiseBroken, match="ZeroDivisionError in KVBM"):
+        engine.serve(*rounds(1, 100))
+
+
 def test_no_manager_at_all(house: House, caplog: pytest.LogCaptureFixture) -> None:
     house.set(MANAGER=str(house.directory / "nobody.sock"))
     engine = house.engine(ready=False)

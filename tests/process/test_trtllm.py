@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from kvbm.block import KEY_BYTES, Tier
+from kvbm.step_plan import StepReport
 from kvbm.transfer import CpuCopier
+from kvbm.worker.jobs import ReportJob
 from rigs.checkout import ROOT
 from rigs.manager_probe import free_port, scrape, wait_for
 from rigs.trtllm.engine import Request, reference
@@ -165,6 +167,9 @@ def test_two_ranks_in_processes(house: House, latent: bool) -> None:
     assert side_of(engine).leader.block_bytes == (4096 if latent else 2 * 4096), (
         "what all ranks hold is kept once"
     )
+    (other,) = engine.others
+    other.ask("stores_here")
+    assert other.answer() == (not latent), "and copied once"
 
 
 def test_nothing_is_committed_before_all_ranks_have_reported(house: House) -> None:
@@ -311,8 +316,14 @@ def test_metrics_name_the_engine(house: House) -> None:
 
 def test_the_last_blocks_are_committed_while_the_engine_does_nothing(house: House) -> None:
     engine = house.engine()
+    mover = engine.first.connector._side.worker._mover
+    send = mover.reporting.send
+    mover.reporting.send = lambda channel: None  # no report is out before the engine does nothing
     engine.serve(Request(1, make_prompts(1)[0], 2))
     stores = side_of(engine).leader.stores
+    assert len(stores) > 0
+    mover.reporting.send = send
+    mover.put(ReportJob(StepReport()))  # wakes it
     wait_for(lambda: len(stores) == 0, DEADLINE_S, "nobody takes the ranks' reports in")
 
 

@@ -12,7 +12,7 @@ from kvbm.events.wire import Stored, encode, events_in
 from kvbm.trtllm_integration.message import decode
 from rigs.manager_probe import free_port, wait_for
 from rigs.trtllm.engine import Request, reference
-from rigs.trtllm.house import DEADLINE_S, House, make_prompts, push_out, side_of
+from rigs.trtllm.house import DEADLINE_S, House, make_prompts, push_out, settle, side_of
 from rigs.trtllm.model import BLOCK_TOKENS
 from rigs.trtllm.package import RequestData, SchedulerOutput
 
@@ -118,3 +118,20 @@ def test_several_layer_groups_are_not_served_and_the_engine_runs(
     assert lines == [
         "KVBM is off for this engine: 2 layer groups (window None, window None); accepted is one"
     ]
+
+
+def test_what_no_plan_had_when_its_request_ended_is_not_copied_later(house: House) -> None:
+    """Its blocks may have another's content by then."""
+    engine = house.engine()
+    (prompt,) = make_prompts(1)
+    request = Request(1, prompt, 2)
+    request.tokens = list(prompt)
+    engine.leader.get_num_new_matched_tokens(request, 0)
+    request.table = engine.blocks.take([], 8)
+    engine.leader.update_state_after_alloc(request, request.table)
+    output = SchedulerOutput([RequestData(1, prompt, request.table, BLOCK_TOKENS - 1, 1)])
+    assert not decode(engine.leader.build_connector_meta(output)).plan.stores, "no answer was waited for"
+    assert len(side_of(engine).leader.stores) == 1
+    assert not engine.leader.request_finished(request, request.table), "nobody reads its blocks"
+    settle(engine)
+    assert not decode(engine.leader.build_connector_meta(SchedulerOutput())).plan.stores

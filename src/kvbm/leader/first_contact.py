@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from kvbm.leader.leader import Leader
 from kvbm.leader.tracked import NOTHING_TOLD, Keep, Told
 
+MESSAGES_MAX = 64
+"""Of other matters, that may come before the answer."""
+
 
 def ask_once(
     leader: Leader,
@@ -29,7 +32,9 @@ def ask_once(
     """
     leader.request_added(request, hashes, extras, computed, keep, told, before_tail=before_tail)
     answer = leader.matched(request, computed, before_tail)
-    while answer.later and leader.may_wait(request):
+    for _ in range(MESSAGES_MAX):
+        if not (answer.later and leader.may_wait(request)):
+            break
         answer = leader.matched(request, computed, before_tail)
     if answer.later:
         leader.lookups.too_late(request)

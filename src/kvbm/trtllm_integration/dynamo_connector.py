@@ -32,7 +32,7 @@ from kvbm.trtllm_integration.request_facts import media_tokens
 from kvbm.trtllm_integration.scheduler_side import SchedulerSide, failing
 from kvbm.trtllm_integration.settling import Settling
 from kvbm.trtllm_integration.versions import signature_notice, version_notice
-from kvbm.trtllm_integration.worker_side import WorkerSide
+from kvbm.trtllm_integration.worker_side import WorkerSide, broken
 
 log = logging.getLogger("kvbm.trtllm")
 
@@ -193,9 +193,11 @@ class DynamoKVBMConnectorWorker(KvCacheConnectorWorker):
 
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)
-        side = self._side
-        if side is not None:
-            self._guard.call(None, lambda: side.bind(decode(metadata).plan))
+        plan = decode(metadata).plan  # also after a defect: what the step counts on must be known
+        if self._side is not None:
+            self._side.bind(plan)
+        elif plan.loads:
+            raise PromiseBroken(broken(plan.loads, "this rank has no KV cache"))
 
     def get_connector_meta(self) -> object:
         return super().get_connector_meta()
@@ -211,9 +213,16 @@ class DynamoKVBMConnectorWorker(KvCacheConnectorWorker):
         side = self._side
         if side is None:
             return
-        self._guard.call(None, side.load, stream)
-        if self._guard.off:
-            side.refuse_loads()
+        if not side.loads:
+            self._guard.call(None, side.load, stream)
+            return
+        try:  # whatever was switched off before: the engine counts on it
+            side.load(stream)
+        except PromiseBroken:
+            raise
+        except Exception as error:
+            log.exception("a defect in KVBM, while a load was carried out")
+            raise PromiseBroken(broken(side.loads, f"{type(error).__name__} in KVBM")) from error
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """All layers have come before the forward pass began."""

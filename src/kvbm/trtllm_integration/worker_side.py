@@ -155,12 +155,17 @@ class WorkerSide:
         self._plan = plan
         self._stored = not plan.stores
 
+    @property
+    def loads(self) -> tuple[LoadPlan, ...]:
+        """What the step's forward pass counts on."""
+        return self._plan.loads
+
     def load(self, stream: Any) -> None:
         """Before the forward pass: on return the plan's loads lie on the device. Raises PromiseBroken."""
         worker, plan = self.worker, self._plan
         if worker is None:
             if plan.loads:
-                raise PromiseBroken(_broken(plan.loads, "this rank has no KV cache"))
+                raise PromiseBroken(broken(plan.loads, "this rank has no KV cache"))
             return
         released = set(plan.released)
         # What lies in blocks that the engine may hand out from now on is copied before anything else.
@@ -173,7 +178,7 @@ class WorkerSide:
         failed = {load.request for load in done if load.failed}
         if failed:
             loads = [load for load in plan.loads if load.request in failed]
-            raise PromiseBroken(_broken(loads, f"rank {self._facts.rank} could not copy it"))
+            raise PromiseBroken(broken(loads, f"rank {self._facts.rank} could not copy it"))
 
     def store(self, stream: Any = None) -> None:
         """The forward pass has been given to the device: begin the plan's stores behind it. Once a step."""
@@ -206,11 +211,6 @@ class WorkerSide:
                 del self._saving[request]
         return done
 
-    def refuse_loads(self) -> None:
-        """KVBM is off in this rank after a defect. Raises PromiseBroken where the step counts on a load."""
-        if self._plan.loads:
-            raise PromiseBroken(_broken(self._plan.loads, f"KVBM is off in rank {self._facts.rank}"))
-
     def take_saving(self, ended: Iterable[int]) -> list[int]:
         """All requests whose blocks the engine keeps for us: none is read any more once KVBM is off here."""
         if self.worker is not None and not self._quiet:
@@ -235,7 +235,8 @@ def _latent(roles: set[str]) -> bool:
     return roles == {"key"}
 
 
-def _broken(loads: Iterable[LoadPlan], why: str) -> str:
+def broken(loads: Iterable[LoadPlan], why: str) -> str:
+    """The one line of a promise that is not kept."""
     requests = ", ".join(load.request for load in loads)
     return f"KV that was promised for request {requests} is not on the device: {why}"
 

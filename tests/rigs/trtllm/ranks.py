@@ -119,6 +119,10 @@ class Rank:
         assert loaded == []
         return list(saved)
 
+    def stores_here(self) -> bool:
+        assert self.connector is not None
+        return bool(self.connector._side.worker._stores_here)
+
     def copy_block(self, source: int, target: int) -> None:
         self.model.cache[target] = self.model.cache[source]
 
