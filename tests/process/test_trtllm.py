@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvbm.block import KEY_BYTES, Tier
+from kvbm.block import Tier
 from kvbm.step_plan import StepReport
 from kvbm.transfer import CpuCopier
 from kvbm.worker.jobs import ReportJob
@@ -327,20 +327,20 @@ def test_the_last_blocks_are_committed_while_the_engine_does_nothing(house: Hous
     wait_for(lambda: len(stores) == 0, DEADLINE_S, "nobody takes the ranks' reports in")
 
 
-def test_a_certain_miss_costs_no_question(house: House) -> None:
+def test_the_mirror_knows_what_was_kept(house: House) -> None:
     engine = house.engine()
-    side = side_of(engine)
-    asked: list[int] = []
-
-    def may_hold(keys: bytes) -> bool:
-        asked.append(len(keys) // KEY_BYTES)
-        return False
-
-    side.leader._questions._may_hold = may_hold
+    leader = side_of(engine).leader
+    mirror = leader._questions._mirror
+    assert mirror is not None
     (prompt,) = make_prompts(1)
     engine.serve(Request(1, prompt, 2))
-    assert asked == [6]
+
+    def kept() -> bool:
+        leader.receive()
+        return mirror.complete and bool(mirror._host)
+
+    wait_for(kept, DEADLINE_S, "the manager does not say what it holds")
     push_out(engine)
     again = Request(2, prompt, 2)
     engine.serve(again)
-    assert again.promised == 0, "nobody was asked"
+    assert again.promised > 0

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbm.leader.leader import Leader
+from kvbm.leader.step_budget import MESSAGES_MAX
 from kvbm.leader.tracked import NOTHING_TOLD, Keep, Told
-
-MESSAGES_MAX = 64
-"""Of other matters, that may come before the answer."""
 
 
 def ask_once(

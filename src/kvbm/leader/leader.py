@@ -7,9 +7,10 @@ a dead one or a slow one, every answer is "nothing found, nothing to store".
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvbm.client.finder import ManagerFinder
+from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
 from kvbm.groups import Group
@@ -24,7 +25,7 @@ from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.offers import Offers
-from kvbm.leader.questions import MayHold, Questions, ask_always
+from kvbm.leader.questions import Questions
 from kvbm.leader.rank_reports import RankReports
 from kvbm.leader.step_budget import IDLE_WAIT_S, LAST_STORES_WAIT_S, StepBudget
 from kvbm.leader.step_times import StepTimes
@@ -45,9 +46,9 @@ class Leader:
     is True for an engine that recomputes blocks which do not arrive. `layerwise`: loads may run beside the forward
     pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
     need `device`. `weights_version` names the weights that the engine starts with, where their files do not. `spans`
-    takes what became of each request. `groups` are a hybrid model's. `zeroes`: the engine
-    zeroes blocks when it hands them out. `at_once`: the engine asks once (`first_contact`), copies stores after the
-    step's forward pass, and its ranks report through the manager; `may_hold` may spare it a question.
+    takes what became of each request. `groups` are a hybrid model's. `zeroes`: the engine zeroes blocks when it hands
+    them out. `at_once`: it asks once (`first_contact`), copies stores after the step's forward pass, and its ranks
+    report through the manager; by a `mirror` certain misses are known.
     `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
@@ -68,16 +69,14 @@ class Leader:
         zeroes: bool = False,
         announces: bool = False,
         at_once: bool = False,
-        may_hold: MayHold = ask_always,
+        mirror: Mirror | None = None,
     ) -> None:
         assert device is not None or not (layerwise or lazy or zeroes)
-        assert not ((groups or zeroes) and (layerwise or lazy)), (
-            "layer by layer and lazily for one group only"
-        )
+        assert not ((groups or zeroes) and (layerwise or lazy)), "so for one group only"
         self._grouping = grouping = Grouping(groups) if groups else None
         self._step = grouping.step if grouping is not None else 1
         self._clock = clock
-        self._link = ManagerLink(finder, hello, clock)
+        self._link = ManagerLink(finder, hello, clock, mirror)
         self.cost = CostModel(block_tokens, load_always)
         # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8
@@ -91,7 +90,7 @@ class Leader:
         self.requests: dict[str, Tracked] = {}
         self._weights = WeightsKnown(weights_version)
         self._keys = RequestKeys(self._link, self._weights.salt)
-        self._questions = Questions(self._link, self.lookups, self.requests, self._keys, may_hold)
+        self._questions = Questions(self._link, self.lookups, self.requests, self._keys, mirror)
         unsaved = Unsaved(device) if lazy and device is not None else None
         offering = self.stores, unsaved, self.requests, self._keys, clock
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
@@ -248,11 +247,11 @@ class Leader:
             with self._link.in_one_write():
                 self._offers.scheduled(scheduled, self.ready)
             if prefill_tokens and self.stores.unanswered:
-                self._wait_a_little(left_s)
+                self._wait_a_little(left_s, lambda: self.stores.unanswered)
                 self._budget.begin()
         if self.stores.last_chance(self._gone) or (idle and self.stores.unanswered):
             may_wait = False
-            self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s)
+            self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s, lambda: self.stores.unanswered)
             self._budget.begin()
         # The tags of free device blocks are asked for only where a plan needs them: a step has thousands of blocks.
         free = self.stores.plans_free_blocks
@@ -266,7 +265,7 @@ class Leader:
             self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
-            self._wait_a_little(IDLE_WAIT_S)
+            self._wait_a_little(IDLE_WAIT_S, lambda: self.lookups.unanswered)
         if not idle:
             self._steps.scheduled(prefill_tokens, prefill_position)
         return StepPlan(
@@ -401,9 +400,8 @@ class Leader:
         """Whether the answer to the request's lookup may still come within the step's budget."""
         return self.ready and self._budget.left_s > 0.0 and self.lookups.asked(request)
 
-    def _wait_a_little(self, seconds: float) -> None:
-        self._budget.wait(seconds)
-        self.receive()
+    def _wait_a_little(self, seconds: float, awaited: Callable[[], object] = bool) -> None:
+        self._budget.wait(seconds, self.receive, awaited)
 
     def _end_load(self, request: str, seconds: float) -> None:
         held = self.lookups.holds_loaded(request)

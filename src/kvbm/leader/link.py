@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerFinder
+from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.errors import ManagerUnavailable
 from kvbm.present.numbers import name_ranks
-from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome
+from kvbm.protocol import Announce, FromManager, HeldBlocks, Hello, Message, Ready, Refused, Welcome
 
 log = logging.getLogger("kvbm.leader")
 
@@ -25,7 +26,11 @@ class ManagerLink:
     whenever `ready` comes: questions that arrived while a rank was missing were answered with "nothing found".
     """
 
-    def __init__(self, finder: ManagerFinder, hello: Hello, clock: Clock) -> None:
+    def __init__(
+        self, finder: ManagerFinder, hello: Hello, clock: Clock, mirror: Mirror | None = None
+    ) -> None:
+        """`mirror` is kept up to date with what the manager holds."""
+        self._mirror = mirror
         self._finder = finder
         self._hello = hello
         self._clock = clock
@@ -102,6 +107,8 @@ class ManagerLink:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if self._mirror is not None:
+            self._mirror.forget()
         self.ready = None
 
     def _connect(self) -> bool:
@@ -117,6 +124,8 @@ class ManagerLink:
         if isinstance(message, Ready):
             if message.ready and self.ready is None:
                 self.readied += 1
+                if self._mirror is not None:
+                    self.send(Announce(keys=True))
                 log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))
             self.ready = message if message.ready else None
             if message.tiers:
@@ -129,6 +138,9 @@ class ManagerLink:
                     name_ranks(message.missing),
                 )
             self._missing = message.missing
+        elif isinstance(message, HeldBlocks):
+            if self._mirror is not None:
+                self._mirror.take_in(message)
         elif isinstance(message, Refused):
             if message.reason != self._refused:
                 log.warning("no KV cache for now: %s", message.reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvbm.leader.link import ManagerLink
 
 STEP_WAIT_S = 0.002
@@ -12,8 +14,12 @@ LAST_STORES_WAIT_S = 0.02
 """How long an idle step waits for slots for the last blocks of requests that ended."""
 
 
+MESSAGES_MAX = 64
+"""Of other matters, that may come before an answer."""
+
+
 class StepBudget:
-    """What is left of the time of a step; `wait` spends it. Messages are to be taken in afterwards."""
+    """What is left of the time of a step; `wait` spends it."""
 
     def __init__(self, link: ManagerLink) -> None:
         self._link = link
@@ -24,6 +30,15 @@ class StepBudget:
         left_s, self.left_s = self.left_s, STEP_WAIT_S
         return max(0.0, left_s)
 
-    def wait(self, seconds: float) -> None:
-        """Wait for a message, at most so long."""
-        self.left_s -= self._link.wait(seconds)
+    def wait(self, seconds: float, take_in: Callable[[], None], awaited: Callable[[], object]) -> None:
+        """Wait for messages, at most so long and as long as something is `awaited`; for one in any case.
+
+        The manager tells of other matters too, and one of those may come before the answer.
+        """
+        for _ in range(MESSAGES_MAX):
+            waited_s = self._link.wait(seconds)
+            self.left_s -= waited_s
+            seconds -= waited_s
+            take_in()
+            if seconds <= 0.0 or not awaited():
+                return

@@ -17,10 +17,10 @@ import msgspec
 
 from kvbm.adapters import Adapters
 from kvbm.client.finder import ManagerAddress, ManagerFinder
+from kvbm.client.mirror import Mirror
 from kvbm.hashing import Chain
 from kvbm.leader import Leader
 from kvbm.leader.first_contact import ask_once
-from kvbm.leader.questions import MayHold, ask_always
 from kvbm.leader.tracked import Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, shared_request_notices
@@ -58,7 +58,6 @@ class SchedulerSide:
         settings: Settings,
         environment: Mapping[str, str],
         placeholders: frozenset[int],
-        may_hold: MayHold = ask_always,
     ) -> None:
         """`placeholders` are tokens that stand for media."""
         self.block_tokens = facts.block_tokens
@@ -93,7 +92,7 @@ class SchedulerSide:
             load_always=settings.onboard == "always",
             weights_version=settings.weights_version or "",
             at_once=True,
-            may_hold=may_hold,
+            mirror=Mirror(),
         )
 
     def matched(self, request: Any, computed_tokens: int) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvbm.block import Tier
+from kvbm.client.mirror import Mirror
 from kvbm.leader.first_contact import ask_once
 from kvbm.leader.rank_reports import OPEN_MAX, RankReports
 from kvbm.leader.tracked import Scheduled
-from kvbm.protocol import Commit, Lookup, Progress, RankReport, Reserve
+from kvbm.protocol import Commit, HeldBlocks, Lookup, Progress, RankReport, Reserve
 from rigs.leader import HASHES, TABLE, Bench
 
 
@@ -204,9 +206,22 @@ def test_two_requests_of_one_step_load_the_same_blocks(at_once: Callable[..., Be
     assert len(bench.step().loads) == 2
 
 
-def test_a_certain_miss_is_not_asked(at_once: Callable[..., Bench]) -> None:
-    seen: list[bytes] = []
-    bench = at_once(may_hold=seen.append)
-    assert ask_once(bench.leader, "r", HASHES[:8], b"", 2, 7) == 0
-    assert seen == [b"".join(HASHES[2:8])], "the blocks that the device lacks"
-    assert bench.manager.said() == []
+def test_a_certain_miss_is_told_and_not_waited_for(at_once: Callable[..., Bench]) -> None:
+    mirror = Mirror()
+    bench = at_once(mirror=mirror)
+    waited: list[float] = []
+
+    def wait(seconds: float) -> float:
+        waited.append(seconds)
+        return 0.0
+
+    bench.leader._link.wait = wait
+    ask_once(bench.leader, "r", HASHES[:8], b"", 2, 7)
+    assert waited, "the mirror does not know everything yet"
+    mirror.take_in(HeldBlocks(stored={int(Tier.HOST): b"".join(HASHES[:2])}, complete=True))
+    waited.clear()
+    assert ask_once(bench.leader, "s", HASHES[:8], b"", 2, 7) == 0
+    assert not waited, "nothing behind the device's two blocks is held"
+    assert any(isinstance(each, Lookup) for each in bench.manager.said()), "`kvbm why` knows of it"
+    ask_once(bench.leader, "t", HASHES[:8], b"", 1, 7)
+    assert waited, "one is"
