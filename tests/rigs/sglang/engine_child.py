@@ -1,0 +1,135 @@
+"""One SGLang engine in a process of its own, which does what its lines of JSON say. Run by `engine_process`.
+
+    python engine_child.py READ_FD WRITE_FD
+
+The first line holds the engine's arguments; each following one is `{"call": NAME, …}`. Every line is answered by one:
+`{"result": …}` or `{"error": WORDS}`. SGLang starts its scheduler by `spawn`, which imports this file again, so it does
+nothing at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Child:
+    """The engine, and what can be asked of it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        import sglang
+
+        self._engine = sglang.Engine(**arguments)
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, together: bool = False, **request: Any
+    ) -> list[dict[str, Any]]:
+        """Greedy answers, one prompt after the other or all at once; `request` holds fields of SGLang's requests."""
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        return [answer for batch in batches for answer in self._answers(batch, tokens, request)]
+
+    def _answers(
+        self, prompts: list[list[int]], tokens: int, request: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        fields = GenerateReqInput(input_ids=prompts, sampling_params=sampling, **request)
+        answers = self._wait(self._engine.tokenizer_manager.generate_request(fields, None).__anext__())
+        return [
+            {
+                "tokens": answer["output_ids"],
+                "cached": answer["meta_info"]["cached_tokens"],
+                "from": answer["meta_info"].get("cached_tokens_details") or {},
+                "finish": answer["meta_info"]["finish_reason"],
+                "seconds": answer["meta_info"].get("e2e_latency", 0.0),
+            }
+            for answer in answers
+        ]
+
+    def _wait(self, awaitable: Any) -> Any:
+        return self._engine.loop.run_until_complete(awaitable)
+
+    def flush(self) -> bool:
+        """Forget the KV on the device and in SGLang's host pool; what a storage keeps stays."""
+        return bool(self._engine.flush_cache().success)
+
+    def attach(self, **arguments: Any) -> tuple[bool, str]:
+        """Attach a storage at run time."""
+        answer = self._wait(self._engine.tokenizer_manager.attach_hicache_storage(**arguments))
+        return answer.success, answer.message
+
+    def detach(self) -> tuple[bool, str]:
+        """Detach the storage."""
+        answer = self._wait(self._engine.tokenizer_manager.detach_hicache_storage())
+        return answer.success, answer.message
+
+    def clear(self) -> bool:
+        """Clear the storage."""
+        return bool(self._wait(self._engine.tokenizer_manager.clear_hicache_storage()).success)
+
+    def load_weights(self, path: str) -> tuple[bool, str]:
+        """Other weights, from a file, while the engine runs."""
+        answer = self._engine.update_weights_from_disk(path)
+        return bool(answer[0]), str(answer[1])
+
+    def scale_weight(self, name: str, factor: float, path: str, flush: bool = True) -> tuple[bool, str]:
+        """One weight of the model at `path` times a factor, handed over in memory."""
+        from safetensors import safe_open
+
+        with safe_open(str(Path(path) / "model.safetensors"), framework="pt") as file:
+            weight = file.get_tensor(name) * factor
+        answer = self._engine.update_weights_from_tensor([(name, weight)], flush_cache=flush)
+        return bool(answer[0]), str(answer[1])
+
+    def add_adapter(self, name: str, path: str) -> bool:
+        """Load a LoRA adapter."""
+        return bool(self._engine.load_lora_adapter(name, path).success)
+
+    def processes(self) -> list[int]:
+        """The process ids of the engine's own processes."""
+        return list(self._engine.get_all_child_pids())
+
+    def end(self) -> None:
+        """Shut the engine down."""
+        self._engine.shutdown()
+
+
+def answer(read: Callable[[], str], write: Callable[[dict[str, Any]], None]) -> None:
+    """Serve lines until one says `end`, or there are no more."""
+    child: Child | None = None
+    while line := read():
+        words = json.loads(line)
+        name = words.pop("call", "start")
+        try:
+            if child is None:
+                child = Child(words)
+                write({"result": None})
+            else:
+                write({"result": getattr(child, name)(**words)})
+        except Exception:
+            write({"error": traceback.format_exc()})
+        if name == "end":
+            return
+    if child is not None:
+        child.end()
+
+
+def main() -> None:
+    """Serve the two file descriptors that the command line names."""
+    with os.fdopen(int(sys.argv[1])) as reader, os.fdopen(int(sys.argv[2]), "w") as writer:
+
+        def write(words: dict[str, Any]) -> None:
+            writer.write(json.dumps(words) + "\n")
+            writer.flush()
+
+        answer(reader.readline, write)
+
+
+if __name__ == "__main__":
+    main()
