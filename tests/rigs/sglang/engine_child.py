@@ -1,29 +1,27 @@
-"""One SGLang engine in a process of its own, which does what its lines of JSON say. Run by `engine_process`.
-
-    python engine_child.py READ_FD WRITE_FD
+"""One SGLang engine in a process of its own, which does what its lines of JSON say. `engine_nursery` forks it.
 
 The first line holds the engine's arguments; each following one is `{"call": NAME, …}`. Every line is answered by one:
-`{"result": …}` or `{"error": WORDS}`. SGLang starts its scheduler by `spawn`, which imports this file again, so it does
-nothing at import.
+`{"result": …}` or `{"error": WORDS}`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import sglang
+from safetensors import safe_open
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+FLUSH_TIMEOUT_S = 30.0
 
 
 class Child:
     """The engine, and what can be asked of it."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        import sglang
-
         self._engine = sglang.Engine(**arguments)
 
     def generate(
@@ -36,8 +34,6 @@ class Child:
     def _answers(
         self, prompts: list[list[int]], tokens: int, request: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         fields = GenerateReqInput(input_ids=prompts, sampling_params=sampling, **request)
         answers = self._wait(self._engine.tokenizer_manager.generate_request(fields, None).__anext__())
@@ -56,8 +52,9 @@ class Child:
         return self._engine.loop.run_until_complete(awaitable)
 
     def flush(self) -> bool:
-        """Forget the KV on the device and in SGLang's host pool; what a storage keeps stays."""
-        return bool(self._engine.flush_cache().success)
+        """Forget the KV on the device and in SGLang's host pool, once idle; what a storage keeps stays."""
+        flushed = self._wait(self._engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S))
+        return bool(flushed.success)
 
     def attach(self, **arguments: Any) -> tuple[bool, str]:
         """Attach a storage at run time."""
@@ -80,8 +77,6 @@ class Child:
 
     def scale_weight(self, name: str, factor: float, path: str, flush: bool = True) -> tuple[bool, str]:
         """One weight of the model at `path` times a factor, handed over in memory."""
-        from safetensors import safe_open
-
         with safe_open(str(Path(path) / "model.safetensors"), framework="pt") as file:
             weight = file.get_tensor(name) * factor
         answer = self._engine.update_weights_from_tensor([(name, weight)], flush_cache=flush)
@@ -100,36 +95,24 @@ class Child:
         self._engine.shutdown()
 
 
-def answer(read: Callable[[], str], write: Callable[[dict[str, Any]], None]) -> None:
+def answer(reader: TextIO, writer: TextIO) -> None:
     """Serve lines until one says `end`, or there are no more."""
     child: Child | None = None
-    while line := read():
+    for line in reader:
         words = json.loads(line)
         name = words.pop("call", "start")
+        answered: dict[str, Any]
         try:
             if child is None:
-                child = Child(words)
-                write({"result": None})
+                child, result = Child(words), None
             else:
-                write({"result": getattr(child, name)(**words)})
+                result = getattr(child, name)(**words)
+            answered = {"result": result}
         except Exception:
-            write({"error": traceback.format_exc()})
+            answered = {"error": traceback.format_exc()}
+        writer.write(json.dumps(answered) + "\n")
+        writer.flush()
         if name == "end":
             return
     if child is not None:
         child.end()
-
-
-def main() -> None:
-    """Serve the two file descriptors that the command line names."""
-    with os.fdopen(int(sys.argv[1])) as reader, os.fdopen(int(sys.argv[2]), "w") as writer:
-
-        def write(words: dict[str, Any]) -> None:
-            writer.write(json.dumps(words) + "\n")
-            writer.flush()
-
-        answer(reader.readline, write)
-
-
-if __name__ == "__main__":
-    main()

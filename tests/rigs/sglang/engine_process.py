@@ -1,4 +1,4 @@
-"""The test's side of one SGLang engine: its start, calls with a bound on their time, its log, its end."""
+"""The test's side of SGLang engines: their start, calls with a bound on their time, their logs, their end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ import msgspec
 
 from rigs.sglang.installation import environment, sglang_python
 
-CHILD = Path(__file__).parent / "engine_child.py"
+NURSERY = Path(__file__).parent / "engine_nursery.py"
+IMPORT_TIMEOUT_S = 150.0
 START_TIMEOUT_S = 150.0
 CALL_TIMEOUT_S = 90.0
 LOG_TAIL = 6000
@@ -43,30 +45,64 @@ class Answer(msgspec.Struct, frozen=True, rename={"where": "from"}):
     seconds: float
 
 
-class Engine:
-    """A process with one SGLang engine; a call that hangs ends it and fails the test."""
+class Nursery:
+    """Starts engines, each as a fork of one process that has imported SGLang (`engine_nursery`)."""
 
-    def __init__(
-        self, arguments: Mapping[str, Any], log: Path, variables: Mapping[str, str] | None = None
-    ) -> None:
-        self.log_path = log
-        theirs_in, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
-        self._buffer = b""
-        with log.open("ab") as file:
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, log.open("ab") as file:
             self._process = subprocess.Popen(
-                [str(sglang_python()), str(CHILD), str(theirs_in), str(theirs_out)],
+                [str(sglang_python()), str(NURSERY), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=environment(**(variables or {})),
-                pass_fds=(theirs_in, theirs_out),
+                env=environment(),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                cwd=log.parent,
             )
+        self._ready = False
+
+    def start(
+        self, arguments: Mapping[str, Any], log: Path, variables: Mapping[str, str] | None = None
+    ) -> Engine:
+        """An engine that is starting; `Engine.ready` waits for it."""
+        if not self._ready:
+            assert self._receive(IMPORT_TIMEOUT_S) == b"ready"
+            self._ready = True
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        with log.open("ab") as file:
+            message = json.dumps(environment(**(variables or {}))).encode()
+            socket.send_fds(self._socket, [message], [theirs_in, theirs_out, file.fileno()])
+            pid = json.loads(self._receive(CALL_TIMEOUT_S))
         os.close(theirs_in)
         os.close(theirs_out)
-        self._send(dict(arguments))
+        engine = Engine(pid, ours_in, ours_out, log)
+        engine.send(dict(arguments))
+        return engine
+
+    def close(self) -> None:
+        """End the process; its engines end when their lines do."""
+        self._socket.close()
+        self._process.wait(CALL_TIMEOUT_S)
+
+    def _receive(self, timeout_s: float) -> bytes:
+        readable, _, _ = select.select([self._socket], [], [], timeout_s)
+        message = self._socket.recv(1 << 16) if readable else b""
+        if not message:
+            raise AssertionError(f"SGLang was not imported\n{self._log.read_text(errors='replace')[-LOG_TAIL:]}")
+        return message
+
+
+class Engine:
+    """A process with one SGLang engine; a call that hangs ends it and fails the test."""
+
+    def __init__(self, pid: int, reader: int, writer: int, log: Path) -> None:
+        self.pid = pid
+        self.log_path = log
+        self._in, self._out = reader, writer
+        self._buffer = b""
 
     def ready(self) -> Engine:
         """Wait until the engine has started."""
@@ -80,7 +116,7 @@ class Engine:
 
     def begin(self, prompts: list[list[int]], tokens: int = 4, **request: Any) -> None:
         """Start what `finish` waits for."""
-        self._send({"call": "generate", "prompts": prompts, "tokens": tokens, **request})
+        self.send({"call": "generate", "prompts": prompts, "tokens": tokens, **request})
 
     def finish(self) -> list[Answer]:
         """The answers that `begin` asked for."""
@@ -88,7 +124,7 @@ class Engine:
 
     def call(self, name: str, **arguments: Any) -> Any:
         """One of the methods of `engine_child.Child`."""
-        self._send({"call": name, **arguments})
+        self.send({"call": name, **arguments})
         return self.receive(CALL_TIMEOUT_S)
 
     def receive(self, timeout_s: float) -> Any:
@@ -105,32 +141,33 @@ class Engine:
     def end(self) -> None:
         """Shut down, and wait until every process of the engine has gone."""
         try:
-            if self._process.poll() is None:
-                self.call("end")
-                self._process.wait(CALL_TIMEOUT_S)
+            self.call("end")
         finally:
             self.kill()
 
     def kill(self) -> None:
         """End all processes of the engine at once, as a crash would."""
+        if self._in < 0:
+            return
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self._process.wait(10.0)
-        for number in (self._in, self._out):
-            if number >= 0:
-                os.close(number)
+        os.close(self._out)
+        # The end of its lines: each process of the engine has this pipe, and all are gone when it ends.
+        while os.read(self._in, 65536):
+            pass
+        os.close(self._in)
         self._in = self._out = -1
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._in >= 0:
-            self.kill()
+        self.kill()
 
-    def _send(self, words: dict[str, Any]) -> None:
+    def send(self, words: dict[str, Any]) -> None:
+        """One line; `receive` fetches its answer."""
         line = json.dumps(words).encode() + b"\n"
         while line:
             line = line[os.write(self._out, line) :]
@@ -140,7 +177,7 @@ class Engine:
             readable, _, _ = select.select([self._in], [], [], timeout_s)
             piece = os.read(self._in, 65536) if readable else b""
             if not piece:
-                state = "hung" if not readable else f"ended ({self._process.wait(10.0)})"
+                state = "ended" if readable else f"hung for {timeout_s:g} s"
                 self.kill()
                 raise AssertionError(f"the engine {state}\n{self.log()[-LOG_TAIL:]}")
             self._buffer += piece
