@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from pathlib import Path
@@ -19,6 +20,7 @@ def sglang_python() -> Path:
     return Path(named) if named else ROOT / ".venvs" / "sglang" / "bin" / "python"
 
 
+@functools.cache
 def missing() -> str:
     """Why SGLang cannot be run here, or an empty string."""
     python = sglang_python()
