@@ -13,6 +13,7 @@ import functools
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 from blake3 import blake3
@@ -139,6 +140,25 @@ class Chain:
     def _hash_full(self) -> None:
         _grow(self._keys, self.fingerprint, self._rest, self.block_tokens, repeat(self.extras))
         del self._rest[: len(self._rest) // self.block_tokens * self.block_tokens]
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """The keys of consecutive blocks that an engine hashed itself, `[blocks]` of 32 bytes each.
+
+    They must be chained, cover all that shapes the blocks' content, and lie in the key space of what the engine's hash
+    leaves out (`keys_in_space`). `parent` is the key of the block before the first; empty where there is none, or where
+    nobody knows it.
+
+    The rest is for people who ask why a request missed, and decides nothing: the engine's id of the `request`, a digest
+    of the `prompt`'s first block, and what else shaped the keys (`extras`: names and values; digests of secrets).
+    """
+
+    keys: list[BlockKey]
+    parent: bytes = b""
+    request: str = ""
+    prompt: bytes = b""
+    extras: tuple[tuple[str, str], ...] = ()
 
 
 def join_keys(keys: Iterable[bytes]) -> bytes:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.block import BlockKey
+from kvbm.hashing import EngineKeys
 
 if TYPE_CHECKING:
     import torch
+
+
+class Stored(IntEnum):
+    """What became of a block that was to be kept."""
+
+    COPIED = 0
+    HELD = 1
+    """It is kept already, or another client is storing it."""
+    REFUSED = 2
+    """There is no room, no manager, or its prefix is not kept."""
 
 
 class Run(Protocol):
@@ -26,11 +38,17 @@ class Run(Protocol):
 class Backend(Protocol):
     """Finds, copies and keeps blocks. Every call copies in the calling thread, which owns the backend."""
 
-    def lookup(self, keys: list[BlockKey], skip: int) -> Run | None:
-        """Lease the longest run from `keys[skip]` on; None where nothing is found."""
+    def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> Run | None:
+        """Lease the longest run from `keys[skip]` on; None where nothing is found. `told` goes along for people."""
 
-    def load(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
-        """Copy the run's first blocks into these device blocks; how many leading ones hold their bytes now."""
+    def ready(self, run: Run) -> tuple[int, bool]:
+        """How many leading blocks of the run can be copied without waiting, and whether more will follow."""
+
+    def load(
+        self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int], first: int = 0
+    ) -> int:
+        """Copy the run's blocks from the position `first` on into these device blocks; how many leading ones hold their
+        bytes now."""
 
     def release(self, run: Run) -> None:
         """The lease ends."""
@@ -42,8 +60,8 @@ class Backend(Protocol):
         device_blocks: Sequence[int],
         parent: BlockKey | None = None,
         groups: bytes = b"",
-    ) -> int:
-        """Keep these blocks, a chain behind `parent`, as far as they are not held yet; how many were copied.
+    ) -> list[Stored]:
+        """Keep these blocks, a chain behind `parent`, as far as they are not held yet; what became of each.
 
         `groups` has the group of each, a byte; empty where there is one.
         """

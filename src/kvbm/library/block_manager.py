@@ -15,9 +15,10 @@ from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.grouping import Grouping, sources_of_prompt
-from kvbm.hashing import Chain, chain_keys
+from kvbm.hashing import Chain, EngineKeys, chain_keys
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.library.backend import Backend, Run
+from kvbm.library.attachment import Attachment
+from kvbm.library.backend import Backend, Run, Stored
 from kvbm.library.local import LocalOptions, LocalSpace
 from kvbm.library.remote import SharedSpace
 from kvbm.library.tables import Table, to_keep, to_load
@@ -52,13 +53,22 @@ class Hit:
         self.host = sources.count(Tier.HOST)
         self.disk = sources.count(Tier.DISK)
 
+    def ready(self) -> tuple[int, bool]:
+        """How many leading blocks can be onboarded without waiting, and whether more will follow."""
+        self._must_be_held()
+        return self._manager.backend.ready(self._run) if self._run is not None else (0, False)
+
     def onboard(
-        self, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int] | Sequence[Table]
+        self,
+        kv_cache: Mapping[str, torch.Tensor],
+        device_blocks: Sequence[int] | Sequence[Table],
+        first: int = 0,
     ) -> int:
         """Copy the hit into `device_blocks` of the KV cache, `[blocks]`: one per block, from the first found on.
 
         `kv_cache` maps layer names to tensors `[blocks, …]`. Where `match` skipped n blocks, the first device block
         gets the prompt's block n. Device blocks beyond the hit are left alone; with fewer, so many blocks are copied.
+        A hit can be copied in parts, in order: `first` is how many of its blocks a part leaves out (one group only).
 
         Of a layout with several groups `device_blocks` has a list for each group: the device block of each of the
         group's own blocks from the prompt's first one on, None where it needs none (see `needed`). Blocks of the prompt
@@ -68,18 +78,25 @@ class Hit:
         do those of a shared manager that goes. The caller computes from there on. Raises KvbmError after the `match`
         block has ended: the slots may hold anything by then.
         """
-        if self._ended:
-            raise KvbmError(
-                "hit.onboard after its `with manager.match(…)` block: the blocks are no longer held"
-            )
+        self._must_be_held()
+        if not 0 <= first <= self.blocks:
+            raise SettingsError("first", first, f"0 to {self.blocks}, the blocks of the hit")
         if self._run is None:
             return 0
         grouping = self._manager.grouping
         if grouping is None:
-            return self._manager._onboard(self._run, kv_cache, device_blocks)  # type: ignore[arg-type]  # no tables
+            return self._manager._onboard(self._run, kv_cache, device_blocks, first)  # type: ignore[arg-type]  # no tables
+        if first:
+            raise SettingsError("first", first, "0: a hit of several groups is loaded whole")
         wanted = to_load(grouping, self._run.boundary, self._skip, device_blocks)  # type: ignore[arg-type]  # tables
-        arrived = self._manager._onboard(self._run, kv_cache, wanted, self.blocks)
+        arrived = self._manager._onboard(self._run, kv_cache, wanted, of_prompt=self.blocks)
         return self.blocks if arrived == len(wanted) else 0
+
+    def _must_be_held(self) -> None:
+        if self._ended:
+            raise KvbmError(
+                "hit.onboard after its `with manager.match(…)` block: the blocks are no longer held"
+            )
 
     def _end(self) -> None:
         self._ended = True
@@ -164,11 +181,23 @@ class BlockManager:
         Should the manager go, nothing is found and nothing kept, and a warning says so; calls try to join the next one,
         and go on without it where there is none. No answer is waited for longer than `reply_timeout_s`.
         """
+        attachment = Attachment.at(socket, peer_uids)
+        return cls.attach(attachment, layout, namespace, join_timeout_s, reply_timeout_s, clock)
+
+    @classmethod
+    def attach(
+        cls,
+        attachment: Attachment,
+        layout: BlockLayout,
+        namespace: Namespace,
+        join_timeout_s: float = 5.0,
+        reply_timeout_s: float = 1.0,
+        clock: Clock = monotonic,
+    ) -> BlockManager:
+        """`connect`, for an engine that moves its bytes itself: it may share a manager, or start a private one."""
         manager = cls.__new__(cls)
         manager._begin(layout, namespace)
-        manager._backend = SharedSpace(
-            socket, layout, namespace, peer_uids, join_timeout_s, reply_timeout_s, clock
-        )
+        manager._backend = SharedSpace(attachment, layout, namespace, join_timeout_s, reply_timeout_s, clock)
         return manager
 
     def _begin(self, layout: BlockLayout, namespace: Namespace) -> None:
@@ -201,8 +230,11 @@ class BlockManager:
         self.close()
 
     @contextmanager
-    def match(self, tokens: Sequence[int] | Chain, extras: bytes = b"", skip: int = 0) -> Iterator[Hit]:
-        """The longest prefix of `tokens` (`[n]`, or their Chain) that is held, leased while inside.
+    def match(
+        self, tokens: Sequence[int] | Chain | EngineKeys, extras: bytes = b"", skip: int = 0
+    ) -> Iterator[Hit]:
+        """The longest prefix of `tokens` (`[n]`, their Chain, or the keys that an engine made of them) that is held,
+        leased while inside.
 
         `extras` keeps sequences apart that must never share blocks: a tenant's salt, an adapter's digest. `skip` is the
         number of the prompt's leading blocks that the device holds itself: the hit begins after them, and nothing is
@@ -214,7 +246,8 @@ class BlockManager:
         if skip < 0:
             raise SettingsError("skip", skip, "the number of leading blocks that the device holds")
         backend = self.backend
-        run = backend.lookup(self._keys(tokens, extras), skip)
+        told = tokens if isinstance(tokens, EngineKeys) else None
+        run = backend.lookup(self._keys(tokens, extras), skip, told)
         hit = Hit(self, run, skip)
         try:
             yield hit
@@ -225,7 +258,7 @@ class BlockManager:
 
     def offload(
         self,
-        tokens: Sequence[int] | Chain,
+        tokens: Sequence[int] | Chain | EngineKeys,
         kv_cache: Mapping[str, torch.Tensor],
         device_blocks: Sequence[int] | Sequence[Table],
         extras: bytes = b"",
@@ -240,15 +273,25 @@ class BlockManager:
         blocks of all tokens up to where the shortest list ends, and of the other groups what they need behind that: so
         call it where prompts may go on from, at the end of a prompt and of an answer.
         """
+        return self.offload_each(tokens, kv_cache, device_blocks, extras).count(Stored.COPIED)
+
+    def offload_each(
+        self,
+        tokens: Sequence[int] | Chain | EngineKeys,
+        kv_cache: Mapping[str, torch.Tensor],
+        device_blocks: Sequence[int] | Sequence[Table],
+        extras: bytes = b"",
+    ) -> list[Stored]:
+        """`offload`, which says what became of each block that was to be kept, in order."""
         keys = self._keys(tokens, extras)
         if self.grouping is None:
             wanted: Sequence[int] = device_blocks  # type: ignore[assignment]  # no tables
-            return self.backend.store(keys[: len(wanted)], kv_cache, wanted)
-        parts = to_keep(self.grouping, keys, device_blocks)  # type: ignore[arg-type]  # tables
-        return sum(
-            self.backend.store(part.keys, kv_cache, part.device_blocks, part.parent, part.groups)
-            for part in parts
-        )
+            parent = BlockKey(tokens.parent) if isinstance(tokens, EngineKeys) and tokens.parent else None
+            return self.backend.store(keys[: len(wanted)], kv_cache, wanted, parent)
+        outcomes: list[Stored] = []
+        for part in to_keep(self.grouping, keys, device_blocks):  # type: ignore[arg-type]  # tables
+            outcomes += self.backend.store(part.keys, kv_cache, part.device_blocks, part.parent, part.groups)
+        return outcomes
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until no block is on its way to the disk tier; False when it takes longer than `timeout_s`.
@@ -281,8 +324,12 @@ class BlockManager:
             backend, self._backend = self.backend, None
             backend.close()
 
-    def _keys(self, tokens: Sequence[int] | Chain, extras: bytes) -> list[BlockKey]:
+    def _keys(self, tokens: Sequence[int] | Chain | EngineKeys, extras: bytes) -> list[BlockKey]:
         size = self.layout.block_tokens
+        if isinstance(tokens, EngineKeys):
+            if extras:
+                raise KvbmError("an engine's keys cover all extras already: give none")
+            return tokens.keys
         if not isinstance(tokens, Chain):
             per_block = repeat(extras) if extras else None
             return chain_keys(self._fingerprint, tokens, size, per_block)
@@ -297,13 +344,14 @@ class BlockManager:
         run: Run,
         kv_cache: Mapping[str, torch.Tensor],
         device_blocks: Sequence[int],
+        first: int = 0,
         of_prompt: int | None = None,
     ) -> int:
-        begun = min(len(run.sources), len(device_blocks)) if of_prompt is None else of_prompt
+        begun = min(len(run.sources) - first, len(device_blocks)) if of_prompt is None else of_prompt
         self.metrics.add("kvbm_matched_tokens", begun * self.layout.block_tokens)
-        arrived = self.backend.load(run, kv_cache, device_blocks)
+        arrived = self.backend.load(run, kv_cache, device_blocks, first)
         if arrived:
-            sources = run.sources[:arrived]
+            sources = run.sources[first : first + arrived]
             self.metrics.add("kvbm_onboard_blocks_h2d", sources.count(Tier.HOST))
             self.metrics.add("kvbm_onboard_blocks_d2d", sources.count(Tier.DISK))
             size = arrived * self.layout.shard_bytes

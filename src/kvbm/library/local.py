@@ -13,8 +13,9 @@ import msgspec
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
+from kvbm.hashing import EngineKeys
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.library.backend import Run
+from kvbm.library.backend import Run, Stored
 from kvbm.library.copiers import Copiers
 from kvbm.library.staging import StagingOptions, open_staging
 from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
@@ -23,6 +24,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
+from kvbm.protocol import HELD
 from kvbm.settings import container_limit_bytes, parse_size
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk.geometry import DiskSetting
@@ -121,25 +123,32 @@ class LocalSpace:
             arena.close()
             raise
 
-    def lookup(self, keys: list[BlockKey], skip: int) -> _LocalRun | None:
+    def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> _LocalRun | None:
+        del told  # nobody asks a program why
         number = next(self._numbers)
         self.space.pump()
         lease = self.space.lookup(_OWNER, number, keys, min(skip, len(keys)))
         return _LocalRun(number, lease, self.space) if lease is not None else None
 
-    def load(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
+    def ready(self, run: Run) -> tuple[int, bool]:
         assert isinstance(run, _LocalRun)
-        lease = run.lease
+        self.space.pump()
+        return run.lease.ready, not run.lease.final
+
+    def load(
+        self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int], first: int = 0
+    ) -> int:
+        assert isinstance(run, _LocalRun)
+        lease, end = run.lease, first + len(device_blocks)
         deadline_s = self._clock() + _ARRIVAL_DEADLINE_S
-        while not lease.final and self._clock() < deadline_s:
+        while lease.ready < end and not lease.final and self._clock() < deadline_s:
             self.space.pump()
             if not lease.final:
                 time.sleep(_POLL_S)
-        arrived = min(lease.ready, len(device_blocks))
-        if arrived:
-            pairs = list(zip(device_blocks[:arrived], lease.slots[:arrived], strict=True))
-            self._copiers.of(kv_cache).load(pairs)
-        return arrived
+        slots = lease.slots[first : min(lease.ready, end)]
+        if slots:
+            self._copiers.of(kv_cache).load(list(zip(device_blocks, slots, strict=False)))
+        return len(slots)
 
     def release(self, run: Run) -> None:
         assert isinstance(run, _LocalRun)
@@ -152,7 +161,7 @@ class LocalSpace:
         device_blocks: Sequence[int],
         parent: BlockKey | None = None,
         groups: bytes = b"",
-    ) -> int:
+    ) -> list[Stored]:
         self.space.pump()
         number = next(self._numbers)
         # A sequence is offered again each time it has grown: step over the held blocks in one go.
@@ -160,9 +169,10 @@ class LocalSpace:
         held = found.index(None) if None in found else len(keys)
         before = keys[held - 1] if held else parent
         answer = self.space.reserve(_OWNER, number, before, keys[held:], group=groups[held:] or 0)
+        outcomes = [Stored.HELD] * held + [Stored.HELD if s == HELD else Stored.REFUSED for s in answer]
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer, held) if slot >= 0]
         if not pairs:
-            return 0
+            return outcomes
         failed: Sequence[int] = range(len(pairs))
         try:
             self._copiers.store(kv_cache, pairs)
@@ -170,7 +180,9 @@ class LocalSpace:
         finally:
             self.space.commit(_OWNER, number, failed)
         self.space.pump()  # victims of the next call are written meanwhile
-        return len(pairs)
+        return [
+            Stored.COPIED if slot >= 0 else outcomes[i] for i, slot in enumerate([HELD] * held + list(answer))
+        ]
 
     def flush(self, timeout_s: float) -> bool:
         deadline_s = self._clock() + timeout_s

@@ -8,37 +8,32 @@ and after each: bytes of a slot that changed hands are never taken for the block
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from kvbm.block import BlockKey, Tier, counted_as_disk
+from kvbm.block import BlockKey, counted_as_disk
 from kvbm.client.arena import MappedArena
 from kvbm.client.channel import Channel
-from kvbm.client.finder import ManagerAddress, ManagerFinder
+from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerUnavailable
-from kvbm.hashing import join_keys
+from kvbm.hashing import EngineKeys, join_keys
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.library.backend import Run
+from kvbm.library.attachment import Attachment
+from kvbm.library.backend import Run, Stored
 from kvbm.library.copiers import Copiers
+from kvbm.library.session import Session, SharedRun
 from kvbm.protocol import (
+    HELD,
     KEYS_PER_MESSAGE_MAX,
     PROTOCOL_VERSION,
     STORED_KEYS_MAX,
     Commit,
-    Fence,
-    FenceDone,
     Hello,
     Lookup,
     LookupReply,
-    Message,
-    Progress,
-    Ready,
-    Refused,
     Release,
     Reserve,
     ReserveReply,
@@ -48,7 +43,6 @@ from kvbm.protocol import (
     StatusQuery,
     Welcome,
 )
-from kvbm.settings import Settings, parse_socket_path
 
 if TYPE_CHECKING:
     import torch
@@ -60,183 +54,59 @@ log = logging.getLogger("kvbm.library")
 ARRIVAL_S_MAX = 30.0
 FLUSH_POLL_S = 0.01
 
-_REPLIES = (LookupReply, ReserveReply, ResetReply, Status)
-ReplyT = TypeVar("ReplyT", LookupReply, ReserveReply, ResetReply, Status)
-
-
-class _Session:
-    """The two sessions of one life of the manager, and the memory that came with them. `lost` when either broke.
-
-    At most one question is open. While it is `unanswered` no other one is asked, so that a manager that has stopped
-    delays one call and not each of them.
-    """
-
-    def __init__(self, leader: Channel, worker: Channel, arena: MappedArena) -> None:
-        self.arena = arena
-        self.lost = False
-        self.ready = False
-        self.staging = False
-        self.runs: dict[int, _SharedRun] = {}
-        self.fenced: set[int] = set()
-        self.unanswered = False
-        self._leader = leader
-        self._worker = worker
-        self._reply: object = None
-
-    def poll(self) -> None:
-        """Take the messages that have arrived. Called while nothing is copied: an answered fence promises just that."""
-        try:
-            for message in self._worker.receive():
-                if isinstance(message, Fence):
-                    self.fenced.update(message.stores)
-                    self._worker.send(FenceDone(fence=message.fence))
-            for message in self._leader.receive():
-                self._take(message)
-        except ManagerUnavailable as error:
-            self.lose(str(error))
-
-    def send(self, message: Message) -> None:
-        """Send a message that needs no answer."""
-        if self.lost:
-            return
-        try:
-            self._leader.send(message)
-        except ManagerUnavailable as error:
-            self.lose(str(error))
-
-    def ask(
-        self, message: Message, kind: type[ReplyT], timeout_s: float, undo: Message | None = None
-    ) -> ReplyT | None:
-        """The answer; None when the session is lost or there is no answer in time.
-
-        In that case, and when the wait is interrupted, `undo` follows: it gives back what a late answer would grant.
-        """
-        assert not self.unanswered, "one question at a time"
-        self.unanswered, self._reply = True, None
-        try:
-            self.send(message)
-            deadline_s = time.monotonic() + timeout_s
-            while self.unanswered and self.wait(deadline_s - time.monotonic()):
-                pass
-        finally:
-            if self.unanswered and undo is not None:
-                self.send(undo)
-        if self.unanswered:
-            if not self.lost:
-                log.warning(
-                    "no answer of the manager within %g s: it is not asked until it answers", timeout_s
-                )
-            return None
-        reply = self._reply
-        assert isinstance(reply, kind), reply
-        return reply
-
-    def wait(self, timeout_s: float) -> bool:
-        """Take the messages that arrive within `timeout_s`; False when none did, or the session is lost."""
-        if self.lost or timeout_s < 0.0:
-            return False
-        try:
-            if not self._leader.wait(timeout_s):
-                return False
-        except ManagerUnavailable as error:
-            self.lose(str(error))
-            return False
-        self.poll()
-        return not self.lost
-
-    def lose(self, reason: str) -> None:
-        """Close both sessions. The memory stays: a manager that is dead overwrites nothing."""
-        if not self.lost:
-            self.lost = True
-            self._leader.close()
-            self._worker.close()
-            log.warning("manager lost: %s; blocks are neither found nor kept until it is back", reason)
-
-    def close(self) -> None:
-        """End the session and drop the memory. No copier over it may be left."""
-        self.lost = True
-        self._leader.close()
-        self._worker.close()
-        self.arena.close()
-
-    def _take(self, message: object) -> None:
-        if isinstance(message, Progress):
-            if (run := self.runs.get(message.lookup)) is not None:
-                run.ready, run.final = message.ready, message.final
-        elif isinstance(message, Ready):
-            if self.ready and not message.ready:
-                raise ManagerUnavailable("it has ended our worker's session")
-            self.ready = message.ready
-            self.staging = bool(message.tiers) and Tier.HOST.name.lower() not in message.tiers
-        elif isinstance(message, Refused):
-            raise ManagerUnavailable(f"it refuses us: {message.reason}")
-        elif isinstance(message, _REPLIES):
-            self.unanswered, self._reply = False, message
-
-
-@dataclass(eq=False)
-class _SharedRun:
-    """A lease at the manager: `ready` leading slots hold their bytes, and with `final` no more will."""
-
-    session: _Session
-    number: int
-    slots: tuple[int, ...] = ()
-    generations: tuple[int, ...] = ()
-    sources: bytes = b""
-    boundary: int = 0
-    ready: int = 0
-    final: bool = False
-    loaded: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    answer_s: float = 0.0
-    wait_s: float = 0.0
-
 
 class SharedSpace:
-    """A `Backend` at the manager that listens at `socket`. Its failures are misses; the next call joins it again.
+    """A `Backend` at the manager that `attachment` finds. Its failures are misses; the next call joins it again.
 
     Raises ManagerUnavailable, ManagerRefused or ManagerUntrusted when it cannot be joined at first.
     """
 
     def __init__(
         self,
-        socket: str,
+        attachment: Attachment,
         layout: BlockLayout,
         namespace: Namespace,
-        peer_uids: Iterable[int],
         join_timeout_s: float,
         reply_timeout_s: float,
         clock: Clock,
     ) -> None:
-        self._socket = parse_socket_path("socket", socket)
+        self._attachment = attachment
         self._layout = layout
         self._namespace = namespace
-        self._peer_uids = tuple(peer_uids)
         self.reply_timeout_s = reply_timeout_s
         self._clock = clock
         self._numbers = count(1)
         self._copiers = Copiers(layout, self._new_copier)
-        engine = f"library-{os.getpid()}-{os.urandom(4).hex()}"
+        engine = attachment.engine
         self._leader_hello = Hello(version=PROTOCOL_VERSION, role="leader", engine=engine)
         self._worker_hello = Hello(
-            version=PROTOCOL_VERSION, role="worker", engine=engine, namespace=namespace, layout=layout
+            version=PROTOCOL_VERSION,
+            role="worker",
+            engine=engine,
+            namespace=namespace,
+            layout=layout,
+            data_parallel_rank=attachment.data_parallel_rank,
         )
-        address = ManagerAddress(socket_path=socket, private=False)
-        settings = Settings(manager=socket, peer_uids=self._peer_uids)
-        self._finder = ManagerFinder(address, settings, {}, clock)
+        self._finder = ManagerFinder(attachment.address, attachment.settings, attachment.environment, clock)
         patience_s = max(join_timeout_s, reply_timeout_s)
         joined = self._finder.establish(self._worker_hello, join_timeout_s, time.sleep, patience_s)
         self._session = self._join(*joined, patience_s)
 
-    def lookup(self, keys: list[BlockKey], skip: int) -> _SharedRun | None:
+    def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> SharedRun | None:
         session = self._present()
         asked = join_keys(keys[:KEYS_PER_MESSAGE_MAX])
         if session is None or not asked:
             return None
         number = next(self._numbers)
-        run = session.runs[number] = _SharedRun(session, number)  # before its progress can come
-        question = Lookup(lookup=number, keys=asked, skip=min(skip, len(keys), KEYS_PER_MESSAGE_MAX))
+        run = session.runs[number] = SharedRun(session, number)  # before its progress can come
+        question = Lookup(
+            lookup=number,
+            keys=asked,
+            skip=min(skip, len(keys), KEYS_PER_MESSAGE_MAX),
+            request=told.request if told is not None else "",
+            prompt=told.prompt if told is not None else b"",
+            extras=dict(told.extras) if told is not None else {},
+        )
         asked_s = self._clock()
         found = session.ask(question, LookupReply, self.reply_timeout_s, undo=Release(lookup=number))
         if found is None or not found.slots:
@@ -248,34 +118,45 @@ class SharedSpace:
         run.ready, run.boundary = max(run.ready, found.ready), found.boundary
         return run
 
-    def load(self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int]) -> int:
-        assert isinstance(run, _SharedRun)
+    def ready(self, run: Run) -> tuple[int, bool]:
+        assert isinstance(run, SharedRun)
+        if run.session is not self._session:
+            return 0, False
+        if not run.final:
+            run.session.poll()
+        return min(run.ready, len(run.slots)), not (run.final or run.session.lost)
+
+    def load(
+        self, run: Run, kv_cache: Mapping[str, torch.Tensor], device_blocks: Sequence[int], first: int = 0
+    ) -> int:
+        assert isinstance(run, SharedRun)
         session, started_s = run.session, self._clock()
         if session is not self._session:
             return 0  # promised out of the memory of another life
-        wanted = min(len(run.slots), len(device_blocks))
+        end = min(len(run.slots), first + len(device_blocks))
         deadline_s = time.monotonic() + ARRIVAL_S_MAX
-        while run.ready < wanted and not run.final and session.wait(deadline_s - time.monotonic()):
+        while run.ready < end and not run.final and session.wait(deadline_s - time.monotonic()):
             pass
-        ready = min(run.ready, wanted)
-        arrived = session.arena.intact(run.slots[:ready], run.generations[:ready])
+        slots, generations = run.slots[first : min(run.ready, end)], run.generations[first:]
+        arrived = session.arena.intact(slots, generations[: len(slots)])
         if arrived:
-            pairs = list(zip(device_blocks[:arrived], run.slots[:arrived], strict=True))
+            pairs = list(zip(device_blocks[:arrived], slots[:arrived], strict=True))
             self._copiers.of(kv_cache).load(pairs)
             # A slot that changed hands while we copied may have given us anything.
-            arrived = session.arena.intact(run.slots[:arrived], run.generations[:arrived])
-        run.loaded, run.failed = arrived, wanted - arrived
-        run.seconds = self._clock() - started_s
+            arrived = session.arena.intact(slots[:arrived], generations[:arrived])
+        run.note_load(first, arrived, end - first - arrived)
+        run.seconds += self._clock() - started_s
         run.wait_s = run.answer_s + run.seconds  # what the program did in between is its own
         return arrived
 
     def release(self, run: Run) -> None:
-        assert isinstance(run, _SharedRun)
+        assert isinstance(run, SharedRun)
         run.session.runs.pop(run.number, None)
-        unused = len(run.slots) - run.loaded - run.failed
+        unused = max(0, len(run.slots) - run.loaded - run.failed)
         run.session.send(
             Release(
                 lookup=run.number,
+                first=run.first,
                 loaded=run.loaded,
                 failed=run.failed,
                 seconds=run.seconds,
@@ -292,15 +173,15 @@ class SharedSpace:
         device_blocks: Sequence[int],
         parent: BlockKey | None = None,
         groups: bytes = b"",
-    ) -> int:
-        copied = 0
+    ) -> list[Stored]:
+        outcomes: list[Stored] = []
         for start in range(0, len(keys), STORED_KEYS_MAX):
             end = start + STORED_KEYS_MAX
             before = keys[start - 1] if start else parent or b""
-            copied += self._store(
+            outcomes += self._store(
                 before, keys[start:end], kv_cache, device_blocks[start:end], groups[start:end]
             )
-        return copied
+        return outcomes
 
     def flush(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -314,7 +195,9 @@ class SharedSpace:
         session = self._present()
         reply = session.ask(Reset(tier=tier), ResetReply, self.reply_timeout_s) if session else None
         if reply is None:
-            raise ManagerUnavailable(f"no manager answers at {self._socket}: nothing was cleared")
+            raise ManagerUnavailable(
+                f"no manager answers at {self._attachment.address.socket_path}: nothing was cleared"
+            )
         return reply.dropped
 
     def status(self) -> dict[str, object]:
@@ -334,22 +217,23 @@ class SharedSpace:
         kv_cache: Mapping[str, torch.Tensor],
         device_blocks: Sequence[int],
         groups: bytes,
-    ) -> int:
+    ) -> list[Stored]:
         """One reservation, all of which is committed or given back before this returns."""
-        session = self._present()
+        session, refused = self._present(), [Stored.REFUSED] * len(keys)
         if session is None:
-            return 0
+            return refused
         number, started_s = next(self._numbers), self._clock()
         session.fenced.clear()
         question = Reserve(store=number, parent=parent, keys=join_keys(keys), groups=groups)
         none_copied = Commit(store=number, failed=tuple(range(len(keys))))
         reply = session.ask(question, ReserveReply, self.reply_timeout_s, undo=none_copied)
         if reply is None:
-            return 0
+            return refused
         answer_s = self._clock() - started_s
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(reply.slots) if slot >= 0]
+        outcomes = [Stored.HELD if slot == HELD else Stored.REFUSED for slot in reply.slots]
         if not pairs:
-            return 0
+            return outcomes
         failed: Sequence[int] = range(len(pairs))
         try:
             # A process that was stopped for minutes comes back when its reservation has ended.
@@ -361,9 +245,11 @@ class SharedSpace:
         finally:
             copied_s = self._clock() - started_s
             session.send(Commit(store=number, failed=tuple(failed), seconds=copied_s, answer_s=answer_s))
-        return len(pairs) - len(failed)
+        if not failed:
+            outcomes = [Stored.COPIED if slot >= 0 else outcomes[i] for i, slot in enumerate(reply.slots)]
+        return outcomes
 
-    def _present(self) -> _Session | None:
+    def _present(self) -> Session | None:
         """The session to ask in; joins a manager that came back. None without one, and while an answer is overdue."""
         if not self._session.lost:
             self._session.poll()
@@ -382,20 +268,21 @@ class SharedSpace:
         session = self._session
         return None if session.lost or session.unanswered else session
 
-    def _join(self, worker: Channel, welcome: Welcome, timeout_s: float) -> _Session:
+    def _join(self, worker: Channel, welcome: Welcome, timeout_s: float) -> Session:
         """The leader's session beside the worker's. Raises KvbmError and OSError; `worker` is closed then."""
         opened: list[Channel | MappedArena] = [worker]
         try:
             arena = MappedArena(welcome, worker.take_fds())
             opened.append(arena)
-            leader = Channel.connect(self._socket, self._peer_uids)
+            path, settings = self._attachment.address.socket_path, self._attachment.settings
+            leader = Channel.connect(path, settings.trusted_peer_uids)
             opened.append(leader)
             leader.introduce(self._leader_hello, timeout_s)
-            session = _Session(leader, worker, arena)
+            session = Session(leader, worker, arena)
             deadline_s = time.monotonic() + timeout_s
             while not session.ready:
                 if not session.wait(deadline_s - time.monotonic()):
-                    raise ManagerUnavailable(f"the manager at {self._socket} did not take us in")
+                    raise ManagerUnavailable(f"the manager at {path} did not take us in")
         except BaseException:
             for each in opened:
                 each.close()

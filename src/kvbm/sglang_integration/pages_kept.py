@@ -1,0 +1,272 @@
+"""One pool's pages at the manager: what is held, loads and stores. Owned by the keeper's thread.
+
+SGLang asks first which pages of a chain are held, and reads them later, in batches, or never. What an answer named
+stays leased until it was read, a later answer needs the room, or some time has passed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvbm.block import BlockKey
+from kvbm.clock import Clock
+from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted
+from kvbm.hashing import EngineKeys, space_mask
+from kvbm.layout import Namespace
+from kvbm.library import BlockManager
+from kvbm.library.backend import Stored
+from kvbm.library.block_manager import Hit
+from kvbm.sglang_integration.host_pages import Pages
+from kvbm.sglang_integration.page_keys import PARENTS_MAX, Parents, block_keys
+
+log = logging.getLogger("kvbm.sglang")
+
+HITS_MAX = 64
+"""Answers whose pages stay leased at one time."""
+HIT_S = 10.0
+"""How long an answer's pages stay leased without being read."""
+ARRIVAL_S = 20.0
+"""How long a read waits for pages that come from disk."""
+RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
+STORED_AT_ONCE = 32
+"""Pages that are copied before others get a turn."""
+
+
+class Counts(msgspec.Struct):
+    """Pages since whoever reads them cleared it: found and asked for, loaded and stored, and the bytes and seconds."""
+
+    asked: int = 0
+    found: int = 0
+    loaded: int = 0
+    load_s: float = 0.0
+    stored: int = 0
+    store_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _OpenHit:
+    """An answer that named these pages: `places` has each one's position in the hit."""
+
+    hit: Hit
+    places: dict[BlockKey, int]
+    until_s: float
+    held: ExitStack = field(default_factory=ExitStack)
+    read: int = 0
+
+
+class PagesKept:
+    """See the module. `join` makes the block manager; it is tried again, with pauses, while it raises, and never longer
+    at a time than `join` itself waits. `shapes()` gives what selects the key space; None while that is not known. Of a
+    `chained` pool a page is of use only where all before it are kept too.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        pages: Pages,
+        join: Callable[[], BlockManager],
+        shapes: Callable[[], bytes | None],
+        clock: Clock,
+        chained: bool = True,
+    ) -> None:
+        self._fingerprint = namespace.fingerprint
+        self.pages = pages
+        self.counts = Counts()
+        self._join, self._shapes, self._clock = join, shapes, clock
+        self._manager: BlockManager | None = None
+        self._parents = Parents(PARENTS_MAX if chained else 0)
+        self._hits: list[_OpenHit] = []
+        self._retry_at_s, self._retry_s = clock(), RETRY_S_MIN
+        self._trouble = ""
+
+    def held(self, hashes: Sequence[str], prefix: Sequence[str] = ()) -> int:
+        """How many of these pages are held in a row, from the first on. They stay leased for a while."""
+        opened = self._open(hashes, prefix)
+        self.counts.asked += len(hashes)
+        if opened is None:
+            return 0
+        self.counts.found += opened.hit.blocks
+        self._hits.append(opened)
+        if len(self._hits) > HITS_MAX:
+            self._drop(self._hits[0])
+        return opened.hit.blocks
+
+    def each_held(self, hashes: Sequence[str]) -> list[bool]:
+        """Which of these pages are held, each by itself: they need not follow one another. Nothing stays leased."""
+        found = []
+        for page_hash in hashes:
+            opened = self._open([page_hash])
+            found.append(opened is not None)
+            if opened is not None:
+                opened.held.close()
+        return found
+
+    def load(
+        self,
+        hashes: Sequence[str],
+        numbers: Sequence[int],
+        taken: Callable[[Sequence[int]], None] | None = None,
+    ) -> Generator[None, None, list[bool]]:
+        """Bring these pages into the pool's pages `numbers`; which ones arrived. Waits for those that come from disk.
+
+        `taken(rows)` is called for the pages of each part that has arrived, instead of the pool's own `taken`.
+        """
+        begun_s, done = self._clock(), 0
+        hit, first, owned = self._hit_of(hashes)
+        try:
+            while hit is not None and done < len(hashes):
+                wanted = min(hit.hit.blocks - first, len(hashes) - done, self.pages.batch)
+                ready = yield from self._await(hit.hit, first + wanted)
+                part = numbers[done : done + min(wanted, max(0, ready - first))]
+                copied = hit.hit.onboard(self.pages.cache, self.pages.take(part), first) if part else 0
+                if copied:
+                    (taken or self.pages.taken)(part[:copied])
+                done, first, hit.read = done + copied, first + copied, hit.read + copied
+                hit.until_s = self._clock() + HIT_S
+                if not copied or copied < wanted or first >= hit.hit.blocks:
+                    break
+        finally:
+            if hit is not None and owned:
+                hit.held.close()
+            elif hit is not None and hit.read >= hit.hit.blocks and hit in self._hits:
+                self._drop(hit)
+        self.counts.loaded += done
+        self.counts.load_s += self._clock() - begun_s
+        return [True] * done + [False] * (len(hashes) - done)
+
+    def store(
+        self,
+        hashes: Sequence[str],
+        numbers: Sequence[int],
+        prefix: Sequence[str] = (),
+        fill: Callable[[int, int], None] | None = None,
+    ) -> Generator[None, None, list[bool]]:
+        """Keep the pool's pages `numbers`, which follow one another; which ones are kept now.
+
+        `fill(row, position)` puts the page at a position into a row of the buffer, if they do not come from the pool.
+        """
+        manager, mask = self._present(), self._mask()
+        if manager is None or mask is None:
+            return [False] * len(hashes)
+        begun_s, keys = self._clock(), block_keys(hashes, mask)
+        before = block_keys(prefix[-1:], mask)
+        self._parents.chain(keys, before[0] if before else None)
+        kept: list[bool] = []
+        step = min(STORED_AT_ONCE, self.pages.batch)
+        for start in range(0, len(keys), step):
+            if start:
+                yield
+            if self._mask() != mask:
+                break  # what the rest was computed with is not what it would be kept under
+            part, rows = keys[start : start + step], numbers[start : start + step]
+            if fill is not None:
+                for row in range(len(part)):
+                    fill(row, start + row)
+                blocks = list(range(len(part)))
+            else:
+                blocks = self.pages.put(rows)
+            run = EngineKeys(part, self._parents.of(part[0]))
+            outcomes = manager.offload_each(run, self.pages.cache, blocks)
+            kept += [outcome is not Stored.REFUSED for outcome in outcomes]
+            self.counts.stored += outcomes.count(Stored.COPIED)
+            if not kept[-1]:
+                break  # a page behind one that is not kept could never be found
+        self.counts.store_s += self._clock() - begun_s
+        return kept + [False] * (len(hashes) - len(kept))
+
+    def clear(self) -> int:
+        """Drop all pages that nobody uses; how many. 0 without a manager."""
+        self._drop_all()
+        manager = self._present()
+        try:
+            return manager.clear() if manager is not None else 0
+        except ManagerUnavailable as error:
+            log.warning("pages were not cleared: %s", error)
+            return 0
+
+    def tick(self) -> None:
+        """Give back what nobody read in time."""
+        now_s = self._clock()
+        for hit in [each for each in self._hits if each.until_s <= now_s]:
+            self._drop(hit)
+
+    def join(self) -> None:
+        """Join the manager now. Raises KvbmError where that fails."""
+        if self._manager is None:
+            self._manager = self._join()
+
+    def close(self) -> None:
+        """Give everything back and leave the manager."""
+        self._drop_all()
+        if self._manager is not None:
+            manager, self._manager = self._manager, None
+            manager.close()
+
+    # ---- inside
+
+    def _open(self, hashes: Sequence[str], prefix: Sequence[str] = ()) -> _OpenHit | None:
+        """A hit of these pages from the first on; None where not even that one is held."""
+        manager, mask = self._present(), self._mask()
+        if manager is None or mask is None or not hashes:
+            return None
+        keys = block_keys(hashes, mask)
+        before = block_keys(prefix, mask)
+        self._parents.chain(keys, before[-1] if before else None)
+        run = EngineKeys(before + keys, extras=(("weights", mask[:4].hex()),))
+        held = ExitStack()
+        hit = held.enter_context(manager.match(run, skip=len(before)))
+        if not hit.blocks:
+            held.close()
+            return None
+        places = {key: place for place, key in enumerate(keys[: hit.blocks])}
+        return _OpenHit(hit, places, self._clock() + HIT_S, held)
+
+    def _hit_of(self, hashes: Sequence[str]) -> tuple[_OpenHit | None, int, bool]:
+        """A hit that names the first of these pages, its place there, and whether it was opened for this alone."""
+        mask = self._mask()
+        if mask is not None:
+            first = block_keys(hashes[:1], mask)[0]
+            for hit in reversed(self._hits):
+                if first in hit.places:
+                    return hit, hit.places[first], False
+        opened = self._open(hashes)
+        return opened, 0, True
+
+    def _await(self, hit: Hit, blocks: int) -> Generator[None, None, int]:
+        """Wait until so many blocks have arrived, no more will, or it takes too long; how many have."""
+        until_s = self._clock() + ARRIVAL_S
+        while True:
+            ready, more = hit.ready()
+            if ready >= blocks or not more or self._clock() >= until_s:
+                return ready
+            yield
+
+    def _mask(self) -> bytes | None:
+        shapes = self._shapes()
+        return space_mask(self._fingerprint, shapes) if shapes is not None else None
+
+    def _present(self) -> BlockManager | None:
+        if self._manager is None and self._clock() >= self._retry_at_s:
+            try:
+                self._manager = self._join()
+                self._retry_s = RETRY_S_MIN
+            except (ManagerUnavailable, ManagerRefused, ManagerUntrusted, KvbmError, OSError) as error:
+                self._retry_at_s = self._clock() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+                if str(error) != self._trouble:
+                    self._trouble = str(error)
+                    log.warning("no KV cache for now: %s", error)
+        return self._manager
+
+    def _drop(self, hit: _OpenHit) -> None:
+        self._hits.remove(hit)
+        hit.held.close()
+
+    def _drop_all(self) -> None:
+        for hit in list(self._hits):
+            self._drop(hit)
