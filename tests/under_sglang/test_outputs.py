@@ -24,7 +24,7 @@ def test_after_a_restart_everything_is_found(stage: Stage, keep: Keep, reference
 @pytest.mark.parametrize("way", WAYS)
 def test_flipped_bits_are_misses(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """And what was computed again is found after that."""
-    kept = keep(way, host_pages=64)
+    kept = keep(way)
     outcome = bits_flipped(stage, kept, reference)
     assert (outcome.asked, outcome.wrong) == (ALL, 0)
     assert outcome.found[0] == 0

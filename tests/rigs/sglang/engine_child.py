@@ -7,6 +7,7 @@ The first line holds the engine's arguments; each following one is `{"call": NAM
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,14 +37,16 @@ class Child:
     ) -> list[dict[str, Any]]:
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         fields = GenerateReqInput(input_ids=prompts, sampling_params=sampling, **request)
+        begun_s = time.perf_counter()
         answers = self._wait(self._engine.tokenizer_manager.generate_request(fields, None).__anext__())
+        taken_s = time.perf_counter() - begun_s
         return [
             {
                 "tokens": answer["output_ids"],
                 "cached": answer["meta_info"]["cached_tokens"],
                 "from": answer["meta_info"].get("cached_tokens_details") or {},
                 "finish": answer["meta_info"]["finish_reason"],
-                "seconds": answer["meta_info"].get("e2e_latency", 0.0),
+                "seconds": taken_s,
             }
             for answer in answers
         ]
@@ -75,20 +78,20 @@ class Child:
         answer = self._engine.update_weights_from_disk(path)
         return bool(answer[0]), str(answer[1])
 
-    def scale_weight(self, name: str, factor: float, path: str, flush: bool = True) -> tuple[bool, str]:
+    def scale_weight(self, weight: str, factor: float, path: str) -> tuple[bool, str]:
         """One weight of the model at `path` times a factor, handed over in memory."""
         with safe_open(str(Path(path) / "model.safetensors"), framework="pt") as file:
-            weight = file.get_tensor(name) * factor
-        answer = self._engine.update_weights_from_tensor([(name, weight)], flush_cache=flush)
+            scaled = file.get_tensor(weight) * factor
+        answer = self._engine.update_weights_from_tensor([(weight, scaled)])
         return bool(answer[0]), str(answer[1])
 
-    def add_adapter(self, name: str, path: str) -> bool:
+    def add_adapter(self, adapter: str, path: str) -> bool:
         """Load a LoRA adapter."""
-        return bool(self._engine.load_lora_adapter(name, path).success)
+        return bool(self._engine.load_lora_adapter(adapter, path).success)
 
-    def processes(self) -> list[int]:
-        """The process ids of the engine's own processes."""
-        return list(self._engine.get_all_child_pids())
+    def remove_adapter(self, adapter: str) -> bool:
+        """Unload a LoRA adapter."""
+        return bool(self._engine.unload_lora_adapter(adapter).success)
 
     def end(self) -> None:
         """Shut the engine down."""

@@ -36,7 +36,7 @@ class Cached(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, rename={"where": "from"}):
-    """One request's answer."""
+    """One request's answer; `seconds` are from asking to the end, of all that were asked together."""
 
     tokens: list[int]
     cached: int

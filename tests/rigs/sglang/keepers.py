@@ -14,8 +14,12 @@ from rigs.sglang import modes
 
 WAYS = ("storage", "generic", "linker")
 """The ways of ours: HiCache storage by its zero-copy calls, by its generic ones, and the linker."""
-PAGES_MAX = 800
+NAMESPACES = 2
+"""Different models, or versions of one in another form, that one manager keeps; each gets an equal share."""
+PAGES_MAX = NAMESPACES * 600
 SETTLE_S = 30.0
+STEADY = 8
+"""Looks that must agree."""
 FLIP = 0x80
 """In every byte of a 32-bit float: the sign, the last bit of the exponent, and two of the fraction."""
 
@@ -74,10 +78,19 @@ class Files:
 class Manager:
     """A shared manager with a disk, and the way of an engine to it."""
 
-    def __init__(self, directory: Path, way: str = "storage", host_pages: int = PAGES_MAX, disk: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        way: str = "storage",
+        host_pages: int = PAGES_MAX,
+        disk: bool = True,
+        disk_pages: int = PAGES_MAX,
+        namespaces: int = NAMESPACES,
+    ) -> None:
         assert way in WAYS
         self.name = way
-        self._directory, self._host_pages, self._disk = directory, host_pages, disk
+        self._directory, self._disk = directory, disk
+        self._sizes = host_pages, disk_pages, namespaces
         self.disk = directory / "disk"
         self._running: SharedManager | None = None
         self.start()
@@ -107,9 +120,10 @@ class Manager:
         """Start the manager, or another on the same disk."""
         run = self._directory / "run"
         run.mkdir(mode=0o700, exist_ok=True)
-        words = ["--runtime-dir", str(run), "--host-blocks", str(self._host_pages), "--metrics", "--namespaces", "4"]
+        host, disk, namespaces = map(str, self._sizes)
+        words = ["--runtime-dir", str(run), "--host-blocks", host, "--metrics", "--namespaces", namespaces]
         if self._disk:
-            words += ["--disk-blocks", str(PAGES_MAX), "--disk-dir", str(self.disk), "--no-disk-offload-filter"]
+            words += ["--disk-blocks", disk, "--disk-dir", str(self.disk), "--no-disk-offload-filter"]
         self._running = SharedManager(self._directory, str(run / "manager.sock"), *words)
 
     def stop(self) -> None:
@@ -152,6 +166,17 @@ def keeper(way: str, directory: Path, **options: Any) -> Keeper:
 def wait_until_stored(kept: Keeper, pages: int) -> None:
     """Wait until so many pages would outlast a restart."""
     wait_for(lambda: kept.stored() >= pages, SETTLE_S, lambda: f"{kept.stored()} of {pages} pages are stored")
+
+
+def wait_until_settled(kept: Keeper) -> None:
+    """Wait until nothing more comes to be stored: the count stays the same for a while."""
+    counts: list[int] = []
+
+    def settled() -> bool:
+        counts.append(kept.stored())
+        return len(counts) > STEADY and len(set(counts[-STEADY:])) == 1
+
+    wait_for(settled, SETTLE_S, lambda: f"pages are still being stored: {counts[-STEADY:]}")
 
 
 def flip_every_byte(path: Path) -> int:

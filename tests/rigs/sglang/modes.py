@@ -39,17 +39,16 @@ def plain(model: Path, **more: Any) -> Arguments:
     }
 
 
-def hicache(model: Path, layout: str = "page_first_direct", **more: Any) -> Arguments:
+def hicache(model: Path, **more: Any) -> Arguments:
     """With SGLang's own host pool."""
-    return plain(
-        model,
-        enable_hierarchical_cache=True,
-        hicache_ratio=2.0,
-        hicache_io_backend="direct",
-        hicache_mem_layout=layout,
-        hicache_write_policy="write_through",
-        **more,
-    )
+    pool = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": "page_first_direct",
+        "hicache_write_policy": "write_through",
+    }
+    return plain(model, **pool | more)
 
 
 def file(model: Path, **more: Any) -> Arguments:

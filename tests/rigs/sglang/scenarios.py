@@ -19,6 +19,7 @@ from rigs.sglang.keepers import (
     copy_of,
     cut_in_half,
     flip_every_byte,
+    wait_until_settled,
     wait_until_stored,
 )
 from rigs.sglang.modes import plain
@@ -74,6 +75,7 @@ class Stage:
             for _ in range(ROUNDS):
                 assert engine.call("flush")
                 answers += engine.generate(prompts())
+                wait_until_settled(kept)
             engine.end()
         found = [sum(answer.cached for answer in answers[i : i + PROMPTS]) for i in range(0, len(answers), PROMPTS)]
         return Outcome(len(answers), different(answers, reference), found)
