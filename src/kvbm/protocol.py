@@ -171,7 +171,10 @@ class Reset(Message, frozen=True, kw_only=True, tag="reset"):
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """A leader asks for `TierEvents` of its namespace from now on: first of all blocks that the tiers hold, then of
-    what comes and goes. Asked again, it begins anew."""
+    what comes and goes. Asked again, it begins anew. With `keys` it asks for `HeldBlocks` instead, beside or without
+    the others."""
+
+    keys: bool = False
 
 
 class Follow(Message, frozen=True, kw_only=True, tag="follow"):
@@ -303,6 +306,21 @@ class TierEvents(Message, frozen=True, kw_only=True, tag="tier_events"):
     complete: bool = False
 
 
+class TierKeys(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of a tier by their keys, joined."""
+
+    tier: int
+    keys: bytes
+
+
+class HeldBlocks(Message, frozen=True, kw_only=True, tag="held_blocks"):
+    """As `TierEvents`, of all blocks, and only their keys: for a client that answers from memory what is held."""
+
+    removed: tuple[TierKeys, ...] = ()
+    stored: tuple[TierKeys, ...] = ()
+    complete: bool = False
+
+
 class Asked(Message, frozen=True, kw_only=True, tag="asked"):
     """To a session that follows: at `at_s` on the manager's clock, a request was looked up whose chain is `keys`."""
 
@@ -359,6 +377,7 @@ FromManager: TypeAlias = (
     | ReserveReply
     | Fence
     | TierEvents
+    | HeldBlocks
     | Asked
     | Ended
     | ResetReply

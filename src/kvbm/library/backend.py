@@ -12,6 +12,8 @@ from kvbm.hashing import EngineKeys
 if TYPE_CHECKING:
     import torch
 
+    from kvbm.library.layer_load import LayerLoad
+
 
 class Stored(IntEnum):
     """What became of a block that was to be kept."""
@@ -41,6 +43,12 @@ class Backend(Protocol):
     def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> Run | None:
         """Lease the longest run from `keys[skip]` on; None where nothing is found. `told` goes along for people."""
 
+    def descriptors(self) -> tuple[int, ...]:
+        """What becomes readable when there is something to take in (see `refresh`)."""
+
+    def refresh(self) -> None:
+        """Take in what has arrived, and join a manager that came back."""
+
     def ready(self, run: Run) -> tuple[int, bool]:
         """How many leading blocks of the run can be copied without waiting, and whether more will follow."""
 
@@ -49,6 +57,12 @@ class Backend(Protocol):
     ) -> int:
         """Copy the run's blocks from the position `first` on into these device blocks; how many leading ones hold their
         bytes now."""
+
+    def load_by_layer(
+        self, wanted: Sequence[tuple[Run, Sequence[int]]], kv_cache: Mapping[str, torch.Tensor]
+    ) -> LayerLoad | None:
+        """A load of each run's first blocks into these device blocks, layer by layer; None where they are not all in
+        host memory."""
 
     def release(self, run: Run) -> None:
         """The lease ends."""

@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from kvbm.block import BlockKey, Tier
+from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.grouping import Grouping, sources_of_prompt
@@ -19,6 +20,7 @@ from kvbm.hashing import Chain, EngineKeys, chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.library.attachment import Attachment
 from kvbm.library.backend import Backend, Run, Stored
+from kvbm.library.layer_load import LayerLoad
 from kvbm.library.local import LocalOptions, LocalSpace
 from kvbm.library.remote import SharedSpace
 from kvbm.library.tables import Table, to_keep, to_load
@@ -193,11 +195,17 @@ class BlockManager:
         join_timeout_s: float = 5.0,
         reply_timeout_s: float = 1.0,
         clock: Clock = monotonic,
+        mirror: Mirror | None = None,
     ) -> BlockManager:
-        """`connect`, for an engine that moves its bytes itself: it may share a manager, or start a private one."""
+        """`connect`, for an engine that moves its bytes itself: it may share a manager, or start a private one.
+
+        `mirror` is kept up to date with what the manager holds, by `refresh` and by every other call.
+        """
         manager = cls.__new__(cls)
         manager._begin(layout, namespace)
-        manager._backend = SharedSpace(attachment, layout, namespace, join_timeout_s, reply_timeout_s, clock)
+        manager._backend = SharedSpace(
+            attachment, layout, namespace, join_timeout_s, reply_timeout_s, clock, mirror
+        )
         return manager
 
     def _begin(self, layout: BlockLayout, namespace: Namespace) -> None:
@@ -256,6 +264,22 @@ class BlockManager:
             if run is not None:
                 backend.release(run)
 
+    def onboard_by_layer(
+        self, hits: Sequence[tuple[Hit, Sequence[int]]], kv_cache: Mapping[str, torch.Tensor]
+    ) -> LayerLoad | None:
+        """A load of each hit's first blocks into these device blocks, one layer after the other (one group only).
+
+        For an engine that computes with the first layers while the others are on their way. None where not all of these
+        blocks lie in host memory: nothing waits for a disk here. The hits stay held until the load has ended.
+        """
+        wanted = list[tuple[Run, Sequence[int]]]()
+        for hit, blocks in hits:
+            hit._must_be_held()
+            if hit._run is None or len(blocks) > hit.blocks or self.grouping is not None:
+                return None
+            wanted.append((hit._run, blocks))
+        return self.backend.load_by_layer(wanted, kv_cache) if wanted else None
+
     def offload(
         self,
         tokens: Sequence[int] | Chain | EngineKeys,
@@ -292,6 +316,14 @@ class BlockManager:
         for part in to_keep(self.grouping, keys, device_blocks):  # type: ignore[arg-type]  # tables
             outcomes += self.backend.store(part.keys, kv_cache, part.device_blocks, part.parent, part.groups)
         return outcomes
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What becomes readable when a shared manager has said something: then, or once a second, call `refresh`."""
+        return self.backend.descriptors()
+
+    def refresh(self) -> None:
+        """Take in what a shared manager has said, and join one that came back. Waits at most for its welcome."""
+        self.backend.refresh()
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until no block is on its way to the disk tier; False when it takes longer than `timeout_s`.

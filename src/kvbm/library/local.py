@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvbm.hashing import EngineKeys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.library.backend import Run, Stored
 from kvbm.library.copiers import Copiers
+from kvbm.library.layer_load import LayerLoad
 from kvbm.library.staging import StagingOptions, open_staging
 from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
 from kvbm.manager.host_side import SpaceOptions
@@ -130,6 +131,12 @@ class LocalSpace:
         lease = self.space.lookup(_OWNER, number, keys, min(skip, len(keys)))
         return _LocalRun(number, lease, self.space) if lease is not None else None
 
+    def descriptors(self) -> tuple[int, ...]:
+        return ()
+
+    def refresh(self) -> None:
+        self.space.pump()
+
     def ready(self, run: Run) -> tuple[int, bool]:
         assert isinstance(run, _LocalRun)
         self.space.pump()
@@ -149,6 +156,15 @@ class LocalSpace:
         if slots:
             self._copiers.of(kv_cache).load(list(zip(device_blocks, slots, strict=False)))
         return len(slots)
+
+    def load_by_layer(
+        self, wanted: Sequence[tuple[Run, Sequence[int]]], kv_cache: Mapping[str, torch.Tensor]
+    ) -> LayerLoad | None:
+        runs = [(cast(_LocalRun, run), blocks) for run, blocks in wanted]
+        if any(run.lease.ready < len(blocks) for run, blocks in runs):
+            return None
+        pairs = [pair for run, blocks in runs for pair in zip(blocks, run.lease.slots, strict=False)]
+        return LayerLoad(self._copiers.of(kv_cache), pairs, lambda: True, lambda right: None)
 
     def release(self, run: Run) -> None:
         assert isinstance(run, _LocalRun)

@@ -11,12 +11,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvbm.block import BlockKey, counted_as_disk
 from kvbm.client.arena import MappedArena
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerFinder
+from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerUnavailable
 from kvbm.hashing import EngineKeys, join_keys
@@ -24,6 +25,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.library.attachment import Attachment
 from kvbm.library.backend import Run, Stored
 from kvbm.library.copiers import Copiers
+from kvbm.library.layer_load import LayerLoad
 from kvbm.library.session import Session, SharedRun
 from kvbm.protocol import (
     HELD,
@@ -69,8 +71,10 @@ class SharedSpace:
         join_timeout_s: float,
         reply_timeout_s: float,
         clock: Clock,
+        mirror: Mirror | None = None,
     ) -> None:
         self._attachment = attachment
+        self._mirror = mirror
         self._layout = layout
         self._namespace = namespace
         self.reply_timeout_s = reply_timeout_s
@@ -118,6 +122,12 @@ class SharedSpace:
         run.ready, run.boundary = max(run.ready, found.ready), found.boundary
         return run
 
+    def descriptors(self) -> tuple[int, ...]:
+        return self._session.descriptors()
+
+    def refresh(self) -> None:
+        self._present()
+
     def ready(self, run: Run) -> tuple[int, bool]:
         assert isinstance(run, SharedRun)
         if run.session is not self._session:
@@ -148,6 +158,28 @@ class SharedSpace:
         run.seconds += self._clock() - started_s
         run.wait_s = run.answer_s + run.seconds  # what the program did in between is its own
         return arrived
+
+    def load_by_layer(
+        self, wanted: Sequence[tuple[Run, Sequence[int]]], kv_cache: Mapping[str, torch.Tensor]
+    ) -> LayerLoad | None:
+        session, started_s = self._session, self._clock()
+        runs = [(cast(SharedRun, run), blocks) for run, blocks in wanted]
+        if any(run.session is not session or run.ready < len(blocks) for run, blocks in runs):
+            return None
+        pairs = [pair for run, blocks in runs for pair in zip(blocks, run.slots, strict=False)]
+        slots = [slot for _, slot in pairs]
+        generations = [each for run, blocks in runs for each in run.generations[: len(blocks)]]
+
+        def intact() -> bool:
+            return session.arena.intact(slots, generations) == len(slots)
+
+        def ended(right: bool) -> None:
+            for run, blocks in runs:
+                run.note_load(0, len(blocks) if right else 0, 0 if right else len(blocks))
+                run.seconds += self._clock() - started_s
+                run.wait_s = run.answer_s + run.seconds
+
+        return LayerLoad(self._copiers.of(kv_cache), pairs, intact, ended) if intact() else None
 
     def release(self, run: Run) -> None:
         assert isinstance(run, SharedRun)
@@ -278,7 +310,7 @@ class SharedSpace:
             leader = Channel.connect(path, settings.trusted_peer_uids)
             opened.append(leader)
             leader.introduce(self._leader_hello, timeout_s)
-            session = Session(leader, worker, arena)
+            session = Session(leader, worker, arena, self._mirror)
             deadline_s = time.monotonic() + timeout_s
             while not session.ready:
                 if not session.wait(deadline_s - time.monotonic()):

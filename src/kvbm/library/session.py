@@ -10,10 +10,13 @@ from typing import TypeVar
 from kvbm.block import Tier
 from kvbm.client.arena import MappedArena
 from kvbm.client.channel import Channel
+from kvbm.client.mirror import Mirror
 from kvbm.errors import ManagerUnavailable
 from kvbm.protocol import (
+    Announce,
     Fence,
     FenceDone,
+    HeldBlocks,
     LookupReply,
     Message,
     Progress,
@@ -37,8 +40,11 @@ class Session:
     delays one call and not each of them.
     """
 
-    def __init__(self, leader: Channel, worker: Channel, arena: MappedArena) -> None:
+    def __init__(
+        self, leader: Channel, worker: Channel, arena: MappedArena, mirror: Mirror | None = None
+    ) -> None:
         self.arena = arena
+        self._mirror = mirror
         self.lost = False
         self.ready = False
         self.staging = False
@@ -116,7 +122,13 @@ class Session:
             self.lost = True
             self._leader.close()
             self._worker.close()
+            if self._mirror is not None:
+                self._mirror.forget()
             log.warning("manager lost: %s; blocks are neither found nor kept until it is back", reason)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What becomes readable when there is something to take in."""
+        return () if self.lost else (self._leader.fileno(), self._worker.fileno())
 
     def close(self) -> None:
         """End the session and drop the memory. No copier over it may be left."""
@@ -132,8 +144,13 @@ class Session:
         elif isinstance(message, Ready):
             if self.ready and not message.ready:
                 raise ManagerUnavailable("it has ended our worker's session")
+            if message.ready and not self.ready and self._mirror is not None:
+                self.send(Announce(keys=True))
             self.ready = message.ready
             self.staging = bool(message.tiers) and Tier.HOST.name.lower() not in message.tiers
+        elif isinstance(message, HeldBlocks):
+            if self._mirror is not None:
+                self._mirror.take_in(message)
         elif isinstance(message, Refused):
             raise ManagerUnavailable(f"it refuses us: {message.reason}")
         elif isinstance(message, _REPLIES):

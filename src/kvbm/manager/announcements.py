@@ -1,4 +1,4 @@
-"""Tells leaders what the tiers hold, so that their engines can announce it to routers.
+"""Tells leaders what the tiers hold: what their engines can announce to routers, or the keys alone, for a mirror.
 
 A leader that asked (`protocol.Announce`) is told of all that the tiers of its namespace hold, then of what comes and
 goes; some at a time, and nothing while it reads more slowly than that. What it is to be told waits as marks of slots,
@@ -8,17 +8,36 @@ so that a slow reader costs no memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from kvbm.block import KEY_BYTES
+from kvbm.hashing import join_keys
+from kvbm.manager.held_keys import KeyListener
 from kvbm.manager.session import Session
 from kvbm.manager.slot_facts import SlotFacts, TierListener
 from kvbm.manager.space import Space
-from kvbm.protocol import RemovedBlocks, StoredRun, TierEvents
+from kvbm.protocol import HeldBlocks, Message, RemovedBlocks, StoredRun, TierEvents, TierKeys
 
 TOLD_AT_ONCE = 256
 """Stored blocks of a tier in one message; a turn sends each leader one."""
 REMOVED_AT_ONCE = 4096
 """Removed ones, of which there is only a hash to tell."""
+KEYS_AT_ONCE = 4096
+"""Blocks of a tier in one message of a mirror."""
+
+
+class Account(Protocol):
+    """What one leader has yet to be told of the tiers."""
+
+    @property
+    def complete(self) -> bool:
+        """All has been told."""
+
+    def next(self, told_all: bool) -> Message | None:
+        """What there is to tell next, bounded; `told_all`: this leader was once told all."""
+
+    def end(self) -> None:
+        """It listens no more."""
 
 
 class Announcements:
@@ -26,43 +45,98 @@ class Announcements:
 
     def __init__(self, session_by_number: Callable[[int], Session | None]) -> None:
         self._session_by_number = session_by_number
-        self._listeners: dict[int, list[TierListener]] = {}
-        self._told_all: set[int] = set()
+        self._accounts: dict[tuple[int, type[Account]], Account] = {}
+        self._told_all: set[tuple[int, type[Account]]] = set()
 
-    def begin(self, session: Session, tiers: Iterable[SlotFacts]) -> None:
-        """Tell this leader of what these tiers hold, from the start."""
-        self.end(session.number)
-        self._listeners[session.number] = [facts.listen() for facts in tiers]
+    def begin(self, session: Session, account: Account) -> None:
+        """Tell this leader of what the account's tiers hold, from the start. It may have one of each kind."""
+        name = session.number, type(account)
+        self._end(name)
+        self._accounts[name] = account
 
     def end(self, number: int) -> None:
         """The session has ended."""
-        for listener in self._listeners.pop(number, ()):
-            listener.facts.ignore(listener)
-        self._told_all.discard(number)
+        for name in [name for name in self._accounts if name[0] == number]:
+            self._end(name)
 
     def tell(self) -> bool:
         """Send what there is to tell; whether something is left that a reader could take now."""
         left = False
-        for number, listeners in list(self._listeners.items()):
-            session = self._session_by_number(number)
+        for name, account in list(self._accounts.items()):
+            session = self._session_by_number(name[0])
             if session is None or session.closed:
-                self.end(number)
+                self._end(name)
             elif not session.wants_to_write:
-                left = self._tell(session, listeners) or left
+                left = self._tell(session, name, account) or left
         return left
 
-    def _tell(self, session: Session, listeners: list[TierListener]) -> bool:
-        complete = all(listener.complete for listener in listeners)
-        if complete and session.number in self._told_all:
+    def _tell(self, session: Session, name: tuple[int, type[Account]], account: Account) -> bool:
+        if account.complete and name in self._told_all:
             return False
-        removed, stored = next_events(listeners)
-        complete = all(listener.complete for listener in listeners)
-        first = complete and session.number not in self._told_all
-        if complete:
-            self._told_all.add(session.number)
-        if removed or stored or first:
-            session.send(TierEvents(removed=removed, stored=stored, complete=first))
-        return not complete
+        message = account.next(name in self._told_all)
+        if account.complete:
+            self._told_all.add(name)
+        if message is not None:
+            session.send(message)
+        return not account.complete
+
+    def _end(self, name: tuple[int, type[Account]]) -> None:
+        account = self._accounts.pop(name, None)
+        if account is not None:
+            account.end()
+        self._told_all.discard(name)
+
+
+class EventsAccount:
+    """What an engine can announce to routers."""
+
+    def __init__(self, space: Space) -> None:
+        self._listeners = [facts.listen() for facts in told_tiers(space)]
+
+    @property
+    def complete(self) -> bool:
+        return all(listener.complete for listener in self._listeners)
+
+    def next(self, told_all: bool) -> TierEvents | None:
+        removed, stored = next_events(self._listeners)
+        first = self.complete and not told_all
+        return (
+            TierEvents(removed=removed, stored=stored, complete=first) if removed or stored or first else None
+        )
+
+    def end(self) -> None:
+        for listener in self._listeners:
+            listener.facts.ignore(listener)
+
+
+class KeysAccount:
+    """The keys of all blocks, for a mirror."""
+
+    def __init__(self, space: Space) -> None:
+        held = [] if space.options.staging or space.failure else [space.held]
+        if space.disk is not None and not space.failure:
+            held.append(space.disk.held)
+        self._listeners: list[KeyListener] = [tier.listen() for tier in held]
+
+    @property
+    def complete(self) -> bool:
+        return all(listener.complete for listener in self._listeners)
+
+    def next(self, told_all: bool) -> HeldBlocks | None:
+        removed, stored = list[TierKeys](), list[TierKeys]()
+        for listener in self._listeners:
+            gone, come = listener.take(KEYS_AT_ONCE)
+            tier = int(listener.held.tier)
+            removed += [TierKeys(tier, join_keys(gone))] if gone else []
+            stored += [TierKeys(tier, join_keys(come))] if come else []
+        first = self.complete and not told_all
+        if not (removed or stored or first):
+            return None
+        return HeldBlocks(removed=tuple(removed), stored=tuple(stored), complete=first)
+
+    def end(self) -> None:
+        for listener in self._listeners:
+            listener.held.ignore(listener)
 
 
 def told_tiers(space: Space) -> list[SlotFacts]:

@@ -11,6 +11,7 @@ from math import inf
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
 from kvbm.manager.departed import CORRUPT, Departed
+from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
@@ -74,6 +75,7 @@ class DiskSide:
     keeps_facts: bool = False
     pool: SlotPool[BlockKey] = field(init=False)
     facts: SlotFacts = field(init=False)
+    held: HeldKeys = field(init=False)
     onboarder: Onboarder = field(init=False)
     offloader: Offloader[BlockKey] = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
@@ -88,6 +90,7 @@ class DiskSide:
     def __post_init__(self) -> None:
         slots, tokens = self.medium.slot_count, self.arena.layout.block_tokens
         self.facts = SlotFacts(Tier.DISK, slots, tokens, self._read_facts)
+        self.held = HeldKeys(Tier.DISK, slots)
         self._index()
 
     @property
@@ -229,7 +232,8 @@ class DiskSide:
             for block in found:
                 if block.group == 0:
                     self.facts.found(block.slot, block.engine_hash or block.key)
-        self.pool.on_committed = self.facts.committed
+        self.held.indexed_anew(self.pool)
+        self.pool.on_committed = self._committed
         self._make_queues()
 
     def _make_queues(self) -> None:
@@ -267,11 +271,16 @@ class DiskSide:
         read = getattr(self.medium, "facts", None)  # a tier need not keep them
         return read(SlotIndex(slot), [self.pool.key_of(slot)])[0] if read is not None else b""
 
+    def _committed(self, slots: Sequence[int]) -> None:
+        self.facts.committed(slots)
+        self.held.committed(slots)
+
     def _emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         """The record may wait for its neighbours to go too: what it says stays true until the slot is written again."""
         if was_resident:
             self._to_void.extend(slots)
         self.facts.emptied(slots)
+        self.held.emptied(slots)
         self.departed.emptied(Tier.DISK, keys, was_resident)
 
     def void_emptied(self) -> None:

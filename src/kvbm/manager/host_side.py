@@ -9,6 +9,7 @@ import msgspec
 
 from kvbm.block import BlockKey, Tier
 from kvbm.manager.departed import Departed
+from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.slot_facts import SlotFacts
@@ -46,6 +47,7 @@ class HostSide:
     pool: SlotPool[BlockKey]
     departures: Departures | None
     facts: SlotFacts
+    held: HeldKeys
 
 
 def make_host_side(
@@ -55,10 +57,13 @@ def make_host_side(
     names = EngineNames(arena.slot_count)
     facts = SlotFacts(Tier.HOST, arena.slot_count, arena.layout.block_tokens)
 
+    held = HeldKeys(Tier.HOST, arena.slot_count)
+
     def emptied(slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
         arena.invalidate_all(slots)
         names.forget_all(slots)
         facts.emptied(slots)
+        held.emptied(slots)
         departed.emptied(Tier.HOST, keys, was_resident)
 
     # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
@@ -69,5 +74,11 @@ def make_host_side(
         policy = departures = Departures(policy, arena.slot_count)
     # Without its parents a block could not be carried over to other memory.
     pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, keeps_parents=chained)
-    pool.on_committed = facts.committed
-    return HostSide(arena, names, pool, departures, facts)
+    held.pool = pool
+
+    def committed(slots: Sequence[int]) -> None:
+        facts.committed(slots)
+        held.committed(slots)
+
+    pool.on_committed = committed
+    return HostSide(arena, names, pool, departures, facts, held)

@@ -29,7 +29,7 @@ from kvbm.admin_protocol import Resize, Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
-from kvbm.manager.announcements import Announcements, told_tiers
+from kvbm.manager.announcements import Announcements, EventsAccount, KeysAccount
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.door import Door
 from kvbm.manager.event_stream import EventStream, Publisher
@@ -352,10 +352,11 @@ class Server:
         results = [space.clear(message.tier) for space in spaces]
         session.send(ResetReply(dropped=sum(r[0] for r in results), in_use=sum(r[1] for r in results)))
 
-    def _announce_tiers(self, session: Session, message: Message) -> None:
+    def _announce_tiers(self, session: Session, message: Announce) -> None:
         engine = self.membership.led_by(session)
         if engine is not None:
-            self._announcements.begin(session, told_tiers(engine.space))
+            account = KeysAccount(engine.space) if message.keys else EventsAccount(engine.space)
+            self._announcements.begin(session, account)
 
     def _follow(self, session: Session, message: Message) -> None:
         self._followers.add(session)

@@ -8,11 +8,12 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvbm.client.mirror import Mirror
 from kvbm.errors import KvbmError, ManagerUntrusted
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.library import BlockManager
@@ -91,21 +92,31 @@ class Deployment:
             name, rank, data_parallel_rank, shape, loaded.settings, environment, runners, weights, WATCH
         )
 
-    def keeper(self, on_idle: Callable[[], None]) -> Keeper:
+    def keeper(
+        self, on_event: Callable[[], None], descriptors: Callable[[], Iterable[int]] = tuple
+    ) -> Keeper:
         """The thread that owns what is at the manager."""
-        return Keeper(f"kvbm-{self.name}", on_idle)
+        return Keeper(f"kvbm-{self.name}", on_event, descriptors)
 
-    def pages_kept(self, pool: str, host_pool: Any, pages: Pages, place: str) -> PagesKept:
+    def pages_kept(
+        self,
+        pool: str,
+        sglang_pool: Any,
+        pages: Pages,
+        place: str,
+        page_tokens: int = 0,
+        mirror: Mirror | None = None,
+    ) -> PagesKept:
         """One pool's pages. `place` tells this rank's bytes from those of other ranks, where they differ."""
-        description = describe_pages(host_pool, pages.cache)
-        page_tokens = int(getattr(host_pool, "page_size", 1))
+        description = describe_pages(sglang_pool, pages.cache)
+        page_tokens = page_tokens or int(getattr(sglang_pool, "page_size", 1))
         namespace = page_namespace(self.runners[0], pool, description, page_tokens, self.shape)
         layout = BlockLayout(block_tokens=page_tokens, shard_bytes=pages.page_bytes)
         engine = f"{ENGINE}-{os.getpid()}-{self.name}-{self.rank}-{pool}"
         return PagesKept(
             namespace,
             pages,
-            _Joining(self, engine, layout, namespace),
+            _Joining(self, engine, layout, namespace, mirror),
             functools.partial(self._shapes, place),
             time.monotonic,
             chained=pool == KV_POOL,
@@ -150,9 +161,14 @@ class _Joining:
     """Makes the block manager of one pool: patiently at the engine's start, briefly after that."""
 
     def __init__(
-        self, deployment: Deployment, engine: str, layout: BlockLayout, namespace: Namespace
+        self,
+        deployment: Deployment,
+        engine: str,
+        layout: BlockLayout,
+        namespace: Namespace,
+        mirror: Mirror | None,
     ) -> None:
-        self._deployment, self._engine = deployment, engine
+        self._deployment, self._engine, self._mirror = deployment, engine, mirror
         self._layout, self._namespace = layout, namespace
         self._tries = 0
 
@@ -163,7 +179,12 @@ class _Joining:
         # Two sessions have the name: a number makes it another engine's than that of a try that is still going.
         attachment = self._deployment.attachment(f"{self._engine}-{self._tries}")
         return BlockManager.attach(
-            attachment, self._layout, self._namespace, timeout_s if first else REJOIN_S, REPLY_S
+            attachment,
+            self._layout,
+            self._namespace,
+            timeout_s if first else REJOIN_S,
+            REPLY_S,
+            mirror=self._mirror,
         )
 
 

@@ -60,7 +60,7 @@ def page_namespace(runner: Any, pool: str, description: str, page_tokens: int, s
 
 def describe_pages(pool: Any, cache: Mapping[str, torch.Tensor]) -> str:
     """How a page's bytes lie in its slot, in one line."""
-    sizes = [f"{tensor.shape[1]}" for tensor in cache.values()]
+    sizes = [str(tensor[0].numel() * tensor.element_size()) for tensor in cache.values()]
     repeated = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(sizes)
     facts = [
         f"{name}={getattr(pool, name)}"

@@ -189,8 +189,28 @@ class PagesKept:
             log.warning("pages were not cleared: %s", error)
             return 0
 
+    def open(self, hashes: Sequence[str], request: str = "") -> tuple[Hit, ExitStack] | None:
+        """A hit of these pages, held until the stack is closed; None where not even the first is held."""
+        opened = self._open(hashes, request=request)
+        return (opened.hit, opened.held) if opened is not None else None
+
+    def manager(self) -> BlockManager | None:
+        """The block manager, where there is one by now."""
+        return self._manager
+
+    def keys(self, hashes: Sequence[str]) -> list[BlockKey] | None:
+        """The keys of these pages; None while it is not known what computes them. For any thread."""
+        mask = self._mask()
+        return block_keys(hashes, mask) if mask is not None else None
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What can be read when the manager has said something."""
+        return self._manager.descriptors() if self._manager is not None else ()
+
     def tick(self) -> None:
-        """Give back what nobody read in time."""
+        """Take in what the manager has said, and give back what nobody read in time."""
+        if self._manager is not None:
+            self._manager.refresh()
         now_s = self._clock()
         for hit in [each for each in self._hits if each.until_s <= now_s]:
             self._drop(hit)
@@ -209,7 +229,7 @@ class PagesKept:
 
     # ---- inside
 
-    def _open(self, hashes: Sequence[str], prefix: Sequence[str] = ()) -> _OpenHit | None:
+    def _open(self, hashes: Sequence[str], prefix: Sequence[str] = (), request: str = "") -> _OpenHit | None:
         """A hit of these pages from the first on; None where not even that one is held."""
         manager, mask = self._present(), self._mask()
         if manager is None or mask is None or not hashes:
@@ -217,7 +237,7 @@ class PagesKept:
         keys = block_keys(hashes, mask)
         before = block_keys(prefix, mask)
         self._parents.chain(keys, before[-1] if before else None)
-        run = EngineKeys(before + keys, extras=(("weights", mask[:4].hex()),))
+        run = EngineKeys(before + keys, request=request, extras=(("weights", mask[:4].hex()),))
         held = ExitStack()
         hit = held.enter_context(manager.match(run, skip=len(before)))
         if not hit.blocks:

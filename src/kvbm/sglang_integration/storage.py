@@ -63,8 +63,8 @@ class KvbmStorage(HiCacheStorage):
             shape=shape,
             extra_config=extra.get("kvbm"),
         )
-        self._keeper = self._deployment.keeper(self._tick)
         self._pools: dict[str, PagesKept] = {}
+        self._keeper = self._deployment.keeper(self._tick, self._descriptors)
 
     # ---- pools
 
@@ -261,8 +261,11 @@ class KvbmStorage(HiCacheStorage):
             pool.close()
 
     def _tick(self) -> None:
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             pool.tick()
+
+    def _descriptors(self) -> list[int]:
+        return [fd for pool in list(self._pools.values()) for fd in pool.descriptors()]
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:

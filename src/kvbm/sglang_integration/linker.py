@@ -1,0 +1,324 @@
+"""`KvbmLinker`: SGLang's interface for external caches on one side, pages at a KVBM manager on the other.
+
+There is no host pool of SGLang's own: pages go between the device and the manager's host memory, the load layer by
+layer, beside the forward pass that reads them. SGLang asks in its scheduler's thread, when it matches a request, so
+the answer comes from a mirror of what the manager holds. SGLang aborts a request whose load fails, so a load is only
+accepted once its pages are leased and lie in host memory; a lease that does not come in time means computing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.utils import get_device_module
+
+from kvbm.client.mirror import Mirror
+from kvbm.errors import KvbmError
+from kvbm.sglang_integration.deployment import Deployment
+from kvbm.sglang_integration.device_pages import DevicePages
+from kvbm.sglang_integration.device_pools import pool_group
+from kvbm.sglang_integration.linked_loads import LinkedLoads, Wanted, on_device_of
+from kvbm.sglang_integration.pages_kept import PagesKept
+from kvbm.sglang_integration.versions import warn_if_untested
+
+log = logging.getLogger("kvbm.sglang")
+
+LEASE_WAIT_S = 0.002
+"""How long the scheduler's thread waits for a lease that was asked for when the request was matched."""
+QUIESCE_S = 30.0
+ASKED_MAX = 1024
+_instances = itertools.count(1)
+
+
+class KvbmLinker(UnifiedCacheLinker):
+    """See the module. One per rank, called by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: Any = None,
+        forward_stream: Any = None,
+    ) -> None:
+        """Raises KvbmError in one line for a setting that cannot be used, and ValueError for a model whose pools SGLang
+        does not give to linkers."""
+        warn_if_untested()
+        self.forward_stream = forward_stream
+        group = pool_group(params, components)
+        self._group = group
+        self.pools = group.entry_map
+        self.layer_done_counter = LayerWiseLoadCounter(group.num_layers)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._rank_groups = _rank_groups(params)
+        rank = torch.distributed.get_rank(self._rank_groups[-1]) if self._rank_groups else 0
+        ranks = torch.distributed.get_world_size(self._rank_groups[-1]) if self._rank_groups else 1
+        self._stores = not group.rank_replicated or rank == 0
+        extra = dict(extra_config or {})
+        self._deployment = Deployment.of_process(
+            name=f"linker-{next(_instances)}",
+            rank=f"tp{rank}-pp{params.pp_rank}-cp{params.attn_cp_rank}",
+            data_parallel_rank=0,
+            shape=f"tp{ranks} pp{params.pp_rank}/{params.pp_size} cp{params.attn_cp_size} linker",
+            extra_config=extra.get("kvbm"),
+        )
+        own = "" if group.rank_replicated else f"tp{rank}"
+        self._pages = {str(name): DevicePages(entry, group.num_layers) for name, entry in self.pools.items()}
+        self._mirrors = {name: Mirror() for name in self._pages}
+        self._kept: dict[str, PagesKept] = {
+            name: self._deployment.pages_kept(
+                name,
+                pages.entry.device_pool,
+                pages,
+                f"{own} cp{params.attn_cp_rank}",
+                page_tokens=params.page_size,
+                mirror=self._mirrors[name],
+            )
+            for name, pages in self._pages.items()
+        }
+        self._loads = LinkedLoads(self._kept, self._pages, group.num_layers, time.monotonic)
+        # Leases that were asked for, and what for; loads that were accepted; stores that are under way, in order.
+        self._leases: dict[str, tuple[dict[str, list[str]], Future[bool]]] = {}
+        self._queued: dict[str, list[Wanted]] = {}
+        self._offloads: deque[Future[bool]] = deque()
+        self._keeper = self._deployment.keeper(self._event, self._descriptors)
+        self._keeper.submit(on_device_of(self._pages), None)
+        self._deployment.expect_pools(len(self._kept))
+        for pool in self._kept.values():
+            self._deployment.begin(self._keeper, pool)
+
+    # ---- what is held
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every number of leading pages that all pools hold in host memory, from the mirror. A lease of the most is
+        asked for at once, and pages that are only on disk are brought up for the next time."""
+        by_name = {str(transfer.name): transfer for transfer in transfers}
+        kv = by_name.get(PoolName.KV.value)
+        if kv is None or not kv.keys or not all(str(s) in by_name for s in self._group.sources.values()):
+            return []
+        hashes = list(kv.keys)
+        ends, below = list(range(1, len(hashes) + 1)), False
+        for name in self._pages:
+            source = by_name[str(self._group.sources[PoolName(name)])]
+            keys, mirror = self._kept[name].keys(hashes), self._mirrors[name]
+            if keys is None:
+                return []
+            if self._windowed(source):
+                each, window = mirror.each_in_host(keys), max(1, len(source.keys or ()))
+                ends = [end for end in ends if all(each[max(0, end - window) : end])]
+            else:
+                held = mirror.in_host(keys)
+                below = below or held < mirror.held(keys)
+                ends = [end for end in ends if end <= held]
+        if ends:
+            self._ask(rid, self._wanted(by_name, hashes, ends[-1]))
+        if below:
+            wanted = {name: hashes for name in self._pages if not self._windowed(by_name[self._source(name)])}
+            self._keeper.submit(lambda: self._loads.promote(wanted), None)
+        return ends
+
+    def _wanted(self, by_name: dict[str, PoolTransfer], hashes: list[str], end: int) -> dict[str, list[str]]:
+        """The pages of each pool that a prefix of `end` pages needs."""
+        wanted = {}
+        for name in self._pages:
+            source = by_name[self._source(name)]
+            start = max(0, end - max(1, len(source.keys or ()))) if self._windowed(source) else 0
+            wanted[name] = hashes[start:end]
+        return wanted
+
+    def _source(self, name: str) -> str:
+        """The pool whose transfers name the pages of this one."""
+        return str(self._group.sources[PoolName(name)])
+
+    @staticmethod
+    def _windowed(transfer: PoolTransfer) -> bool:
+        return bool(transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES)
+
+    def _ask(self, rid: str, wanted: dict[str, list[str]]) -> None:
+        known = self._leases.get(rid)
+        if known is not None and known[0] == wanted and not (known[1].done() and not _true(known[1])):
+            return
+        self._leases[rid] = wanted, self._keeper.submit(lambda: self._loads.lease(rid, wanted), False)
+        while len(self._leases) > ASKED_MAX:
+            del self._leases[next(iter(self._leases))]
+
+    # ---- loads
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue a load whose pages are leased; False, on all ranks alike, where they are not."""
+        wanted = self._of_pools(transfers)
+        accepted = bool(wanted) and self._leased(rid, wanted)
+        if not self._all_ranks(accepted):
+            self.cancel_queued_load(rid)
+            self._release(rid)
+            return False
+        self._queued[rid] = wanted
+        return True
+
+    def _leased(self, rid: str, wanted: Sequence[Wanted]) -> bool:
+        asked = self._leases.get(rid)
+        if asked is None or any(asked[0].get(w.pool, [])[: len(w.hashes)] != list(w.hashes) for w in wanted):
+            return False
+        try:
+            return asked[1].result(LEASE_WAIT_S)
+        except Exception:  # late, or a defect that the keeper logged: the engine computes
+            return False
+
+    def _of_pools(self, transfers: list[PoolTransfer]) -> list[Wanted]:
+        """What is to be moved of each physical pool; nothing where SGLang's indices are no pages of it."""
+        expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
+        wanted = []
+        for transfer in expanded:
+            pages = self._pages[str(transfer.name)]
+            try:
+                numbers = pages.numbers(transfer.host_indices.cpu())
+            except KvbmError as error:
+                log.warning("pages are not moved: %s", error)
+                return []
+            if len(numbers) != len(transfer.keys):
+                return []
+            wanted.append(Wanted(str(transfer.name), list(transfer.keys), numbers))
+        return wanted
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Forget a load that has not begun."""
+        if self._queued.pop(rid, None) is None:
+            return False
+        self._release(rid)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        """Begin the queued loads; the index of their batch, -1 where there are none."""
+        if not self._queued:
+            return -1
+        batch, self._queued = self._queued, {}
+        index = int(self.layer_done_counter.update_producer())
+        event = get_device_module().Event()
+        event.record()
+        for rid in batch:
+            self._leases.pop(rid, None)
+        counter = self.layer_done_counter
+        begun = self._keeper.submit(lambda: self._loads.load(index, batch, counter, event.synchronize), False)
+        # Of a keeper that has ended, or is overwhelmed, no layer would ever come.
+        begun.add_done_callback(
+            lambda done: None if _true(done) else counter.fail(index, KvbmError("KVBM cannot load"))
+        )
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until nothing of a batch is written any more; whether all of it arrived."""
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    # ---- stores
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Queue a store of all these pages, to be kept as a whole; False where they cannot be kept."""
+        if not self._deployment.watch.now.unmixed:
+            return False
+        wanted = self._of_pools(transfers)
+        if not wanted:
+            return False
+        if not self._stores:
+            done: Future[bool] = Future()
+            done.set_result(True)
+            self._offloads.append(done)
+            return True
+        events = self.record_offload_ready()
+        self._offloads.append(self._keeper.submit(lambda: self._store(wanted, events), False))
+        return True
+
+    def _store(self, wanted: list[Wanted], events: list[Any]) -> Generator[None, None, bool]:
+        for event in events:
+            event.synchronize()
+        kept = True
+        for each in wanted:
+            stored = yield from self._kept[each.pool].store(each.hashes, each.numbers)
+            kept = kept and all(stored)
+        return kept
+
+    def num_completed_offloads(self) -> int:
+        """How many stores have ended, in the order in which they were queued."""
+        return sum(1 for _ in itertools.takewhile(Future.done, self._offloads))
+
+    def pop_completed_offload(self) -> bool:
+        """The outcome of the oldest store, which has ended."""
+        return _true(self._offloads.popleft())
+
+    # ---- the rest
+
+    def reset(self) -> None:
+        """SGLang empties its caches: end what is under way, and forget what was asked."""
+        self._quiesce()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        """End everything and leave the manager. Pages that are kept stay."""
+        self._quiesce()
+        self._keeper.close(self._leave, QUIESCE_S)
+
+    def _quiesce(self) -> None:
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        deadline_s = time.monotonic() + QUIESCE_S
+        for store in self._offloads:
+            _settled(store, deadline_s - time.monotonic())
+        self._offloads.clear()
+        self._leases.clear()
+        # A job behind all others: when it has run, no load is under way.
+        self._keeper.call(self._loads.close, None, QUIESCE_S)
+
+    def _release(self, rid: str) -> None:
+        self._leases.pop(rid, None)
+        self._keeper.submit(lambda: self._loads.drop(rid), None)
+
+    def _all_ranks(self, mine: bool) -> bool:
+        """Whether all ranks say so: they must take the same way."""
+        if not self._rank_groups:
+            return mine
+        verdict = torch.tensor([int(mine)], dtype=torch.int)
+        for group in self._rank_groups:
+            torch.distributed.all_reduce(verdict, op=torch.distributed.ReduceOp.MIN, group=group)
+        return bool(verdict.item())
+
+    def _event(self) -> None:
+        for pool in self._kept.values():
+            pool.tick()
+        self._loads.tick()
+
+    def _descriptors(self) -> list[int]:
+        return [fd for pool in self._kept.values() for fd in pool.descriptors()]
+
+    def _leave(self) -> None:
+        for pool in self._kept.values():
+            pool.close()
+
+
+def _true(result: Future[bool]) -> bool:
+    return not result.cancelled() and result.exception() is None and result.result()
+
+
+def _settled(result: Future[bool], timeout_s: float) -> None:
+    wait: Callable[..., Any] = result.exception
+    try:
+        wait(max(0.0, timeout_s))
+    except Exception:  # it takes longer than SGLang may wait, or was dropped
+        log.warning("a store is still under way while SGLang empties its caches")
+
+
+def _rank_groups(params: Any) -> list[Any]:
+    """SGLang's groups of ranks that must decide alike; the last one is that of tensor parallelism."""
+    if not torch.distributed.is_initialized():
+        return []
+    groups = (params.attn_cp_cache_group, params.attn_tp_cache_group or params.tp_cache_group)
+    return [g for g in groups if g is not None and torch.distributed.get_world_size(group=g) > 1]
