@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from rigs.manager_probe import wait_for
+from rigs.sglang.engine_process import Engine
 from rigs.sglang.keepers import WAYS, Manager, wait_until_settled, wait_until_stored
 from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, different, prompts
 from rigs.sglang.scenarios import Stage
-from under_sglang.conftest import Keep
+from under_sglang.conftest import FEW_WAYS, Keep
 
 Reference = list[list[int]]
 EVERYTHING = PROMPTS * HIT_TOKENS
 HITS_AGAIN_S = 30.0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW_WAYS)
 def test_a_manager_is_killed_while_it_serves(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     kept: Manager = keep(way)
     with stage.on(kept) as engine:
@@ -37,6 +38,7 @@ def test_a_manager_is_killed_while_it_serves(stage: Stage, keep: Keep, reference
         engine.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_manager_stands_still_for_a_while(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     kept: Manager = keep(way)
@@ -55,10 +57,7 @@ def test_a_manager_stands_still_for_a_while(stage: Stage, keep: Keep, reference:
         engine.end()
 
 
-def _hits_come_back(engine: object, reference: Reference) -> None:
-    from rigs.sglang.engine_process import Engine
-
-    assert isinstance(engine, Engine)
+def _hits_come_back(engine: Engine, reference: Reference) -> None:
     found = 0
 
     def found_all() -> bool:
@@ -72,6 +71,7 @@ def _hits_come_back(engine: object, reference: Reference) -> None:
     wait_for(found_all, HITS_AGAIN_S, lambda: f"{found} of {EVERYTHING} tokens are found again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["storage", "generic"])
 def test_sglangs_own_delays_and_failures(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """Its proxy around a backend delays each call by up to 50 ms, and lets one of four fail."""
@@ -93,6 +93,7 @@ def test_sglangs_own_delays_and_failures(stage: Stage, keep: Keep, reference: Re
         engine.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_without_a_manager_serves(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """And uses the manager once there is one."""
@@ -105,6 +106,7 @@ def test_an_engine_without_a_manager_serves(stage: Stage, keep: Keep, reference:
         engine.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_is_killed_while_it_stores(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """What it left half-way is never found; the next engine stores it."""

@@ -12,6 +12,8 @@ from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, different, prompts, 
 from rigs.sglang.scenarios import Stage
 from under_sglang.conftest import Keep
 
+pytestmark = pytest.mark.slow
+
 Reference = list[list[int]]
 EVERYTHING = PROMPTS * HIT_TOKENS
 VALUES = "model.layers.0.self_attn.v_proj.weight"

@@ -82,7 +82,9 @@ class Child:
         """One weight of the model at `path` times a factor, handed over in memory."""
         with safe_open(str(Path(path) / "model.safetensors"), framework="pt") as file:
             scaled = file.get_tensor(weight) * factor
+        self._engine.begin_weight_update()
         answer = self._engine.update_weights_from_tensor([(weight, scaled)])
+        self._engine.end_weight_update()
         return bool(answer[0]), str(answer[1])
 
     def add_adapter(self, adapter: str, path: str) -> bool:

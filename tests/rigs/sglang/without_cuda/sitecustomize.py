@@ -173,6 +173,16 @@ def copies_on_the_cpu(module: types.ModuleType) -> None:
         setattr(module, copy.__name__, copy)
 
 
+def latent_attention(module: types.ModuleType) -> None:
+    """torch's own attention reads latent KV from the pool as it lies there, in every step.
+
+    Left alone SGLang would compute a prompt from keys and values at full width, which this backend looks for in a pool
+    that has none.
+    """
+    method = module.AttnForwardMethod.MLA
+    module.AttentionBackendRegistry.register("torch_native", lambda attention, batch: method)
+
+
 def _hidden(find: Callable[..., Any]) -> Callable[..., Any]:
     def found(name: str, package: str | None = None) -> Any:
         root = name.split(".")[0]
@@ -189,6 +199,7 @@ sys.meta_path.insert(
         {"sglang": cpu_has_no_streams},
         {
             "sglang.srt.mem_cache.pool_host.common": host_memory_stays_unregistered,
+            "sglang.srt.models.deepseek_common.attention_backend_handler": latent_attention,
             **dict.fromkeys(POOLS, copies_on_the_cpu),
         },
     ),
