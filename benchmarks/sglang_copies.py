@@ -55,7 +55,9 @@ class HostPool:
 
     def __init__(self, layout: str) -> None:
         pages = (LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM)
-        shape = (2, LAYERS, PAGES * PAGE_TOKENS, HEADS, HEAD_DIM) if layout == LAYOUTS[0] else (2, PAGES, *pages)
+        shape = (
+            (2, LAYERS, PAGES * PAGE_TOKENS, HEADS, HEAD_DIM) if layout == LAYOUTS[0] else (2, PAGES, *pages)
+        )
         self.kv_buffer = torch.ones(shape)
         self.layout, self.page_size, self.size = layout, PAGE_TOKENS, PAGES * PAGE_TOKENS
 
@@ -81,7 +83,9 @@ def device_pool() -> list[torch.Tensor]:
     return [torch.ones(shape) for _ in range(2 * LAYERS)]
 
 
-def stub_copies(pool: HostPool, device: list[torch.Tensor], pages: list[int], slots: list[int]) -> dict[str, Copy]:
+def stub_copies(
+    pool: HostPool, device: list[torch.Tensor], pages: list[int], slots: list[int]
+) -> dict[str, Copy]:
     """Backup to the host pool, and the loads of all layers."""
     host_at, device_at = _tokens(pages), _tokens(slots)
     kv, pairs = pool.kv_buffer, [(k, v) for k, v in zip(device[:LAYERS], device[LAYERS:], strict=True)]
@@ -92,7 +96,9 @@ def stub_copies(pool: HostPool, device: list[torch.Tensor], pages: list[int], sl
                 device, refs, device_at, host_at, PAGE_TOKENS
             ),
             "host pool → device": lambda: [
-                page_copies.transfer_kv_direct([kv[0][i], kv[1][i]], pairs[i], host_at, device_at, PAGE_TOKENS)
+                page_copies.transfer_kv_direct(
+                    [kv[0][i], kv[1][i]], pairs[i], host_at, device_at, PAGE_TOKENS
+                )
                 for i in range(LAYERS)
             ],
         }
@@ -155,12 +161,16 @@ def measure(layout: str, scattered: bool, rounds: int) -> list[Row]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for layout in LAYOUTS for far in (False, True) for row in measure(layout, far, options.rounds)]
+    rows = [
+        row for layout in LAYOUTS for far in (False, True) for row in measure(layout, far, options.rounds)
+    ]
     piece = PAGE_TOKENS * HEADS * HEAD_DIM * 4 >> 10
     title = f"{BATCH} pages of {2 * LAYERS} pieces of {piece} KiB, one thread"
     table = plain_table(("layout", "copy", "GB/s", "of a plain copy"), words=("layout", "copy"), title=title)

@@ -158,7 +158,9 @@ def ours(setting: Setting, way: str, tier: str) -> list[float]:
     place = setting.directory / f"{way}-{tier}"
     place.mkdir()
     host = int(setting.pages * (1.3 if tier == "disk" else ROOMY))
-    kept = Manager(place, way, host_pages=host, disk=tier == "disk", disk_pages=setting.pages * ROOMY, namespaces=1)
+    kept = Manager(
+        place, way, host_pages=host, disk=tier == "disk", disk_pages=setting.pages * ROOMY, namespaces=1
+    )
     arguments = kept.arguments(setting.model, **setting.device(1.2))
     if way != "linker":
         arguments |= {"hicache_ratio": 1.5}
@@ -200,11 +202,15 @@ SOURCES: dict[str, tuple[str, Callable[[Setting], list[float]]]] = {
 
 def main() -> int:
     """Measure and print; 1 where a way could not be measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
     parser.add_argument("--size", choices=[*SHAPES], default="demo", help="of the model")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default=",".join(SOURCES), help="comma-separated; computed is always measured")
+    parser.add_argument(
+        "--only", default=",".join(SOURCES), help="comma-separated; computed is always measured"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     if reason := installation.missing():

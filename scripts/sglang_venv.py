@@ -36,7 +36,9 @@ def prepare() -> Venv:
     _share(main, venv)
     answer = venv.pip("install", "--no-deps", "--no-compile", f"sglang=={SGLANG}", *NEEDED)
     if answer.returncode:
-        raise NoSglang(f"pip cannot have sglang=={SGLANG} and {', '.join(NEEDED)}: {answer.stderr.strip()[-300:]}")
+        raise NoSglang(
+            f"pip cannot have sglang=={SGLANG} and {', '.join(NEEDED)}: {answer.stderr.strip()[-300:]}"
+        )
     venv.finish(wanted)
     say(f"ready: {venv.path.relative_to(ROOT)}")
     return venv

@@ -175,8 +175,8 @@ def _under_sglang(report: Report) -> tuple[list[str], list[str]]:
     """The lines of SGLang's table, and of its failures."""
     lines = [
         "",
-        "Written by `make sglang-test`: SGLang on a CPU, tiny fp32 model, with a stub of the CUDA kernels that its wheel",
-        "needs: it shows which calls are made and which bytes arrive, and nothing about CUDA streams.",
+        "Written by `make sglang-test`: SGLang on a CPU, tiny fp32 model, with a stub of the CUDA kernels that its",
+        "wheel needs. It shows which calls are made and which bytes arrive, and nothing about CUDA streams.",
         "",
         "| SGLang | result | passed | failed | skipped | Python | torch | transformers | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

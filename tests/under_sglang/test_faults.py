@@ -17,7 +17,9 @@ HITS_AGAIN_S = 30.0
 
 
 @pytest.mark.parametrize("way", FEW_WAYS)
-def test_a_manager_is_killed_while_it_serves(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
+def test_a_manager_is_killed_while_it_serves(
+    stage: Stage, keep: Keep, reference: Reference, way: str
+) -> None:
     kept: Manager = keep(way)
     with stage.on(kept) as engine:
         engine.generate(prompts())
@@ -108,12 +110,16 @@ def test_an_engine_without_a_manager_serves(stage: Stage, keep: Keep, reference:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engine_is_killed_while_it_stores(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
+def test_an_engine_is_killed_while_it_stores(
+    stage: Stage, keep: Keep, reference: Reference, way: str
+) -> None:
     """What it left half-way is never found; the next engine stores it."""
     kept: Manager = keep(way)
     with stage.on(kept) as engine:
         engine.begin(prompts(), together=True)
-        wait_for(lambda: kept.metrics()['kvbm_pool_blocks{tier="host",state="resident"}'] > 0, 30.0, "none stored")
+        wait_for(
+            lambda: kept.metrics()['kvbm_pool_blocks{tier="host",state="resident"}'] > 0, 30.0, "none stored"
+        )
         engine.kill()
     with stage.on(kept) as engine:
         assert different(engine.generate(prompts()), reference) == 0

@@ -63,9 +63,13 @@ def test_latent_attention(stage: Stage, keep: Keep, latent: Path, way: str, rank
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_adapters_do_not_meet(stage: Stage, keep: Keep, reference: Reference, tmp_path: Path, way: str) -> None:
+def test_adapters_do_not_meet(
+    stage: Stage, keep: Keep, reference: Reference, tmp_path: Path, way: str
+) -> None:
     """Two adapters and the model without one; after a restart each finds its own."""
-    adapters = {name: str(make_adapter(tmp_path / name, stage.model, seed)) for name, seed in (("a", 1), ("b", 2))}
+    adapters = {
+        name: str(make_adapter(tmp_path / name, stage.model, seed)) for name, seed in (("a", 1), ("b", 2))
+    }
     more = {"lora_paths": adapters, "lora_backend": "torch_native", "disable_radix_cache": False}
     with stage.engine(plain(stage.model, **more)) as engine:
         expected = {name: texts(engine.generate(prompts(), lora_path=name)) for name in adapters}

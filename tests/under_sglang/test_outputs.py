@@ -14,12 +14,22 @@ EVERYTHING = PROMPTS * HIT_TOKENS
 Reference = list[list[int]]
 
 
+def first_sure(way: str) -> int:
+    """The first round in which an engine must find all that was there when it started.
+
+    The linker answers the scheduler from what it has heard of the manager so far, and that begins at its start.
+    """
+    return 1 if way == "linker" else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_after_a_restart_everything_is_found(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
+def test_after_a_restart_everything_is_found(
+    stage: Stage, keep: Keep, reference: Reference, way: str
+) -> None:
     outcome = restart(stage, keep(way), reference)
     assert (outcome.asked, outcome.wrong) == (ALL, 0)
-    assert outcome.found == [EVERYTHING] * ROUNDS
+    assert outcome.found[first_sure(way) :] == [EVERYTHING] * (ROUNDS - first_sure(way))
 
 
 @pytest.mark.parametrize("way", FEW_WAYS)
@@ -34,7 +44,9 @@ def test_flipped_bits_are_misses(stage: Stage, keep: Keep, reference: Reference,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_files_cut_in_half_are_misses_or_right(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
+def test_files_cut_in_half_are_misses_or_right(
+    stage: Stage, keep: Keep, reference: Reference, way: str
+) -> None:
     outcome = truncated(stage, keep(way), reference)
     assert (outcome.asked, outcome.wrong) == (ALL, 0)
     assert outcome.found[-1] == EVERYTHING
@@ -46,7 +58,8 @@ def test_kv_of_other_weights_at_the_same_path_is_not_found(
 ) -> None:
     outcome = weights_changed(stage, keep(way), reference)
     assert (outcome.asked, outcome.wrong) == (ALL, 0)
-    assert outcome.found == [0, EVERYTHING, EVERYTHING]
+    assert outcome.found[0] == 0
+    assert outcome.found[1 + first_sure(way) :] == [EVERYTHING] * (ROUNDS - 1 - first_sure(way))
 
 
 @pytest.mark.slow

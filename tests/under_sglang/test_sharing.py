@@ -20,7 +20,9 @@ VALUES = "model.layers.0.self_attn.v_proj.weight"
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_one_engine_wrote_another_finds(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
+def test_what_one_engine_wrote_another_finds(
+    stage: Stage, keep: Keep, reference: Reference, way: str
+) -> None:
     """Both run at once."""
     kept: Manager = keep(way, disk=False)
     with stage.on(kept) as first, stage.on(kept) as second:
@@ -87,7 +89,10 @@ def test_weights_that_change_in_memory(
         engine.end()
     assert len({str(reference), *map(str, expected.values())}) == 3
     kept: Manager = keep(way, disk=False)
-    for source, change in (("from a file", ("load_weights", {"path": str(other)})), ("from tensors", ("scale_weight", scaled))):
+    for source, change in (
+        ("from a file", ("load_weights", {"path": str(other)})),
+        ("from tensors", ("scale_weight", scaled)),
+    ):
         with stage.on(kept) as engine:
             assert different(engine.generate(prompts()), reference) == 0
             wait_until_settled(kept)

@@ -28,11 +28,10 @@ def prepare() -> None:
     """Import what an engine's processes import."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *arguments, **keywords: None  # type: ignore[method-assign]
+    import engine_child  # noqa: F401
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
-
-    import engine_child  # noqa: F401
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, str], list[int]] | None:

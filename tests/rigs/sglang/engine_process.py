@@ -91,7 +91,9 @@ class Nursery:
         readable, _, _ = select.select([self._socket], [], [], timeout_s)
         message = self._socket.recv(1 << 16) if readable else b""
         if not message:
-            raise AssertionError(f"SGLang was not imported\n{self._log.read_text(errors='replace')[-LOG_TAIL:]}")
+            raise AssertionError(
+                f"SGLang was not imported\n{self._log.read_text(errors='replace')[-LOG_TAIL:]}"
+            )
         return message
 
 

@@ -1,4 +1,4 @@
-"""Where SGLang is installed for the tests: the environment that `make sglang-test` makes, or one that a variable names."""
+"""Where SGLang is installed for the tests: in what `make sglang-test` makes, or where a variable says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def missing() -> str:
     python = sglang_python()
     if not python.exists():
         return "SGLang is not installed (make sglang-test)"
-    probe = "import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in ('sglang', 'torch')))"
+    probe = (
+        "import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in ('sglang', 'torch')))"
+    )
     if subprocess.run([python, "-c", probe], capture_output=True, timeout=60).returncode:
         return f"{python.parent.parent.name} has no SGLang, or no torch (make sglang-test)"
     return ""
@@ -36,7 +38,9 @@ def environment(**more: str) -> dict[str, str]:
     """The variables of an engine's processes: our source, the stub of what needs CUDA, and no way to a hub."""
     paths = [str(WITHOUT_CUDA), str(ROOT / "src")]
     outside = {
-        name: value for name, value in os.environ.items() if not name.startswith(("DYN_KVBM_", "SGLANG_", "PYTEST_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("DYN_KVBM_", "SGLANG_", "PYTEST_"))
     }
     mine = {
         "PYTHONPATH": os.pathsep.join(paths),

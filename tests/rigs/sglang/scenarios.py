@@ -77,7 +77,9 @@ class Stage:
                 answers += engine.generate(prompts())
                 wait_until_settled(kept)
             engine.end()
-        found = [sum(answer.cached for answer in answers[i : i + PROMPTS]) for i in range(0, len(answers), PROMPTS)]
+        found = [
+            sum(answer.cached for answer in answers[i : i + PROMPTS]) for i in range(0, len(answers), PROMPTS)
+        ]
         return Outcome(len(answers), different(answers, reference), found)
 
 

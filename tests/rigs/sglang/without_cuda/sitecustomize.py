@@ -78,7 +78,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """The module's own spec, with the calls around its execution."""
-        if name in self._finding or name not in self._before and name not in self._after:
+        if name in self._finding or (name not in self._before and name not in self._after):
             return None
         self._finding.add(name)
         try:
