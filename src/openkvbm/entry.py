@@ -1,4 +1,4 @@
-"""The entry points: the `kvbm` command and vLLM's plug-in. Both first check that the files of `kvbm` are ours."""
+"""The entry points: the `kvbm` command and the engines' plug-ins. All first check that the files of `kvbm` are ours."""
 
 from __future__ import annotations
 
@@ -34,20 +34,34 @@ def register() -> None:
     So a mixed installation must not end vLLM: the line is logged, and only the import of `kvbm` fails with it, which
     ends an engine that asks for a connector of `kvbm`.
     """
+    if _sound():
+        from kvbm.vllm_integration.plugin import register as register_connectors
+
+        register_connectors()
+
+
+def register_sglang() -> None:
+    """The entry point `sglang.srt.plugins`, called in every process of SGLang, with or without KVBM."""
+    if _sound():
+        from kvbm.sglang_integration.plugin import register as watch_weights
+
+        watch_weights()
+
+
+def _sound() -> bool:
+    """Whether the files are ours; if not, the line is logged, once, and no module of `kvbm` can be imported."""
     if any(isinstance(finder, _Refusal) for finder in sys.meta_path):
-        return  # plug-ins may be loaded several times
+        return False  # plug-ins may be loaded several times
     line = _line()
     if line:
         log.error("%s", line)
         sys.meta_path.insert(0, _Refusal(line))
-        return
+        return False
     remark = other_copy(site_of_this())
     if remark and remark not in _logged:
         _logged.add(remark)
         log.warning("%s", remark)
-    from kvbm.vllm_integration.plugin import register as register_connectors
-
-    register_connectors()
+    return True
 
 
 def _line() -> str:

@@ -219,7 +219,7 @@ def test_after_a_kill_the_next_attempt_starts_another(make: Callable[..., Node])
 
 def test_it_ends_after_its_last_engine_and_leaves_nothing_behind(make: Callable[..., Node]) -> None:
     node = make()
-    node.spawn(GRACE_S)
+    node.spawn("1", GRACE_S)
     first, _ = node.join(worker_hello("a"))
     second, _ = node.join(worker_hello("b"))
     first.close()

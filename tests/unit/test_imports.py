@@ -26,7 +26,12 @@ NOT_DECLARED = {"torch", "triton", "transformers", "tokenizers", "safetensors", 
 """Comes with an engine; never a dependency of ours."""
 ENTRY_POINTS = {"kvbm", "kvbm.cli.main", "openkvbm.entry"}
 """Modules that the outside names: the package, the console script, the engine's plug-in."""
-PUBLIC_PACKAGES = ("kvbm.testing", "kvbm.vllm_integration.connector")
+PUBLIC_PACKAGES = (
+    "kvbm.testing",
+    "kvbm.vllm_integration.connector",
+    "kvbm.sglang_integration.storage",
+    "kvbm.sglang_integration.linker",
+)
 """Import paths for users and for other people's tests, below which nothing of ours needs to lead."""
 SLOW_TO_IMPORT = {*NOT_DECLARED, "numpy"}
 """Imported where they are needed, not when a process starts."""

@@ -79,9 +79,16 @@ class ManagerFinder:
     """
 
     def __init__(
-        self, address: ManagerAddress, settings: Settings, environment: Mapping[str, str], clock: Clock
+        self,
+        address: ManagerAddress,
+        settings: Settings,
+        environment: Mapping[str, str],
+        clock: Clock,
+        namespaces: int = 1,
     ) -> None:
-        """A private manager is started with these `settings` and this `environment`."""
+        """A private manager is started with these `settings` and this `environment`, for so many namespaces."""
+        assert namespaces > 0
+        self._namespaces = namespaces
         self.address = address
         self._settings = settings
         self._environment = dict(environment)
@@ -214,6 +221,8 @@ class ManagerFinder:
             settings = msgspec.json.encode(self._settings).decode()
             command = [sys.executable, "-c", RUN_MODULE, PRIVATE_MANAGER]
             command += [self.address.socket_path, str(lock_fd), settings]
+            if self._namespaces > 1:
+                command.append(str(self._namespaces))
             self._child = subprocess.Popen(
                 command,
                 pass_fds=[lock_fd],

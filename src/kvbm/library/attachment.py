@@ -15,7 +15,7 @@ class Attachment:
     """`engine` is the client's own name among those of the manager: it joins the two sessions of one client.
 
     A private manager is started with `settings` and `environment`. `data_parallel_rank` is the client's among those
-    that serve one model.
+    that serve one model. A private manager is to serve so many `namespaces`, each with an equal share.
     """
 
     address: ManagerAddress
@@ -23,6 +23,7 @@ class Attachment:
     engine: str
     environment: Mapping[str, str] = field(default_factory=dict)
     data_parallel_rank: int = 0
+    namespaces: int = 1
 
     @classmethod
     def at(cls, socket: str, peer_uids: Iterable[int] = ()) -> Attachment:
@@ -42,8 +43,9 @@ class Attachment:
         deployment: str,
         engine: str,
         data_parallel_rank: int = 0,
+        namespaces: int = 1,
     ) -> Attachment:
         """One rank's, at the manager that the settings name, or at the private one that all ranks of a `deployment`
         share: its name must be the same in each of them, and no other's."""
         address = ManagerAddress.of(settings, deployment)
-        return cls(address, settings, engine, dict(environment), data_parallel_rank)
+        return cls(address, settings, engine, dict(environment), data_parallel_rank, namespaces)

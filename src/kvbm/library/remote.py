@@ -91,7 +91,9 @@ class SharedSpace:
             layout=layout,
             data_parallel_rank=attachment.data_parallel_rank,
         )
-        self._finder = ManagerFinder(attachment.address, attachment.settings, attachment.environment, clock)
+        self._finder = ManagerFinder(
+            attachment.address, attachment.settings, attachment.environment, clock, attachment.namespaces
+        )
         patience_s = max(join_timeout_s, reply_timeout_s)
         joined = self._finder.establish(self._worker_hello, join_timeout_s, time.sleep, patience_s)
         self._session = self._join(*joined, patience_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from kvbm.block import BlockKey, Tier
+from kvbm.block import BlockKey, BlockState, Tier
 from kvbm.manager.pool import SlotPool
 
 
@@ -96,8 +96,8 @@ class KeyListener:
         if self._removed or pool is None:
             return removed, stored
         end = min(self._looked_at + keys_max, self.held.slot_count)
-        for slot in pool.resident_among(self._looked_at, end):
-            if self._told[slot] is None:
+        for slot in range(self._looked_at, end):
+            if self._told[slot] is None and pool.state_of(slot) is BlockState.RESIDENT:
                 self._stored[slot] = None
         self._looked_at = end
         for slot in [slot for slot, _ in zip(self._stored, range(keys_max), strict=False)]:

@@ -198,10 +198,6 @@ class SlotPool(Generic[KeyT]):
             if state == BlockState.RESIDENT:
                 yield SlotIndex(slot), self.key_of(slot)
 
-    def resident_among(self, start: int, end: int) -> list[int]:
-        """The slots from `start` up to `end` that are resident."""
-        return [slot for slot in range(start, min(end, self.slot_count)) if self._state[slot] == _RESIDENT]
-
     def resident_but_not_in(self, other: SlotPool[KeyT]) -> list[KeyT]:
         """The blocks that are resident here and not held by another pool."""
         return [key for key in self._slots.keys() - other._slots.keys() if self.find(key) is not None]

@@ -211,8 +211,17 @@ def take_lock(socket_path: str) -> int:
     return fd
 
 
-def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PRIVATE_GRACE_S) -> int:
-    """Entry point of a private manager: `python -m kvbm.manager.process SOCKET LOCK_FD SETTINGS [GRACE_S]`."""
+def main(
+    socket_path: str,
+    lock_fd: int,
+    settings_json: str,
+    namespaces: int = 1,
+    grace_s: float = PRIVATE_GRACE_S,
+) -> int:
+    """Entry point of a private one: `python -m kvbm.manager.process SOCKET LOCK_FD SETTINGS [NAMESPACES [GRACE_S]]`.
+
+    An engine whose blocks have several sizes has a namespace for each.
+    """
     # Leave the engine's process tree: vLLM kills all of it when it stops, and we have blocks to write by then.
     if os.fork():
         os._exit(0)
@@ -229,7 +238,7 @@ def main(socket_path: str, lock_fd: int, settings_json: str, grace_s: float = PR
     try:
         settings = msgspec.json.decode(settings_json, type=Settings)
         configure(settings.log_level)
-        serve(settings, socket_path, private=True, grace_s=grace_s)
+        serve(settings, socket_path, namespaces=namespaces, private=True, grace_s=grace_s)
     except KvbmError as error:
         log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
         _report_failure(socket_path, str(error))
@@ -252,4 +261,5 @@ def _report_failure(socket_path: str, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(float, sys.argv[4:])))
+    more = [kind(word) for kind, word in zip((int, float), sys.argv[4:], strict=False)]
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *more))

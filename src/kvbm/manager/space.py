@@ -74,8 +74,7 @@ class Space:
         """How often blocks of host memory were dropped on request."""
         self._writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
         host = self.new_host(arena)
-        self._names, self.host_pool = host.names, host.pool
-        self.facts, self.held = host.facts, host.held
+        self._names, self.host_pool, self.facts, self.held = host.names, host.pool, host.facts, host.held
         self.disk: DiskSide | None = None
         if medium is not None:
             self.disk = DiskSide(
@@ -139,8 +138,7 @@ class Space:
         host.pool.evicted += self.host_pool.evicted
         # All or nothing: what could fail was made before.
         self.life += 1
-        self.arena, self._names = host.arena, host.names
-        self.facts, self.held = host.facts, host.held
+        self.arena, self._names, self.facts, self.held = host.arena, host.names, host.facts, host.held
         self.host_pool, self._lookups = host.pool, lookups
         if self.disk is not None:
             self.disk.replace_host(host)

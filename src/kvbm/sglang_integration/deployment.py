@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import logging
 import os
 import time
@@ -37,6 +36,7 @@ from kvbm.sglang_integration.weights import (
     WeightsWatch,
     digest_of,
     model_runners,
+    watch_weights,
 )
 
 log = logging.getLogger("kvbm.sglang")
@@ -122,9 +122,10 @@ class Deployment:
             chained=pool == KV_POOL,
         )
 
-    def expect_pools(self, count: int) -> None:
-        """So many pools will join: each has a namespace, and takes its share of our own manager's memory."""
-        self._pools = max(1, count)
+    def expect_pools(self, count: int, stages: int) -> None:
+        """So many pools will join, on each of so many stages of a pipeline: each has a namespace, and takes an equal
+        share of our own manager's memory."""
+        self._pools = max(1, count) * stages
 
     def begin(self, keeper: Keeper, pool: PagesKept) -> None:
         """Join the manager at the engine's start. Raises KvbmError where our own cannot serve as it was set up."""
@@ -148,7 +149,12 @@ class Deployment:
         """The way to the manager. All ranks of one launch share a private one: they are children of one process."""
         settings = self.settings
         return Attachment.of_engine(
-            settings, self.environment, f"{ENGINE}-{_launch()}", engine, self.data_parallel_rank
+            settings,
+            self.environment,
+            f"{ENGINE}-{_launch()}",
+            engine,
+            self.data_parallel_rank,
+            namespaces=self._pools,
         )
 
     def _shapes(self, place: str) -> bytes | None:
@@ -186,14 +192,6 @@ class _Joining:
             REPLY_S,
             mirror=self._mirror,
         )
-
-
-def watch_weights() -> None:
-    """See every change of the weights from now on. Raises KvbmError where SGLang is not as we know it."""
-    try:
-        WATCH.install(lambda module, name: getattr(importlib.import_module(module), name))
-    except (ImportError, AttributeError) as error:
-        raise KvbmError(f"KVBM cannot see when SGLang changes weights, and is off: {error}") from None
 
 
 def _digest(runners: list[Any]) -> bytes:

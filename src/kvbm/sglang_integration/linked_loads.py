@@ -25,15 +25,17 @@ LEASES_MAX = 256
 """Requests whose pages are leased before they are loaded."""
 LEASE_S = 10.0
 """How long a request's pages stay leased without being loaded."""
-PROMOTE_S = 20.0
+BRING_UP_S = 20.0
 
 
 class Counter(Protocol):
     """SGLang's account of how far the layers of a batch are."""
 
-    def complete(self, index: int, layer: int) -> None: ...
+    def complete(self, index: int, layer: int) -> None:
+        """A layer of all requests of a batch has arrived."""
 
-    def fail(self, index: int, error: BaseException) -> None: ...
+    def fail(self, index: int, error: BaseException) -> None:
+        """No further layer of a batch will."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class LinkedLoads:
             self.drop(next(iter(self._leased)))
         return True
 
-    def promote(self, wanted: Mapping[str, Sequence[str]]) -> Generator[None, None, None]:
+    def bring_up(self, wanted: Mapping[str, Sequence[str]]) -> Generator[None, None, None]:
         """Bring these pages up from disk, for the next request that wants them."""
-        until_s = self._clock() + PROMOTE_S
+        until_s = self._clock() + BRING_UP_S
         with ExitStack() as held:
             hits = list[Hit]()
             for name, hashes in wanted.items():

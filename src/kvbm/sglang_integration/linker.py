@@ -94,7 +94,7 @@ class KvbmLinker(UnifiedCacheLinker):
         self._offloads: deque[Future[bool]] = deque()
         self._keeper = self._deployment.keeper(self._event, self._descriptors)
         self._keeper.submit(on_device_of(self._pages), None)
-        self._deployment.expect_pools(len(self._kept))
+        self._deployment.expect_pools(len(self._kept), params.pp_size)
         for pool in self._kept.values():
             self._deployment.begin(self._keeper, pool)
 
@@ -125,7 +125,7 @@ class KvbmLinker(UnifiedCacheLinker):
             self._ask(rid, self._wanted(by_name, hashes, ends[-1]))
         if below:
             wanted = {name: hashes for name in self._pages if not self._windowed(by_name[self._source(name)])}
-            self._keeper.submit(lambda: self._loads.promote(wanted), None)
+            self._keeper.submit(lambda: self._loads.bring_up(wanted), None)
         return ends
 
     def _wanted(self, by_name: dict[str, PoolTransfer], hashes: list[str], end: int) -> dict[str, list[str]]:

@@ -81,7 +81,7 @@ class KvbmStorage(HiCacheStorage):
     def on_host_pools_registered(self) -> None:
         """All pools are known: join the manager. Raises KvbmError in one line where our own cannot be started as it was
         set up; a shared one that is absent is joined later."""
-        self._deployment.expect_pools(len(self._pools))
+        self._deployment.expect_pools(len(self._pools), self._config.pp_size)
         for pool in self._pools.values():
             self._deployment.begin(self._keeper, pool)
 

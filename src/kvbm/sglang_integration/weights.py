@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from blake3 import blake3
+
+from kvbm.errors import KvbmError
 
 log = logging.getLogger("kvbm.sglang")
 
@@ -263,3 +266,11 @@ class RunningWeights:
 
 WATCH = WeightsWatch()
 """That of this process: SGLang's functions can be wrapped once only."""
+
+
+def watch_weights() -> None:
+    """See every change of the weights from now on. Raises KvbmError where SGLang is not as we know it."""
+    try:
+        WATCH.install(lambda module, name: getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError) as error:
+        raise KvbmError(f"KVBM cannot see when SGLang changes weights, and is off: {error}") from None

@@ -25,6 +25,13 @@ from rigs.sources import SOURCES, assert_none, module_name, parse, python_files
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
 
 OTHERS_FLAGS = {
+    "--enable-hierarchical-cache",
+    "--enable-unified-cache-external-linker",
+    "--hicache-storage-backend",
+    "--hicache-storage-backend-extra-config",
+    "--hicache-storage-prefetch-policy",
+    "--unified-cache-external-linker-backend",
+    "--unified-cache-external-linker-config",
     "--no-async-scheduling",
     "--kv-events-config",
     "--otlp-traces-endpoint",
@@ -32,7 +39,7 @@ OTHERS_FLAGS = {
     "--help",
     "--version",
 }
-"""Flags of vLLM and pytest, and those that every command has."""
+"""Flags of vLLM, SGLang and pytest, and those that every command has."""
 OTHERS_FILES = ("vllm/", "dynamo/", "/", "kvbm.toml")
 """Beginnings of paths that are not in this checkout: others', and those of users."""
 CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "scripts")
