@@ -24,6 +24,8 @@ pytest_plugins = ["rigs.fixtures"]
 ENGINE_TESTS = Path(__file__).parent / "engine"
 DYNAMO_TESTS = Path(__file__).parent / "under_dynamo"
 SGLANG_TESTS = Path(__file__).parent / "under_sglang"
+SGLANG_TIMEOUT_S = 300
+"""A test starts several engines, one after the other."""
 OPTIONAL = {
     "huggingface_hub",
     "matplotlib",
@@ -80,6 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.dynamo)
         if SGLANG_TESTS in item.path.parents:
             item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.timeout(SGLANG_TIMEOUT_S))
         if ENGINE_TESTS in item.path.parents:
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))

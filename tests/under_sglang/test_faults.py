@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rigs.manager_probe import wait_for
-from rigs.sglang.engine_process import Engine
 from rigs.sglang.keepers import WAYS, Manager, wait_until_settled, wait_until_stored
 from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, different, prompts
-from rigs.sglang.scenarios import Stage
+from rigs.sglang.scenarios import Stage, wait_until_found
 from under_sglang.conftest import FEW_WAYS, Keep
 
 Reference = list[list[int]]
 EVERYTHING = PROMPTS * HIT_TOKENS
-HITS_AGAIN_S = 30.0
 
 
 @pytest.mark.parametrize("way", FEW_WAYS)
@@ -36,7 +34,7 @@ def test_a_manager_is_killed_while_it_serves(
         assert engine.call("flush")
         assert different(engine.generate(prompts()), reference) == 0
         kept.start()
-        _hits_come_back(engine, reference)
+        wait_until_found(engine, reference)
         engine.end()
 
 
@@ -55,22 +53,8 @@ def test_a_manager_stands_still_for_a_while(stage: Stage, keep: Keep, reference:
             kept.pause(False)
         assert different(answers, reference) == 0
         assert sum(answer.where.storage for answer in answers) == 0
-        _hits_come_back(engine, reference)
+        wait_until_found(engine, reference)
         engine.end()
-
-
-def _hits_come_back(engine: Engine, reference: Reference) -> None:
-    found = 0
-
-    def found_all() -> bool:
-        nonlocal found
-        assert engine.call("flush")
-        answers = engine.generate(prompts())
-        assert different(answers, reference) == 0
-        found = sum(answer.cached for answer in answers)
-        return found == EVERYTHING
-
-    wait_for(found_all, HITS_AGAIN_S, lambda: f"{found} of {EVERYTHING} tokens are found again")
 
 
 @pytest.mark.slow
@@ -104,7 +88,7 @@ def test_an_engine_without_a_manager_serves(stage: Stage, keep: Keep, reference:
     with stage.on(kept) as engine:
         assert different(engine.generate(prompts()), reference) == 0
         kept.start()
-        _hits_come_back(engine, reference)
+        wait_until_found(engine, reference)
         engine.end()
 
 
@@ -123,5 +107,5 @@ def test_an_engine_is_killed_while_it_stores(
         engine.kill()
     with stage.on(kept) as engine:
         assert different(engine.generate(prompts()), reference) == 0
-        _hits_come_back(engine, reference)
+        wait_until_found(engine, reference)
         engine.end()

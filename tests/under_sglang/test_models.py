@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rigs.sglang.keepers import WAYS, Manager, wait_until_settled, wait_until_stored
 from rigs.sglang.models import make_adapter, make_latent_model
 from rigs.sglang.modes import plain
-from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, different, prompts, texts
-from rigs.sglang.scenarios import Stage
+from rigs.sglang.prompts import PAGES, PROMPTS, different, prompts, texts
+from rigs.sglang.scenarios import Stage, wait_until_found
 from under_sglang.conftest import Keep
 
 pytestmark = pytest.mark.slow
 
 Reference = list[list[int]]
-EVERYTHING = PROMPTS * HIT_TOKENS
 ONE_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -25,19 +25,27 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_latent_model(tmp_path_factory.mktemp("latent") / "model")
 
 
+def _stored_and_found(
+    stage: Stage, kept: Manager, arguments: dict[str, Any], variables: dict[str, str], expected: Reference
+) -> None:
+    """One engine computes and stores, and the next finds it."""
+    with stage.engine(arguments, variables) as engine:
+        answers = engine.generate(prompts())
+        assert (different(answers, expected), sum(answer.cached for answer in answers)) == (0, 0)
+        wait_until_stored(kept, PROMPTS * PAGES)
+        wait_until_settled(kept)
+        engine.end()
+    with stage.engine(arguments, variables) as engine:
+        wait_until_found(engine, expected)
+        engine.end()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """Each keeps its heads. One rank's pages are not taken by an engine of one rank."""
     kept: Manager = keep(way, disk=False)
     variables = kept.variables() | ONE_CORE_EACH
-    for found in (0, EVERYTHING):
-        with stage.engine(kept.arguments(stage.model, tp_size=2), variables) as engine:
-            answers = engine.generate(prompts())
-            assert different(answers, reference) == 0
-            assert sum(answer.cached for answer in answers) == found
-            wait_until_stored(kept, PROMPTS * PAGES)
-            wait_until_settled(kept)
-            engine.end()
+    _stored_and_found(stage, kept, kept.arguments(stage.model, tp_size=2), variables, reference)
     with stage.on(kept) as engine:
         answers = engine.generate(prompts())
         assert (different(answers, reference), sum(answer.cached for answer in answers)) == (0, 0)
@@ -51,14 +59,7 @@ def test_latent_attention(stage: Stage, keep: Keep, latent: Path, way: str, rank
     expected = stage.reference(latent)
     kept: Manager = keep(way, disk=False)
     variables = kept.variables() | (ONE_CORE_EACH if ranks > 1 else {})
-    for found in (0, EVERYTHING):
-        with stage.engine(kept.arguments(latent, tp_size=ranks), variables) as engine:
-            answers = engine.generate(prompts())
-            assert different(answers, expected) == 0
-            assert sum(answer.cached for answer in answers) == found
-            wait_until_stored(kept, PROMPTS * PAGES)
-            wait_until_settled(kept)
-            engine.end()
+    _stored_and_found(stage, kept, kept.arguments(latent, tp_size=ranks), variables, expected)
     assert kept.stored() <= PROMPTS * (PAGES + 1)
 
 
@@ -76,12 +77,15 @@ def test_adapters_do_not_meet(
         engine.end()
     assert len({str(reference), *map(str, expected.values())}) == 3
     kept: Manager = keep(way, disk=False)
-    for found in (0, EVERYTHING):
-        with stage.on(kept, **more) as engine:
-            for name in (*adapters, None):
-                answers = engine.generate(prompts(), lora_path=name)
-                assert different(answers, expected.get(name or "", reference)) == 0, name
-                assert sum(answer.cached for answer in answers) == found, name
-                wait_until_settled(kept)
-                assert engine.call("flush")
-            engine.end()
+    with stage.on(kept, **more) as engine:
+        for name in (*adapters, None):
+            assert engine.call("flush")
+            answers = engine.generate(prompts(), lora_path=name)
+            assert different(answers, expected.get(name or "", reference)) == 0, name
+            assert sum(answer.cached for answer in answers) == 0, name
+            wait_until_settled(kept)
+        engine.end()
+    with stage.on(kept, **more) as engine:
+        for name in (*adapters, None):
+            wait_until_found(engine, expected.get(name or "", reference), lora_path=name)
+        engine.end()

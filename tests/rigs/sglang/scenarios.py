@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from rigs.manager_probe import wait_for
 from rigs.sglang.engine_process import Answer, Engine, Nursery
 from rigs.sglang.keepers import (
     Keeper,
@@ -23,7 +24,9 @@ from rigs.sglang.keepers import (
     wait_until_stored,
 )
 from rigs.sglang.modes import plain
-from rigs.sglang.prompts import PAGES, PROMPTS, ROUNDS, different, prompts, texts
+from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, ROUNDS, different, prompts, texts
+
+FOUND_S = 60.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -81,6 +84,21 @@ class Stage:
             sum(answer.cached for answer in answers[i : i + PROMPTS]) for i in range(0, len(answers), PROMPTS)
         ]
         return Outcome(len(answers), different(answers, reference), found)
+
+
+def wait_until_found(engine: Engine, reference: list[list[int]], **request: Any) -> None:
+    """Ask until all that can be found of all prompts is found below the engine's own pools; every answer is right."""
+    found = 0
+
+    def found_all() -> bool:
+        nonlocal found
+        assert engine.call("flush")
+        answers = engine.generate(prompts(), **request)
+        assert different(answers, reference) == 0
+        found = sum(answer.cached for answer in answers)
+        return found == PROMPTS * HIT_TOKENS
+
+    wait_for(found_all, FOUND_S, lambda: f"{found} of {PROMPTS * HIT_TOKENS} tokens are found")
 
 
 def restart(stage: Stage, kept: Keeper, reference: list[list[int]]) -> Outcome:
