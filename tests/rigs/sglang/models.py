@@ -59,15 +59,17 @@ def make_latent_model(directory: Path) -> Path:
 
 
 def make_adapter(directory: Path, model: Path, seed: int) -> Path:
-    """A LoRA adapter of the tiny model that changes its values by about as much as they are."""
+    """A LoRA adapter of the tiny model that changes queries, keys and values by about as much as they are."""
     shape = SHAPES["tiny"]
     generator = torch.Generator().manual_seed(seed)
-    width = shape.kv_heads * shape.head_dim
+    heads = {"q_proj": shape.query_heads, "k_proj": shape.kv_heads, "v_proj": shape.kv_heads}
     weights = {}
     for layer in range(shape.layers):
-        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(ADAPTER_RANK, shape.hidden, generator=generator)
-        weights[f"{name}.lora_B.weight"] = torch.randn(width, ADAPTER_RANK, generator=generator)
+        for projection, count in heads.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(ADAPTER_RANK, shape.hidden, generator=generator)
+            width = count * shape.head_dim
+            weights[f"{name}.lora_B.weight"] = torch.randn(width, ADAPTER_RANK, generator=generator)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "adapter_model.safetensors")
     words = {
@@ -75,7 +77,7 @@ def make_adapter(directory: Path, model: Path, seed: int) -> Path:
         "base_model_name_or_path": str(model),
         "r": ADAPTER_RANK,
         "lora_alpha": ADAPTER_RANK,
-        "target_modules": ["v_proj"],
+        "target_modules": [*heads],
         "bias": "none",
         "task_type": "CAUSAL_LM",
     }
