@@ -187,10 +187,10 @@ def flip_every_byte(path: Path) -> int:
 
 
 def cut_in_half(path: Path) -> int:
-    """Cut the second half off; how many bytes that is."""
-    size = path.stat().st_size
-    os.truncate(path, size // 2)
-    return size - size // 2
+    """Cut off the second half of what was written (a slab is made larger than that); how many bytes."""
+    written = len(path.read_bytes().rstrip(b"\0"))
+    os.truncate(path, written // 2)
+    return written - written // 2
 
 
 def copy_of(model: Path, directory: Path) -> Path:
