@@ -11,7 +11,6 @@ from typing import NoReturn
 _ENGINES = "engines load kvbm.vllm_integration.connector.DynamoConnector, which starts or finds a manager"
 _LIBRARY = "programs use kvbm.BlockManager (docs/guides/embedding.md)"
 _TIERS = f"tiers belong to a manager process: {_ENGINES}; {_LIBRARY}"
-_TRTLLM = "TensorRT-LLM is not served"
 _VLLM = f"this was a part of the original's connector: {_ENGINES}"
 
 WAYS = {
@@ -19,7 +18,6 @@ WAYS = {
     "kvbm.KvbmWorker": _TIERS,
     "kvbm._core": f"nothing is compiled here. {_LIBRARY[0].upper()}{_LIBRARY[1:]}; for BlockManagerClient take "
     "`kvbm status` and `kvbm reset`, or Dynamo's endpoint `controller` (docs/guides/from-dynamo.md)",
-    "kvbm.trtllm_integration": _TRTLLM,
     "kvbm.vllm_integration.connector_leader": _VLLM,
     "kvbm.vllm_integration.connector_worker": _VLLM,
     "kvbm.vllm_integration.rust": f"nothing is compiled here. {_ENGINES[0].upper()}{_ENGINES[1:]}; {_LIBRARY}",

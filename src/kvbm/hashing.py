@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import count, repeat
 
 from blake3 import blake3
 
@@ -104,12 +104,27 @@ class Chain:
     def __init__(
         self, layout: BlockLayout, namespace: Namespace, tokens: Iterable[int] = (), extras: bytes = b""
     ) -> None:
-        self.block_tokens = layout.block_tokens
-        self.fingerprint = namespace.fingerprint
+        self._begin(namespace.fingerprint, layout.block_tokens, lambda block: extras)
         self.extras = extras
+        self.extend(tokens)
+
+    @classmethod
+    def under(
+        cls, fingerprint: bytes, block_tokens: int, tokens: Iterable[int], extras: Callable[[int], bytes]
+    ) -> Chain:
+        """A chain whose block of each number has extras of its own."""
+        chain = cls.__new__(cls)
+        chain._begin(fingerprint, block_tokens, extras)
+        chain.extras = b""
+        chain.extend(tokens)
+        return chain
+
+    def _begin(self, fingerprint: bytes, block_tokens: int, extras: Callable[[int], bytes]) -> None:
+        self.block_tokens = block_tokens
+        self.fingerprint = fingerprint
+        self._extras_of = extras
         self._keys: list[BlockKey] = []
         self._rest = array("I")  # after the last full block
-        self.extend(tokens)
 
     def append(self, token: int) -> None:
         """One more token."""
@@ -137,8 +152,14 @@ class Chain:
         """The keys of the full blocks, first block first: a copy, `[blocks]` of 32 bytes each."""
         return self._keys[:]
 
+    @property
+    def live_keys(self) -> Sequence[BlockKey]:
+        """The same, which grows with the chain: not to be changed."""
+        return self._keys
+
     def _hash_full(self) -> None:
-        _grow(self._keys, self.fingerprint, self._rest, self.block_tokens, repeat(self.extras))
+        extras = map(self._extras_of, count(len(self._keys)))
+        _grow(self._keys, self.fingerprint, self._rest, self.block_tokens, extras)
         del self._rest[: len(self._rest) // self.block_tokens * self.block_tokens]
 
 

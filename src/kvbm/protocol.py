@@ -9,7 +9,6 @@ Both are unique within a leader's session.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 import msgspec
@@ -17,7 +16,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -52,7 +51,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     `numa_node` is where the worker's device is attached, and its shard should lie; -1 is anywhere.
     `data_parallel_rank` is the engine's among those that serve one model; a worker says it. `device_blocks` is how many
     blocks the engine's own cache holds, 0 where that is not known; a leader says it. `events`: the engine announces
-    what the tiers hold (see `Announce`); a worker says it, as the disk is opened for the first one.
+    what the tiers hold (see `Announce`); a worker says it, as the disk is opened for the first one. `kind` is the
+    engine's software, for its name in metrics.
     """
 
     version: int
@@ -66,6 +66,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     data_parallel_rank: int = 0
     device_blocks: int = 0
     events: bool = False
+    kind: str = "vllm"
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 
@@ -150,6 +151,15 @@ class Finished(Message, frozen=True, kw_only=True, tag="finished"):
     output_tokens: int = 0
 
 
+class Report(Message, frozen=True, kw_only=True, tag="report"):
+    """A worker's work, where its engine has no way to tell the leader: the manager hands it on. `stored` has the
+    positions of each store that failed and its seconds, `loaded` the seconds of each request's load, which arrived as a
+    whole. The same may be told twice."""
+
+    stored: dict[int, tuple[tuple[int, ...], float]] = {}
+    loaded: dict[str, float] = {}
+
+
 class Watch(Message, frozen=True, kw_only=True, tag="watch"):
     """A worker asks for `Progress` of a lookup of its engine."""
 
@@ -171,8 +181,7 @@ class Reset(Message, frozen=True, kw_only=True, tag="reset"):
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """A leader asks for `TierEvents` of its namespace from now on: first of all blocks that the tiers hold, then of
-    what comes and goes. Asked again, it begins anew. With `keys` it asks for `HeldBlocks` instead, beside or without
-    the others."""
+    what comes and goes. Asked again, it begins anew. With `keys` it asks for `HeldBlocks` instead, or beside them."""
 
     keys: bool = False
 
@@ -297,6 +306,14 @@ class RemovedBlocks(msgspec.Struct, frozen=True, array_like=True):
     hashes: bytes
 
 
+class RankReport(Message, frozen=True, kw_only=True, tag="rank_report"):
+    """To a leader: what a worker of its engine reported (`Report`), and which rank that worker is."""
+
+    rank: int
+    stored: dict[int, tuple[tuple[int, ...], float]] = {}
+    loaded: dict[str, float] = {}
+
+
 class TierEvents(Message, frozen=True, kw_only=True, tag="tier_events"):
     """What has come into the tiers and left them since the last of these messages; `removed` was first. A block is
     `stored` in a tier once, and removed once after that. `complete`: all that the tiers hold has been told."""
@@ -306,18 +323,12 @@ class TierEvents(Message, frozen=True, kw_only=True, tag="tier_events"):
     complete: bool = False
 
 
-class TierKeys(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of a tier by their keys, joined."""
-
-    tier: int
-    keys: bytes
-
-
 class HeldBlocks(Message, frozen=True, kw_only=True, tag="held_blocks"):
-    """As `TierEvents`, of all blocks, and only their keys: for a client that answers from memory what is held."""
+    """As `TierEvents`, of all blocks, and only their keys, joined, by tier: for a client that answers from memory what
+    is held."""
 
-    removed: tuple[TierKeys, ...] = ()
-    stored: tuple[TierKeys, ...] = ()
+    removed: dict[int, bytes] = {}
+    stored: dict[int, bytes] = {}
     complete: bool = False
 
 
@@ -361,6 +372,7 @@ ToManager: TypeAlias = (
     | Reserve
     | Commit
     | Finished
+    | Report
     | Watch
     | FenceDone
     | Reset
@@ -376,6 +388,7 @@ FromManager: TypeAlias = (
     | Progress
     | ReserveReply
     | Fence
+    | RankReport
     | TierEvents
     | HeldBlocks
     | Asked
@@ -389,28 +402,18 @@ _from_manager = msgspec.msgpack.Decoder(FromManager)
 MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks for people: `rank 3`, `ranks 1, 4-7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)
-
-
 def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from a client, or ProtocolError in one line."""
-    try:
-        return cast(ToManager, _to_manager.decode(body))
-    except MALFORMED as error:
-        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
+    return cast(ToManager, _decoded(_to_manager, body))
 
 
 def decode_from_manager(body: bytes) -> FromManager:
     """A typed message from the manager, or ProtocolError in one line."""
+    return cast(FromManager, _decoded(_from_manager, body))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> object:  # type: ignore[type-arg]  # either's
     try:
-        return cast(FromManager, _from_manager.decode(body))
+        return decoder.decode(body)
     except MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None

@@ -119,6 +119,19 @@ def weight_files(location: Path) -> list[Path]:
     return sorted(path for path in location.iterdir() if _computed_with(path.name) and path.is_file())
 
 
+def local_files(name: str, revision: str | None, downloads: str | None) -> Path | None:
+    """The local files of a model given by path or by hub name."""
+    if Path(name).exists():
+        return Path(name)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(name, "config.json", cache_dir=downloads, revision=revision)
+    except (ImportError, ValueError):
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def changed_since(locations: Iterable[Path], moment_s: float) -> Path | None:
     """The first weight file that was written, replaced or touched after `moment_s` (seconds of the system's clock)."""
     for location in locations:

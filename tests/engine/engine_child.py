@@ -66,7 +66,7 @@ class Engine:
         import vllm
         from vllm.config import KVEventsConfig, KVTransferConfig
 
-        from kvbm.vllm_integration import engine_start
+        from kvbm import engine_start
 
         amx.hide_if_asked()
         if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":

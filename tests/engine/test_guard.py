@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvbm.engine_start import engine_start_s
 from kvbm.step_plan import LoadPlan, StepPlan
-from kvbm.vllm_integration.engine_start import engine_start_s
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.weights import changed_since
 
@@ -93,7 +93,7 @@ def test_where_the_start_is_unknown_every_file_is_younger(
     def unknown() -> float:
         raise OSError("/proc/stat has no btime")
 
-    monkeypatch.setattr("kvbm.vllm_integration.engine_start.process_start_s", unknown)
+    monkeypatch.setattr("kvbm.engine_start.process_start_s", unknown)
     old = tmp_path / "model.safetensors"
     old.write_bytes(b"weights")
     os.utime(old, (1, 1))

@@ -73,10 +73,15 @@ class ScriptedManager:
         assert self._connection is not None
         self._connection.sendall(data)
 
-    def ready(self, ready: bool = True) -> None:
+    def ready(self, ready: bool = True, lease_blocks: int = 0) -> None:
         self.send(
             Ready(
-                ready=ready, epoch=self.epoch, fingerprint=FINGERPRINT, lease_s=LEASE_S, tiers={"host": 100}
+                ready=ready,
+                epoch=self.epoch,
+                fingerprint=FINGERPRINT,
+                lease_s=LEASE_S,
+                tiers={"host": 100},
+                lease_blocks=lease_blocks,
             )
         )
 

@@ -14,7 +14,7 @@ import torch
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
-from kvbm.protocol import Commit, Ready, Reserve, ReserveReply, Reset, ResetReply, Welcome
+from kvbm.protocol import Commit, RankReport, Ready, Reserve, ReserveReply, Reset, ResetReply, Welcome
 from kvbm.step_plan import LoadPlan, StepPlan, StorePlan
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
@@ -44,7 +44,9 @@ class WatchedFinder(ManagerFinder):
 class Rank:
     """A worker, its device memory, and the manager that it is attached to."""
 
-    def __init__(self, directory: Path, stores_here: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, stores_here: bool = True, reports: bool = False, **settings: Any
+    ) -> None:
         self.tensors = {name: torch.zeros(SHAPE) for name in ("layer.0", "layer.1")}
         self._cache = cache = DeviceCache.from_tensors(self.tensors, DEVICE_BLOCKS)
         self.layout = BlockLayout(block_tokens=4, shard_bytes=cache.shard_bytes)
@@ -54,7 +56,7 @@ class Rank:
         self.hello = self.bench.worker_hello(layout=self.layout)
         self.mappings: list[Mapping] = []
         self.finder = WatchedFinder(self.bench)
-        self.mover = Mover(self.finder, self.hello, self._map)
+        self.mover = Mover(self.finder, self.hello, self._map, reports=reports)
         self.worker = Worker(self.mover, cache, stores_here)
         self.leader: Client = self.bench.leader()
         self.numbers = iter(range(1, 1000))
@@ -128,6 +130,11 @@ class Rank:
         """Carry the plan out; the positions that failed."""
         self.worker.store(StepPlan(stores=(plan,)))
         report = self.worker.report()
+        if self.mover.reporting.on:
+            assert report is None, "the mover tells it, through the manager"
+            told = self.leader.expect(RankReport)
+            assert told.rank == 0
+            return told.stored[plan.store][0]
         assert report is not None
         ranks, failed, _ = report.stored[plan.store]
         assert ranks == 1

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvbm.adapters import Adapters
 from kvbm.hashing import split_keys
 from kvbm.protocol import Hello, Reserve, ReserveReply
 from kvbm.settings import Settings
 from kvbm.step_plan import StepPlan
 from kvbm.vllm_integration import scheduler_side
-from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from rigs.leader import HASHES, TABLE, ScriptedManager
 

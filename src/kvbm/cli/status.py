@@ -14,9 +14,8 @@ from kvbm.client.admin import Admin, running_managers
 from kvbm.errors import KvbmError
 from kvbm.observe.view import resize_line
 from kvbm.present import tables
-from kvbm.present.numbers import format_bytes
+from kvbm.present.numbers import format_bytes, name_ranks
 from kvbm.present.tables import json_text, plain_table
-from kvbm.protocol import name_ranks
 
 FAULT_EXIT_CODE = 1
 

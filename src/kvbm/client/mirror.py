@@ -28,12 +28,12 @@ class Mirror:
 
     def take_in(self, message: HeldBlocks) -> None:
         """The manager's account of what came and went."""
-        for gone in message.removed:
-            self._of(gone.tier).difference_update(split_keys(gone.keys))
-        for come in message.stored:
-            held = self._of(come.tier)
+        for tier, keys in message.removed.items():
+            self._of(tier).difference_update(split_keys(keys))
+        for tier, keys in message.stored.items():
+            held = self._of(tier)
             if len(held) < self._keys_max:
-                held.update(split_keys(come.keys))
+                held.update(split_keys(keys))
         self.complete = self.complete or message.complete
 
     def forget(self) -> None:

@@ -20,7 +20,9 @@ class _Load(NamedTuple):
 class JointLoads:
     """The blocks of the loads that run, by the engine's hashes. Bounded by the number of device blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, on: bool = True) -> None:
+        """Off, nobody waits for another's load: the engine cannot."""
+        self._on = on
         self._loads: dict[str, _Load] = {}
         # The request that loads each block.
         self._by_hash: dict[bytes, str] = {}
@@ -31,6 +33,8 @@ class JointLoads:
     def begun(self, request: str, hashes: Sequence[bytes], now_s: float, compute_s: float | None) -> None:
         """The request loads these blocks, which would take `compute_s` seconds to compute, if that is known."""
         self.ended(request)
+        if not self._on:
+            return
         wait_s = WAIT_S_MAX if compute_s is None else min(compute_s, WAIT_S_MAX)
         self._loads[request] = _Load(list(hashes), now_s + wait_s)
         self._by_hash.update(dict.fromkeys(hashes, request))

@@ -17,13 +17,15 @@ from kvbm.leader.announced import Announced
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.group_offers import GroupOffers
+from kvbm.leader.inbox import Inbox
 from kvbm.leader.joint_loads import JointLoads
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.offers import Offers
-from kvbm.leader.questions import Questions
+from kvbm.leader.questions import MayHold, Questions, ask_always
+from kvbm.leader.rank_reports import RankReports
 from kvbm.leader.step_budget import IDLE_WAIT_S, LAST_STORES_WAIT_S, StepBudget
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
@@ -32,7 +34,7 @@ from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Says, Scheduled, Tol
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.leader.weights_known import WeightsKnown
 from kvbm.observe.spans import SpanSink
-from kvbm.protocol import Finished, Hello, LookupReply, Progress, ReserveReply, Reset, TierEvents
+from kvbm.protocol import Finished, Hello, Reset
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 
 
@@ -44,7 +46,8 @@ class Leader:
     pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
     need `device`. `weights_version` names the weights that the engine starts with, where their files do not. `spans`
     takes what became of each request. `groups` are a hybrid model's. `zeroes`: the engine
-    zeroes blocks when it hands them out.
+    zeroes blocks when it hands them out. `at_once`: the engine asks once (`first_contact`), copies stores after the
+    step's forward pass, and its ranks report through the manager; `may_hold` may spare it a question.
     `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
@@ -64,9 +67,11 @@ class Leader:
         groups: Sequence[Group] = (),
         zeroes: bool = False,
         announces: bool = False,
+        at_once: bool = False,
+        may_hold: MayHold = ask_always,
     ) -> None:
         assert device is not None or not (layerwise or lazy or zeroes)
-        assert not (groups or zeroes) or not (layerwise or lazy), (
+        assert not ((groups or zeroes) and (layerwise or lazy)), (
             "layer by layer and lazily for one group only"
         )
         self._grouping = grouping = Grouping(groups) if groups else None
@@ -76,21 +81,23 @@ class Leader:
         self.cost = CostModel(block_tokens, load_always)
         # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8
-        self.lookups = Lookups(self._link, self.cost, clock, promise_early, first, grouping)
+        self.lookups = Lookups(self._link, self.cost, clock, promise_early, first, grouping, at_once)
         self.traces = RequestTraces(spans, self._link, clock, block_tokens) if spans is not None else None
         self.lookups.traces = self.traces
         self.stores = Stores(self._link, clock, hello.rank_count, first, device, zeroes)
-        self._layerwise = layerwise
+        self._layerwise, self._at_once = layerwise, at_once
         self._device = device
-        self._unconfirmed, self.joint_loads = Unconfirmed(), JointLoads()
+        self._unconfirmed, self.joint_loads = Unconfirmed(), JointLoads(on=not at_once)
         self.requests: dict[str, Tracked] = {}
         self._weights = WeightsKnown(weights_version)
         self._keys = RequestKeys(self._link, self._weights.salt)
-        self._questions = Questions(self._link, self.lookups, self.requests, self._keys)
+        self._questions = Questions(self._link, self.lookups, self.requests, self._keys, may_hold)
         unsaved = Unsaved(device) if lazy and device is not None else None
         offering = self.stores, unsaved, self.requests, self._keys, clock
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
         self.announced = Announced(self._link, clock, announces)
+        self.rank_reports = RankReports(hello.rank_count)
+        self._inbox = Inbox(self.lookups, self.stores, self._offers, self.announced, self.rank_reports)
         self._gone, self._life, self._readied = set[str](), 0, 0
         self._new_loads: list[LoadPlan] = []
         self._budget, self._steps = StepBudget(self._link), StepTimes(self.cost, clock)
@@ -158,8 +165,7 @@ class Leader:
         tracked.computed = computed
         if self._grouping is not None:
             tracked.ends_before(before_tail, self._grouping.step)
-        # All that it computes depends on the blocks that it finds on the device.
-        tracked.outdated = self._weights.device_mixed and computed > 0
+        tracked.outdated = self._weights.device_mixed and computed > 0  # it depends on what it finds there
         if self._unconfirmed.shared(tracked.hashes, computed):
             return Answer(later=True)  # even without a manager: the ranks confirm them
         if not self.ready or computed >= tracked.wanted or computed % self._step:
@@ -234,16 +240,20 @@ class Leader:
             self.stores.ended(request)
             tracked = self.requests.get(request)
             if tracked is not None:
-                tracked.asked_from = None
-                # It is looked up in turn again. After a reset it may have come back, and load, within this very step.
-                tracked.begun = self.lookups.loads(request)
-                tracked.offer_anew()
+                tracked.preempted(self.lookups.loads(request))
         may_wait = idle
+        scheduled = list(scheduled)
+        if self._at_once:
+            # The plan's copies come after this step's forward pass, so it may have the blocks that the step completes.
+            with self._link.in_one_write():
+                self._offers.scheduled(scheduled, self.ready)
+            if prefill_tokens and self.stores.unanswered:
+                self._wait_a_little(left_s)
+                self._budget.begin()
         if self.stores.last_chance(self._gone) or (idle and self.stores.unanswered):
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s)
             self._budget.begin()
-        scheduled = list(scheduled)
         # The tags of free device blocks are asked for only where a plan needs them: a step has thousands of blocks.
         free = self.stores.plans_free_blocks
         tag = tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
@@ -251,14 +261,8 @@ class Leader:
         released = self.stores.released(self._gone)
         self._gone.clear()
         with self._link.in_one_write():
-            for entry in scheduled:
-                tracked = self.requests.get(entry.request)
-                if tracked is not None:
-                    tracked.begun = True
-                    if self.ready:
-                        self._offers.complete(tracked, entry)
-            if self.ready:
-                self._offers.leaving()
+            if not self._at_once:
+                self._offers.scheduled(scheduled, self.ready)
             self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
@@ -370,9 +374,7 @@ class Leader:
         self._offers.keys_changed()
         for request, tracked in self.requests.items():
             self.lookups.drop(request)
-            tracked.asked_from = None
-            # A running request is computed from older KV: it is not stored until the engine computes it anew.
-            tracked.outdated = tracked.begun
+            tracked.keys_changed()
 
     def close(self) -> None:
         self._link.close()
@@ -382,24 +384,22 @@ class Leader:
     def receive(self) -> None:
         """Take in the manager's messages; every call of the engine does so first."""
         for message in self._link.poll():
-            if isinstance(message, LookupReply):
-                if (search := self.lookups.replied(message)) is not None:
-                    self._offers.found(search, message.full)
-            elif isinstance(message, Progress):
-                self.lookups.progressed(message)
-            elif isinstance(message, TierEvents):
-                self.announced.take_in(message)
-            elif isinstance(message, ReserveReply) and (answer := self.stores.replied(message)) is not None:
-                self._offers.answered(answer)
+            for request, seconds in self._inbox.take(message).items():
+                self._end_load(request, seconds)
         if self._life != self._link.life:
             self._life = self._link.life
             self.stores.lost()
+            self.rank_reports.clear()
             self._offers.anew()
             self._questions.new_session()
         if self._readied != self._link.readied:
             self._readied = self._link.readied
             self._questions.ready_again()
             self.announced.begin()
+
+    def may_wait(self, request: str) -> bool:
+        """Whether the answer to the request's lookup may still come within the step's budget."""
+        return self.ready and self._budget.left_s > 0.0 and self.lookups.asked(request)
 
     def _wait_a_little(self, seconds: float) -> None:
         self._budget.wait(seconds)

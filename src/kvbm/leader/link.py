@@ -10,7 +10,8 @@ from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.errors import ManagerUnavailable
-from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome, name_ranks
+from kvbm.present.numbers import name_ranks
+from kvbm.protocol import FromManager, Hello, Message, Ready, Refused, Welcome
 
 log = logging.getLogger("kvbm.leader")
 

@@ -11,6 +11,7 @@ from kvbm.grouping import Grouping
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.patience import Patience
+from kvbm.leader.rising import Rising
 from kvbm.leader.search import Search, Stage
 from kvbm.leader.traces import RequestTraces
 from kvbm.leader.tracked import NOTHING_TOLD, Told, readable
@@ -29,7 +30,7 @@ _LATE_MAX = 256
 class Lookups:
     """All lookups of one engine. `promise_early`: blocks that are still being read from disk may be promised, because
     the engine recomputes those that do not arrive; otherwise only verified blocks in host memory are. `grouping` is the
-    order of a hybrid model's blocks."""
+    order of a hybrid model's blocks. `at_once`: what is not there when the engine asks comes for the next time."""
 
     def __init__(
         self,
@@ -39,8 +40,10 @@ class Lookups:
         promise_early: bool,
         first_number: int,
         grouping: Grouping | None = None,
+        at_once: bool = False,
     ) -> None:
         self.window = Window()
+        self._at_once, self._rising = at_once, Rising(link, at_once)
         self._grouping = grouping
         self._link = link
         self._cost = cost
@@ -120,6 +123,8 @@ class Lookups:
 
     def progressed(self, progress: Progress) -> None:
         """Blocks arrived in host memory, or will not come."""
+        if progress.final:
+            self._rising.ended(progress.lookup)
         search = self._by_number.get(progress.lookup)
         if search is not None:
             search.ready = max(search.ready, progress.ready)
@@ -176,7 +181,7 @@ class Lookups:
         offset = computed - search.skip
         sources = search.sources[offset:held]
         if (
-            not self._promise_early
+            not (self._promise_early or self._at_once)
             and not search.final
             and now_s - search.asked_s < self._patience.for_reads_s(search, offset)
         ):
@@ -198,6 +203,15 @@ class Lookups:
         if not worth:
             search.stage = Stage.OVER
         return worth
+
+    def asked(self, request: str) -> bool:
+        """Whether the manager has yet to answer the request's lookup."""
+        return (search := self._by_request.get(request)) is not None and search.stage is Stage.ASKED
+
+    def too_late(self, request: str) -> None:
+        """The engine waits no longer for the answer to this request's lookup."""
+        if self.asked(request):
+            self._by_request[request].stage, self._by_request[request].why = Stage.OVER, "deadline"
 
     def sources(self, request: str, computed: int, blocks: int) -> bytes:
         """The tiers that so many promised blocks of the request come from, one byte each."""
@@ -333,8 +347,8 @@ class Lookups:
         for request, (began, ended) in copied.items():
             search = self._by_request.get(request)
             if search is not None:
-                before = search.copied or (began, ended)
-                search.copied = min(before[0], began), max(before[1], ended)
+                first, last = search.copied or (began, ended)
+                search.copied = min(first, began), max(last, ended)
 
     def end_load(self, request: str, seconds: float) -> tuple[bytes, int]:
         """A load ended on all ranks: the tiers of the blocks that arrived, and how many did not."""
@@ -350,19 +364,18 @@ class Lookups:
         came = search.prompt_sources() if search.boundary and not failed else arrived
         if search.life == self._link.life:
             first = search.plan.offset
-            self._link.send(
-                Release(
-                    lookup=search.number,
-                    first=first,
-                    loaded=len(arrived),
-                    failed=failed,
-                    seconds=seconds,
-                    answer_s=search.answer_s,
-                    wait_s=self._clock() - search.asked_s,
-                    unloaded=search.unloaded,
-                    prefill_s=self._cost.prefill_s(len(came), search.skip + first) or 0.0,
-                )
+            done = Release(
+                lookup=search.number,
+                first=first,
+                loaded=len(arrived),
+                failed=failed,
+                seconds=seconds,
+                answer_s=search.answer_s,
+                wait_s=self._clock() - search.asked_s,
+                unloaded=search.unloaded,
+                prefill_s=self._cost.prefill_s(len(came), search.skip + first) or 0.0,
             )
+            self._rising.release(search, done)
         self._forget(search)
         counted = self.counted_sources(came)
         for tier in self.loaded_blocks:
@@ -394,7 +407,8 @@ class Lookups:
             return
         if search.life == self._link.life:
             # Also where nothing was found: how long the answer took counts all the same.
-            self._link.send(Release(lookup=search.number, answer_s=search.answer_s, unloaded=search.unloaded))
+            over = Release(lookup=search.number, answer_s=search.answer_s, unloaded=search.unloaded)
+            self._rising.release(search, over)
         self._forget(search)
 
     def _forget(self, search: Search) -> None:

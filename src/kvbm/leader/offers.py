@@ -3,7 +3,7 @@ again those that the manager had no slot for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.clock import Clock
@@ -21,7 +21,7 @@ LEAVING_BLOCKS = 512
 
 class Offers:
     """The leader's reservations. `requests` is the leader's; with `unsaved`, blocks are offered when they leave the
-    device and not when they are complete. Called only while there is a manager."""
+    device and not when they are complete. Called only while there is a manager, but for `scheduled`."""
 
     def __init__(
         self,
@@ -36,6 +36,17 @@ class Offers:
         self._requests = requests
         self._keys = keys
         self._clock = clock
+
+    def scheduled(self, entries: Iterable[Scheduled], ready: bool) -> None:
+        """A step computes these requests: offer what it completes, where there is a manager."""
+        for entry in entries:
+            tracked = self._requests.get(entry.request)
+            if tracked is not None:
+                tracked.begun = True
+                if ready:
+                    self.complete(tracked, entry)
+        if ready:
+            self.leaving()
 
     def complete(self, tracked: Tracked, entry: Scheduled) -> None:
         """Offer the blocks that the request has completed since the last offer, or note them to be offered later."""

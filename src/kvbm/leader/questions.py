@@ -3,7 +3,7 @@ the first answer no longer holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 from kvbm.block import KEY_BYTES
@@ -27,6 +27,15 @@ COMPARED_MAX = 64
 """So many requests that have not begun are compared with one whose load could run beside its forward pass."""
 
 
+MayHold = Callable[[bytes], bool]
+"""Whether the manager may hold the first of these blocks; their keys are joined. False only for a certain miss."""
+
+
+def ask_always(_keys: bytes) -> bool:
+    """Nothing is known of what the manager holds."""
+    return True
+
+
 class Questions:
     """The leader's lookups in turn. `requests` is the leader's."""
 
@@ -36,7 +45,10 @@ class Questions:
         lookups: Lookups,
         requests: Mapping[str, Tracked],
         keys: RequestKeys,
+        may_hold: MayHold = ask_always,
     ) -> None:
+        """`may_hold` is asked before each lookup: a certain miss costs no round trip."""
+        self._may_hold = may_hold
         self._link = link
         self._lookups = lookups
         self._window = lookups.window
@@ -145,6 +157,9 @@ class Questions:
             return None
         tracked.asked_from = skip
         keys = self._keys(tracked, 0, min(tracked.wanted, KEYS_PER_MESSAGE_MAX)).keys
+        if not self._may_hold(keys[skip * KEY_BYTES :]):
+            self._window.forget(request)
+            return None
         search = self._lookups.ask(request, keys, skip, attempts, self._keys.told(tracked))
         if search is None:
             self._window.forget(request)  # nothing can be asked for: it must not wait for that

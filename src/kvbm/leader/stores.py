@@ -282,6 +282,18 @@ class Stores:
             else:
                 self._unpin(store)
 
+    def give_up(self, request: str, begun: bool = False) -> bool:
+        """Give up the request's stores that no plan has yet; with `begun`, no other one is committed either. Whether
+        ranks may be copying its blocks."""
+        for store in [each for each in self._asked.values() if each.request == request]:
+            del self._asked[store.number]
+            self._unpin(store)
+            self._give_back(store.number, len(store.device_blocks))
+        planned = [each for each in self._planned.values() if each.request == request]
+        for store in planned if begun else ():
+            self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
+        return bool(planned)
+
     def give_up_pins(self) -> bool:
         """The engine empties its cache, which it cannot while blocks are pinned: give up their stores. True if there
         were any. Ranks may still read the blocks; what they read is not committed."""

@@ -150,6 +150,17 @@ class Tracked:
         if now_s >= self.retry.due_s:
             self.retry.failed(now_s)
 
+    def preempted(self, loads: bool) -> None:
+        """The engine took its blocks, and will run it anew. It is looked up in turn again. After a reset it may have
+        come back within this very step, and load (`loads`)."""
+        self.asked_from, self.begun = None, loads
+        self.offer_anew()
+
+    def keys_changed(self) -> None:
+        """Blocks have other keys now. A running request is computed from older KV: it is not stored until the engine
+        computes it anew."""
+        self.asked_from, self.outdated = None, self.begun
+
     def offer_anew(self) -> None:
         """Nothing of it counts as stored any more."""
         self.stored, self.refused_at, self.retry = 0, -1, Retry()

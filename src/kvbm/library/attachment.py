@@ -15,7 +15,8 @@ class Attachment:
     """`engine` is the client's own name among those of the manager: it joins the two sessions of one client.
 
     A private manager is started with `settings` and `environment`. `data_parallel_rank` is the client's among those
-    that serve one model. A private manager is to serve so many `namespaces`, each with an equal share.
+    that serve one model. A private manager is to serve so many `namespaces`, each with an equal share. `kind` is
+    as in `protocol.Hello`.
     """
 
     address: ManagerAddress
@@ -24,6 +25,7 @@ class Attachment:
     environment: Mapping[str, str] = field(default_factory=dict)
     data_parallel_rank: int = 0
     namespaces: int = 1
+    kind: str = "vllm"
 
     @classmethod
     def at(cls, socket: str, peer_uids: Iterable[int] = ()) -> Attachment:
@@ -44,8 +46,9 @@ class Attachment:
         engine: str,
         data_parallel_rank: int = 0,
         namespaces: int = 1,
+        kind: str = "vllm",
     ) -> Attachment:
         """One rank's, at the manager that the settings name, or at the private one that all ranks of a `deployment`
         share: its name must be the same in each of them, and no other's."""
         address = ManagerAddress.of(settings, deployment)
-        return cls(address, settings, engine, dict(environment), data_parallel_rank, namespaces)
+        return cls(address, settings, engine, dict(environment), data_parallel_rank, namespaces, kind)

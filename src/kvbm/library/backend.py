@@ -26,7 +26,10 @@ class Stored(IntEnum):
 
 
 class Run(Protocol):
-    """Blocks in a row that a lookup found. They are leased until they are released."""
+    """Blocks in a row that a lookup found. They are leased until they are released. Those that are not loaded by then
+    are `left_because` of one of `protocol.UNLOADED_REASONS`."""
+
+    left_because: str
 
     @property
     def sources(self) -> bytes:

@@ -25,6 +25,7 @@ from kvbm.library.local import LocalOptions, LocalSpace
 from kvbm.library.remote import SharedSpace
 from kvbm.library.tables import Table, to_keep, to_load
 from kvbm.observe.metrics import Metrics
+from kvbm.protocol import UNLOADED_REASONS
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,15 @@ class Hit:
         wanted = to_load(grouping, self._run.boundary, self._skip, device_blocks)  # type: ignore[arg-type]  # tables
         arrived = self._manager._onboard(self._run, kv_cache, wanted, of_prompt=self.blocks)
         return self.blocks if arrived == len(wanted) else 0
+
+    def leave(self, reason: str) -> None:
+        """What of the hit is not onboarded is left for this reason: what `kvbm why` says of it at a shared manager.
+
+        `reason` is one of `protocol.UNLOADED_REASONS`; without a word it is `unused`.
+        """
+        assert reason in UNLOADED_REASONS, reason
+        if self._run is not None:
+            self._run.left_because = reason
 
     def _must_be_held(self) -> None:
         if self._ended:

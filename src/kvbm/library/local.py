@@ -59,11 +59,12 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _LocalRun:
     number: int
     lease: Lease
     space: Space
+    left_because: str = "unused"
 
     @property
     def sources(self) -> bytes:

@@ -90,6 +90,7 @@ class SharedSpace:
             namespace=namespace,
             layout=layout,
             data_parallel_rank=attachment.data_parallel_rank,
+            kind=attachment.kind,
         )
         self._finder = ManagerFinder(
             attachment.address, attachment.settings, attachment.environment, clock, attachment.namespaces
@@ -196,7 +197,7 @@ class SharedSpace:
                 seconds=run.seconds,
                 answer_s=run.answer_s,
                 wait_s=run.wait_s,
-                unloaded={"unused": unused} if unused else {},
+                unloaded={run.left_because: unused} if unused else {},
             )
         )
 

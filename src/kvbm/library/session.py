@@ -178,6 +178,7 @@ class SharedRun:
     seconds: float = 0.0
     answer_s: float = 0.0
     wait_s: float = 0.0
+    left_because: str = "unused"
 
     def note_load(self, first: int, loaded: int, failed: int) -> None:
         """Blocks from the position `first` on were copied, and some were not."""

@@ -16,7 +16,7 @@ from kvbm.manager.held_keys import KeyListener
 from kvbm.manager.session import Session
 from kvbm.manager.slot_facts import SlotFacts, TierListener
 from kvbm.manager.space import Space
-from kvbm.protocol import HeldBlocks, Message, RemovedBlocks, StoredRun, TierEvents, TierKeys
+from kvbm.protocol import HeldBlocks, Message, RemovedBlocks, StoredRun, TierEvents
 
 TOLD_AT_ONCE = 256
 """Stored blocks of a tier in one message; a turn sends each leader one."""
@@ -123,16 +123,18 @@ class KeysAccount:
         return all(listener.complete for listener in self._listeners)
 
     def next(self, told_all: bool) -> HeldBlocks | None:
-        removed, stored = list[TierKeys](), list[TierKeys]()
+        removed, stored = dict[int, bytes](), dict[int, bytes]()
         for listener in self._listeners:
             gone, come = listener.take(KEYS_AT_ONCE)
             tier = int(listener.held.tier)
-            removed += [TierKeys(tier, join_keys(gone))] if gone else []
-            stored += [TierKeys(tier, join_keys(come))] if come else []
+            if gone:
+                removed[tier] = join_keys(gone)
+            if come:
+                stored[tier] = join_keys(come)
         first = self.complete and not told_all
         if not (removed or stored or first):
             return None
-        return HeldBlocks(removed=tuple(removed), stored=tuple(stored), complete=first)
+        return HeldBlocks(removed=removed, stored=stored, complete=first)
 
     def end(self) -> None:
         for listener in self._listeners:

@@ -9,6 +9,9 @@ from kvbm.observe.metric_table import OTHER_ENGINES
 LABELS_MAX = 64
 """A series stays as long as the manager lives; engines beyond so many names share one."""
 _MODEL_CHARACTERS_MAX = 96
+_KIND_CHARACTERS_MAX = 16
+UNNAMED_KIND = "vllm"
+"""The engine that labels have named by its model alone, ever since."""
 
 
 class EngineLabels:
@@ -17,12 +20,16 @@ class EngineLabels:
     def __init__(self) -> None:
         self._known: set[str] = set()
 
-    def name(self, model: str, data_parallel_rank: int, taken: Collection[str]) -> str:
-        """`MODEL/dpRANK`; where an engine that is present has `taken` that name, the first of `#2`, `#3`, … is added.
+    def name(
+        self, model: str, data_parallel_rank: int, taken: Collection[str], kind: str = UNNAMED_KIND
+    ) -> str:
+        """`MODEL/dpRANK`, behind its kind and a slash for an engine that is not vLLM; where an engine that is present
+        has `taken` that name, the first of `#2`, `#3`, … is added.
 
         `OTHER_ENGINES` once `LABELS_MAX` names are in use.
         """
-        base = f"{model[-_MODEL_CHARACTERS_MAX:]}/dp{data_parallel_rank}"
+        software = "" if kind == UNNAMED_KIND else f"{kind[:_KIND_CHARACTERS_MAX]}/"
+        base = f"{software}{model[-_MODEL_CHARACTERS_MAX:]}/dp{data_parallel_rank}"
         numbered = (base if number == 1 else f"{base}#{number}" for number in range(1, len(taken) + 2))
         label = next(name for name in numbered if name not in taken)
         if label not in self._known and len(self._known) >= LABELS_MAX:

@@ -15,7 +15,8 @@ from kvbm.manager.leases import PINS, Lease
 from kvbm.manager.lookups import LEASE_S
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
-from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome, name_ranks
+from kvbm.present.numbers import name_ranks
+from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome
 
 log = logging.getLogger("kvbm.manager")
 
@@ -230,7 +231,7 @@ class Membership:
             leader = self._early.pop(hello.engine, None)
             self._early_since_s.pop(hello.engine, None)
             label = self._labels.name(
-                namespace.model, hello.data_parallel_rank, {other.label for other in self}
+                namespace.model, hello.data_parallel_rank, {other.label for other in self}, hello.kind
             )
             engine = Engine(hello.engine, hello.rank_count, space, self._clock(), leader, label=label)
             self._engines[hello.engine] = engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
@@ -25,7 +26,9 @@ from kvbm.protocol import (
     Lookup,
     LookupReply,
     Progress,
+    RankReport,
     Release,
+    Report,
     Reserve,
     ReserveReply,
     Watch,
@@ -60,6 +63,20 @@ class Requests:
         self._unanswered: set[tuple[int, int]] = (
             set()
         )  # lookups under way: their replies tell how far they are
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Session, Any], Iterator[None] | None]]:
+        """Each takes the message of its type."""
+        return {
+            Lookup: self.lookup,
+            Release: self.release,
+            Reserve: self.reserve,
+            Commit: self.commit,
+            Watch: self.watch,
+            FenceDone: self.fence_done,
+            Finished: self.finished,
+            Report: self.report,
+        }
 
     def lookup(self, session: Session, message: Lookup) -> Iterator[None]:
         """Find and lease the longest run; bring up its blocks that are on disk, a part of them in a turn."""
@@ -205,6 +222,14 @@ class Requests:
         if not lease.final:
             self._watchers.setdefault((lease.owner, lease.number), set()).add(session.number)
         session.send(Progress(lookup=message.lookup, ready=lease.ready, final=lease.final))
+
+    def report(self, session: Session, message: Report) -> None:
+        """A worker tells the leader of its engine what it has copied; its rank is the one that it attached with."""
+        engine, hello = self._membership.of(session), session.hello
+        if engine is None or hello is None or engine.workers.get(hello.rank) is not session:
+            return
+        if engine.leader is not None:
+            engine.leader.send(RankReport(rank=hello.rank, stored=message.stored, loaded=message.loaded))
 
     def fence_done(self, session: Session, message: FenceDone) -> None:
         """A worker is past a fence."""

@@ -49,20 +49,13 @@ from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.protocol import (
     Announce,
-    Commit,
-    FenceDone,
-    Finished,
     Follow,
     Hello,
-    Lookup,
     Message,
-    Release,
-    Reserve,
     Reset,
     ResetReply,
     Status,
     StatusQuery,
-    Watch,
 )
 
 log = logging.getLogger("kvbm.manager")
@@ -135,13 +128,7 @@ class Server:
         # Each takes the message of its type. One that takes long leaves the rest to an iterator, in slices.
         self._handlers: dict[type, Callable[[Session, Any], Iterator[None] | None]] = {
             Hello: self._hello,
-            Lookup: requests.lookup,
-            Release: requests.release,
-            Reserve: requests.reserve,
-            Commit: requests.commit,
-            Watch: requests.watch,
-            FenceDone: requests.fence_done,
-            Finished: requests.finished,
+            **requests.handlers,
             Reset: self._reset,
             Announce: self._announce_tiers,
             Follow: self._follow,

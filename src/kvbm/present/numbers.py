@@ -37,3 +37,14 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     ordered = sorted(values)
     rank = -int(-fraction * len(ordered) // 1)
     return ordered[max(rank, 1) - 1]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks for people: `rank 3`, `ranks 1, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)

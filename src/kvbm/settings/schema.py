@@ -21,8 +21,6 @@ PORT_MAX = 65535
 CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
 
-_NO_TRTLLM = "this build does not serve TensorRT-LLM"
-
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting, checked. Sizes are bytes, times are seconds.
@@ -206,7 +204,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
             maximum=100,
-            no_effect="no engine gives KVBM retention priorities",
+            reader="engine",
         ),
         "stop offloading a request at its first block of a lower retention priority (TensorRT-LLM)",
     ] = 0
@@ -331,9 +329,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             kind=Kind.PORT,
             minimum=1,
             maximum=PORT_MAX,
-            no_effect=_NO_TRTLLM,
+            reader="engine",
         ),
-        "port on which TensorRT-LLM publishes its KV events",
+        "port of this machine on which TensorRT-LLM's KV events are published, for the event consolidator",
     ] = None
     dynamo_runtime: Annotated[
         bool,

@@ -155,6 +155,7 @@ class Deployment:
             engine,
             self.data_parallel_rank,
             namespaces=self._pools,
+            kind=ENGINE,
         )
 
     def _shapes(self, place: str) -> bytes | None:

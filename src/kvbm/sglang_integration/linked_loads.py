@@ -6,7 +6,7 @@ Owned by the keeper's thread, but for `Layers`, which says how far a batch is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +25,7 @@ LEASES_MAX = 256
 """Requests whose pages are leased before they are loaded."""
 LEASE_S = 10.0
 """How long a request's pages stay leased without being loaded."""
-BRING_UP_S = 20.0
+UNUSED, DEADLINE = "unused", "deadline"
 
 
 class Counter(Protocol):
@@ -47,6 +47,14 @@ class Wanted:
     numbers: Sequence[int]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Pages of one pool that a request would like to have, of which it `needs` so many of the first."""
+
+    hashes: Sequence[str]
+    needed: int
+
+
 @dataclass(eq=False)
 class _Leased:
     hits: dict[str, tuple[Hit, Sequence[str]]]
@@ -63,37 +71,28 @@ class LinkedLoads:
         self._pools, self._pages, self._layer_count, self._clock = pools, pages, layer_count, clock
         self._leased: dict[str, _Leased] = {}
 
-    def lease(self, request: str, wanted: Mapping[str, Sequence[str]]) -> bool:
-        """Lease these pages of each pool for a request; all of them lie in host memory, or none is leased."""
-        self.drop(request)
-        leased = _Leased({}, self._clock() + LEASE_S)
-        for name, hashes in wanted.items():
-            opened = self._pools[name].open(hashes, request)
+    def lease(self, request: str, asked: Mapping[str, Asked]) -> bool:
+        """Ask for a request's pages in each pool and lease what is held; whether all that it needs lies in host memory.
+
+        What is only on disk is brought up, for the next time, as long as the lease lasts. That a request missed is
+        known to the manager by this.
+        """
+        self.drop(request, DEADLINE)
+        leased, complete = _Leased({}, self._clock() + LEASE_S), True
+        for name, each in asked.items():
+            opened = self._pools[name].open(each.hashes, request)
             if opened is not None:
                 hit, held = opened
                 leased.held.push(held)
-                leased.hits[name] = hit, hashes
-                if hit.ready()[0] >= len(hashes):
-                    continue
-            leased.held.close()
-            return False
-        self._leased[request] = leased
+                leased.hits[name] = hit, each.hashes
+                complete = complete and hit.ready()[0] >= each.needed
+            else:
+                complete = complete and not each.needed
+        if leased.hits:
+            self._leased[request] = leased
         while len(self._leased) > LEASES_MAX:
-            self.drop(next(iter(self._leased)))
-        return True
-
-    def bring_up(self, wanted: Mapping[str, Sequence[str]]) -> Generator[None, None, None]:
-        """Bring these pages up from disk, for the next request that wants them."""
-        until_s = self._clock() + BRING_UP_S
-        with ExitStack() as held:
-            hits = list[Hit]()
-            for name, hashes in wanted.items():
-                opened = self._pools[name].open(hashes)
-                if opened is not None:
-                    hits.append(opened[0])
-                    held.push(opened[1])
-            while any(hit.ready()[1] for hit in hits) and self._clock() < until_s:
-                yield
+            self.drop(next(iter(self._leased)), DEADLINE)
+        return complete
 
     def load(
         self,
@@ -147,17 +146,19 @@ class LinkedLoads:
             begun.append((load, pages))
         return begun
 
-    def drop(self, request: str) -> None:
-        """End a request's lease."""
+    def drop(self, request: str, reason: str = UNUSED) -> None:
+        """End a request's lease; what of it was not loaded was left for this reason (`protocol.UNLOADED_REASONS`)."""
         leased = self._leased.pop(request, None)
         if leased is not None:
+            for hit, _ in leased.hits.values():
+                hit.leave(reason)
             leased.held.close()
 
     def tick(self) -> None:
         """End the leases of requests that nobody loaded."""
         now_s = self._clock()
         for request in [name for name, leased in self._leased.items() if leased.until_s <= now_s]:
-            self.drop(request)
+            self.drop(request, DEADLINE)
 
     def close(self) -> None:
         """End all leases."""

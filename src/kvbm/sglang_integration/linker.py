@@ -26,7 +26,7 @@ from kvbm.errors import KvbmError
 from kvbm.sglang_integration.deployment import Deployment
 from kvbm.sglang_integration.device_pages import DevicePages
 from kvbm.sglang_integration.device_pools import pool_group
-from kvbm.sglang_integration.linked_loads import LinkedLoads, Wanted, on_device_of
+from kvbm.sglang_integration.linked_loads import DEADLINE, UNUSED, Asked, LinkedLoads, Wanted, on_device_of
 from kvbm.sglang_integration.pages_kept import PagesKept
 from kvbm.sglang_integration.versions import warn_if_untested
 
@@ -34,6 +34,8 @@ log = logging.getLogger("kvbm.sglang")
 
 LEASE_WAIT_S = 0.002
 """How long the scheduler's thread waits for a lease that was asked for when the request was matched."""
+LEASE_WAIT_ALWAYS_S = 1.0
+"""The same where a hit is to be loaded in any case (`DYN_KVBM_ONBOARD=always`, for tests)."""
 QUIESCE_S = 30.0
 ASKED_MAX = 1024
 _instances = itertools.count(1)
@@ -73,6 +75,8 @@ class KvbmLinker(UnifiedCacheLinker):
             shape=f"tp{ranks} pp{params.pp_rank}/{params.pp_size} cp{params.attn_cp_size} linker",
             extra_config=extra.get("kvbm"),
         )
+        always = self._deployment.settings.onboard == "always"
+        self._lease_wait_s = LEASE_WAIT_ALWAYS_S if always else LEASE_WAIT_S
         own = "" if group.rank_replicated else f"tp{rank}"
         self._pages = {str(name): DevicePages(entry, group.num_layers) for name, entry in self.pools.items()}
         self._mirrors = {name: Mirror() for name in self._pages}
@@ -89,7 +93,7 @@ class KvbmLinker(UnifiedCacheLinker):
         }
         self._loads = LinkedLoads(self._kept, self._pages, group.num_layers, time.monotonic)
         # Leases that were asked for, and what for; loads that were accepted; stores that are under way, in order.
-        self._leases: dict[str, tuple[dict[str, list[str]], Future[bool]]] = {}
+        self._leases: dict[str, tuple[dict[str, Asked], Future[bool]]] = {}
         self._queued: dict[str, list[Wanted]] = {}
         self._offloads: deque[Future[bool]] = deque()
         self._keeper = self._deployment.keeper(self._event, self._descriptors)
@@ -101,55 +105,42 @@ class KvbmLinker(UnifiedCacheLinker):
     # ---- what is held
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every number of leading pages that all pools hold in host memory, from the mirror. A lease of the most is
-        asked for at once, and pages that are only on disk are brought up for the next time."""
+        """Every number of leading pages that all pools hold in host memory, from the mirror. A lease is asked for at
+        once, with which pages that are only on disk are brought up for the next time."""
         by_name = {str(transfer.name): transfer for transfer in transfers}
         kv = by_name.get(PoolName.KV.value)
-        if kv is None or not kv.keys or not all(str(s) in by_name for s in self._group.sources.values()):
+        sources = {name: by_name.get(str(self._group.sources[PoolName(name)])) for name in self._pages}
+        if kv is None or not kv.keys or any(source is None for source in sources.values()):
             return []
         hashes = list(kv.keys)
-        ends, below = list(range(1, len(hashes) + 1)), False
-        for name in self._pages:
-            source = by_name[str(self._group.sources[PoolName(name)])]
+        ends, windows = list(range(1, len(hashes) + 1)), dict[str, int]()
+        for name, source in sources.items():
             keys, mirror = self._kept[name].keys(hashes), self._mirrors[name]
-            if keys is None:
+            if keys is None or source is None:
                 return []
-            if self._windowed(source):
-                each, window = mirror.each_in_host(keys), max(1, len(source.keys or ()))
-                ends = [end for end in ends if all(each[max(0, end - window) : end])]
+            if source.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                each, windows[name] = mirror.each_in_host(keys), max(1, len(source.keys or ()))
+                ends = [end for end in ends if all(each[max(0, end - windows[name]) : end])]
             else:
                 held = mirror.in_host(keys)
-                below = below or held < mirror.held(keys)
                 ends = [end for end in ends if end <= held]
-        if ends:
-            self._ask(rid, self._wanted(by_name, hashes, ends[-1]))
-        if below:
-            wanted = {name: hashes for name in self._pages if not self._windowed(by_name[self._source(name)])}
-            self._keeper.submit(lambda: self._loads.bring_up(wanted), None)
+        self._ask(rid, hashes, windows, ends[-1] if ends else 0)
         return ends
 
-    def _wanted(self, by_name: dict[str, PoolTransfer], hashes: list[str], end: int) -> dict[str, list[str]]:
-        """The pages of each pool that a prefix of `end` pages needs."""
-        wanted = {}
+    def _ask(self, rid: str, hashes: list[str], windows: dict[str, int], end: int) -> None:
+        """Have a request's pages leased, if that was not asked for already: a request that waits is matched again."""
+        asked = {}
         for name in self._pages:
-            source = by_name[self._source(name)]
-            start = max(0, end - max(1, len(source.keys or ()))) if self._windowed(source) else 0
-            wanted[name] = hashes[start:end]
-        return wanted
-
-    def _source(self, name: str) -> str:
-        """The pool whose transfers name the pages of this one."""
-        return str(self._group.sources[PoolName(name)])
-
-    @staticmethod
-    def _windowed(transfer: PoolTransfer) -> bool:
-        return bool(transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES)
-
-    def _ask(self, rid: str, wanted: dict[str, list[str]]) -> None:
+            window = windows.get(name)
+            if window is None:
+                asked[name] = Asked(hashes, end)
+            elif end:
+                part = hashes[max(0, end - window) : end]
+                asked[name] = Asked(part, len(part))
         known = self._leases.get(rid)
-        if known is not None and known[0] == wanted and not (known[1].done() and not _true(known[1])):
+        if known is not None and known[0] == asked and not (end and known[1].done() and not _true(known[1])):
             return
-        self._leases[rid] = wanted, self._keeper.submit(lambda: self._loads.lease(rid, wanted), False)
+        self._leases[rid] = asked, self._keeper.submit(lambda: self._loads.lease(rid, asked), False)
         while len(self._leases) > ASKED_MAX:
             del self._leases[next(iter(self._leases))]
 
@@ -160,18 +151,17 @@ class KvbmLinker(UnifiedCacheLinker):
         wanted = self._of_pools(transfers)
         accepted = bool(wanted) and self._leased(rid, wanted)
         if not self._all_ranks(accepted):
-            self.cancel_queued_load(rid)
-            self._release(rid)
+            self._release(rid, DEADLINE)
             return False
         self._queued[rid] = wanted
         return True
 
     def _leased(self, rid: str, wanted: Sequence[Wanted]) -> bool:
         asked = self._leases.get(rid)
-        if asked is None or any(asked[0].get(w.pool, [])[: len(w.hashes)] != list(w.hashes) for w in wanted):
+        if asked is None or not all(_covers(asked[0].get(each.pool), each) for each in wanted):
             return False
         try:
-            return asked[1].result(LEASE_WAIT_S)
+            return asked[1].result(self._lease_wait_s)
         except Exception:  # late, or a defect that the keeper logged: the engine computes
             return False
 
@@ -278,9 +268,9 @@ class KvbmLinker(UnifiedCacheLinker):
         # A job behind all others: when it has run, no load is under way.
         self._keeper.call(self._loads.close, None, QUIESCE_S)
 
-    def _release(self, rid: str) -> None:
+    def _release(self, rid: str, reason: str = UNUSED) -> None:
         self._leases.pop(rid, None)
-        self._keeper.submit(lambda: self._loads.drop(rid), None)
+        self._keeper.submit(lambda: self._loads.drop(rid, reason), None)
 
     def _all_ranks(self, mine: bool) -> bool:
         """Whether all ranks say so: they must take the same way."""
@@ -306,6 +296,12 @@ class KvbmLinker(UnifiedCacheLinker):
 
 def _true(result: Future[bool]) -> bool:
     return not result.cancelled() and result.exception() is None and result.result()
+
+
+def _covers(asked: Asked | None, wanted: Wanted) -> bool:
+    """Whether what is to be loaded is what was asked for, from the first page on."""
+    size = len(wanted.hashes)
+    return asked is not None and size <= asked.needed and list(asked.hashes[:size]) == list(wanted.hashes)
 
 
 def _settled(result: Future[bool], timeout_s: float) -> None:

@@ -19,7 +19,7 @@ from kvbm.sglang_integration.versions import release
 from kvbm.weights import canonical_config, changed_since, process_start_s, weights_digest
 
 ENGINE = "sglang"
-"""What every name of an engine of ours begins with, in metrics and in `why`."""
+"""What the names of these engines begin with, in metrics."""
 
 _SERVER_FACTS = (
     "context_length",
@@ -55,7 +55,7 @@ def page_namespace(runner: Any, pool: str, description: str, page_tokens: int, s
         ("ranks", shape),
         ("arguments", canonical_config(facts)),
     )
-    return Namespace(model=f"{ENGINE}:{os.path.basename(os.path.normpath(str(served)))}", fields=fields)
+    return Namespace(model=os.path.basename(os.path.normpath(str(served))), fields=fields)
 
 
 def describe_pages(pool: Any, cache: Mapping[str, torch.Tensor]) -> str:

@@ -14,12 +14,10 @@ import socket
 from collections.abc import Mapping
 from typing import Any, cast
 
-import msgspec
-
 from kvbm.client.kept_process import KeptProcess
-from kvbm.clock import monotonic
 from kvbm.errors import SettingsError
 from kvbm.events import consolidator
+from kvbm.events.kept import keep_consolidator
 from kvbm.runtime_dir import make_runtime_dir, open_lock
 from kvbm.settings import CONSOLIDATOR_PORT_OFFSET, PORT_MAX, Settings, load_settings, process_environment
 from kvbm.utils import get_consolidator_mode as get_consolidator_mode
@@ -94,26 +92,12 @@ def kept_consolidator(vllm_config: Any, settings: Settings) -> KeptProcess | Non
         log_level=settings.log_level,
     )
 
-    def words(first: bool) -> list[str]:
-        said = msgspec.json.encode(msgspec.structs.replace(options, began=first)).decode()
-        return [consolidator.__name__, said]
-
-    child = KeptProcess("the KV event consolidator", words, _given_up, monotonic, log)
-    try:
-        child.start()
-    except OSError as error:
-        _given_up(f"there is no process to be had: {error.strerror}")
-        return None
-    return child
+    return keep_consolidator(options)
 
 
 def local_address(endpoint: str) -> str:
     """Where to connect for what is bound at `endpoint`."""
     return endpoint.replace("*", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
-
-
-def _given_up(why: str) -> None:
-    log.error("there are no consolidated KV events until the engine starts again: %s", why)
 
 
 def _settings(vllm_config: Any) -> Settings:

@@ -6,11 +6,11 @@ scheduler was promised by then are handed to the ranks and fail there, so that n
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
+from kvbm.guard import Guard
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 from kvbm.vllm_integration.block_tables import table_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
@@ -22,7 +22,6 @@ NO_LOAD = -1
 """The lookup and the epoch of a load that was never planned: no rank maps memory of that epoch."""
 NULL_BLOCK = 0
 """The block of vLLM that no request computes into."""
-ResultT = TypeVar("ResultT")
 
 
 class GuardedScheduler:
@@ -30,7 +29,8 @@ class GuardedScheduler:
 
     def __init__(self, side: SchedulerSide) -> None:
         self.side = side
-        self._off = False
+        # What is pinned is given up, or the engine would never get those blocks back.
+        self._guard = Guard(log, side.give_up_pins)
         # Loads that the scheduler was promised and that no plan has carried yet: block table, first block and end.
         self._owed: dict[str, tuple[Sequence[int], int, int]] = {}
         # Those of them for which the scheduler does not wait, because the step itself reads their blocks.
@@ -39,17 +39,17 @@ class GuardedScheduler:
 
     def bind_block_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, which knows the blocks on the device."""
-        self._call(None, self.side.bind_block_pool, pool)
+        self._guard.call(None, self.side.bind_block_pool, pool)
 
     def added(self, request: Any) -> None:
         """A request arrived."""
-        self._call(None, self.side.added, request)
+        self._guard.call(None, self.side.added, request)
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded, and whether the request waits; none when KVBM is off."""
         nothing: tuple[int | None, bool] = (0, False)
         self._computed_tokens[request.request_id] = computed_tokens
-        tokens, waits = self._call(nothing, self.side.matched, request, computed_tokens)
+        tokens, waits = self._guard.call(nothing, self.side.matched, request, computed_tokens)
         if tokens and not waits:
             self._by_layer.add(request.request_id)
         else:
@@ -58,7 +58,7 @@ class GuardedScheduler:
 
     def hit_sources(self, request: Any, tokens: int) -> dict[Any, int]:
         """The split of a hit over the tiers."""
-        return self._call({}, self.side.hit_sources, request, tokens)
+        return self._guard.call({}, self.side.hit_sources, request, tokens)
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The scheduler made room for a promised load: from here on the request waits for it."""
@@ -67,14 +67,14 @@ class GuardedScheduler:
             first = computed // self.side.block_tokens
             end = first - (-tokens // self.side.block_tokens)
             self._owed[request.request_id] = table_of(blocks), first, end
-        self._call(None, self.side.allocated, request, blocks, tokens)
+        self._guard.call(None, self.side.allocated, request, blocks, tokens)
 
     def step(self, output: Any) -> StepPlan:
         """The step's plan. With KVBM off, loads that were promised and not planned fail at the ranks."""
-        plan = self._call(None, self.side.step, output)
+        plan = self._guard.call(None, self.side.step, output)
         for load in plan.loads if plan is not None else ():
             self._owed.pop(load.request, None)
-        if self._off and self._owed:
+        if self._guard.off and self._owed:
             failing = tuple(
                 # A group may have fewer blocks than the prompt; a load of none would count as done.
                 _failing(request, tuple(table[first:end]) or (NULL_BLOCK,), request in self._by_layer)
@@ -86,59 +86,45 @@ class GuardedScheduler:
 
     def updated(self, connector_output: Any, report: StepReport | None) -> None:
         """Take in the ranks' reports."""
-        self._call(None, self.side.updated, connector_output, report)
+        self._guard.call(None, self.side.updated, connector_output, report)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> None:
         """The request ended or was aborted; `block_ids` has the block table of each group."""
         self._computed_tokens.pop(request.request_id, None)
         self._by_layer.discard(request.request_id)
-        self._call(None, self.side.finished, request, block_ids)
+        self._guard.call(None, self.side.finished, request, block_ids)
 
     def stores_pending(self) -> bool:
         """Whether the engine should step on although it has no request."""
-        return self._call(False, lambda: self.side.stores_pending)
+        return self._guard.call(False, lambda: self.side.stores_pending)
 
     def reset(self) -> bool:
         """Forget all blocks; True when KVBM is off, because then none is kept."""
-        return self._call(True, self.side.reset)
+        return self._guard.call(True, self.side.reset)
 
     def give_up_pins(self) -> bool:
         """The engine is about to empty its cache: use none of its blocks. True if some were in use."""
-        return self._call(False, self.side.give_up_pins)
+        return self._guard.call(False, self.side.give_up_pins)
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights."""
-        self._call(None, self.side.weights_changed)
+        self._guard.call(None, self.side.weights_changed)
 
     def weights_named(self, version: str) -> None:
         """The trainer names the ranks' weights."""
-        self._call(None, self.side.weights_named, version)
+        self._guard.call(None, self.side.weights_named, version)
 
     def take_events(self) -> list[Any]:
         """vLLM's events of what came into the tiers and left them."""
         nothing: list[Any] = []
-        return self._call(nothing, self.side.take_events)
+        return self._guard.call(nothing, self.side.take_events)
 
     def take_stats(self) -> KvbmStats | None:
         """The counts since the last call."""
-        return self._call(None, self.side.take_stats)
+        return self._guard.call(None, self.side.take_stats)
 
     def close(self) -> None:
-        self._call(None, self.side.close)
-
-    def _call(self, otherwise: ResultT, method: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        if self._off:
-            return otherwise
-        try:
-            return method(*arguments)
-        except Exception:
-            self._off = True
-            log.exception(
-                "KVBM is off for this engine from now on, after a defect in KVBM; the engine serves without it"
-            )
-            with contextlib.suppress(Exception):
-                self.side.give_up_pins()  # or the engine would never get those blocks back
-            return otherwise
+        self._guard.call(None, self.side.close)
 
 
 def _failing(request: str, device_blocks: tuple[int, ...], layerwise: bool) -> LoadPlan:

@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 import torch
 
+from kvbm import engine_start
 from kvbm.errors import KvbmError
 from kvbm.groups import Group, GroupKind
 from kvbm.layout import Namespace
-from kvbm.vllm_integration import engine_start
 from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.ranks import block_tokens, context_parallel, gather
 from kvbm.vllm_integration.rotary import rotary_digest, rotary_modules
-from kvbm.weights import canonical_config, changed_since, weights_digest
+from kvbm.weights import canonical_config, changed_since, local_files, weights_digest
 
 log = logging.getLogger("kvbm.vllm")
 
@@ -341,7 +341,7 @@ def _weights(vllm_config: Any, memo_path: Path) -> str:
     if draft is not None and draft.model != model.model:
         models.append((draft.model, draft.revision))
     downloads = vllm_config.load_config.download_dir
-    locations = [_location(name, revision, downloads) for name, revision in models]
+    locations = [local_files(name, revision, downloads) for name, revision in models]
     if loader not in _FILE_FORMATS:
         locations = [None]
     known = [location for location in locations if location is not None]
@@ -362,19 +362,6 @@ def _weights(vllm_config: Any, memo_path: Path) -> str:
 def _instance(vllm_config: Any) -> str:
     """This start of the engine, the same on all its ranks; its name alone may be a fixed one of the user's."""
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
-
-
-def _location(name: str, revision: str | None, downloads: str | None) -> Path | None:
-    """The local files of a model given by path or by hub name."""
-    if Path(name).exists():
-        return Path(name)
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        config = try_to_load_from_cache(name, "config.json", cache_dir=downloads, revision=revision)
-    except (ImportError, ValueError):
-        return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _on_cpu() -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvbm.adapters import Adapters
 from kvbm.block import Tier
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
@@ -18,7 +19,6 @@ from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings, shared_request_notices, size_notices
 from kvbm.step_plan import StepPlan, StepReport
 from kvbm.vllm_integration import stats
-from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 from kvbm.vllm_integration.block_pool import PoolBlocks
 from kvbm.vllm_integration.block_tables import BlockTables, table_of

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.step_plan import LoadPlan, StorePlan
+from kvbm.step_plan import LoadPlan, StepReport, StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mark
@@ -63,6 +63,13 @@ class StoreJob:
         copying = self.copies.get(store)
         if copying is not None and self.after is not None:
             self.after.hold(copying)
+
+
+@dataclass(slots=True)
+class ReportJob:
+    """What the engine's thread has to tell the leader through the manager."""
+
+    report: StepReport
 
 
 @dataclass(slots=True)

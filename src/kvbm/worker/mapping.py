@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvbm.client.arena import MappedArena
 from kvbm.protocol import Welcome
 from kvbm.transfer import Copier, Copying, DeviceCache, DeviceEvent, arena_tensor, make_copier
+
+EARLIER_S = 10.0
+NO_EPOCH = -1
+"""The life of no manager."""
 
 
 class Mapping(MappedArena):
@@ -37,6 +42,57 @@ class Mapping(MappedArena):
         """Finish copies and drop the mapping."""
         super().close()  # first: no thread needs to touch pages while the copier waits
         self.copier.close()
+
+
+class Earlier:
+    """The mapping before the present one, for loads that were promised out of it and are on their way to the ranks.
+
+    A dead manager overwrites nothing, and one that has gone over to other memory leaves leased slots as they were: what
+    their generations say holds. Kept for `EARLIER_S`, where that is on; closed at once elsewhere. Owned by the mover.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self.mapping: Mapping | None = None
+        self._on = on
+        self._until_s = 0.0
+
+    def replace(self, mapping: Mapping, now_s: float) -> None:
+        """This was the present mapping until now."""
+        self.close()
+        if self._on:
+            self.mapping, self._until_s = mapping, now_s + EARLIER_S
+        else:
+            mapping.close()
+
+    def expire(self, now_s: float, in_use: bool) -> None:
+        """Close it when its time is over, and no load runs."""
+        if self.mapping is not None and not in_use and now_s >= self._until_s:
+            self.close()
+
+    def close(self) -> None:
+        """Close it now."""
+        mapping, self.mapping = self.mapping, None
+        if mapping is not None:
+            mapping.close()
+
+
+class Adopted:
+    """Which life of the manager's memory is mapped, for threads that wait for that."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._epoch = NO_EPOCH
+
+    def now(self, epoch: int) -> None:
+        """The memory of this life has been mapped."""
+        with self._changed:
+            self._epoch = epoch
+            self._changed.notify_all()
+
+    def wait(self, epoch: int, timeout_s: float) -> bool:
+        """Wait until the memory of that life is mapped: a leader may hear of it first. False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._epoch == epoch, timeout_s)
 
 
 class Mark(NamedTuple):

@@ -23,9 +23,18 @@ from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
 from kvbm.step_plan import StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
-from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, StoreJob, wait_for_end
+from kvbm.worker.jobs import (
+    DrainJob,
+    FinishedLoad,
+    FinishedStore,
+    LoadJob,
+    ReportJob,
+    StoreJob,
+    wait_for_end,
+)
 from kvbm.worker.layers import LayerGate
-from kvbm.worker.mapping import Mapping, Mark
+from kvbm.worker.mapping import NO_EPOCH, Adopted, Earlier, Mapping, Mark
+from kvbm.worker.reporting import Reporting
 from kvbm.worker.storing import Storing
 
 log = logging.getLogger("kvbm.worker")
@@ -51,12 +60,14 @@ class Mover:
         hello: Hello,
         make_mapping: Callable[[Welcome, list[int]], Mapping],
         clock: Clock = time.monotonic,
+        reports: bool = False,
     ) -> None:
+        """`reports`: the leader is told through the manager what has ended (see `reporting`)."""
         self._finder = finder
         self._hello = hello
         self._make_mapping = make_mapping
         self._clock = clock
-        self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | ReportJob | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loads: deque[LoadJob] = deque()
         self._channel: Channel | None = None
@@ -69,7 +80,9 @@ class Mover:
         self._retry_at_s = 0.0
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
         self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
-        self._storing = Storing(self.stores, self._copy_failed, clock)
+        self.reporting = Reporting(reports)
+        self._storing = Storing(self.stores, self._copy_failed, clock, self.reporting.store_ended)
+        self.adopted, self._earlier = Adopted(), Earlier(reports)
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
 
     # ---- the engine's thread
@@ -84,7 +97,7 @@ class Mover:
         """Start the thread; it reconnects by itself from now on."""
         self._thread.start()
 
-    def put(self, job: StoreJob | LoadJob | DrainJob) -> None:
+    def put(self, job: StoreJob | LoadJob | DrainJob | ReportJob) -> None:
         """Hand the thread a job; never blocks."""
         self._inbox.put(job)
         os.eventfd_write(self._wake, 1)
@@ -105,14 +118,18 @@ class Mover:
         """Whether there is a session; a hint for the engine's thread, which may be outdated at once."""
         return self._channel is not None
 
-    def mark(self) -> Mark | None:
-        """The present end of the engine's device work; called by the engine's thread."""
-        mapping = self._mapping
+    def mark(self, epoch: int = NO_EPOCH) -> Mark | None:
+        """The present end of the engine's device work, by its thread. `epoch` may name earlier memory."""
+        mapping, earlier = self._mapping, self._earlier.mapping
+        if earlier is not None and earlier.epoch == epoch:
+            mapping = earlier
         return Mark(mapping, mapping.copier.mark()) if mapping is not None else None
 
-    def _usable(self, after: Mark | None, epoch: int) -> Mapping | None:
+    def _usable(self, after: Mark | None, epoch: int, loads: bool = True) -> Mapping | None:
         """The mapping for a job, unless it was meant for another one."""
-        mapping = None if self._device_lost else self._mapping
+        mapping, earlier = None if self._device_lost else self._mapping, self._earlier.mapping
+        if loads and mapping is not None and earlier is not None and earlier.epoch == epoch:
+            mapping = earlier
         if mapping is None or after is None or after.mapping is not mapping or mapping.epoch != epoch:
             return None
         return mapping
@@ -158,6 +175,7 @@ class Mover:
     def _end(self) -> None:
         self._lose_session("worker stops")
         self._failures.close()
+        self._earlier.close()
         if self._mapping is not None:
             self._mapping.close()
 
@@ -166,9 +184,8 @@ class Mover:
             self.take_jobs()  # joining may take a while: jobs that wait by now fail at once
             self._reconnect()
         watched = [self._wake] + ([self._channel.fileno()] if self._channel else [])
-        # A turn that failed may have left jobs behind whose wake-up it took.
         busy = bool(self._storing) or any(job.may_begin or job.under_way for job in self._loads)
-        busy = busy or not self._inbox.empty()
+        busy = busy or not self._inbox.empty()  # a turn that failed may have left jobs whose wake-up it took
         timeout_s = 0.0 if busy or not wait else 1.0 if self._channel else _RECONNECT_POLL_S
         readable = readable_among(watched, timeout_s)
         if self._wake in readable:
@@ -177,7 +194,9 @@ class Mover:
         if self._channel is not None and self._channel.fileno() in readable:
             self._listen(self._channel)
         moved = self._copy_pieces()
+        self._earlier.expire(self._clock(), bool(self._loads))
         self._storing.collect(wait=wait and not moved)
+        self.reporting.send(self._channel)
         if self._device_lost and self._channel is not None:
             self._lose_session("the device is lost")
 
@@ -194,6 +213,8 @@ class Mover:
                 self._store(job)
             elif isinstance(job, DrainJob):
                 self._drain(job)
+            elif isinstance(job, ReportJob):
+                self.reporting.add(job.report)
             else:
                 self._begin_load(job)
 
@@ -219,7 +240,7 @@ class Mover:
 
     def _copy_out(self, plan: StorePlan, after: Mark | None) -> Copying | None:
         """Without a session no fence could reach us, and a reservation may have ended before the present one."""
-        mapping = self._usable(after, plan.epoch)
+        mapping = self._usable(after, plan.epoch, loads=False)
         if self._channel is None or mapping is None or after is None:
             return None
         if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
@@ -344,9 +365,8 @@ class Mover:
     # ---- the session
 
     def _reconnect(self) -> None:
-        if self._device_lost or self._clock() < self._retry_at_s:
-            return
-        channel = self._finder.attempt()
+        waits = self._device_lost or self._clock() < self._retry_at_s
+        channel = None if waits else self._finder.attempt()
         if channel is None:
             return
         try:
@@ -367,7 +387,7 @@ class Mover:
         try:
             self._end_loads()
             if self._mapping is not None:
-                self._mapping.close()
+                self._earlier.replace(self._mapping, self._clock())
                 self._mapping = None
             self._mapping = self._make_mapping(welcome, channel.take_fds())
         except BaseException:
@@ -375,6 +395,7 @@ class Mover:
             # Mapping or page-locking may be refused every time, perhaps after minutes: do not spin on it.
             self._retry_at_s = self._clock() + ADOPT_RETRY_S
             raise
+        self.adopted.now(welcome.epoch)
         # Last: a thread that sees a session may count on the memory behind it, which can take long to map.
         self._channel = channel
 

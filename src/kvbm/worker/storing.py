@@ -13,14 +13,17 @@ from kvbm.worker.jobs import FinishedStore, StoreJob, StoreUnderWay
 
 
 class Storing:
-    """Puts stores that have ended into `finished`, and calls `failed(kind, blocks, error)` for a copy that failed."""
+    """Puts stores that have ended into `finished` and tells `ended`. Calls `failed(kind, blocks, error)` for a copy
+    that failed."""
 
     def __init__(
         self,
         finished: queue.SimpleQueue[FinishedStore],
         failed: Callable[[str, int, Exception], None],
         clock: Clock,
+        ended: Callable[[FinishedStore], None] = lambda store: None,
     ) -> None:
+        self._ended = ended
         self._finished = finished
         self._failed = failed
         self._clock = clock
@@ -37,7 +40,9 @@ class Storing:
     def end(self, plan: StorePlan, started_s: float, *, copied: bool) -> None:
         """The store is over."""
         failed = () if copied else tuple(range(len(plan.slots)))
-        self._finished.put(FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s))
+        finished = FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s)
+        self._finished.put(finished)
+        self._ended(finished)
 
     def collect(self, *, wait: bool) -> None:
         """End the stores whose copies are over, in order; with `wait`, the oldest one in any case."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -15,13 +15,15 @@ from kvbm.protocol import Welcome
 from kvbm.step_plan import StepPlan, StepReport
 from kvbm.transfer import DeviceCache
 from kvbm.worker.failures import FailureLog
-from kvbm.worker.jobs import FinishedLoad, LoadJob, StoreJob
+from kvbm.worker.jobs import FinishedLoad, LoadJob, ReportJob, StoreJob
 from kvbm.worker.layers import LayerGate
-from kvbm.worker.mapping import Mark
+from kvbm.worker.mapping import NO_EPOCH, Mark
 from kvbm.worker.mover import Mover
 
 STORE_TIMEOUT_S = 60.0
 LAYER_TIMEOUT_S = 60.0
+ADOPT_WAIT_S = 15.0
+"""A manager that has welcomed this rank is in the leader's plans before the rank has mapped its memory."""
 IDLE_WAIT_S = 0.02
 
 ResultT = TypeVar("ResultT")
@@ -111,6 +113,51 @@ class Worker:
             self._begun[load.request] = self._weights_known, load.device_blocks
             self._mover.put(job)
 
+    def load_now(self, plan: StepPlan, timeout_s: float) -> list[FinishedLoad]:
+        """Carry out the plan's loads and wait for their ends: on return what has not failed lies on the device.
+
+        For an engine whose forward pass reads the blocks next. What has not ended after `timeout_s` counts as failed.
+        """
+        until_s = self._clock() + timeout_s
+        for each in plan.loads:
+            self._marked = one = msgspec.structs.replace(plan, stores=(), loads=(each,))
+            self._mark_for(each.epoch, min(ADOPT_WAIT_S, timeout_s))
+            self.load(one)
+        open_loads = {load.request: load.device_blocks for load in plan.loads}
+        done, self._not_begun = self._not_begun, []
+        while len(done) < len(plan.loads) and (left_s := until_s - self._clock()) > 0.0:
+            with contextlib.suppress(queue.Empty):
+                done.append(self._mover.loads.get(timeout=left_s))
+        self._open_loads -= len(done)
+        for load in done:
+            open_loads.pop(load.request, None)
+            self._begun.pop(load.request, None)
+            if not load.failed:
+                self._loaded[load.request] = load.seconds
+        late = [
+            FinishedLoad(request=name, failed=blocks, seconds=timeout_s)
+            for name, blocks in open_loads.items()
+        ]
+        return done + late
+
+    @property
+    def open_stores(self) -> frozenset[int]:
+        """Stores whose copies run beside the engine's work, as of the latest report."""
+        return frozenset(self._storing)
+
+    def abandon(self, stores: Iterable[int]) -> None:
+        """The engine overwrites the blocks of these stores now: they are reported as failed."""
+        for store in stores:
+            job = self._storing.get(store)
+            if job is not None:
+                job.abandoned = True
+
+    def send_report(self) -> None:
+        """Tell the leader, through the manager, what this thread knows and the mover has not told already."""
+        report = self.report()
+        if report is not None:
+            self._mover.put(ReportJob(report))
+
     def wait_for_layer(self, layer: str) -> None:
         """The forward pass is about to read this layer: loads into it come first."""
         for gate, job in self._by_layer:
@@ -159,7 +206,8 @@ class Worker:
         """The report for the leader, or None when there is nothing to report."""
         for store in _taken(self._mover.stores):
             self._storing.pop(store.store, None)
-            self._stored.setdefault(store.store, (1, store.failed, store.seconds))
+            if not self._mover.reporting.on:
+                self._stored.setdefault(store.store, (1, store.failed, store.seconds))
         if not self._stored and not self._loaded and not self._weights_unknown:
             return None
         report = StepReport(
@@ -196,10 +244,17 @@ class Worker:
         self._marked = plan
         self._mark_now()
 
-    def _mark_now(self) -> None:
+    def _mark_for(self, epoch: int, timeout_s: float) -> None:
+        """Set the mark for a load out of this memory, which may be mapped in a moment, or be the one before."""
+        self._mark_now(epoch)
+        if epoch != NO_EPOCH and (self._mark is None or self._mark.mapping.epoch != epoch):
+            self._mover.adopted.wait(epoch, timeout_s)
+            self._mark_now(epoch)
+
+    def _mark_now(self, epoch: int = NO_EPOCH) -> None:
         self._mark = None
         try:
-            self._mark = self._mover.mark()
+            self._mark = self._mover.mark() if epoch == NO_EPOCH else self._mover.mark(epoch)
         except RuntimeError as error:
             # The device is lost. The engine will say so itself: our jobs fail for want of a mark.
             self._failures.log_failure("asking the device for an event", error)

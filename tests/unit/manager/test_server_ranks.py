@@ -8,7 +8,8 @@ import pytest
 
 from kvbm.layout import BlockLayout
 from kvbm.manager.membership import ATTACH_S, RANKS_MAX
-from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, name_ranks
+from kvbm.present.numbers import name_ranks
+from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready
 from rigs.leader import Bench
 from rigs.manager import KEYS, Client, ManagerBench, refusal, store
 

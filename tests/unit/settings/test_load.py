@@ -289,7 +289,7 @@ def test_a_block_count_wins_over_a_size_but_not_over_a_higher_source():
 
 
 def test_asking_for_what_is_not_there_draws_a_warning():
-    asking = {"DYN_KVBM_TRTLLM_ZMQ_PORT": "5557", "DYN_KVBM_DISK_ALLOCATOR_TYPE": "open-direct"}
+    asking = {"DYN_KVBM_ENABLE_NUMA": "1", "DYN_KVBM_DISK_ALLOCATOR_TYPE": "open-direct"}
     lines = load_settings({**HOST, **asking}).warnings
     assert [line.split(":")[0] for line in sorted(lines)] == [
         f"{name} has no effect" for name in sorted(asking)

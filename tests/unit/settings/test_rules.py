@@ -26,7 +26,7 @@ def test_a_setting_is_read_by_someone_or_says_that_it_has_no_effect(setting):
     assert read == (not setting.no_effect)
 
 
-ENGINE_SIDE = ("vllm_integration", "leader", "worker", "transfer", "client")
+ENGINE_SIDE = ("vllm_integration", "trtllm_integration", "leader", "worker", "transfer", "client")
 MANAGER_SIDE = ("manager", "tiers", "observe", "policy")
 
 

@@ -9,7 +9,8 @@ import pytest
 from kvbm.admin_protocol import Resize, Resized, decode_from_manager
 from kvbm.manager import carrying
 from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Welcome
-from kvbm.step_plan import StepPlan
+from kvbm.step_plan import LoadPlan, StepPlan
+from kvbm.worker.jobs import FinishedLoad
 from rigs.manager import Client
 from rigs.mover import Rank
 
@@ -94,3 +95,26 @@ def test_the_rank_dies_while_blocks_are_carried(
     monkeypatch.setattr(carrying.HostArena, "copy_slots", dying)
     assert resize(rank, 60).carried == 10
     assert rank.bench.space().host_pool.counts().resident == 10
+
+
+def test_an_engine_that_cannot_be_told_of_a_failure_loads_from_the_memory_of_its_promise(
+    make_rank: Callable[..., Rank],
+) -> None:
+    """It was promised blocks before the change, and they are loaded after it."""
+    rank = make_rank(reports=True)
+    rank.put_in(10)
+    plan = rank.lookup(10)
+    assert resize(rank, 90).carried == 10
+    rank.come_back()
+    for block in plan.device_blocks:
+        rank.paint(block, -1.0)
+    done = load_now(rank, plan)
+    assert [load.failed for load in done] == [()]
+    rank.judge(plan, ())
+    rank.mover._earlier.close()
+    (late,) = load_now(rank, plan, timeout_s=0.01)
+    assert late.failed == plan.device_blocks, "its time is over"
+
+
+def load_now(rank: Rank, plan: LoadPlan, timeout_s: float = 20.0) -> list[FinishedLoad]:
+    return rank.worker.load_now(StepPlan(loads=(plan,)), timeout_s)

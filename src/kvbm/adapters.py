@@ -1,9 +1,9 @@
-"""LoRA adapters add their content to the keys of their requests: vLLM's hash covers only name and path.
+"""LoRA adapters add their content to the keys of their requests: an engine's hash covers a name or a path at most.
 
 A rank loads whatever lies at the path at that moment, and may load it again at any time. So the files are looked at
 when the first request with the adapter comes, and their digest stands for all that the ranks load later, as long as the
 files stay what they were (`_identity`). They are looked at again at most every `CHECK_EVERY_S` while requests come, and
-at once when vLLM brings a new load of the path. What this lets through is found before it does harm: blocks are
+at once when the engine brings a new load of the path. What this lets through is found before it does harm: blocks are
 committed only if the files are unchanged *after* the ranks have copied them (`unchanged`). Whatever a rank has loaded,
 it loaded before that. A hit may still be promised up to `CHECK_EVERY_S` after a change. No look can rule that out: a
 rank reads the files some time after the promise.
@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm import engine_start
 from kvbm.clock import Clock
-from kvbm.vllm_integration import engine_start
 from kvbm.weights import changed_since, weight_files, weights_digest
 
-log = logging.getLogger("kvbm.vllm")
+log = logging.getLogger("kvbm.adapters")
 
 CHECK_EVERY_S = 0.1
 
@@ -66,7 +66,7 @@ class Adapters:
         """The extras of a request that uses the adapter at this path; None when its blocks must not be kept, which is
         so for good when the adapter is `refused`, and otherwise until the digest is made.
 
-        Another number `load` than the last one says that vLLM has been told anew to load what lies there.
+        Another number `load` than the last one says that the engine has been told anew to load what lies there.
         """
         if lora_path in self._refused:
             return None

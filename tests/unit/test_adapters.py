@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvbm import adapters as adapters_module
+from kvbm.adapters import CHECK_EVERY_S, Adapters, OneThread
 from kvbm.clock import ManualClock
-from kvbm.vllm_integration import adapters as adapters_module
-from kvbm.vllm_integration.adapters import CHECK_EVERY_S, Adapters, OneThread
 
 
 def at_once(work: Callable[[], None]) -> None:
@@ -194,7 +194,7 @@ def test_an_adapter_younger_than_the_engine_is_kept_for_this_engine_alone(
     extras = [engine.extras(str(weights.parent)) for engine in engines for _ in range(2)]
     assert None not in extras
     assert extras[0] == extras[1] != extras[2] == extras[3]
-    monkeypatch.setattr("kvbm.vllm_integration.engine_start.engine_start_s", lambda: time.time() + 10)
+    monkeypatch.setattr("kvbm.engine_start.engine_start_s", lambda: time.time() + 10)
     older = [new().extras(str(weights.parent)) for _ in range(2)]
     assert older[0] == older[1] is not None
 

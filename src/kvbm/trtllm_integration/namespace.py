@@ -1,0 +1,109 @@
+"""The facts that must agree before two TensorRT-LLM engines share bytes.
+
+Each rank finds them out by itself, as collectives are not to be called from a connector: they must be the same on all
+ranks, and the manager refuses a rank that differs. The weights are named by the content of the model's files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from kvbm import engine_start
+from kvbm.errors import KvbmError
+from kvbm.layout import Namespace
+from kvbm.runtime_dir import make_runtime_dir, open_lock
+from kvbm.trtllm_integration.engine_facts import KIND, EngineFacts, model_location
+from kvbm.weights import changed_since, weights_digest
+
+log = logging.getLogger("kvbm.trtllm")
+
+_OPTIONS = (
+    "dtype",
+    "attn_backend",
+    "quant_config",
+    "speculative_config",
+    "sparse_attention_config",
+    "lora_config",
+    "moe_config",
+    "model_kwargs",
+    "checkpoint_format",
+    "load_format",
+    "enable_chunked_prefill",
+    "allreduce_strategy",
+    "torch_dtype",
+)
+"""Arguments that shape the weights in memory, or what is computed with them."""
+
+
+def engine_namespace(
+    llm_args: Any, facts: EngineFacts, device_layout: str, replicated: bool, release: str, runtime_dir: str
+) -> Namespace:
+    """The namespace of an engine. `device_layout` describes a block on this rank's device, `replicated` says that all
+    tensor-parallel ranks hold the same bytes. Raises KvbmError, in one line, where no name can be given."""
+    weights, ephemeral = _weights(llm_args, facts, runtime_dir)
+    fields = [
+        ("engine", KIND),
+        ("weights", weights),
+        ("release", release),
+        ("kv_dtype", str(getattr(llm_args.kv_cache_config, "dtype", "auto"))),
+        ("block_tokens", str(facts.block_tokens)),
+        ("tensor_parallel", str(facts.tensor_ranks)),
+        ("pipeline_parallel", str(facts.stages)),
+        ("replicated", str(replicated)),
+        ("device_layout", _digest(device_layout)),
+    ]
+    fields += [(name, _plain(getattr(llm_args, name, None))) for name in _OPTIONS]
+    return Namespace(model=facts.model, fields=tuple(fields), ephemeral=ephemeral)
+
+
+def _weights(llm_args: Any, facts: EngineFacts, runtime_dir: str) -> tuple[str, bool]:
+    """The digest of the weights' files; or a name that only this engine has, and True."""
+    location = model_location(llm_args)
+    dummy = str(getattr(llm_args, "load_format", "auto")).lower().endswith("dummy")
+    digest, why = None, "are in no local file that could be digested"
+    if dummy:
+        why = "are made up (load_format)"
+    elif location is not None:
+        digest = _digest_in_turn(location, runtime_dir)
+    young = changed_since([location], engine_start.engine_start_s()) if digest and location else None
+    if digest is not None and young is None:
+        return digest, False
+    if young is not None:
+        why = f"may have changed while they were loaded ({young})"
+    if facts.rank_count > 1:
+        raise KvbmError(
+            f"weights of {facts.model} {why}, so that its {facts.rank_count} ranks have no name for them"
+        )
+    log.warning("weights of %s %s: its blocks are kept for this engine only", facts.model, why)
+    return f"unknown-{facts.engine}", True
+
+
+def _digest_in_turn(location: Path, runtime_dir: str) -> str | None:
+    """One rank reads the files; those that wait for it find its digest remembered."""
+    make_runtime_dir(runtime_dir)
+    lock = open_lock(os.path.join(runtime_dir, "weights.lock"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return weights_digest([location], Path(runtime_dir) / "weights.json")
+    finally:
+        os.close(lock)
+
+
+def _plain(value: Any) -> str:
+    """An argument as text that is the same in every process and for equal arguments."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return str(value)
+    dump = getattr(value, "model_dump", None)
+    if dump is not None:
+        return f"{type(value).__name__}:{_digest(repr(sorted(dump().items(), key=repr)))}"
+    facts = sorted((name, str(each)) for name, each in getattr(value, "__dict__", {}).items())
+    return f"{type(value).__name__}:{_digest(repr(facts) if facts else str(value))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
