@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test reference clean
+.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test sglang-test sglang-table reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -18,6 +18,7 @@ demo: setup  ## set everything up and run the prefix-reuse experiment on real vL
 	@$(BIN)/kvbm demo $(ARGS)
 
 test: setup check  ## set everything up and pass every check and test on this Python
+	@$(BIN)/python scripts/sglang_venv.py
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 unit: setup  ## the tests that start no engine; those of one part: make unit ARGS=policy
@@ -50,6 +51,13 @@ dynamo: setup  ## the same experiment through NVIDIA's Dynamo: a frontend, route
 
 dynamo-test: setup  ## the tests under NVIDIA's Dynamo; writes their row of docs/reference/support-matrix.md
 	@$(BIN)/python scripts/dynamo_test.py $(ARGS)
+
+sglang-test: setup  ## the tests under SGLang; writes their row of docs/reference/support-matrix.md
+	@$(BIN)/python scripts/sglang_test.py $(ARGS)
+
+sglang-table: setup  ## what becomes of wrong KV under SGLang: its own files and KVBM, as a table
+	@$(BIN)/python scripts/sglang_venv.py
+	@$(BIN)/python scripts/sglang_table.py $(ARGS)
 
 reference: setup  ## write the generated pages of docs/reference, and the dashboard
 	@$(BIN)/python -m kvbm.settings.reference > docs/reference/settings.md

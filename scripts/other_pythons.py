@@ -32,7 +32,7 @@ def run_tests(venv: Venv, pytest_arguments: list[str]) -> subprocess.CompletedPr
     """Run the engine-free tests in one environment; pytest's output is kept."""
     arguments = (
         "-m",
-        "not engine and not slow",
+        "not engine and not sglang and not slow",
         "-q",
         "-p",
         "no:cacheprovider",

@@ -1,8 +1,9 @@
 """All tests: first those that start no engine, as many at a time as there are cores, then the engines one by one.
 
-Arguments go to pytest, both times. An engine and its manager take two cores, so nothing runs beside them: a manager
+Arguments go to pytest, each time. An engine and its manager take two cores, so nothing runs beside them: a manager
 that gets no processor time grants no slots, and then blocks are not stored that tests expect. Engine tests that are
-marked slow are left to `make support-matrix`, those under NVIDIA's Dynamo to `make dynamo-test`.
+marked slow are left to `make support-matrix`, those under NVIDIA's Dynamo to `make dynamo-test`, and those under SGLang
+that are marked slow to `make sglang-test`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import sys
 
 NOTHING_COLLECTED = 5
 PARTS = (
-    ["-m", "not engine and not dynamo", "-n", "auto", "--dist", "loadfile"],
+    ["-m", "not engine and not dynamo and not sglang", "-n", "auto", "--dist", "loadfile"],
     ["-m", "engine and not slow"],
+    ["-m", "sglang and not slow"],
 )
 
 
 def main() -> int:
-    """0 when both parts passed and at least one had a test to run."""
+    """0 when all parts passed and at least one had a test to run."""
     statuses = []
     for part in PARTS:
         statuses.append(subprocess.run([sys.executable, "-m", "pytest", *part, *sys.argv[1:]]).returncode)

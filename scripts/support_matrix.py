@@ -37,11 +37,13 @@ from venvs import (
 )
 
 Report = dict[str, dict[str, dict[str, Any]]]
-"""Rows by name: of the releases of vLLM, of those of Dynamo."""
+"""Rows by name: of the releases of vLLM, of those of Dynamo, of those of SGLang."""
 RELEASES = ("0.28.0", "0.30.0", "0.31.0", "0.32.0")
 RUNNERS = ("V1", "V2")
 V2_RELEASES = ("0.32.0",)
 """The releases whose V2 runs on a CPU."""
+RESULT = "result"
+"""The column that says whether it works."""
 JSON_REPORT = ROOT / "docs" / "reference" / "support-matrix.json"
 PAGE = JSON_REPORT.with_suffix(".md")
 VERSIONS_PROBE = """
@@ -155,24 +157,52 @@ def render(report: Report) -> str:
     failures = [
         f"- {name}: `{test}`" for name in sorted(rows, key=_in_order) for test in rows[name]["failures"]
     ]
-    under_dynamo = report.get("dynamo", {})
-    if under_dynamo:
-        lines += [
-            "",
-            "Written by `make dynamo-test`: this package under NVIDIA's Dynamo, by the scripts of deploy/launch.",
-            "",
-            "| Dynamo | vLLM | result | passed | failed | skipped | Python | AMX | date |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
-    for name, row in sorted(under_dynamo.items()):
-        result = "works" if row["passed"] and not row["failures"] else "FAILS"
-        columns = ("passed", "failed", "skipped", "python", "amx", "date")
-        cells = (name, row["vllm"], result, *(row[column] for column in columns))
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-        failures += [f"- Dynamo {name}: `{test}`" for test in row["failures"]]
+    for table, more_failures in (_under_dynamo(report), _under_sglang(report)):
+        lines += table
+        failures += more_failures
     if failures:
         lines += ["", "Failures:", "", *failures]
     return "\n".join(lines) + "\n"
+
+
+def _under_dynamo(report: Report) -> tuple[list[str], list[str]]:
+    """The lines of Dynamo's table, and of its failures."""
+    lines = [
+        "",
+        "Written by `make dynamo-test`: this package under NVIDIA's Dynamo, by the scripts of deploy/launch.",
+        "",
+        "| Dynamo | vLLM | result | passed | failed | skipped | Python | AMX | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    columns = ("vllm", RESULT, "passed", "failed", "skipped", "python", "amx", "date")
+    return _table("Dynamo", report.get("dynamo", {}), columns, lines)
+
+
+def _under_sglang(report: Report) -> tuple[list[str], list[str]]:
+    """The lines of SGLang's table, and of its failures."""
+    lines = [
+        "",
+        "Written by `make sglang-test`: SGLang on a CPU, tiny fp32 model, with a stub of the CUDA kernels that its",
+        "wheel needs. It shows which calls are made and which bytes arrive, and nothing about CUDA streams.",
+        "",
+        "| SGLang | result | passed | failed | skipped | Python | torch | transformers | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    columns = (RESULT, "passed", "failed", "skipped", "python", "torch", "transformers", "date")
+    return _table("SGLang", report.get("sglang", {}), columns, lines)
+
+
+def _table(
+    what: str, rows: dict[str, dict[str, Any]], columns: tuple[str, ...], lines: list[str]
+) -> tuple[list[str], list[str]]:
+    """`lines` with the rows below them, or nothing where there are none; and one line for each failure."""
+    failures = []
+    for name, row in sorted(rows.items()):
+        result = "works" if row["passed"] and not row["failures"] else "FAILS"
+        cells = (name, *(result if column == RESULT else row[column] for column in columns))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        failures += [f"- {what} {name}: `{test}`" for test in row["failures"]]
+    return (lines, failures) if rows else ([], [])
 
 
 def _in_order(name: str) -> tuple[list[int], str]:

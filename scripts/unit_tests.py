@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         "-m",
         "pytest",
         "-m",
-        "not engine and not dynamo",
+        "not engine and not dynamo and not sglang",
         *chosen,
         *arguments[len(words) :],
     ]

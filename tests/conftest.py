@@ -3,7 +3,8 @@
 What was skipped for want of hardware or a program is listed at the end of a run, by reason (`not_run`).
 
 A test module just imports what it needs. Everything below `tests/engine` is marked `engine`, and is not even read
-where vLLM is not installed; what is below `tests/under_dynamo` is marked `dynamo`, and needs NVIDIA's Dynamo.
+where vLLM is not installed; what is below `tests/under_dynamo` is marked `dynamo`, and needs NVIDIA's Dynamo; what is
+below `tests/under_sglang` is marked `sglang`, and needs an environment with SGLang.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ pytest_plugins = ["rigs.fixtures"]
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 DYNAMO_TESTS = Path(__file__).parent / "under_dynamo"
+SGLANG_TESTS = Path(__file__).parent / "under_sglang"
+SGLANG_TIMEOUT_S = 300
+"""A test starts several engines, one after the other."""
 OPTIONAL = {
     "huggingface_hub",
     "matplotlib",
@@ -49,6 +53,8 @@ class OptionalModule(pytest.Module):
             pytest.skip("vllm is not installed", allow_module_level=True)
         if DYNAMO_TESTS in self.path.parents and importlib.util.find_spec("dynamo") is None:
             pytest.skip("ai-dynamo is not installed (make dynamo-test)", allow_module_level=True)
+        if SGLANG_TESTS in self.path.parents and (reason := _why_no_sglang()):
+            pytest.skip(reason, allow_module_level=True)
         try:
             return super().collect()
         except self.CollectError as error:
@@ -56,6 +62,12 @@ class OptionalModule(pytest.Module):
             if missing is None or missing.split(".")[0] not in OPTIONAL:
                 raise
         pytest.skip(f"{missing} is not installed", allow_module_level=True)
+
+
+def _why_no_sglang() -> str:
+    from rigs.sglang import installation  # `rigs` is registered for pytest's assertions first.
+
+    return installation.missing()
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
@@ -68,6 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if DYNAMO_TESTS in item.path.parents:
             item.add_marker(pytest.mark.dynamo)
+        if SGLANG_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.timeout(SGLANG_TIMEOUT_S))
         if ENGINE_TESTS in item.path.parents:
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))

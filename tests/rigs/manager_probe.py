@@ -99,6 +99,10 @@ class SharedManager:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def metrics(self) -> Metrics:
         """Its metrics now."""
         return scrape(self.metrics_port)

@@ -62,7 +62,7 @@ def test_what_pytest_is_started_with(
     monkeypatch.setattr(script.subprocess, "run", run)
     assert script.main(arguments) == 5
     (command,) = started
-    assert command[:5] == [sys.executable, "-m", "pytest", "-m", "not engine and not dynamo"]
+    assert command[:5] == [sys.executable, "-m", "pytest", "-m", "not engine and not dynamo and not sglang"]
     assert [word.removeprefix(f"{ROOT}/") for word in command[5:]] == expected
 
 
