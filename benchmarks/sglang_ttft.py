@@ -26,6 +26,7 @@ from kvbm.testing.tiny_model import SHAPES, make_model
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from rigs.manager_probe import wait_for
 from rigs.sglang import installation, modes
 from rigs.sglang.engine_process import Answer, Engine, Nursery
 from rigs.sglang.keepers import Files, Manager, wait_until_settled
@@ -33,6 +34,7 @@ from rigs.sglang.prompts import prompts
 
 HIT = 0.9
 """The share of a prompt that must have been found where the row says."""
+KEEP_S = 60.0
 ROOMY = 4
 """Prompts that a pool or tier holds which is to hold them all."""
 
@@ -168,8 +170,7 @@ def ours(setting: Setting, way: str, tier: str) -> list[float]:
     try:
         with setting.engine(arguments, kept.variables()) as engine:
             for number in (0, 1):
-                setting.ask(engine, number)
-                wait_until_settled(kept)
+                _keep(setting, engine, number)
 
             def before() -> None:
                 if tier == "disk":
@@ -185,6 +186,16 @@ def ours(setting: Setting, way: str, tier: str) -> list[float]:
             return taken
     finally:
         kept.close()
+
+
+def _keep(setting: Setting, engine: Engine, number: int) -> None:
+    """Ask until what was stored is found: nothing is kept before the weights have been read through."""
+
+    def found() -> bool:
+        assert engine.call("flush")
+        return setting.ask(engine, number).cached >= HIT * setting.tokens
+
+    wait_for(found, KEEP_S, f"prompt {number} is not kept")
 
 
 SOURCES: dict[str, tuple[str, Callable[[Setting], list[float]]]] = {
