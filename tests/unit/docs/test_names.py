@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source d
 OTHERS_FLAGS = {
     "--enable-hierarchical-cache",
     "--enable-unified-cache-external-linker",
+    "--hicache-ratio",
     "--hicache-storage-backend",
     "--hicache-storage-backend-extra-config",
     "--hicache-storage-prefetch-policy",
