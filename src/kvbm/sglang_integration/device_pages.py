@@ -37,7 +37,7 @@ class DevicePages:
     def numbers(self, indices: torch.Tensor) -> list[int]:
         """The pages that these token indices are of. Raises KvbmError for others."""
         span = self.page_tokens
-        first = indices.reshape(-1, span)[:, 0].tolist() if len(indices) % span == 0 else [-1]
+        first = indices[::span].tolist() if len(indices) % span == 0 else [-1]
         if any(index % span or not 0 <= index < self.count * span for index in first):
             raise KvbmError(
                 f"device_indices {first[:4]}…: accepted are beginnings of the pool's {self.count} pages"

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvbm.client.channel import readable_among
+from kvbm.clock import Clock, monotonic
 
 log = logging.getLogger("kvbm.sglang")
 
@@ -44,7 +45,7 @@ class Keeper:
     """Runs jobs one after the other, in a daemon thread of its own; those that wait take turns.
 
     `on_event` is called in that thread between jobs: when one of the `descriptors()` can be read, and about once a
-    second.
+    second, however many jobs there are.
     """
 
     def __init__(
@@ -52,10 +53,14 @@ class Keeper:
         name: str,
         on_event: Callable[[], None] = lambda: None,
         descriptors: Callable[[], Iterable[int]] = tuple,
+        clock: Clock = monotonic,
     ) -> None:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(JOBS_MAX)
         self._waiting: list[_Job] = []
-        self._on_event, self._descriptors = on_event, descriptors
+        self._on_event, self._descriptors, self._clock = on_event, descriptors, clock
+        self._told_s = clock()
+        self._lock = threading.Lock()
+        """Held while jobs are put in, so that none comes behind the last one, and nobody writes to a closed `_wake`."""
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -69,14 +74,12 @@ class Keeper:
         Raises nothing. The result has the error of a `work` that raises.
         """
         job = _Job(work)
-        try:
-            if self._closed:
-                raise queue.Full
-            self._jobs.put_nowait(job)
-        except queue.Full:
+        with self._lock:
+            accepted = not self._closed and not self._jobs.full()
+            if accepted:
+                self._put(job)
+        if not accepted:
             job.result.set_result(otherwise)
-        else:
-            os.eventfd_write(self._wake, 1)
         return job.result
 
     def call(
@@ -97,19 +100,36 @@ class Keeper:
         return otherwise
 
     def close(self, last: Callable[[], None], timeout_s: float) -> None:
-        """Run `last` as the last job, and end the thread; jobs that have not begun by then are dropped."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(queue.Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                job.result.cancel()
-        self._jobs.put(_Job(last))
-        self._jobs.put(None)
-        os.eventfd_write(self._wake, 1)
+        """Run `last` as the last job, and end the thread; jobs that have not begun by then are dropped, and those that
+        wait are ended first."""
+        dropped: list[_Job] = []
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while (job := self._jobs.get_nowait()) is not None:
+                    dropped.append(job)
+            self._put(_Job(self._end_waiting))
+            self._put(_Job(last))
+            self._put(None)
+        for job in dropped:
+            job.result.cancel()
+            job.result.set_running_or_notify_cancel()  # this, not the line above, wakes a caller that waits
         self._thread.join(timeout_s)
 
+    def _put(self, job: _Job | None) -> None:
+        """The lock is held, and there is room."""
+        self._jobs.put_nowait(job)
+        os.eventfd_write(self._wake, 1)
+
     def _run(self) -> None:
+        try:
+            self._take_turns()
+        finally:
+            os.close(self._wake)  # nobody writes to it: it is closed after the last job was put in
+
+    def _take_turns(self) -> None:
         while True:
             self._sleep()
             try:
@@ -122,19 +142,30 @@ class Keeper:
                 if job.result.set_running_or_notify_cancel():
                     self._begin(job)
             self._waiting = [each for each in self._waiting if not self._ended(each)]
-        for each in self._waiting:
-            each.result.set_exception(RuntimeError("closed"))
+
+    def _end_waiting(self) -> None:
+        """Jobs that wait end here: what `last` closes is theirs too."""
+        for job in self._waiting:
+            assert job.steps is not None
+            try:
+                job.steps.close()
+            except Exception:
+                log.exception("a defect in KVBM")
+            job.result.set_exception(RuntimeError("closed"))
+        self._waiting.clear()
 
     def _sleep(self) -> None:
         """Wait for a job, or for something to be said."""
         try:
             watched = tuple(self._descriptors())
             busy = not self._jobs.empty()
-            wait_s = 0.0 if busy else POLL_S if self._waiting else IDLE_S
+            due_s = self._told_s + IDLE_S - self._clock()
+            wait_s = 0.0 if busy else min(POLL_S if self._waiting else IDLE_S, max(0.0, due_s))
             readable = readable_among((self._wake, *watched), wait_s)
             if self._wake in readable:
                 os.eventfd_read(self._wake)
-            if any(fd in readable for fd in watched) or (not readable and not busy and not self._waiting):
+            if any(fd in readable for fd in watched) or self._clock() - self._told_s >= IDLE_S:
+                self._told_s = self._clock()
                 self._on_event()
         except Exception:
             log.exception("a defect in KVBM")

@@ -57,6 +57,16 @@ class _OpenHit:
     until_s: float
     held: ExitStack = field(default_factory=ExitStack)
     read: int = 0
+    readers: int = 0
+    """Loads that are reading it: it stays leased until they have ended."""
+
+    def named(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the keys, from the first on, follow one another in the hit: another chain may begin alike."""
+        first = self.places.get(keys[0])
+        if first is None:
+            return 0
+        together = enumerate(keys, first)
+        return next((place - first for place, key in together if self.places.get(key) != place), len(keys))
 
 
 class PagesKept:
@@ -116,25 +126,28 @@ class PagesKept:
 
         `taken(rows)` is called for the pages of each part that has arrived, instead of the pool's own `taken`.
         """
-        begun_s, done = self._clock(), 0
-        hit, first, owned = self._hit_of(hashes)
+        begun_s, done, mask = self._clock(), 0, self._mask()
+        hit, first, named = self._hit_of(hashes, mask)
+        if hit is not None:
+            hit.readers += 1
         try:
-            while hit is not None and done < len(hashes):
-                wanted = min(hit.hit.blocks - first, len(hashes) - done, self.pages.batch)
+            while hit is not None and done < named:
+                wanted = min(named - done, self.pages.batch)
                 ready = yield from self._await(hit.hit, first + wanted)
+                if self._mask() != mask:
+                    break  # the engine computes with other weights by now
                 part = numbers[done : done + min(wanted, max(0, ready - first))]
                 copied = hit.hit.onboard(self.pages.cache, self.pages.take(part), first) if part else 0
                 if copied:
                     (taken or self.pages.taken)(part[:copied])
                 done, first, hit.read = done + copied, first + copied, hit.read + copied
                 hit.until_s = self._clock() + HIT_S
-                if not copied or copied < wanted or first >= hit.hit.blocks:
+                if copied < wanted:
                     break
         finally:
-            if hit is not None and owned:
-                hit.held.close()
-            elif hit is not None and hit.read >= hit.hit.blocks and hit in self._hits:
-                self._drop(hit)
+            if hit is not None:
+                hit.readers -= 1
+                self._read(hit)
         self.counts.loaded += done
         self.counts.load_s += self._clock() - begun_s
         return [True] * done + [False] * (len(hashes) - done)
@@ -212,7 +225,7 @@ class PagesKept:
         if self._manager is not None:
             self._manager.refresh()
         now_s = self._clock()
-        for hit in [each for each in self._hits if each.until_s <= now_s]:
+        for hit in [each for each in self._hits if each.until_s <= now_s and not each.readers]:
             self._drop(hit)
 
     def join(self) -> None:
@@ -246,16 +259,28 @@ class PagesKept:
         places = {key: place for place, key in enumerate(keys[: hit.blocks])}
         return _OpenHit(hit, places, self._clock() + HIT_S, held)
 
-    def _hit_of(self, hashes: Sequence[str]) -> tuple[_OpenHit | None, int, bool]:
-        """A hit that names the first of these pages, its place there, and whether it was opened for this alone."""
-        mask = self._mask()
-        if mask is not None:
-            first = block_keys(hashes[:1], mask)[0]
-            for hit in reversed(self._hits):
-                if first in hit.places:
-                    return hit, hit.places[first], False
+    def _hit_of(self, hashes: Sequence[str], mask: bytes | None) -> tuple[_OpenHit | None, int, int]:
+        """A hit that names the first of these pages, its place there, and how many of them it names in a row. A new
+        one, for this alone, where none that is leased names them all."""
+        keys = block_keys(hashes, mask) if mask is not None else []
+        if not keys:
+            return None, 0, 0
+        best = max(reversed(self._hits), key=lambda hit: hit.named(keys), default=None)
+        named = best.named(keys) if best is not None else 0
+        if best is not None and named == len(keys):
+            return best, best.places[keys[0]], named
         opened = self._open(hashes)
-        return opened, 0, True
+        if opened is not None and (best is None or opened.hit.blocks > named):
+            return opened, 0, opened.hit.blocks
+        if opened is not None:
+            opened.held.close()
+        return (best, best.places[keys[0]], named) if best is not None and named else (None, 0, 0)
+
+    def _read(self, hit: _OpenHit) -> None:
+        """A load of this hit has ended: give it back, if it was opened for that alone or dropped meanwhile, or has been
+        read to its end."""
+        if not hit.readers and (hit not in self._hits or hit.read >= hit.hit.blocks):
+            self._drop(hit)
 
     def _await(self, hit: Hit, blocks: int) -> Generator[None, None, int]:
         """Wait until so many blocks have arrived, no more will, or it takes too long; how many have."""
@@ -284,8 +309,10 @@ class PagesKept:
         return self._manager
 
     def _drop(self, hit: _OpenHit) -> None:
-        self._hits.remove(hit)
-        hit.held.close()
+        if hit in self._hits:
+            self._hits.remove(hit)
+        if not hit.readers:
+            hit.held.close()
 
     def _drop_all(self) -> None:
         for hit in list(self._hits):
