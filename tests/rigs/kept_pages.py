@@ -132,8 +132,10 @@ class KeptHouse:
 
 
 def store(kept: PagesKept, hashes: Sequence[str], numbers: Sequence[int]) -> list[bool]:
-    """Keep pages; which ones are kept."""
-    return run(kept.store(hashes, numbers))
+    """Keep pages; which ones are kept. Time passes while it waits for room."""
+    clock = kept._clock
+    assert isinstance(clock, ManualClock)
+    return run(kept.store(hashes, numbers), lambda: clock.advance(0.05))
 
 
 def same(pool: HostPool, numbers: Sequence[int], other: HostPool, others: Sequence[int]) -> bool:

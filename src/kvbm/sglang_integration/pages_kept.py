@@ -33,6 +33,8 @@ HIT_S = 10.0
 ARRIVAL_S = 20.0
 """How long a read waits for pages that come from disk."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
+ROOM_S = 0.2
+"""How long a store waits for room: blocks on their way to disk leave some. Half as long after each wait in vain."""
 STORED_AT_ONCE = 32
 """Pages that are copied before others get a turn."""
 
@@ -93,6 +95,7 @@ class PagesKept:
         self._hits: list[_OpenHit] = []
         self._retry_at_s, self._retry_s = clock(), RETRY_S_MIN
         self._trouble = ""
+        self._patience_s = ROOM_S
 
     def held(self, hashes: Sequence[str], prefix: Sequence[str] = ()) -> int:
         """How many of these pages are held in a row, from the first on. They stay leased for a while."""
@@ -159,7 +162,7 @@ class PagesKept:
         prefix: Sequence[str] = (),
         fill: Callable[[int, int], None] | None = None,
     ) -> Generator[None, None, list[bool]]:
-        """Keep the pool's pages `numbers`, which follow one another; which ones are kept now.
+        """Keep the pool's pages `numbers`, which follow one another; which ones are kept now. SGLang offers them once.
 
         `fill(row, position)` puts the page at a position into a row of the buffer, if they do not come from the pool.
         """
@@ -169,28 +172,33 @@ class PagesKept:
         begun_s, keys = self._clock(), block_keys(hashes, mask)
         before = block_keys(prefix[-1:], mask)
         self._parents.chain(keys, before[0] if before else None)
-        kept: list[bool] = []
-        step = min(STORED_AT_ONCE, self.pages.batch)
-        for start in range(0, len(keys), step):
-            if start:
-                yield
+        step, done, patient_until_s = min(STORED_AT_ONCE, self.pages.batch), 0, 0.0
+        while done < len(keys):
+            # What the rest was computed with may not be what it would be kept under.
             if self._mask() != mask:
-                break  # what the rest was computed with is not what it would be kept under
-            part, rows = keys[start : start + step], numbers[start : start + step]
+                break
+            part, rows = keys[done : done + step], numbers[done : done + step]
             if fill is not None:
                 for row in range(len(part)):
-                    fill(row, start + row)
+                    fill(row, done + row)
                 blocks = list(range(len(part)))
             else:
                 blocks = self.pages.put(rows)
             run = EngineKeys(part, self._parents.of(part[0]))
             outcomes = manager.offload_each(run, self.pages.cache, blocks)
-            kept += [outcome is not Stored.REFUSED for outcome in outcomes]
+            kept = outcomes.index(Stored.REFUSED) if Stored.REFUSED in outcomes else len(outcomes)
             self.counts.stored += outcomes.count(Stored.COPIED)
-            if not kept[-1]:
+            done += kept
+            if kept:
+                patient_until_s, self._patience_s = 0.0, ROOM_S
+            elif not patient_until_s and manager.descriptors():
+                patient_until_s, self._patience_s = self._clock() + self._patience_s, self._patience_s / 2
+            elif self._clock() >= patient_until_s:
                 break  # a page behind one that is not kept could never be found
+            if done < len(keys):
+                yield
         self.counts.store_s += self._clock() - begun_s
-        return kept + [False] * (len(hashes) - len(kept))
+        return [True] * done + [False] * (len(hashes) - done)
 
     def clear(self) -> int:
         """Drop all pages that nobody uses; how many. 0 without a manager."""

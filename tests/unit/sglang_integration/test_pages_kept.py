@@ -276,6 +276,38 @@ def test_a_store_that_finds_no_room_ends_and_says_so(house: KeptHouse) -> None:
     assert kept.counts.stored == 16
 
 
+def test_a_store_waits_for_room_that_comes(house: KeptHouse) -> None:
+    pool = HostPool(pages=24)
+    kept = house.pool(pool)
+    full = hashes_of(" ".join(map(str, range(16))))
+    assert store(kept, full, range(16)) == [True] * 16
+    assert kept.held(full) == 16, "all that there is room for is leased"
+    waits: list[int] = []
+
+    def meanwhile() -> None:
+        waits.append(1)
+        house.clock.advance(0.05)
+        if len(waits) == 2:
+            kept._drop_all()
+
+    assert run(kept.store(CHAIN, range(6)), meanwhile) == [True] * 6
+    assert len(waits) >= 2
+
+
+def test_waiting_in_vain_for_room_costs_less_each_time(house: KeptHouse) -> None:
+    kept = house.pool(HostPool(pages=24))
+    full = hashes_of(" ".join(map(str, range(16))))
+    store(kept, full, range(16))
+    kept.held(full)
+    waited = []
+    for _ in range(4):
+        begun_s = house.clock()
+        run(kept.store(CHAIN, range(6)), lambda: house.clock.advance(0.001))
+        waited.append(house.clock() - begun_s)
+    assert waited == sorted(waited, reverse=True)
+    assert waited[-1] < 0.05 < waited[0]
+
+
 def test_a_flat_page_is_filled_by_whoever_has_it(house: KeptHouse) -> None:
     pool, target = HostPool(zero_copy=False), HostPool(zero_copy=False)
     kept, reader = house.pool(pool), house.pool(target)
