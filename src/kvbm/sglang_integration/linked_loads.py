@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.library.block_manager import Hit
 from kvbm.library.layer_load import LayerLoad
@@ -47,7 +48,8 @@ class Wanted:
 
 @dataclass(eq=False)
 class _Leased:
-    hits: dict[str, tuple[Hit, Sequence[str]]]
+    hits: dict[str, tuple[Hit, Sequence[str], list[BlockKey] | None]]
+    """Of each pool: what is leased, and the pages' hashes and keys."""
     until_s: float
     held: ExitStack = field(default_factory=ExitStack)
 
@@ -66,11 +68,12 @@ class LinkedLoads:
         self.drop(request)
         leased = _Leased({}, self._clock() + LEASE_S)
         for name, hashes in wanted.items():
+            keys = self._pools[name].keys(hashes)
             opened = self._pools[name].open(hashes, request)
             if opened is not None:
                 hit, held = opened
                 leased.held.push(held)
-                leased.hits[name] = hit, hashes
+                leased.hits[name] = hit, hashes, keys
                 if hit.ready()[0] >= len(hashes):
                     continue
             leased.held.close()
@@ -122,7 +125,7 @@ class LinkedLoads:
             return False
         finally:
             for load, _ in loads:
-                load.end()
+                load.end(whole=False)
             for request in batch:
                 self.drop(request)
         return True
@@ -133,9 +136,11 @@ class LinkedLoads:
             raise RuntimeError(f"the lease of request {request} has ended")
         begun = []
         for each in wanted:
-            hit, hashes = leased.hits[each.pool]
+            hit, hashes, keys = leased.hits[each.pool]
             if list(hashes[: len(each.hashes)]) != list(each.hashes):
                 raise RuntimeError(f"request {request} loads other pages than were leased")
+            if keys is None or keys != self._pools[each.pool].keys(hashes):
+                raise RuntimeError(f"the weights have changed since pages were leased for request {request}")
             pages, manager = self._pages[each.pool], self._pools[each.pool].manager()
             load = (
                 manager.onboard_by_layer([(hit, each.numbers)], pages.cache) if manager is not None else None
