@@ -80,7 +80,10 @@ class KeptHouse:
 
     def pool(self, host_pool: HostPool | None = None, chained: bool = True) -> PagesKept:
         """One more client's pages."""
-        pages = pages_of(host_pool or HostPool())
+        return self.pool_of(pages_of(host_pool or HostPool()), chained)
+
+    def pool_of(self, pages: Pages, chained: bool = True) -> PagesKept:
+        """One more client's pages, which may be a device's."""
         kept = PagesKept(
             NAMESPACE, pages, lambda: self._join(pages), lambda: self.weights, self.clock, chained=chained
         )

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.library.block_manager import Hit
 from kvbm.library.layer_load import LayerLoad
@@ -57,7 +58,8 @@ class Asked:
 
 @dataclass(eq=False)
 class _Leased:
-    hits: dict[str, tuple[Hit, Sequence[str]]]
+    hits: dict[str, tuple[Hit, Sequence[str], list[BlockKey] | None]]
+    """Of each pool: what is leased, and the pages' hashes and keys."""
     until_s: float
     held: ExitStack = field(default_factory=ExitStack)
 
@@ -80,11 +82,12 @@ class LinkedLoads:
         self.drop(request, DEADLINE)
         leased, complete = _Leased({}, self._clock() + LEASE_S), True
         for name, each in asked.items():
+            keys = self._pools[name].keys(each.hashes)
             opened = self._pools[name].open(each.hashes, request)
             if opened is not None:
                 hit, held = opened
                 leased.held.push(held)
-                leased.hits[name] = hit, each.hashes
+                leased.hits[name] = hit, each.hashes, keys
                 complete = complete and hit.ready()[0] >= each.needed
             else:
                 complete = complete and not each.needed
@@ -123,7 +126,7 @@ class LinkedLoads:
             return False
         finally:
             for load, _ in loads:
-                load.end()
+                load.end(whole=False)
             for request in batch:
                 self.drop(request)
         return True
@@ -134,9 +137,11 @@ class LinkedLoads:
             raise RuntimeError(f"the lease of request {request} has ended")
         begun = []
         for each in wanted:
-            hit, hashes = leased.hits[each.pool]
+            hit, hashes, keys = leased.hits[each.pool]
             if list(hashes[: len(each.hashes)]) != list(each.hashes):
                 raise RuntimeError(f"request {request} loads other pages than were leased")
+            if keys is None or keys != self._pools[each.pool].keys(hashes):
+                raise RuntimeError(f"the weights have changed since pages were leased for request {request}")
             pages, manager = self._pages[each.pool], self._pools[each.pool].manager()
             load = (
                 manager.onboard_by_layer([(hit, each.numbers)], pages.cache) if manager is not None else None
@@ -150,7 +155,7 @@ class LinkedLoads:
         """End a request's lease; what of it was not loaded was left for this reason (`protocol.UNLOADED_REASONS`)."""
         leased = self._leased.pop(request, None)
         if leased is not None:
-            for hit, _ in leased.hits.values():
+            for hit, _, _ in leased.hits.values():
                 hit.leave(reason)
             leased.held.close()
 

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 from sglang.srt.utils import get_device_module
 
+from kvbm.block import BlockKey
 from kvbm.client.mirror import Mirror
 from kvbm.errors import KvbmError
 from kvbm.sglang_integration.deployment import Deployment
@@ -92,8 +93,9 @@ class KvbmLinker(UnifiedCacheLinker):
             for name, pages in self._pages.items()
         }
         self._loads = LinkedLoads(self._kept, self._pages, group.num_layers, time.monotonic)
-        # Leases that were asked for, and what for; loads that were accepted; stores that are under way, in order.
-        self._leases: dict[str, tuple[dict[str, Asked], Future[bool]]] = {}
+        # Leases that were asked for: what for, the first page's key (which changes with the weights), and whether they
+        # came; loads that were accepted; stores that are under way, in order.
+        self._leases: dict[str, tuple[dict[str, Asked], list[BlockKey] | None, Future[bool]]] = {}
         self._queued: dict[str, list[Wanted]] = {}
         self._offloads: deque[Future[bool]] = deque()
         self._keeper = self._deployment.keeper(self._event, self._descriptors)
@@ -137,10 +139,14 @@ class KvbmLinker(UnifiedCacheLinker):
             elif end:
                 part = hashes[max(0, end - window) : end]
                 asked[name] = Asked(part, len(part))
-        known = self._leases.get(rid)
-        if known is not None and known[0] == asked and not (end and known[1].done() and not _true(known[1])):
+        known, named = self._leases.get(rid), self._kept[PoolName.KV.value].keys(hashes[:1])
+        if (
+            known is not None
+            and known[:2] == (asked, named)
+            and not (end and known[2].done() and not _true(known[2]))
+        ):
             return
-        self._leases[rid] = asked, self._keeper.submit(lambda: self._loads.lease(rid, asked), False)
+        self._leases[rid] = asked, named, self._keeper.submit(lambda: self._loads.lease(rid, asked), False)
         while len(self._leases) > ASKED_MAX:
             del self._leases[next(iter(self._leases))]
 
@@ -161,7 +167,7 @@ class KvbmLinker(UnifiedCacheLinker):
         if asked is None or not all(_covers(asked[0].get(each.pool), each) for each in wanted):
             return False
         try:
-            return asked[1].result(self._lease_wait_s)
+            return asked[2].result(self._lease_wait_s)
         except Exception:  # late, or a defect that the keeper logged: the engine computes
             return False
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
+from blake3 import blake3
 
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
@@ -26,6 +27,7 @@ from kvbm.sglang_integration.page_keys import PARENTS_MAX, Parents, block_keys
 
 log = logging.getLogger("kvbm.sglang")
 
+PROMPT_BYTES = 16
 HITS_MAX = 64
 """Answers whose pages stay leased at one time."""
 HIT_S = 10.0
@@ -258,7 +260,8 @@ class PagesKept:
         keys = block_keys(hashes, mask)
         before = block_keys(prefix, mask)
         self._parents.chain(keys, before[-1] if before else None)
-        run = EngineKeys(before + keys, request=request, extras=(("weights", mask[:4].hex()),))
+        first = blake3((*prefix, *hashes)[0].encode()).digest(PROMPT_BYTES)
+        run = EngineKeys(before + keys, request=request, prompt=first, extras=(("weights", mask[:4].hex()),))
         held = ExitStack()
         hit = held.enter_context(manager.match(run, skip=len(before)))
         if not hit.blocks:

@@ -77,12 +77,14 @@ class WeightsWatch:
         self.watching = False
         self._lock = threading.Lock()
         self._depth = 0
+        self._emptied_inside = False
 
     def begin(self) -> None:
         """Weights are about to change."""
         with self._lock:
             self._depth += 1
             if self._depth == 1:
+                self._emptied_inside = False
                 self.now = Watched(self.now.changes + 1, self.now.emptied)
 
     def end(self) -> None:
@@ -90,11 +92,14 @@ class WeightsWatch:
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
-                self.now = Watched(self.now.changes + 1, self.now.emptied)
+                changes = self.now.changes + 1
+                # Nothing is computed in between: caches that were emptied by then are empty still.
+                self.now = Watched(changes, changes if self._emptied_inside else self.now.emptied)
 
     def emptied(self) -> None:
         """SGLang has emptied its caches."""
         with self._lock:
+            self._emptied_inside = self._depth > 0
             if self._depth == 0:
                 self.now = Watched(self.now.changes, self.now.changes)
 
@@ -215,6 +220,7 @@ class RunningWeights:
         self._lock = threading.Lock()
         self._known: tuple[int, bytes] | None = None
         self._own: tuple[int, bytes] | None = None
+        self._unreadable: int | None = None
         self._taking: threading.Thread | None = None
 
     def identity(self) -> bytes | None:
@@ -226,7 +232,10 @@ class RunningWeights:
             if self._known is not None and self._known[0] == now.changes:
                 return self._known[1]
             if self._own is None or self._own[0] != now.changes:
-                self._begin()
+                if (
+                    self._unreadable != now.changes
+                ):  # reading all weights again and again would cost the engine
+                    self._begin()
                 return None
             own = self._own[1]
         digests = [own] if self._meeting is None else self._meeting.all_of(f"{self._name}/{now.changes}")
@@ -250,18 +259,22 @@ class RunningWeights:
             self._taking.start()
 
     def _digest(self) -> None:
-        before = self._watch.now
+        changes = self._watch.now.changes
         try:
             digest = self._take()
+            if changes != self._watch.now.changes:
+                return  # they changed meanwhile: whoever asks next begins anew
+            if self._meeting is not None:
+                self._meeting.put(f"{self._name}/{changes}", digest)
         except Exception:
-            log.exception("the weights of this rank could not be read: KVBM keeps and finds nothing")
+            if changes == self._watch.now.changes:
+                self._unreadable = changes
+                log.exception(
+                    "the weights of this rank could not be read: KVBM keeps and finds nothing until they change"
+                )
             return
-        if before != self._watch.now and before.changes != self._watch.now.changes:
-            return  # they changed meanwhile: whoever asks next begins anew
         with self._lock:
-            self._own = before.changes, digest
-        if self._meeting is not None:
-            self._meeting.put(f"{self._name}/{before.changes}", digest)
+            self._own = changes, digest
 
 
 WATCH = WeightsWatch()
