@@ -58,6 +58,7 @@ class KeptHouse:
     ) -> None:
         self.directory, self.clock = directory, ManualClock(100.0)
         self.weights: bytes | None = b"weights"
+        self.weights_coming = False
         self.joined = 0
         self.settings = {"host_blocks": host_blocks, "eviction": "lru"}
         self.medium: FakeMedium | None = None
@@ -85,7 +86,14 @@ class KeptHouse:
     def pool_of(self, pages: Pages, chained: bool = True) -> PagesKept:
         """One more client's pages, which may be a device's."""
         kept = PagesKept(
-            NAMESPACE, pages, lambda: self._join(pages), lambda: self.weights, self.clock, chained=chained
+            NAMESPACE,
+            pages,
+            lambda: self._join(pages),
+            lambda: self.weights,
+            lambda: self.weights,
+            lambda: self.weights_coming,
+            self.clock,
+            chained=chained,
         )
         self._kept.append(kept)
         return kept

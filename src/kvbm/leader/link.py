@@ -125,6 +125,7 @@ class ManagerLink:
             if message.ready and self.ready is None:
                 self.readied += 1
                 if self._mirror is not None:
+                    self._mirror.forget()  # all is told anew
                     self.send(Announce(keys=True))
                 log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))
             self.ready = message if message.ready else None

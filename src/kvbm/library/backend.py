@@ -52,6 +52,9 @@ class Backend(Protocol):
     def refresh(self) -> None:
         """Take in what has arrived, and join a manager that came back."""
 
+    stays: int
+    """While this is not 0, another manager is not joined in place of one that has gone: its memory is being read."""
+
     def ready(self, run: Run) -> tuple[int, bool]:
         """How many leading blocks of the run can be copied without waiting, and whether more will follow."""
 

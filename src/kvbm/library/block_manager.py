@@ -327,6 +327,19 @@ class BlockManager:
             outcomes += self.backend.store(part.keys, kv_cache, part.device_blocks, part.parent, part.groups)
         return outcomes
 
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """While inside, another manager is not joined in place of one that has gone, so that hits keep their memory.
+
+        Keep it short: nothing is found and nothing kept meanwhile.
+        """
+        backend = self.backend
+        backend.stays += 1
+        try:
+            yield
+        finally:
+            backend.stays -= 1
+
     def descriptors(self) -> tuple[int, ...]:
         """What becomes readable when a shared manager has said something: then, or once a second, call `refresh`."""
         return self.backend.descriptors()

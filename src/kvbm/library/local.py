@@ -87,6 +87,7 @@ class LocalSpace:
         self._layout = layout
         self._namespace = namespace
         self._clock = clock
+        self.stays = 0
         self._numbers = count(1)
         self._copiers = Copiers(layout, self._new_copier)
         field, size = ("staging", options.staging) if options.host is None else ("host", options.host)

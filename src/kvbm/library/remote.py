@@ -78,6 +78,7 @@ class SharedSpace:
         self._layout = layout
         self._namespace = namespace
         self.reply_timeout_s = reply_timeout_s
+        self.stays = 0
         self._clock = clock
         self._numbers = count(1)
         self._copiers = Copiers(layout, self._new_copier)
@@ -288,7 +289,7 @@ class SharedSpace:
         """The session to ask in; joins a manager that came back. None without one, and while an answer is overdue."""
         if not self._session.lost:
             self._session.poll()
-        if self._session.lost and (channel := self._finder.attempt()) is not None:
+        if self._session.lost and not self.stays and (channel := self._finder.attempt()) is not None:
             try:
                 welcome = channel.introduce(self._worker_hello, self.reply_timeout_s)
                 session = self._join(channel, welcome, self.reply_timeout_s)

@@ -112,15 +112,21 @@ class Deployment:
         page_tokens = page_tokens or int(getattr(sglang_pool, "page_size", 1))
         namespace = page_namespace(self.runners[0], pool, description, page_tokens, self.shape)
         layout = BlockLayout(block_tokens=page_tokens, shard_bytes=pages.page_bytes)
-        engine = f"{ENGINE}-{os.getpid()}-{self.name}-{self.rank}-{pool}"
+        engine = f"{ENGINE}-{os.getpid()}-{os.urandom(4).hex()}-{self.name}-{self.rank}-{pool}"
         return PagesKept(
             namespace,
             pages,
             _Joining(self, engine, layout, namespace, mirror),
-            functools.partial(self._shapes, place),
+            functools.partial(self._shapes, place, True),
+            functools.partial(self._shapes, place, False),
+            lambda: self.weights.coming,
             time.monotonic,
             chained=pool == KV_POOL,
         )
+
+    def wait_for_weights(self) -> None:
+        """Wait a little for the digest of the weights, so that small models keep their first pages too."""
+        self.weights.wait(WEIGHTS_S)
 
     def expect_pools(self, count: int, stages: int) -> None:
         """So many pools will join, on each of so many stages of a pipeline: each has a namespace, and takes an equal
@@ -138,7 +144,6 @@ class Deployment:
                 failed.append(error)
 
         private = not self.settings.manager
-        self.weights.wait(WEIGHTS_S)
         keeper.call(join, None, self.settings.init_timeout_s if private else SHARED_JOIN_S + REPLY_S)
         for error in failed:
             if private and not isinstance(error, ManagerUntrusted):
@@ -151,16 +156,17 @@ class Deployment:
         return Attachment.of_engine(
             settings,
             self.environment,
-            f"{ENGINE}-{_launch()}",
+            f"{ENGINE}-{_launch(self.runners[0].server_args)}",
             engine,
             self.data_parallel_rank,
             namespaces=self._pools,
             kind=ENGINE,
         )
 
-    def _shapes(self, place: str) -> bytes | None:
-        """What selects the key space of this rank's pages: the weights, and whose shard they are."""
-        weights = self.weights.identity()
+    def _shapes(self, place: str, look: bool) -> bytes | None:
+        """What selects the key space of this rank's pages: the weights, and whose shard they are. With `look` the other
+        ranks are asked for their part, over the network."""
+        weights = self.weights.look() if look else self.weights.identity()
         return weights + place.encode() if weights is not None else None
 
 
@@ -199,12 +205,15 @@ def _digest(runners: list[Any]) -> bytes:
     return digest_of(runner.model for runner in runners)
 
 
-@functools.cache
-def _launch() -> str:
-    """Names the launch that this rank belongs to, by the process that all its ranks are children of."""
+def _launch(server_args: Any) -> str:
+    """Names the launch that this rank belongs to: the process that all its ranks are children of, and what it serves
+    where, as a program may launch several."""
     parent = os.getppid()
     try:
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         started = ""
-    return hashlib.sha256(f"{parent}/{started}".encode()).hexdigest()[:12]
+    served = [
+        str(getattr(server_args, name, "")) for name in ("model_path", "host", "port", "dist_init_addr")
+    ]
+    return hashlib.sha256("\0".join((str(parent), started, *served)).encode()).hexdigest()[:12]

@@ -82,6 +82,11 @@ class Keeper:
             job.result.set_result(otherwise)
         return job.result
 
+    @property
+    def busy(self) -> bool:
+        """Whether jobs wait to begin."""
+        return not self._jobs.empty()
+
     def call(
         self,
         work: Callable[[], ResultT] | Callable[[], Generator[None, None, ResultT]],

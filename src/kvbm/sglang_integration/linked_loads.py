@@ -1,12 +1,12 @@
 """Loads of a linker: pages are leased when a request is matched, and copied layer by layer beside its forward pass.
 
-Owned by the keeper's thread, but for `Layers`, which says how far a batch is.
+Owned by the keeper's thread, but for the counter, which says how far a batch is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +27,13 @@ LEASES_MAX = 256
 LEASE_S = 10.0
 """How long a request's pages stay leased without being loaded."""
 UNUSED, DEADLINE = "unused", "deadline"
+
+
+class Event(Protocol):
+    """A point in the device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
 
 
 class Counter(Protocol):
@@ -72,6 +79,7 @@ class LinkedLoads:
     ) -> None:
         self._pools, self._pages, self._layer_count, self._clock = pools, pages, layer_count, clock
         self._leased: dict[str, _Leased] = {}
+        self._accepted: dict[str, tuple[_Leased, list[tuple[LayerLoad, DevicePages]]]] = {}
 
     def lease(self, request: str, asked: Mapping[str, Asked]) -> bool:
         """Ask for a request's pages in each pool and lease what is held; whether all that it needs lies in host memory.
@@ -97,67 +105,89 @@ class LinkedLoads:
             self.drop(next(iter(self._leased)), DEADLINE)
         return complete
 
-    def load(
-        self,
-        index: int,
-        batch: Mapping[str, Sequence[Wanted]],
-        counter: Counter,
-        ready: Callable[[], None],
-    ) -> bool:
-        """Load a batch's requests, the first layer of all of them first, and then the next. `ready()` waits until the
-        device's pages may be written to. Whether all arrived: the counter knows it too."""
+    def accept(self, request: str, wanted: Sequence[Wanted]) -> bool:
+        """Whether a load of these pages cannot fail any more, as far as anybody can know: they are leased, lie in host
+        memory, and were computed with the present weights. From then on they stay so until `load` or `drop`."""
+        leased = self._leased.pop(request, None)
+        if leased is None:
+            return False
         loads: list[tuple[LayerLoad, DevicePages]] = []
+        for each in wanted:
+            load = self._begin(leased, each)
+            if load is None:
+                self._end(leased, loads, DEADLINE)
+                return False
+            loads.append((load, self._pages[each.pool]))
+        self._accepted[request] = leased, loads
+        return True
+
+    def _begin(self, leased: _Leased, wanted: Wanted) -> LayerLoad | None:
+        hit, hashes, keys = leased.hits.get(wanted.pool, (None, (), None))
+        pool = self._pools[wanted.pool]
+        manager = pool.manager()
+        same = list(hashes[: len(wanted.hashes)]) == list(wanted.hashes) and keys == pool.keys(hashes)
+        if hit is None or keys is None or not same or manager is None:
+            return None
+        leased.held.enter_context(manager.staying())
+        return manager.onboard_by_layer([(hit, wanted.numbers)], self._pages[wanted.pool].cache)
+
+    def load(
+        self, index: int, requests: Sequence[str], counter: Counter, event: Event, others: Callable[[], bool]
+    ) -> Generator[None, None, bool]:
+        """Load a batch's requests, which were accepted: the first layer of all of them, and then the next.
+
+        It begins after `event`, the end of the device's work with these pages. `others()` says whether other jobs wait.
+        Whether all arrived: the counter knows it too.
+        """
+        batch = [self._accepted[request] for request in requests]
         try:
-            ready()
-            for request, each in batch.items():
-                loads += self._begin(request, each)
+            while not event.query():
+                yield
             for layer in range(self._layer_count):
-                for load, pages in loads:
+                for load, pages in (each for _, loads in batch for each in loads):
                     if pages.layers[layer]:
                         load.copy(pages.layers[layer])
                 if layer == self._layer_count - 1:
-                    ended, loads = [load.end() for load, _ in loads], []
-                    if not all(ended):
+                    right = [self._settle(request) for request in requests]
+                    if not all(right):
                         raise RuntimeError("a leased page was not what it should be")
                 counter.complete(index, layer)
-        except BaseException as error:
+                if others():
+                    yield
+        except GeneratorExit as ended:
+            counter.fail(index, ended)
+            raise
+        except Exception as error:
             log.exception("KVBM could not load pages that it had promised: SGLang aborts these requests")
             counter.fail(index, error)
             return False
         finally:
-            for load, _ in loads:
-                load.end(whole=False)
-            for request in batch:
+            for request in requests:
                 self.drop(request)
         return True
 
-    def _begin(self, request: str, wanted: Sequence[Wanted]) -> list[tuple[LayerLoad, DevicePages]]:
-        leased = self._leased.get(request)
-        if leased is None:
-            raise RuntimeError(f"the lease of request {request} has ended")
-        begun = []
-        for each in wanted:
-            hit, hashes, keys = leased.hits[each.pool]
-            if list(hashes[: len(each.hashes)]) != list(each.hashes):
-                raise RuntimeError(f"request {request} loads other pages than were leased")
-            if keys is None or keys != self._pools[each.pool].keys(hashes):
-                raise RuntimeError(f"the weights have changed since pages were leased for request {request}")
-            pages, manager = self._pages[each.pool], self._pools[each.pool].manager()
-            load = (
-                manager.onboard_by_layer([(hit, each.numbers)], pages.cache) if manager is not None else None
-            )
-            if load is None:
-                raise RuntimeError(f"pages of request {request} have gone")
-            begun.append((load, pages))
-        return begun
+    def _settle(self, request: str) -> bool:
+        """End a request's loads; whether all that was copied was right."""
+        leased, loads = self._accepted[request]
+        self._accepted[request] = leased, []
+        right = [load.end() for load, _ in loads]
+        return all(right)
+
+    def _end(self, leased: _Leased, loads: Sequence[tuple[LayerLoad, DevicePages]], reason: str) -> None:
+        for load, _ in loads:
+            load.end(whole=False)
+        for hit, _, _ in leased.hits.values():
+            hit.leave(reason)
+        leased.held.close()
 
     def drop(self, request: str, reason: str = UNUSED) -> None:
         """End a request's lease; what of it was not loaded was left for this reason (`protocol.UNLOADED_REASONS`)."""
         leased = self._leased.pop(request, None)
         if leased is not None:
-            for hit, _, _ in leased.hits.values():
-                hit.leave(reason)
-            leased.held.close()
+            self._end(leased, (), reason)
+        accepted = self._accepted.pop(request, None)
+        if accepted is not None:
+            self._end(*accepted, reason)
 
     def tick(self) -> None:
         """End the leases of requests that nobody loaded."""
@@ -167,7 +197,7 @@ class LinkedLoads:
 
     def close(self) -> None:
         """End all leases."""
-        for request in list(self._leased):
+        for request in (*self._leased, *self._accepted):
             self.drop(request)
 
 

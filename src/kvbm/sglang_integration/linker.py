@@ -8,11 +8,12 @@ accepted once its pages are leased and lie in host memory; a lease that does not
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +25,7 @@ from sglang.srt.utils import get_device_module
 from kvbm.block import BlockKey
 from kvbm.client.mirror import Mirror
 from kvbm.errors import KvbmError
+from kvbm.guard import Guard
 from kvbm.sglang_integration.deployment import Deployment
 from kvbm.sglang_integration.device_pages import DevicePages
 from kvbm.sglang_integration.device_pools import pool_group
@@ -37,7 +39,8 @@ LEASE_WAIT_S = 0.002
 """How long the scheduler's thread waits for a lease that was asked for when the request was matched."""
 LEASE_WAIT_ALWAYS_S = 1.0
 """The same where a hit is to be loaded in any case (`DYN_KVBM_ONBOARD=always`, for tests)."""
-QUIESCE_S = 30.0
+QUIESCE_S = 5.0
+"""How long SGLang waits for us where it empties its caches: for the part of a store that is being copied."""
 ASKED_MAX = 1024
 _instances = itertools.count(1)
 
@@ -96,11 +99,14 @@ class KvbmLinker(UnifiedCacheLinker):
         # Leases that were asked for: what for, the first page's key (which changes with the weights), and whether they
         # came; loads that were accepted; stores that are under way, in order.
         self._leases: dict[str, tuple[dict[str, Asked], list[BlockKey] | None, Future[bool]]] = {}
-        self._queued: dict[str, list[Wanted]] = {}
+        self._queued: list[str] = []
+        self._life = 0
+        self._guard = Guard(log)
         self._offloads: deque[Future[bool]] = deque()
         self._keeper = self._deployment.keeper(self._event, self._descriptors)
         self._keeper.submit(on_device_of(self._pages), None)
         self._deployment.expect_pools(len(self._kept), params.pp_size)
+        self._deployment.wait_for_weights()
         for pool in self._kept.values():
             self._deployment.begin(self._keeper, pool)
 
@@ -109,6 +115,10 @@ class KvbmLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every number of leading pages that all pools hold in host memory, from the mirror. A lease is asked for at
         once, with which pages that are only on disk are brought up for the next time."""
+        nothing: list[int] = []
+        return self._guard.call(nothing, self._lookup, rid, transfers)
+
+    def _lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         by_name = {str(transfer.name): transfer for transfer in transfers}
         kv = by_name.get(PoolName.KV.value)
         sources = {name: by_name.get(str(self._group.sources[PoolName(name)])) for name in self._pages}
@@ -153,23 +163,22 @@ class KvbmLinker(UnifiedCacheLinker):
     # ---- loads
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load whose pages are leased; False, on all ranks alike, where they are not."""
-        wanted = self._of_pools(transfers)
-        accepted = bool(wanted) and self._leased(rid, wanted)
-        if not self._all_ranks(accepted):
+        """Accept a load whose pages are leased; False, on all ranks alike, where some are not."""
+        nothing: list[Wanted] = []
+        wanted = self._guard.call(nothing, self._of_pools, transfers)
+        if not self._all_ranks(bool(wanted) and self._guard.call(False, self._accepted, rid, wanted)):
             self._release(rid, DEADLINE)
             return False
-        self._queued[rid] = wanted
+        self._queued.append(rid)
         return True
 
-    def _leased(self, rid: str, wanted: Sequence[Wanted]) -> bool:
-        asked = self._leases.get(rid)
-        if asked is None or not all(_covers(asked[0].get(each.pool), each) for each in wanted):
+    def _accepted(self, rid: str, wanted: list[Wanted]) -> bool:
+        self._leases.pop(rid, None)
+        verdict = self._keeper.submit(lambda: self._loads.accept(rid, wanted), False)
+        done = concurrent.futures.wait((verdict,), self._lease_wait_s).done
+        if not done and verdict.cancel():
             return False
-        try:
-            return asked[2].result(self._lease_wait_s)
-        except Exception:  # late, or a defect that the keeper logged: the engine computes
-            return False
+        return bool(done) and _true(verdict)  # late: the engine computes, and what is accepted is released
 
     def _of_pools(self, transfers: list[PoolTransfer]) -> list[Wanted]:
         """What is to be moved of each physical pool; nothing where SGLang's indices are no pages of it."""
@@ -189,23 +198,24 @@ class KvbmLinker(UnifiedCacheLinker):
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Forget a load that has not begun."""
-        if self._queued.pop(rid, None) is None:
+        if rid not in self._queued:
             return False
+        self._queued.remove(rid)
         self._release(rid)
         return True
 
     def start_layer_wise_loading(self) -> int:
-        """Begin the queued loads; the index of their batch, -1 where there are none."""
+        """Begin the accepted loads; the index of their batch, -1 where there are none."""
         if not self._queued:
             return -1
-        batch, self._queued = self._queued, {}
-        index = int(self.layer_done_counter.update_producer())
+        batch, self._queued = self._queued, []
+        counter = self.layer_done_counter
+        index = int(counter.update_producer())
         event = get_device_module().Event()
         event.record()
-        for rid in batch:
-            self._leases.pop(rid, None)
-        counter = self.layer_done_counter
-        begun = self._keeper.submit(lambda: self._loads.load(index, batch, counter, event.synchronize), False)
+        begun = self._keeper.submit(
+            lambda: self._loads.load(index, batch, counter, event, lambda: self._keeper.busy), False
+        )
         # Of a keeper that has ended, or is overwhelmed, no layer would ever come.
         begun.add_done_callback(
             lambda done: None if _true(done) else counter.fail(index, KvbmError("KVBM cannot load"))
@@ -220,9 +230,11 @@ class KvbmLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Queue a store of all these pages, to be kept as a whole; False where they cannot be kept."""
-        if not self._deployment.watch.now.unmixed:
-            return False
-        wanted = self._of_pools(transfers)
+        return self._guard.call(False, self._offload, transfers)
+
+    def _offload(self, transfers: list[PoolTransfer]) -> bool:
+        now, life = self._deployment.watch.now, self._life
+        wanted = self._of_pools(transfers) if now.unmixed else []
         if not wanted:
             return False
         if not self._stores:
@@ -231,15 +243,21 @@ class KvbmLinker(UnifiedCacheLinker):
             self._offloads.append(done)
             return True
         events = self.record_offload_ready()
-        self._offloads.append(self._keeper.submit(lambda: self._store(wanted, events), False))
+
+        def valid() -> bool:
+            return self._life == life and self._deployment.watch.now.changes == now.changes
+
+        self._offloads.append(self._keeper.submit(lambda: self._store(wanted, events, valid), False))
         return True
 
-    def _store(self, wanted: list[Wanted], events: list[Any]) -> Generator[None, None, bool]:
-        for event in events:
-            event.synchronize()
+    def _store(
+        self, wanted: list[Wanted], events: list[Any], valid: Callable[[], bool]
+    ) -> Generator[None, None, bool]:
+        while not all(event.query() for event in events):
+            yield
         kept = True
         for each in wanted:
-            stored = yield from self._kept[each.pool].store(each.hashes, each.numbers)
+            stored = yield from self._kept[each.pool].store(each.hashes, each.numbers, valid=valid)
             kept = kept and all(stored)
         return kept
 
@@ -266,9 +284,11 @@ class KvbmLinker(UnifiedCacheLinker):
     def _quiesce(self) -> None:
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
+        self._life += 1  # stores end before their next part
         deadline_s = time.monotonic() + QUIESCE_S
         for store in self._offloads:
-            _settled(store, deadline_s - time.monotonic())
+            if not store.cancel():
+                _settled(store, deadline_s - time.monotonic())
         self._offloads.clear()
         self._leases.clear()
         # A job behind all others: when it has run, no load is under way.
@@ -302,12 +322,6 @@ class KvbmLinker(UnifiedCacheLinker):
 
 def _true(result: Future[bool]) -> bool:
     return not result.cancelled() and result.exception() is None and result.result()
-
-
-def _covers(asked: Asked | None, wanted: Wanted) -> bool:
-    """Whether what is to be loaded is what was asked for, from the first page on."""
-    size = len(wanted.hashes)
-    return asked is not None and size <= asked.needed and list(asked.hashes[:size]) == list(wanted.hashes)
 
 
 def _settled(result: Future[bool], timeout_s: float) -> None:

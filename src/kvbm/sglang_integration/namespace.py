@@ -7,8 +7,9 @@ a key space costs nothing, and pages of earlier weights leave as any unused page
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 
 from kvbm.layout import Namespace
 from kvbm.sglang_integration.versions import release
-from kvbm.weights import canonical_config, changed_since, process_start_s, weights_digest
+from kvbm.weights import canonical_config, changed_since, local_files, process_start_s, weights_digest
+
+log = logging.getLogger("kvbm.sglang")
 
 ENGINE = "sglang"
 """What the names of these engines begin with, in metrics."""
@@ -83,19 +86,23 @@ def adapters_digest(server_args: Any, memo_path: Path) -> bytes:
     """Names the adapters that the server starts with: SGLang names those by their paths alone.
 
     Adapters that come later have a name that no other load gets. An adapter whose files cannot be read here, or changed
-    after this process began, is named by chance: then nothing is shared with other starts.
+    after this process began, is named by chance: then nothing is shared with other starts, and one line says so.
     """
-    paths = _adapter_paths(getattr(server_args, "lora_paths", None))
-    if not paths:
+    lora_paths = getattr(server_args, "lora_paths", None)
+    entries = lora_paths.values() if isinstance(lora_paths, Mapping) else lora_paths or ()
+    names = [str(getattr(entry, "lora_path", entry)) for entry in entries]
+    if not names:
         return b""
+    paths = [path for name in names if (path := local_files(name, None, None)) is not None]
     try:
-        unsure = changed_since(paths, process_start_s())
-        digest = weights_digest(paths, memo_path) if unsure is None else None
+        unsure = len(paths) < len(names) or changed_since(paths, process_start_s()) is not None
+        digest = weights_digest(paths, memo_path) if not unsure else None
     except OSError:
         digest = None
+    if digest is None:
+        log.warning(
+            "files of adapters (%s) cannot be read here, or changed since this process began: its pages are for this "
+            "start of the engine alone",
+            ", ".join(names),
+        )
     return bytes.fromhex(digest) if digest is not None else os.urandom(32)
-
-
-def _adapter_paths(lora_paths: Any) -> Sequence[Path]:
-    entries = lora_paths.values() if isinstance(lora_paths, Mapping) else lora_paths or ()
-    return [Path(str(getattr(entry, "lora_path", entry))) for entry in entries]

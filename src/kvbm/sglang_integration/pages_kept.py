@@ -32,9 +32,11 @@ HITS_MAX = 64
 """Answers whose pages stay leased at one time."""
 HIT_S = 10.0
 """How long an answer's pages stay leased without being read."""
-ARRIVAL_S = 20.0
-"""How long a read waits for pages that come from disk."""
+ARRIVAL_S = 5.0
+"""How long a read waits for pages that come from disk. SGLang gives its threads 10 s to end."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
+SHAPES_S = 5.0
+"""How long a store waits until it is known what computes the pages."""
 ROOM_S = 0.2
 """How long a store waits for room: blocks on their way to disk leave some. Half as long after each wait in vain."""
 STORED_AT_ONCE = 32
@@ -75,7 +77,8 @@ class _OpenHit:
 
 class PagesKept:
     """See the module. `join` makes the block manager; it is tried again, with pauses, while it raises, and never longer
-    at a time than `join` itself waits. `shapes()` gives what selects the key space; None while that is not known. Of a
+    at a time than `join` itself waits. `shapes()` gives what selects the key space; None while that is not known,
+    and `coming()` says whether it will be soon. `known()` is the same for any thread, without asking anybody. Of a
     `chained` pool a page is of use only where all before it are kept too.
     """
 
@@ -85,13 +88,16 @@ class PagesKept:
         pages: Pages,
         join: Callable[[], BlockManager],
         shapes: Callable[[], bytes | None],
+        known: Callable[[], bytes | None],
+        coming: Callable[[], bool],
         clock: Clock,
         chained: bool = True,
     ) -> None:
         self._fingerprint = namespace.fingerprint
         self.pages = pages
         self.counts = Counts()
-        self._join, self._shapes, self._clock = join, shapes, clock
+        self._join, self._clock = join, clock
+        self._shapes, self._known, self._coming = shapes, known, coming
         self._manager: BlockManager | None = None
         self._parents = Parents(PARENTS_MAX if chained else 0)
         self._hits: list[_OpenHit] = []
@@ -163,11 +169,16 @@ class PagesKept:
         numbers: Sequence[int],
         prefix: Sequence[str] = (),
         fill: Callable[[int, int], None] | None = None,
+        valid: Callable[[], bool] = lambda: True,
     ) -> Generator[None, None, list[bool]]:
         """Keep the pool's pages `numbers`, which follow one another; which ones are kept now. SGLang offers them once.
 
         `fill(row, position)` puts the page at a position into a row of the buffer, if they do not come from the pool.
+        Nothing more is copied once the pages are no longer `valid`: others may lie there, or other weights compute.
         """
+        until_s = self._clock() + SHAPES_S
+        while self._mask() is None and self._coming() and valid() and self._clock() < until_s:
+            yield  # SGLang offers pages once: those of its first requests too, while weights are digested
         manager, mask = self._present(), self._mask()
         if manager is None or mask is None:
             return [False] * len(hashes)
@@ -177,7 +188,7 @@ class PagesKept:
         step, done, patient_until_s = min(STORED_AT_ONCE, self.pages.batch), 0, 0.0
         while done < len(keys):
             # What the rest was computed with may not be what it would be kept under.
-            if self._mask() != mask:
+            if self._mask() != mask or not valid():
                 break
             part, rows = keys[done : done + step], numbers[done : done + step]
             if fill is not None:
@@ -223,8 +234,8 @@ class PagesKept:
 
     def keys(self, hashes: Sequence[str]) -> list[BlockKey] | None:
         """The keys of these pages; None while it is not known what computes them. For any thread."""
-        mask = self._mask()
-        return block_keys(hashes, mask) if mask is not None else None
+        known = self._known()
+        return block_keys(hashes, space_mask(self._fingerprint, known)) if known is not None else None
 
     def descriptors(self) -> tuple[int, ...]:
         """What can be read when the manager has said something."""
@@ -232,6 +243,7 @@ class PagesKept:
 
     def tick(self) -> None:
         """Take in what the manager has said, and give back what nobody read in time."""
+        self._shapes()
         if self._manager is not None:
             self._manager.refresh()
         now_s = self._clock()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class KvbmStorage(HiCacheStorage):
         """All pools are known: join the manager. Raises KvbmError in one line where our own cannot be started as it was
         set up; a shared one that is absent is joined later."""
         self._deployment.expect_pools(len(self._pools), self._config.pp_size)
+        self._deployment.wait_for_weights()
         for pool in self._pools.values():
             self._deployment.begin(self._keeper, pool)
 
@@ -194,7 +195,8 @@ class KvbmStorage(HiCacheStorage):
     ) -> bool:
         """Keep flat pages; whether all of them are kept now."""
         pool = self._pools.get(PoolName.KV.value)
-        if pool is None or not isinstance(pool.pages, StagedPages) or not self._storable():
+        valid = self._valid()
+        if pool is None or not isinstance(pool.pages, StagedPages) or valid is None:
             return False
         staged = pool.pages
 
@@ -202,7 +204,9 @@ class KvbmStorage(HiCacheStorage):
             staged.fill(row, values[position])
 
         missing = [False] * len(keys)
-        return all(self._keeper.call(lambda: pool.store(keys, range(len(keys)), (), fill), missing, ASK_S))
+        return all(
+            self._keeper.call(lambda: pool.store(keys, range(len(keys)), (), fill, valid), missing, ASK_S)
+        )
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -224,13 +228,15 @@ class KvbmStorage(HiCacheStorage):
     ) -> list[bool]:
         pool, missing = self._pools.get(name), [False] * len(keys)
         numbers = _numbers(pool, keys, host_indices)
-        if pool is None or numbers is None or not self._storable():
+        valid = self._valid()
+        if pool is None or numbers is None or valid is None:
             return missing
-        return self._keeper.call(lambda: pool.store(keys, numbers, prefix), missing, ASK_S)
+        return self._keeper.call(lambda: pool.store(keys, numbers, prefix, valid=valid), missing, ASK_S)
 
-    def _storable(self) -> bool:
-        """Whether SGLang's own pages were computed with the present weights."""
-        return self._deployment.watch.now.unmixed
+    def _valid(self) -> Callable[[], bool] | None:
+        """Whether SGLang's own pages are still computed with the weights of now; None where they are not."""
+        watch, now = self._deployment.watch, self._deployment.watch.now
+        return (lambda: watch.now.changes == now.changes) if now.unmixed else None
 
     # ---- the rest
 

@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,12 @@ CHANGES = {
         "update_weights_from_ipc",
         "update_weights_from_tensor",
     ),
-    SCHEDULER_UPDATER: ("release_memory_occupation", "resume_memory_occupation"),
 }
-"""By class: the methods during which weights may change, or may not be readable afterwards."""
+"""By class: the methods during which weights may change."""
+RELEASE, RESUME = "release_memory_occupation", "resume_memory_occupation"
+"""Of the scheduler's class: between them there are no weights to read, if these are among the tags."""
+WEIGHTS_TAG = "weights"
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner", "ModelRunner"
 
 SCHEDULER = "sglang.srt.managers.scheduler", "Scheduler"
 
@@ -76,6 +80,8 @@ class WeightsWatch:
         self.now = Watched()
         self.watching = False
         self._lock = threading.Lock()
+        self.runners: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The model runners that were made since changes are watched: SGLang hands a backend none of them."""
         self._depth = 0
         self._emptied_inside = False
 
@@ -90,8 +96,8 @@ class WeightsWatch:
     def end(self) -> None:
         """They have changed, perhaps only in part."""
         with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
+            self._depth = max(0, self._depth - 1)
+            if self._depth == 0 and self.now.changes % 2:
                 changes = self.now.changes + 1
                 # Nothing is computed in between: caches that were emptied by then are empty still.
                 self.now = Watched(changes, changes if self._emptied_inside else self.now.emptied)
@@ -109,21 +115,16 @@ class WeightsWatch:
         if self.watching:
             return
         found = [(resolve(*place), name) for place, names in CHANGES.items() for name in names]
-        for owner, name in found:
-            getattr(owner, name)
-        scheduler = resolve(*SCHEDULER)
-        original = scheduler.flush_cache
+        updater, scheduler, runner = resolve(*SCHEDULER_UPDATER), resolve(*SCHEDULER), resolve(*MODEL_RUNNER)
+        wanted = [*found, (updater, RELEASE), (updater, RESUME), (scheduler, "flush_cache")]
+        for owner, name in wanted:
+            getattr(owner, name)  # all of them, or none is wrapped
         for owner, name in found:
             setattr(owner, name, self._changing(getattr(owner, name)))
-
-        @functools.wraps(original)
-        def flush_cache(*arguments: Any, **keywords: Any) -> Any:
-            flushed = original(*arguments, **keywords)
-            if flushed:
-                self.emptied()
-            return flushed
-
-        scheduler.flush_cache = flush_cache
+        setattr(updater, RELEASE, self._releasing(getattr(updater, RELEASE)))
+        setattr(updater, RESUME, self._resuming(getattr(updater, RESUME)))
+        scheduler.flush_cache = self._emptying(scheduler.flush_cache)
+        runner.__init__ = self._making(runner.__init__)
         self.watching = True
 
     def _changing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,14 +138,56 @@ class WeightsWatch:
 
         return changing
 
+    def _releasing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def release(updater: Any, request: Any) -> Any:
+            if _has_weights(request):
+                self.begin()  # until they are resumed
+            return original(updater, request)
+
+        return release
+
+    def _resuming(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def resume(updater: Any, request: Any) -> Any:
+            resumed = original(updater, request)
+            if _has_weights(request):
+                self.end()
+            return resumed
+
+        return resume
+
+    def _emptying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def flush_cache(*arguments: Any, **keywords: Any) -> Any:
+            flushed = original(*arguments, **keywords)
+            if flushed:
+                self.emptied()
+            return flushed
+
+        return flush_cache
+
+    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def made(runner: Any, *arguments: Any, **keywords: Any) -> None:
+            original(runner, *arguments, **keywords)
+            self.runners.add(runner)
+
+        return made
+
+
+def _has_weights(request: Any) -> bool:
+    """Whether a request to release or resume memory is about weights too: it names what, or means all."""
+    tags = getattr(request, "tags", None)
+    return not tags or WEIGHTS_TAG in tags
+
 
 def model_runners() -> list[Any]:
-    """SGLang's model runners of this process, the target's first: it hands a backend none of them."""
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    found = [
-        each for each in gc.get_objects() if issubclass(type(each), ModelRunner) and hasattr(each, "model")
-    ]
+    """The model runners of this process, the target's first."""
+    found = list(WATCH.runners)
+    if not found:  # the plug-in was not loaded; frozen objects (`/freeze_gc`) are not found so
+        kind = getattr(importlib.import_module(MODEL_RUNNER[0]), MODEL_RUNNER[1])
+        found = [each for each in gc.get_objects() if issubclass(type(each), kind) and hasattr(each, "model")]
     return sorted(found, key=lambda runner: bool(runner.is_draft_worker))
 
 
@@ -172,10 +215,14 @@ def _chunks(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 class Meeting:
-    """Where the digests of all ranks of a model meet: torch's store, which every rank has. Nobody waits in it."""
+    """Where the digests of all ranks of a model meet: torch's store, which every rank has.
+
+    A call is a round trip over the network, and waits for nothing else. Never in the scheduler's thread.
+    """
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
+        self._shown = ""
 
     @classmethod
     def of_process(cls) -> Meeting | None:
@@ -188,6 +235,9 @@ class Meeting:
     def put(self, round_: str, digest: bytes) -> None:
         """Show this rank's digest to the others."""
         self._store.set(self._name(round_, self._rank), digest.hex())
+        before, self._shown = self._shown, self._name(round_, self._rank)
+        if before:
+            self._store.delete_key(before)
 
     def all_of(self, round_: str) -> list[bytes] | None:
         """Every rank's digest; None until all are there."""
@@ -205,7 +255,7 @@ class RunningWeights:
     """The digest of the weights of all ranks, made in the background when it is asked for.
 
     `name` tells apart those who ask (a process may have several); it is the same on every rank. `extras` is what shapes
-    KV beside the models' own tensors. `take` makes this rank's digest; it runs in a thread.
+    KV beside the models' own tensors, on this rank. `take` makes this rank's digest; it runs in a thread.
     """
 
     def __init__(
@@ -224,27 +274,41 @@ class RunningWeights:
         self._taking: threading.Thread | None = None
 
     def identity(self) -> bytes | None:
-        """32 bytes that name the present weights; None while they change, and until all ranks have their digest."""
+        """32 bytes that name the present weights; None while they change, and until all ranks have their digest.
+
+        For any thread: it waits for nothing (see `look`).
+        """
         now = self._watch.now
         if not now.stable:
             return None
         with self._lock:
             if self._known is not None and self._known[0] == now.changes:
                 return self._known[1]
-            if self._own is None or self._own[0] != now.changes:
-                if (
-                    self._unreadable != now.changes
-                ):  # reading all weights again and again would cost the engine
-                    self._begin()
-                return None
-            own = self._own[1]
-        digests = [own] if self._meeting is None else self._meeting.all_of(f"{self._name}/{now.changes}")
+            # Reading all weights again and again would cost the engine.
+            taken = self._own is not None and self._own[0] == now.changes
+            if not taken and self._unreadable != now.changes:
+                self._begin()
+        return None
+
+    def look(self) -> bytes | None:
+        """`identity`, after a look at whether the other ranks have their digests. Not for the scheduler's thread."""
+        known = self.identity()
+        now, own = self._watch.now, self._own
+        if known is not None or own is None or own[0] != now.changes:
+            return known
+        digests = [own[1]] if self._meeting is None else self._meeting.all_of(f"{self._name}/{now.changes}")
         if digests is None:
             return None
-        identity = hashlib.sha256(b"".join((*digests, self._extras))).digest()
+        identity = hashlib.sha256(b"".join(digests)).digest()
         with self._lock:
             self._known = now.changes, identity
         return identity
+
+    @property
+    def coming(self) -> bool:
+        """Whether the name of the present weights is not known and will soon be."""
+        now = self._watch.now
+        return now.stable and self._unreadable != now.changes and self.identity() is None
 
     def wait(self, timeout_s: float) -> None:
         """Wait until this rank's digest is made, at most so long."""
@@ -252,6 +316,7 @@ class RunningWeights:
         thread = self._taking
         if thread is not None:
             thread.join(timeout_s)
+            self.look()
 
     def _begin(self) -> None:
         if self._taking is None or not self._taking.is_alive():
@@ -261,7 +326,7 @@ class RunningWeights:
     def _digest(self) -> None:
         changes = self._watch.now.changes
         try:
-            digest = self._take()
+            digest = hashlib.sha256(self._take() + self._extras).digest()
             if changes != self._watch.now.changes:
                 return  # they changed meanwhile: whoever asks next begins anew
             if self._meeting is not None:

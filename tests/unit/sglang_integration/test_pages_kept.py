@@ -13,7 +13,7 @@ import torch
 
 from kvbm.errors import KvbmError
 from kvbm.sglang_integration import pages_kept
-from kvbm.sglang_integration.pages_kept import HIT_S, HITS_MAX, STORED_AT_ONCE
+from kvbm.sglang_integration.pages_kept import ARRIVAL_S, HIT_S, HITS_MAX, SHAPES_S, STORED_AT_ONCE
 from rigs.kept_pages import KeptHouse, hashes_of, run, same, store
 from rigs.sglang_pools import HostPool
 
@@ -157,7 +157,7 @@ def test_what_is_leased_is_not_evicted(house: KeptHouse) -> None:
 
 
 def test_a_read_waits_for_pages_that_come_from_disk_and_keeps_its_lease(disk_house: KeptHouse) -> None:
-    """However long that takes, whatever others ask meanwhile, and though somebody clears."""
+    """Whatever others ask meanwhile, and though somebody clears."""
     house, pool, target = disk_house, HostPool(), HostPool()
     kept, reader = house.pool(pool), house.pool(target)
     store(kept, CHAIN, range(6))
@@ -165,7 +165,8 @@ def test_a_read_waits_for_pages_that_come_from_disk_and_keeps_its_lease(disk_hou
     assert reader.held(CHAIN) == 6
     reading = reader.load(CHAIN, [6, 7, 8, 9, 10, 11])
     next(reading)
-    house.clock.advance(HIT_S + 1.0)
+    reader._hits[0].until_s = house.clock()  # its time without a read is over
+    house.clock.advance(ARRIVAL_S - 1.0)
     reader.tick()
     for _ in range(HITS_MAX + 1):
         reader.held(CHAIN[:1])
@@ -292,6 +293,31 @@ def test_a_store_waits_for_room_that_comes(house: KeptHouse) -> None:
 
     assert run(kept.store(CHAIN, range(6)), meanwhile) == [True] * 6
     assert len(waits) >= 2
+
+
+def test_a_store_waits_until_it_is_known_what_computes(house: KeptHouse) -> None:
+    kept = house.pool()
+    house.weights, house.weights_coming = None, True
+
+    def come() -> None:
+        house.weights, house.weights_coming = b"weights", False
+
+    assert run(kept.store(CHAIN, range(6)), come) == [True] * 6
+    house.weights, house.weights_coming = None, True
+    begun_s = house.clock()
+    assert run(kept.store(FORK, range(6)), lambda: house.clock.advance(0.5)) == [False] * 6
+    assert house.clock() - begun_s <= SHAPES_S + 0.5
+    house.weights_coming = False
+    assert run(kept.store(FORK, range(6))) == [False] * 6, "it will never be known"
+
+
+def test_pages_that_are_given_to_others_are_stored_no_further(house: KeptHouse) -> None:
+    kept = house.pool(HostPool(pages=24))
+    chain = hashes_of(" ".join(map(str, range(16))))
+    kept.pages.batch = 4
+    parts: list[int] = []
+    stored = run(kept.store(chain, range(16), valid=lambda: len(parts) < 2), lambda: parts.append(1))
+    assert stored == [True] * 8 + [False] * 8
 
 
 def test_waiting_in_vain_for_room_costs_less_each_time(house: KeptHouse) -> None:

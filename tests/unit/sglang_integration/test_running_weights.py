@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,16 @@ pytest.importorskip("torch", reason="weights are torch tensors; torch is not ins
 
 import torch
 
-from kvbm.sglang_integration.weights import Meeting, RunningWeights, WeightsWatch, digest_of
+from kvbm.sglang_integration.weights import (
+    CHANGES,
+    MODEL_RUNNER,
+    SCHEDULER,
+    SCHEDULER_UPDATER,
+    Meeting,
+    RunningWeights,
+    WeightsWatch,
+    digest_of,
+)
 
 DEADLINE_S = 30.0
 OWN, OTHER = bytes([1]) * 32, bytes([2]) * 32
@@ -35,6 +45,9 @@ class Store:
     def get(self, name: str) -> bytes:
         return self.kept[name]
 
+    def delete_key(self, name: str) -> bool:
+        return self.kept.pop(name, None) is not None
+
 
 def ended(weights: RunningWeights) -> bytes | None:
     """The identity once the thread that digests has ended."""
@@ -50,7 +63,8 @@ def test_all_ranks_meet_and_one_that_is_late_is_waited_for() -> None:
     assert ended(first) is None, "the other rank has not come"
     found = ended(second)
     assert found is not None
-    assert first.identity() == found
+    assert first.identity() is None, "it asks nobody by itself"
+    assert first.look() == found == first.identity()
     assert ended(alone) not in (None, found)
     assert ended(RunningWeights("w", watch, lambda: OWN, None, b"adapter")) != alone.identity()
 
@@ -131,3 +145,58 @@ def test_a_bit_a_name_and_a_type_each_make_another_digest() -> None:
     found = [digest_of([each]) for each in (model(), model("v"), model(dtype=torch.float32), model(bit=1))]
     assert len(set(found)) == 4
     assert digest_of([model()]) == found[0]
+
+
+class Updater:
+    """As SGLang's: of a model runner, and of the scheduler."""
+
+    def __init__(self, watch: WeightsWatch) -> None:
+        self.watch = watch
+        self.seen: list[bool] = []
+
+    def look(self, *_: object) -> None:
+        self.seen.append(self.watch.now.stable)
+
+    begin_weight_update = end_weight_update = look
+    load_weights_from_distributed = receive_weights_from_distributed = look
+    update_weights_from_disk = update_weights_from_ipc = update_weights_from_tensor = look
+    release_memory_occupation = resume_memory_occupation = look
+
+    def flush_cache(self) -> bool:
+        return True
+
+
+def test_sglangs_functions_are_watched() -> None:
+    """Each change, the time between a release of the weights and their return, and who runs a model."""
+    watch = WeightsWatch()
+    places = [*CHANGES, SCHEDULER_UPDATER, SCHEDULER, MODEL_RUNNER]
+    kinds = {place: type(place[1], (Updater,), dict(vars(Updater))) for place in places}
+    watch.install(lambda module, name: kinds[module, name])
+    watch.install(lambda module, name: pytest.fail("wrapped twice"))
+    worker, scheduler = kinds[next(iter(CHANGES))](watch), kinds[SCHEDULER](watch)
+    worker.update_weights_from_tensor()
+    assert (worker.seen, watch.now.stable, watch.now.unmixed) == ([False], True, False)
+    scheduler.flush_cache()
+    assert watch.now.unmixed
+    memory = kinds[SCHEDULER_UPDATER](watch)
+    memory.release_memory_occupation(SimpleNamespace(tags=["kv_cache"]))
+    assert watch.now.unmixed, "the weights stay"
+    memory.release_memory_occupation(SimpleNamespace(tags=None))
+    scheduler.flush_cache()
+    assert not watch.now.stable, "there is nothing to read"
+    memory.resume_memory_occupation(SimpleNamespace(tags=["kv_cache"]))
+    assert not watch.now.stable
+    memory.resume_memory_occupation(SimpleNamespace(tags=["weights"]))
+    assert watch.now.unmixed, "its caches were emptied in between"
+    runner = kinds[MODEL_RUNNER](watch)
+    assert list(watch.runners) == [runner]
+
+
+def test_an_sglang_with_other_functions_is_not_wrapped_in_part() -> None:
+    places = [*CHANGES, SCHEDULER_UPDATER, SCHEDULER, MODEL_RUNNER]
+    kinds = {place: type(place[1], (Updater,), dict(vars(Updater))) for place in places}
+    kinds[SCHEDULER_UPDATER] = type("Other", (), {})
+    original = kinds[SCHEDULER].flush_cache
+    with pytest.raises(AttributeError):
+        WeightsWatch().install(lambda module, name: kinds[module, name])
+    assert kinds[SCHEDULER].flush_cache is original
