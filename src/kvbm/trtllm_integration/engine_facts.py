@@ -16,6 +16,9 @@ KIND = "trtllm"
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "FLUX_JOB_ID")
 """What MPI launchers give all ranks of one job, and no other job, of a node."""
 
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""How many ranks a job has, where the launcher says it."""
+
 _process = f"{os.getpid()}-{os.urandom(6).hex()}"
 """The name of this process, for engines of one rank: their leader and their rank are in one."""
 _instances = {"leader": 0, "worker": 0}
@@ -71,6 +74,12 @@ def _job(rank_count: int, environment: Mapping[str, str]) -> str:
         raise ValueError(
             f"{rank_count} ranks have no name in common: their MPI launcher sets none of {', '.join(_JOB_VARIABLES)}"
         )
+    for name in _SIZE_VARIABLES:
+        if environment.get(name, "").isdigit() and int(environment[name]) != rank_count:
+            raise ValueError(
+                f"{rank_count} ranks in an MPI job of {environment[name]} ({name}): engines of one job have no names "
+                "of their own; accepted is a job for each engine"
+            )
     return environment[found]
 
 

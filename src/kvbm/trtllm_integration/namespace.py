@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +101,24 @@ def _plain(value: Any) -> str:
     """An argument as text that is the same in every process and for equal arguments."""
     if value is None or isinstance(value, bool | int | float | str):
         return str(value)
+    return f"{type(value).__name__}:{_digest(json.dumps(_known(value), sort_keys=True))}"
+
+
+def _known(value: Any) -> Any:
+    """What JSON can carry of an argument. Other objects count by type: their text may name an address."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Enum):
+        return [type(value).__name__, str(value.value)]
+    if isinstance(value, Mapping):
+        return {str(name): _known(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_known(each), sort_keys=True) for each in value)
     dump = getattr(value, "model_dump", None)
-    if dump is not None:
-        return f"{type(value).__name__}:{_digest(repr(sorted(dump().items(), key=repr)))}"
-    facts = sorted((name, str(each)) for name, each in getattr(value, "__dict__", {}).items())
-    return f"{type(value).__name__}:{_digest(repr(facts) if facts else str(value))}"
+    fields = dump() if dump is not None else getattr(value, "__dict__", {})
+    return [type(value).__name__, {str(name): _known(each) for name, each in fields.items()}]
 
 
 def _digest(text: str) -> str:

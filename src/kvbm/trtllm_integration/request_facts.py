@@ -32,8 +32,15 @@ class Unkept:
             log.warning("blocks of %d request%s are not kept: %s", count, "s" if count > 1 else "", reason)
 
 
+ADAPTERS_MAX = 4096
+
+
 class AdapterPaths:
-    """Where the adapter of each number lies. An engine loads a number's adapter once."""
+    """Where the adapter of each number lies. An engine loads a number's adapter once.
+
+    Bounded: the path of one more number is not learned, and its blocks are not kept. None is forgotten: another path
+    might be taken for that of what was loaded.
+    """
 
     def __init__(self) -> None:
         self._paths: dict[int, str] = {}
@@ -42,6 +49,8 @@ class AdapterPaths:
     def learn(self, request: Any) -> None:
         """A request of the engine's Python side may name the path of its adapter."""
         number, path = adapter_number(request), getattr(request, "py_lora_path", None)
+        if number not in self._paths and len(self._paths) >= ADAPTERS_MAX:
+            return
         if number is not None and path and self._paths.setdefault(number, str(path)) != str(path):
             self._moved.add(number)
 

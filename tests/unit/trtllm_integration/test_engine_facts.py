@@ -49,6 +49,14 @@ def test_ranks_without_a_common_name_are_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_engines_that_share_a_job_are_not_taken_for_one() -> None:
+    job = {"PMIX_NAMESPACE": "prterun-1@1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert facts_of(arguments(2), job, "leader").engine
+    with pytest.raises(ValueError, match="2 ranks in an MPI job of 4 ") as raised:
+        facts_of(arguments(2), {**job, "OMPI_COMM_WORLD_SIZE": "4"}, "leader")
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("made", "named"),
     [

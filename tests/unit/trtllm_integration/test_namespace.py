@@ -13,7 +13,7 @@ import pytest
 from kvbm.errors import KvbmError
 from kvbm.layout import Namespace
 from kvbm.trtllm_integration.engine_facts import EngineFacts
-from kvbm.trtllm_integration.namespace import engine_namespace
+from kvbm.trtllm_integration.namespace import _plain, engine_namespace
 
 FACTS = EngineFacts(
     engine="e",
@@ -125,3 +125,16 @@ def test_weights_that_may_have_changed_while_they_were_loaded(
 ) -> None:
     monkeypatch.setattr("kvbm.engine_start.engine_start_s", lambda: 0.0)
     assert space.of().ephemeral
+
+
+def test_an_argument_is_the_same_text_in_every_process() -> None:
+    """Sets have another order, and objects another address, in each process."""
+
+    class Opaque:
+        __slots__ = ()
+
+    def made(*names: str) -> SimpleNamespace:
+        return SimpleNamespace(kinds=set(names), deep=[Opaque(), {"b": 1, "a": (2, None)}])
+
+    assert _plain(made("x", "y", "z")) == _plain(made("z", "y", "x"))
+    assert _plain(made("x")) != _plain(made("y"))
