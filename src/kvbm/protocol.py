@@ -66,7 +66,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     data_parallel_rank: int = 0
     device_blocks: int = 0
     events: bool = False
-    kind: str = "vllm"
+    kind: str = ""
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 

@@ -11,9 +11,11 @@ from typing import TypeVar
 import pytest
 import torch
 
+from kvbm.client.mirror import Mirror
 from kvbm.clock import ManualClock
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.library import BlockManager
+from kvbm.library.attachment import Attachment
 from kvbm.manager.space import Space
 from kvbm.sglang_integration.host_pages import Pages, pages_of
 from kvbm.sglang_integration.pages_kept import PagesKept
@@ -85,24 +87,27 @@ class KeptHouse:
 
     def pool_of(self, pages: Pages, chained: bool = True) -> PagesKept:
         """One more client's pages, which may be a device's."""
+        mirror = Mirror()
         kept = PagesKept(
             NAMESPACE,
             pages,
-            lambda: self._join(pages),
+            lambda: self._join(pages, mirror),
             lambda: self.weights,
             lambda: self.weights,
             lambda: self.weights_coming,
             self.clock,
+            mirror,
             chained=chained,
         )
         self._kept.append(kept)
         return kept
 
-    def _join(self, pages: Pages) -> BlockManager:
+    def _join(self, pages: Pages, mirror: Mirror) -> BlockManager:
         self.joined += 1
         layout = BlockLayout(block_tokens=PAGE_TOKENS, shard_bytes=pages.page_bytes)
-        return BlockManager.connect(
-            str(self.directory / "m.sock"), layout, NAMESPACE, join_timeout_s=0.0, reply_timeout_s=DEADLINE_S
+        attachment = Attachment.at(str(self.directory / "m.sock"))
+        return BlockManager.attach(
+            attachment, layout, NAMESPACE, join_timeout_s=0.0, reply_timeout_s=DEADLINE_S, mirror=mirror
         )
 
     def with_space(self, function: Callable[[Space], T]) -> T:

@@ -52,6 +52,10 @@ class Mirror:
         """Which of the keys are held in host memory."""
         return list(map(self._host.__contains__, keys))
 
+    def each_held(self, keys: Iterable[bytes]) -> list[bool]:
+        """Which of the keys are held in host memory or on disk."""
+        return [key in self._host or key in self._disk for key in keys]
+
     def _of(self, tier: int) -> set[bytes]:
         return self._host if tier == Tier.HOST else self._disk
 

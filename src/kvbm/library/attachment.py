@@ -25,7 +25,7 @@ class Attachment:
     environment: Mapping[str, str] = field(default_factory=dict)
     data_parallel_rank: int = 0
     namespaces: int = 1
-    kind: str = "vllm"
+    kind: str = ""
 
     @classmethod
     def at(cls, socket: str, peer_uids: Iterable[int] = ()) -> Attachment:
@@ -46,7 +46,7 @@ class Attachment:
         engine: str,
         data_parallel_rank: int = 0,
         namespaces: int = 1,
-        kind: str = "vllm",
+        kind: str = "",
     ) -> Attachment:
         """One rank's, at the manager that the settings name, or at the private one that all ranks of a `deployment`
         share: its name must be the same in each of them, and no other's."""

@@ -10,8 +10,6 @@ LABELS_MAX = 64
 """A series stays as long as the manager lives; engines beyond so many names share one."""
 _MODEL_CHARACTERS_MAX = 96
 _KIND_CHARACTERS_MAX = 16
-UNNAMED_KIND = "vllm"
-"""The engine that labels have named by its model alone, ever since."""
 
 
 class EngineLabels:
@@ -20,15 +18,13 @@ class EngineLabels:
     def __init__(self) -> None:
         self._known: set[str] = set()
 
-    def name(
-        self, model: str, data_parallel_rank: int, taken: Collection[str], kind: str = UNNAMED_KIND
-    ) -> str:
-        """`MODEL/dpRANK`, behind its kind and a slash for an engine that is not vLLM; where an engine that is present
+    def name(self, model: str, data_parallel_rank: int, taken: Collection[str], kind: str = "") -> str:
+        """`MODEL/dpRANK`, behind its kind and a slash where it has one; where an engine that is present
         has `taken` that name, the first of `#2`, `#3`, … is added.
 
         `OTHER_ENGINES` once `LABELS_MAX` names are in use.
         """
-        software = "" if kind == UNNAMED_KIND else f"{kind[:_KIND_CHARACTERS_MAX]}/"
+        software = f"{kind[:_KIND_CHARACTERS_MAX]}/" if kind else ""
         base = f"{software}{model[-_MODEL_CHARACTERS_MAX:]}/dp{data_parallel_rank}"
         numbered = (base if number == 1 else f"{base}#{number}" for number in range(1, len(taken) + 2))
         label = next(name for name in numbered if name not in taken)

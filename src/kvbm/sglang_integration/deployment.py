@@ -105,22 +105,27 @@ class Deployment:
         pages: Pages,
         place: str,
         page_tokens: int = 0,
-        mirror: Mirror | None = None,
+        mirrored: bool = True,
     ) -> PagesKept:
-        """One pool's pages. `place` tells this rank's bytes from those of other ranks, where they differ."""
+        """One pool's pages. `place` tells this rank's bytes from those of other ranks, where they differ.
+
+        `mirrored`: the pool's mirror is kept up to date.
+        """
         description = describe_pages(sglang_pool, pages.cache)
         page_tokens = page_tokens or int(getattr(sglang_pool, "page_size", 1))
         namespace = page_namespace(self.runners[0], pool, description, page_tokens, self.shape)
         layout = BlockLayout(block_tokens=page_tokens, shard_bytes=pages.page_bytes)
         engine = f"{ENGINE}-{os.getpid()}-{os.urandom(4).hex()}-{self.name}-{self.rank}-{pool}"
+        mirror = Mirror()
         return PagesKept(
             namespace,
             pages,
-            _Joining(self, engine, layout, namespace, mirror),
+            _Joining(self, engine, layout, namespace, mirror if mirrored else None),
             functools.partial(self._shapes, place, True),
             functools.partial(self._shapes, place, False),
             lambda: self.weights.coming,
             time.monotonic,
+            mirror,
             chained=pool == KV_POOL,
         )
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kvbm.errors import KvbmError
+from kvbm.sglang_integration.host_pages import PagesInPlace
 
 
-class DevicePages:
+class DevicePages(PagesInPlace):
     """One physical pool of SGLang's pool group (`DevicePoolEntry`); see `host_pages.Pages`.
 
     `layers[i]` names the tensors of `cache` that the engine's layer i reads; empty for a layer that has none here.
@@ -18,10 +18,9 @@ class DevicePages:
 
     def __init__(self, entry: Any, layer_count: int) -> None:
         span = int(entry._row_span)
-        self.entry = entry
-        self.page_tokens = int(entry.page_size)
         rows = min(int(buffer.shape[0]) for group in entry.components for buffer in group)
-        self.count = rows // span
+        super().__init__(int(entry.page_size), rows // span)
+        self.entry = entry
         self.cache: dict[str, torch.Tensor] = {}
         names: list[list[str]] = []
         for number, group in enumerate(entry.components):
@@ -33,25 +32,6 @@ class DevicePages:
         mapping = entry.layer_mapping
         read = [_indices(mapping.get(layer)) for layer in range(layer_count)]
         self.layers = [[group[index] for group in names for index in indices] for indices in read]
-
-    def numbers(self, indices: torch.Tensor) -> list[int]:
-        """The pages that these token indices are of. Raises KvbmError for others."""
-        span = self.page_tokens
-        first = indices[::span].tolist() if len(indices) % span == 0 else [-1]
-        if any(index % span or not 0 <= index < self.count * span for index in first):
-            raise KvbmError(
-                f"device_indices {first[:4]}…: accepted are beginnings of the pool's {self.count} pages"
-            )
-        return [index // span for index in first]
-
-    def put(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
-
-    def take(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
-
-    def taken(self, numbers: Sequence[int]) -> None:
-        """They lie where they belong."""
 
 
 def _indices(mapped: Any) -> Sequence[int]:

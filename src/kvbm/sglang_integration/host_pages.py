@@ -62,37 +62,29 @@ def pages_of(pool: Any) -> Pages:
         return StagedPages(pool)
 
 
-class _Numbered:
-    """Pages by number, for pools whose page i has the tokens from i * page_size on."""
+class NumberedPages:
+    """Pages by number, for pools whose page i has the tokens from i * page_tokens on."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
-        self.page_tokens = int(pool.page_size)
-        self.count = int(pool.size) // self.page_tokens
+    def __init__(self, page_tokens: int, count: int) -> None:
+        self.page_tokens, self.count = page_tokens, count
 
     def numbers(self, indices: torch.Tensor) -> list[int]:
+        """The pages that these token indices are of. Raises KvbmError for others."""
         if len(indices) % self.page_tokens:
-            raise KvbmError(f"host_indices of {len(indices)} tokens: whole pages of {self.page_tokens}")
+            raise KvbmError(
+                f"indices of {len(indices)} tokens: accepted are whole pages of {self.page_tokens}"
+            )
         first = indices[:: self.page_tokens].tolist()
         numbers = [index // self.page_tokens for index in first]
         if any(
             n * self.page_tokens != i or not 0 <= n < self.count for n, i in zip(numbers, first, strict=True)
         ):
-            raise KvbmError(
-                f"host_indices {first[:4]}…: accepted are beginnings of the pool's {self.count} pages"
-            )
+            raise KvbmError(f"indices {first[:4]}…: accepted are beginnings of the pool's {self.count} pages")
         return numbers
 
 
-class MappedPages(_Numbered):
-    """Views of the pool's own memory."""
-
-    def __init__(self, pool: Any) -> None:
-        super().__init__(pool)
-        pieces = _pieces(pool, self.count, self.page_tokens)
-        self.cache = _views(pieces, self.count)
-        self.page_bytes = sum(piece.size for piece in pieces)
-        self.batch = self.count
+class PagesInPlace(NumberedPages):
+    """Pages whose own memory is copied: the blocks of the cache are the pages."""
 
     def put(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
@@ -104,11 +96,24 @@ class MappedPages(_Numbered):
         """They lie where they belong."""
 
 
-class StagedPages(_Numbered):
+class MappedPages(PagesInPlace):
+    """Views of the pool's own memory."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(int(pool.page_size), int(pool.size) // int(pool.page_size))
+        self.pool = pool  # it keeps its memory alive
+        pieces = _pieces(pool, self.count, self.page_tokens)
+        self.cache = _views(pieces, self.count)
+        self.page_bytes = sum(piece.size for piece in pieces)
+        self.batch = self.count
+
+
+class StagedPages(NumberedPages):
     """A buffer of flat pages, which the pool fills and reads."""
 
     def __init__(self, pool: Any) -> None:
-        super().__init__(pool)
+        super().__init__(int(pool.page_size), int(pool.size) // int(pool.page_size))
+        self.pool = pool
         sample = pool.get_dummy_flat_data_page()
         self._shape, self._dtype = sample.shape, sample.dtype
         self.page_bytes = sample.numel() * sample.element_size()

@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from sglang.srt.utils import get_device_module
 
 from kvbm.block import BlockKey
-from kvbm.client.mirror import Mirror
 from kvbm.errors import KvbmError
 from kvbm.guard import Guard
 from kvbm.sglang_integration.deployment import Deployment
@@ -83,7 +82,6 @@ class KvbmLinker(UnifiedCacheLinker):
         self._lease_wait_s = LEASE_WAIT_ALWAYS_S if always else LEASE_WAIT_S
         own = "" if group.rank_replicated else f"tp{rank}"
         self._pages = {str(name): DevicePages(entry, group.num_layers) for name, entry in self.pools.items()}
-        self._mirrors = {name: Mirror() for name in self._pages}
         self._kept: dict[str, PagesKept] = {
             name: self._deployment.pages_kept(
                 name,
@@ -91,7 +89,6 @@ class KvbmLinker(UnifiedCacheLinker):
                 pages,
                 f"{own} cp{params.attn_cp_rank}",
                 page_tokens=params.page_size,
-                mirror=self._mirrors[name],
             )
             for name, pages in self._pages.items()
         }
@@ -127,7 +124,7 @@ class KvbmLinker(UnifiedCacheLinker):
         hashes = list(kv.keys)
         ends, windows = list(range(1, len(hashes) + 1)), dict[str, int]()
         for name, source in sources.items():
-            keys, mirror = self._kept[name].keys(hashes), self._mirrors[name]
+            keys, mirror = self._kept[name].keys(hashes), self._kept[name].mirror
             if keys is None or source is None:
                 return []
             if source.hit_policy == PoolHitPolicy.TRAILING_PAGES:

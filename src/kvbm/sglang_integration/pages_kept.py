@@ -15,6 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from kvbm.block import BlockKey
+from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted
 from kvbm.hashing import EngineKeys, space_mask
@@ -78,7 +79,8 @@ class _OpenHit:
 class PagesKept:
     """See the module. `join` makes the block manager; it is tried again, with pauses, while it raises, and never longer
     at a time than `join` itself waits. `shapes()` gives what selects the key space; None while that is not known,
-    and `coming()` says whether it will be soon. `known()` is the same for any thread, without asking anybody. Of a
+    and `coming()` says whether it will be soon. `known()` is the same for any thread, without asking anybody.
+    `join` keeps the `mirror` up to date. Of a
     `chained` pool a page is of use only where all before it are kept too.
     """
 
@@ -91,10 +93,11 @@ class PagesKept:
         known: Callable[[], bytes | None],
         coming: Callable[[], bool],
         clock: Clock,
+        mirror: Mirror,
         chained: bool = True,
     ) -> None:
         self._fingerprint = namespace.fingerprint
-        self.pages = pages
+        self.pages, self.mirror = pages, mirror
         self.counts = Counts()
         self._join, self._clock = join, clock
         self._shapes, self._known, self._coming = shapes, known, coming
@@ -118,14 +121,14 @@ class PagesKept:
         return opened.hit.blocks
 
     def each_held(self, hashes: Sequence[str]) -> list[bool]:
-        """Which of these pages are held, each by itself: they need not follow one another. Nothing stays leased."""
-        found = []
-        for page_hash in hashes:
-            opened = self._open([page_hash])
-            found.append(opened is not None)
-            if opened is not None:
-                opened.held.close()
-        return found
+        """Which of these pages are held, each by itself, as far as the mirror knows. Nothing is leased.
+
+        For pages of windows, which are looked for at every page of a prompt.
+        """
+        mask = self._mask()
+        if self._present() is None or mask is None:
+            return [False] * len(hashes)
+        return self.mirror.each_held(block_keys(hashes, mask))
 
     def load(
         self,

@@ -95,7 +95,10 @@ class KvbmStorage(HiCacheStorage):
         except (KvbmError, NotImplementedError, AttributeError, ValueError) as error:
             log.warning("pool %s of SGLang is not kept: %s", name, error)
             return
-        self._pools[str(name)] = self._deployment.pages_kept(str(name), host_pool, pages, self._place)
+        chained = str(name) == PoolName.KV.value
+        self._pools[str(name)] = self._deployment.pages_kept(
+            str(name), host_pool, pages, self._place, mirrored=not chained
+        )
 
     # ---- what is held
 

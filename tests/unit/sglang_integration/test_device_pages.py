@@ -58,5 +58,5 @@ def test_only_beginnings_of_the_pools_pages_have_numbers() -> None:
     assert pages.numbers(torch.tensor([12, 13, 14, 15, 0, 1, 2, 3])) == [3, 0]
     assert pages.numbers(torch.tensor([], dtype=torch.int64)) == []
     for wrong in ([0, 1, 2], [1, 2, 3, 4], [20, 21, 22, 23], [-4, -3, -2, -1]):
-        with pytest.raises(KvbmError, match="device_indices"):
+        with pytest.raises(KvbmError, match="indices"):
             pages.numbers(torch.tensor(wrong))

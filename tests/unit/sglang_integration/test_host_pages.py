@@ -133,5 +133,5 @@ def test_only_whole_pages_of_the_pool_have_numbers(zero_copy: bool) -> None:
         indices_of([PAGES]),
         indices_of([0]) - PAGE_TOKENS,
     ):
-        with pytest.raises(KvbmError, match="host_indices"):
+        with pytest.raises(KvbmError, match="indices"):
             pages.numbers(wrong)

@@ -80,6 +80,8 @@ def test_pages_that_do_not_follow_one_another_are_found_by_their_names(house: Ke
     assert reader.held(CHAIN) == 6
     assert run(reader.load([CHAIN[1], CHAIN[4]], [10, 11])) == [True] * 2
     assert same(pool, [1, 4], target, [10, 11])
+    while not reader.mirror.complete:
+        reader.tick()
     assert reader.each_held([CHAIN[4], "11" * 32, CHAIN[0]]) == [True, False, True]
     assert house.leased() == 6, "the answer before is leased, and nothing else"
 
