@@ -1,4 +1,4 @@
-"""A client's mirror of a shared manager: it follows what others store, evict and reset, and forgets with the session."""
+"""A client's mirror of a shared manager: it follows what others store and evict, and forgets with the session."""
 
 from __future__ import annotations
 
