@@ -54,11 +54,6 @@ class Announcements:
         self._end(name)
         self._accounts[name] = account
 
-    def end(self, number: int) -> None:
-        """The session has ended."""
-        for name in [name for name in self._accounts if name[0] == number]:
-            self._end(name)
-
     def tell(self) -> bool:
         """Send what there is to tell; whether something is left that a reader could take now."""
         left = False
