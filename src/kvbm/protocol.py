@@ -52,7 +52,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     `data_parallel_rank` is the engine's among those that serve one model; a worker says it. `device_blocks` is how many
     blocks the engine's own cache holds, 0 where that is not known; a leader says it. `events`: the engine announces
     what the tiers hold (see `Announce`); a worker says it, as the disk is opened for the first one. `kind` is the
-    engine's software, for its name in metrics.
+    engine's software, for its name in metrics; empty for vLLM and for programs.
     """
 
     version: int
