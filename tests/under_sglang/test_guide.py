@@ -25,7 +25,7 @@ GUIDE = (ROOT / "docs/guides/sglang.md").read_text()
 BLOCKS = [
     block.replace("\\\n", " ") for block in re.findall(r"^```\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 ]
-LAUNCHES = [block for block in BLOCKS if "--model-path MODEL --enable" in block]
+LAUNCHES = [block for block in BLOCKS if re.search(r"--model-path MODEL\s+--enable", block)]
 (SHARED,) = (block for block in BLOCKS if "kvbm manager" in block)
 STORAGE, LINKER = LAUNCHES
 SIZE_GB = "0.5"
