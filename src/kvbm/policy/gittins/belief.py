@@ -1,9 +1,10 @@
 """Which clients are believed: a duel, for each client, between its hints and what is usual for it.
 
 A claim is settled when its conversation goes on, or by its deadline. Two forecasters bet on the octave in which it
-goes on, or on *never*: one knows only what happened to this client's conversations so far, the other trusts the hint
-and leaves `_DOUBT` of its bet to the first one. The score is the difference of their logarithms, so one claim costs at
-most `-log(_DOUBT)`. A client whose score falls to `_REFUSED` is ignored until it is back at 0.
+goes on, or on *never*. One knows only what happened to this client's conversations so far. The other also knows the
+hint, takes it for true within a factor of two (Bayes), and leaves `_DOUBT` of its bet to the first one. The score is
+the difference of their logarithms, so one claim costs at most `-log(_DOUBT)`. A client whose score falls to `_REFUSED`
+is ignored until it is back at 0.
 
 What is looked at is whether blocks are asked for again, which no client can claim.
 """
@@ -13,12 +14,15 @@ from __future__ import annotations
 import heapq
 from array import array
 from math import log, log2
+from operator import mul
 
 CLIENTS_MAX = 1024
 PENDING_MAX = 1 << 16
 _DOUBT = 0.1
-_NEAR = {-2: 0.05, -1: 0.25, 0: 0.4, 1: 0.25, 2: 0.05}
-"""The bet of a forecaster that trusts `expect_s`, by octaves from there: within a factor of two, mostly."""
+_NEAR = {-2: 0.1, -1: 0.7, 0: 1.0, 1: 0.7, 2: 0.1}
+"""How well an outcome fits a hint, by octaves between them; `_FAR` if it is further away, or the other of end and
+return."""
+_FAR = 0.02
 _REFUSED, _SCORE_MAX = -6.0, 20.0
 _FINAL_S, _OVERDUE, _DEADLINE_S_MIN, _DEADLINE_S_MAX = 600.0, 8.0, 60.0, 3600.0
 _OCTAVES = 13
@@ -95,18 +99,20 @@ class Belief:
         self._clients[name] = client  # the latest is the last
         if len(self._clients) > self._clients_max:
             del self._clients[next(iter(self._clients))]
-        usual = client.outcomes[outcome] / sum(client.outcomes)
-        trusting = _DOUBT * usual + (1 - _DOUBT) * _bet(expect_s, outcome)
+        # What the second forecaster bets on each outcome, as a multiple of what the first one does.
+        fits = [_fit(expect_s, each) for each in range(_OCTAVES + 1)]
+        mean = sum(map(mul, fits, client.outcomes)) / sum(client.outcomes)
+        won = log(_DOUBT + (1 - _DOUBT) * fits[outcome] / mean)
         client.outcomes[outcome] += 1.0
-        client.score = min(max(client.score + log(trusting / usual), -_SCORE_MAX), _SCORE_MAX)
+        client.score = min(max(client.score + won, -_SCORE_MAX), _SCORE_MAX)
         client.believed = client.score > (_REFUSED if client.believed else 0.0)
 
 
-def _bet(expect_s: float, outcome: int) -> float:
-    """What a forecaster who trusts the hint puts on this outcome."""
+def _fit(expect_s: float, outcome: int) -> float:
+    """How well an outcome fits a hint."""
     if expect_s < 0:
-        return float(outcome == _NEVER)
-    return 0.0 if outcome == _NEVER else _NEAR.get(outcome - _octave(expect_s), 0.0)
+        return 1.0 if outcome == _NEVER else _FAR
+    return _FAR if outcome == _NEVER else _NEAR.get(outcome - _octave(expect_s), _FAR)
 
 
 def _octave(gap_s: float) -> int:

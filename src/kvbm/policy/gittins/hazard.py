@@ -137,15 +137,18 @@ class HazardModel:
         product = self._factors(values)
         for _ in range(_PASSES):
             expected = exposure * product[_OCTAVE]
-            for each, base in enumerate(self._base):
+            bases = []
+            for each in range(len(self._base)):
                 of = class_of == each
                 whole = bool(of.all())  # no copy where there is only one
                 seen, there = (events, expected) if whole else (events[:, of], expected[:, of])
-                base[:] = (seen.sum(axis=1) + _KAPPA_BASE) / (there.sum(axis=1) + _KAPPA_BASE / PRIOR_HAZARD)
+                base = (seen.sum(axis=1) + _KAPPA_BASE) / (there.sum(axis=1) + _KAPPA_BASE / PRIOR_HAZARD)
+                bases.append(base)
                 if whole:
                     expected *= base.astype(np.float32)[:, None]
                 else:
                     expected[:, of] = there * base.astype(np.float32)[:, None]
+            self._base = np.stack(bases)
             expected_octave = _by_octave(expected)
             self._fit_factors(values, expected_octave, events_octave)
             product = self._factors(values)
