@@ -74,7 +74,7 @@ def test_a_word_does_not_outlive_the_next_turn() -> None:
 def test_a_prefix_of_two_sessions_is_neither_ones() -> None:
     policy = Gittins(8)
     tier = SimulatedTier(8, policy)
-    for last, session in ((2, "a"), (3, "b")):
+    for last, session in ((2, "a"), (3, "b"), (2, "a")):
         blocks = [0, 1, last]
         tier.insert(blocks, tier.requested(blocks, 0.0), 0.0)
         tier.hinted(last, Hint(session=session, final=True), 0.0)
