@@ -19,7 +19,7 @@ def trace() -> Trace:
     builder = TraceBuilder("t", 16)
     for arrived_s, blocks in (
         (0.0, SYSTEM),
-        (1.0, (*SYSTEM, "a1")),
+        (1.0, (*SYSTEM, "a1", "dropped")),
         (10.0, (*SYSTEM, "b1")),
         (100.0, (*SYSTEM, "a1", "a2")),
         (300.0, (*SYSTEM, "a1", "a2")),
