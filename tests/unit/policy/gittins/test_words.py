@@ -11,6 +11,7 @@ from kvbm.policy.contract import ClientWord, tell_hint
 from kvbm.policy.departures import Departures
 from kvbm.policy.gittins.features import Said
 from kvbm.policy.gittins.policy import Gittins
+from kvbm.policy.gittins.words import UNIT_S
 from kvbm.policy.lru import LeafFirstLru
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.serving.tier import SimulatedTier
@@ -62,6 +63,15 @@ def test_a_word_is_for_all_runs_of_the_request(late: bool) -> None:
     assert chat.said(chat.turn(Hint(session="a", final=True), late)) == {Said.ENDS}
     assert chat.said(chat.turn(Hint(session="b", expect_s=50.0), late)) == {Said.RETURNS}
     assert chat.said(chat.turn(None)) == {Said.NOTHING}
+
+
+def test_a_run_ages_in_units_of_what_was_said() -> None:
+    chat = Chats(1)
+    chat.turn(Hint(session="a", expect_s=50.0))
+    slot = chat.tier.find_all(chat.blocks(0))[0]
+    assert slot is not None
+    tree = chat.policy.tree
+    assert tree.scale[tree.run_of[slot]] == pytest.approx(UNIT_S / 50.0)
 
 
 def test_a_word_does_not_outlive_the_next_turn() -> None:
