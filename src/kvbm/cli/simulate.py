@@ -107,6 +107,14 @@ WithTimes = Annotated[
 OpenLoop = Annotated[
     bool, typer.Option("--open-loop", help="Users do not wait for answers, but come as recorded.")
 ]
+Hints = Annotated[
+    str,
+    typer.Option(
+        metavar="KINDS",
+        help="What clients say of their conversations, for policies that listen, one row each: none, true (when they "
+        "go on, within a factor of two), late (only when a request has ended), random.",
+    ),
+]
 Admission = Annotated[
     str,
     typer.Option(
@@ -157,6 +165,7 @@ def simulate(
     curve: WithCurve = False,
     sample: SampleRate = None,
     halves: Halves = False,
+    hints: Hints = "none",
     times: WithTimes = False,
     open_loop: OpenLoop = False,
     admission: Admission = "filter",
@@ -178,7 +187,7 @@ def simulate(
     Reads recordings of kvbm, Mooncake and Qwen-Bailian JSON Lines, and sessions of coding agents; plain or gzip.
     """
     from kvbm.sim.simulate import picture, report
-    from kvbm.sim.simulate.simulation import Simulation, parse_policies, run
+    from kvbm.sim.simulate.simulation import Simulation, parse_hints, parse_policies, run
     from kvbm.sim.simulate.sizes import parse_sizes
     from kvbm.sim.traces.formats import ReadOptions
 
@@ -203,6 +212,7 @@ def simulate(
         machine=read_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
         rules=[read_disk_rules(admission, word.strip(), write_budget) for word in write.split(",")],
         closed_loop=not open_loop,
+        hints=parse_hints(hints),
     )
     simulation.check()
     require_writable(json_file, plot)

@@ -8,7 +8,7 @@ stands for the whole chain up to its block: it is a `BlockKey` in the manager, a
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Hashable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class EvictionPolicy(Protocol):
@@ -78,6 +78,42 @@ def insert_tail(
     """Tell a policy of either kind of blocks that are wanted where the one in `parent` is."""
     told = getattr(policy, "inserted_tail", policy.inserted)
     told(keys, slots, parent, now_s)
+
+
+class ClientWord(NamedTuple):
+    """What a client says of a request's conversation. It may be wrong, and may be a lie.
+
+    `client` is who says it, `session` the client's name of the conversation; without one (an empty name) the word is
+    for the blocks that are new in the request. `expect_s`: how many seconds after the end of the request the next one
+    is expected, finite and not below 0; None where that is not said. With `final` there is no next one.
+    """
+
+    client: str
+    session: str
+    final: bool = False
+    expect_s: float | None = None
+
+
+class KnowsHints(EvictionPolicy, Protocol):
+    """What an `EvictionPolicy` may have besides: it listens to what clients say. Other policies are told nothing."""
+
+    def hinted(self, key: Hashable, word: ClientWord, now_s: float) -> None:
+        """The client says this of the request whose prompt ends with `key`.
+
+        It comes right after `requested`, or right before `finished`, or both times; then the later word counts.
+        """
+
+
+def knows_hints(policy: EvictionPolicy) -> bool:
+    """Whether it is a policy of that kind."""
+    return hasattr(policy, "hinted")
+
+
+def tell_hint(policy: EvictionPolicy, key: Hashable, word: ClientWord, now_s: float) -> None:
+    """Tell a policy of either kind what a client says."""
+    if knows_hints(policy):
+        knowing: KnowsHints = policy  # type: ignore[assignment]  # it has the method
+        knowing.hinted(key, word, now_s)
 
 
 class AdmissionPolicy(Protocol):

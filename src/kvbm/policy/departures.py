@@ -15,7 +15,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from kvbm.policy.contract import EvictionPolicy, insert_tail, request_tail
+from kvbm.policy.contract import ClientWord, EvictionPolicy, insert_tail, request_tail, tell_hint
 
 AHEAD_SHARE = 16
 AHEAD_BLOCKS_MAX = 4096
@@ -121,6 +121,10 @@ class Departures:
             for slot in slots:
                 self._take_back(slot, now_s)
         request_tail(self.inner, keys, slots, now_s)
+
+    def hinted(self, key: Hashable, word: ClientWord, now_s: float) -> None:
+        """As `KnowsHints`; the inner policy may ignore it."""
+        tell_hint(self.inner, key, word, now_s)
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
         self.inner.finished(key, output_tokens, now_s)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbm.policy import EvictionPolicy, PolicyFactory
-from kvbm.policy.contract import insert_tail, request_tail
+from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
 
 Path = tuple[int, ...]
 """The name of a block in tests: its content and that of the blocks before it, one number for each."""
@@ -80,6 +80,11 @@ class CheckedTier:
         keys, slots = self._keys(tail), tuple(map(self.find, tail))
         for policy in self._policies:
             request_tail(policy, keys, slots, self.now_s)
+
+    def hint(self, path: Path, word: ClientWord) -> None:
+        """The client says this of the request whose chain ended with `path`."""
+        for policy in self._policies:
+            tell_hint(policy, self._key_of(path), word, self.now_s)
 
     def finish(self, path: Path, output_tokens: int) -> None:
         """The request whose chain ended with `path` has ended."""

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from kvbm.policy import EvictionPolicy
+from kvbm.policy.contract import ClientWord
 from kvbm.testing.checked_tier import CheckedTier, HeldBlock, Path, chain_of, make_key, traffic
 
 SLOT_COUNT = 8
@@ -51,6 +52,17 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.5, 60.0]))
     def time_passes(self, seconds: float) -> None:
         self.tier.now_s += seconds
+
+    @precondition(lambda self: self.running)
+    @rule(
+        pick=pick,
+        session=st.sampled_from(["", "a", "b"]),
+        final=st.booleans(),
+        expect_s=st.none() | st.floats(0.0, 1e4),
+    )
+    def hint(self, pick: int, session: str, final: bool, expect_s: float | None) -> None:
+        path = self.running[pick % len(self.running)]
+        self.tier.hint(path, ClientWord("client", session, final, expect_s))
 
     @rule(path=paths, reserve=st.booleans(), commit=st.booleans())
     def request(self, path: Path, reserve: bool, commit: bool) -> None:

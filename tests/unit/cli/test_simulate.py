@@ -119,6 +119,44 @@ def test_ways_to_write_stand_side_by_side(simulate, tmp_path: Path) -> None:
     assert " write " not in simulate(*words)[1]
 
 
+def test_what_clients_say_stands_in_rows_of_its_own(simulate, tmp_path: Path) -> None:
+    """Policies that do not listen have one row; the picture takes all of them."""
+    files = ("--json", str(tmp_path / "h.json"), "--plot", str(tmp_path / "h.png"))
+    words = (
+        "synthetic",
+        "--policy",
+        "lru,gittins,belady",
+        "--host",
+        "5%",
+        "--hints",
+        "none, true,late,random",
+    )
+    code, out, err = simulate(*words, *files)
+    assert (code, err) == (0, "")
+    assert "gittins, true hints" in out
+    document = json.loads((tmp_path / "h.json").read_text())
+    rows = [(row["policy"], row["hints"]) for row in document["hit_rates"]]
+    told = [("gittins", kind) for kind in ("", "true", "late", "random")]
+    assert rows == [("lru", ""), *told, ("belady", "")]
+    assert document["settings"]["hints"] == ["none", "true", "late", "random"]
+    _, none, true, late, random, _ = [row["gap_closed"] for row in document["hit_rates"]]
+    assert true > none + 0.2
+    assert late > none + 0.2
+    assert random < true
+    assert (tmp_path / "h.png").stat().st_size > 0
+
+
+def test_times_with_what_clients_say(simulate, tmp_path: Path) -> None:
+    file = tmp_path / "h.json"
+    words = ("synthetic", "--times", "--host", "2%", "--bytes-per-token", "128KiB", "--policy", "gittins")
+    assert simulate(*words, "--hints", "none,true,late", "--json", str(file))[0] == 0
+    nothing, alone, true, late = json.loads(file.read_text())["times"]
+    assert [row["hints"] for row in (nothing, alone, true, late)] == ["", "", "true", "late"]
+    for told in (true, late):
+        assert told["host_hit_rate"] > alone["host_hit_rate"] + 0.02
+        assert told["ttft_mean_s"] < alone["ttft_mean_s"]
+
+
 def test_a_budget_for_writes(simulate, tmp_path: Path) -> None:
     words = (*SHORT, "--host", "5%", "--disk", "50%", "--bytes-per-token", "128KiB", "--policy", "lru")
     file = tmp_path / "w.json"
@@ -134,6 +172,8 @@ def test_a_budget_for_writes(simulate, tmp_path: Path) -> None:
         (("nowhere",), "TRACE='nowhere' cannot be used: an existing file or directory, or synthetic"),
         (("synthetic", "--host", "5x"), "--host='5x' cannot be used: a share"),
         (("synthetic", "--host", "1GB"), "--host='1GB' cannot be used: sizes in bytes need"),
+        (("synthetic", "--hints", "false"), "--hints='false' cannot be used: one of none, true, late, random"),
+        (("synthetic", "--model", "gemma-3-27b", "--hints", "true"), "--hints='given' cannot be used: nothing with"),
         (("synthetic", "--policy", "x"), "--policy='x' cannot be used: one of"),
         (("synthetic", "--times"), "--times and --disk need the KV of a token"),
         (("synthetic", "--times", "--sample", "0.5", "--bytes-per-token", "1KiB"), "--sample=0.5 cannot be used"),

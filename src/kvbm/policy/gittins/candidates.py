@@ -7,6 +7,7 @@ turn comes; others may have fallen below it meanwhile, which is accepted for `_R
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import bisect_right
 from collections.abc import Container
 from math import inf
@@ -56,7 +57,26 @@ class Candidates:
         tree = self._tree
         if self._last_use:
             return float(tree.turn[run])
-        return self._model.index_of(tree.kind[run], bisect_right(_EDGES, self.now_s - tree.used_s[run]) - 1)
+        scale = tree.scale[run]
+        age = bisect_right(_EDGES, (self.now_s - tree.used_s[run]) * scale) - 1
+        return self._model.index_of(tree.kind[run], age) * scale
+
+    def newcomers(self, names: array[int]) -> list[tuple[float, int]]:
+        """(worth, blocks) of the runs that these blocks would be, in the order of the chain."""
+        tree = self._tree
+        found: list[tuple[float, int]] = []
+        position, end = 0, len(names)
+        while position < end:
+            run = tree.first.get(names[position], NO_RUN)
+            if run >= 0:
+                length = min(tree.length[run], end - position)
+                found.append((self.worth(run), length))
+                position += length
+            else:  # no request asked for it: it is worth as much as the run that it continues
+                position += 1
+                if found:
+                    found[-1] = (found[-1][0], found[-1][1] + 1)
+        return found
 
     def offer(self, run: int) -> None:
         """The run may go if it is a leaf."""
@@ -114,7 +134,8 @@ class Candidates:
             worth = np.frombuffer(tree.turn, np.int32)[leaves].astype(np.float64)
         else:
             kinds = np.frombuffer(tree.kind, np.int32)[leaves].astype(np.int64)
-            worth = self._model.index(kinds, bins_of(self.now_s - used_s))
+            scale = np.frombuffer(tree.scale, np.float32)[leaves]
+            worth = self._model.index(kinds, bins_of((self.now_s - used_s) * scale)) * scale
         self._due_request = self.request_number + 1 + len(leaves) // _LEAVES_PER_REQUEST
         self._due_s = self.now_s + _RATING_S
         self._heap_max = 2 * len(leaves) + _COUNT_MIN

@@ -23,6 +23,16 @@ class Position(IntEnum):
     """Generated, or stored without having been asked for."""
 
 
+class Said(IntEnum):
+    """What the client of the request that used a run last said of its conversation."""
+
+    NOTHING = 0
+    RETURNS = 1
+    """It goes on at a time that was said."""
+    ENDS = 2
+    """It does not go on."""
+
+
 FIRST_NEW_BLOCKS = 2
 OUTPUT_UNKNOWN = 13
 
@@ -30,7 +40,9 @@ OUTPUT_UNKNOWN = 13
 _GAP_MEAN, _OUTPUT, _NEW, _LENGTH = 13, 14, 11, 7
 _USES, _POSITIONS, _DROPS, _SUPERSEDED = 12, len(Position), 6, 2
 RUN_CODES = _USES * _POSITIONS * _DROPS * _SUPERSEDED
-SIZES = (_USES, _POSITIONS * _DROPS, _GAP_MEAN, _OUTPUT, _NEW, _LENGTH, _SUPERSEDED)
+_CODES = _GAP_MEAN * _OUTPUT * _NEW * _LENGTH * RUN_CODES
+_SIZES = (_USES, _POSITIONS * _DROPS, _GAP_MEAN, _OUTPUT, _NEW, _LENGTH, _SUPERSEDED)
+SIZES = tuple(len(Said) * size for size in _SIZES)
 BY_AGE = (0, 2, 3, 5, 6)
 """The features whose effect differs by age: all but the position and the number of new blocks."""
 
@@ -63,12 +75,24 @@ def superseded(code: int) -> int:
     return code | 1
 
 
+def with_word(code: int, said: int) -> int:
+    """The same code for a run of whose conversation this was said."""
+    return said * _CODES + code % _CODES
+
+
+def said_of(code: int) -> int:
+    """The `Said` in a code."""
+    return code // _CODES
+
+
 def plain(code: int) -> int:
-    """The code with no more than the position, the uses and the output: used once there are too many codes."""
-    uses, position_drops, _, output, _, _, left_behind = values_of(code)
+    """The code with no more than the position, the uses, the output and what was said: used once there are too many
+    codes."""
+    said = said_of(code)
+    uses, position_drops, _, output, _, _, left_behind = _values_of(code % _CODES)
     request = (output * _NEW + _NEW - 1) * _LENGTH + _LENGTH - 1
     run = (uses * _POSITIONS + position_drops // _DROPS) * _DROPS + _DROPS - 1
-    return (request * _USES * _POSITIONS * _DROPS + run) * _SUPERSEDED + left_behind
+    return with_word((request * _USES * _POSITIONS * _DROPS + run) * _SUPERSEDED + left_behind, said)
 
 
 def position_of(code: int) -> int:
@@ -77,7 +101,15 @@ def position_of(code: int) -> int:
 
 
 def values_of(code: int) -> tuple[int, ...]:
-    """The feature values of a code, in the order of `SIZES`."""
+    """The feature values of a code, in the order of `SIZES`.
+
+    Every feature has values of its own for each `Said`: what is learned of runs with one word says nothing of others.
+    """
+    said = said_of(code)
+    return tuple(said * size + value for size, value in zip(_SIZES, _values_of(code % _CODES), strict=True))
+
+
+def _values_of(code: int) -> tuple[int, ...]:
     code, left_behind = divmod(code, _SUPERSEDED)
     code, drops = divmod(code, _DROPS)
     code, position = divmod(code, _POSITIONS)

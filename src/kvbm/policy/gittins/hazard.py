@@ -4,10 +4,12 @@ Time since the last use is cut into bins, four to the octave from 4 s to 68 min 
 run (a combination of feature values, see `features`) two sums are kept per bin: how much was there at the bin's
 start (exposure), and how much of that was used again within it (events). The hazard of kind k in bin b is modelled as
 
-    base[b] · Π_f factor_f[value of f in k] · Π_f factor_f[value, octave of b] · rest[k, octave of b]
+    base[said in k, b] · Π_f factor_f[value of f in k] · Π_f factor_f[value, octave of b] · rest[k, octave of b]
 
 Every factor is (events + κ) / (expected events without it + κ): 1 until there is evidence. The factors are fitted
-in turn (backfitting of a Poisson model with gamma priors), a pass or two each time, starting from the last fit.
+in turn (backfitting of a Poisson model with gamma priors), a pass or two each time, starting from the last fit. What a
+client said of a run (`features.Said`) divides the kinds into classes, whose ages may be in different units. Classes
+share no factor: the feature values of one are none of another.
 
 The worth of a run is its Gittins index: the best ratio, over all horizons τ, of the probability that it is used
 within τ to the time that it is expected to stay until then (J. C. Gittins, "Bandit processes and dynamic
@@ -52,13 +54,15 @@ _PASSES = 1
 class HazardModel:
     """Exposure and events by kind and age bin, the fit, and the indices that follow from it.
 
-    `sizes[f]` is the number of values of feature f, `by_age` the features whose factor differs by age too.
-    Kinds are rows, added by `add_kind`. A fit is `begin_fit`, then `waiting` for all runs that wait to be used, in any
-    number of calls, then `fit`. Memory: 430 bytes a kind for the sums, 300 for the indices, and 220 during a fit.
+    `sizes[f]` is the number of values of feature f, `by_age` the features whose factor differs by age too, `classes`
+    the number of classes. Kinds are rows, added by `add_kind`. A fit is `begin_fit`, then `waiting` for all runs that
+    wait to be used, in any number of calls, then `fit`. Memory: 440 bytes a kind for the sums, 300 for the indices, and
+    220 during a fit.
     """
 
-    def __init__(self, sizes: Sequence[int], by_age: Sequence[int]) -> None:
-        self._base = np.full(BIN_COUNT, PRIOR_HAZARD)
+    def __init__(self, sizes: Sequence[int], by_age: Sequence[int], classes: int = 1) -> None:
+        self._base = np.full((classes, BIN_COUNT), PRIOR_HAZARD)
+        self.class_of: Ints = np.zeros(0, np.int64)
         self._factor = [np.ones(size) for size in sizes]
         self._factor_by_age = {f: np.ones((_OCTAVES, sizes[f])) for f in by_age}
         self._values = np.zeros((0, len(sizes)), np.int16)
@@ -70,8 +74,8 @@ class HazardModel:
         self._leaving: Floats = np.zeros((BIN_COUNT + 1, 0), np.float32)
         self.kind_count = 0
 
-    def add_kind(self, values: Sequence[int]) -> int:
-        """A new kind with these feature values; its row."""
+    def add_kind(self, values: Sequence[int], of_class: int = 0) -> int:
+        """A new kind of this class with these feature values; its row."""
         kind = self.kind_count
         if kind == len(self._values):
             room = max(256, kind)
@@ -80,7 +84,8 @@ class HazardModel:
             self._left = np.vstack([self._left, np.zeros((room, BIN_COUNT + 1), np.float32)])
             self._index = np.vstack([self._index, np.full((room, BIN_COUNT), np.nan, np.float32)])
             self._product = np.vstack([self._product, np.ones((room, _OCTAVES), np.float32)])
-        self._values[kind] = values
+            self.class_of = np.append(self.class_of, np.zeros(room, np.int64))
+        self._values[kind], self.class_of[kind] = values, of_class
         product = np.ones(_OCTAVES)
         for feature, value in enumerate(values):
             product *= self._factor[feature][value]
@@ -128,13 +133,22 @@ class HazardModel:
         events = np.ascontiguousarray(self._events[:count].T)
         events_octave = _by_octave(events)
         values = self._values[:count].T.astype(np.int64)
+        class_of = self.class_of[:count]
         product = self._factors(values)
         for _ in range(_PASSES):
             expected = exposure * product[_OCTAVE]
-            self._base = (events.sum(axis=1) + _KAPPA_BASE) / (
-                expected.sum(axis=1) + _KAPPA_BASE / PRIOR_HAZARD
-            )
-            expected *= self._base.astype(np.float32)[:, None]
+            bases = []
+            for each in range(len(self._base)):
+                of = class_of == each
+                whole = bool(of.all())  # no copy where there is only one
+                seen, there = (events, expected) if whole else (events[:, of], expected[:, of])
+                base = (seen.sum(axis=1) + _KAPPA_BASE) / (there.sum(axis=1) + _KAPPA_BASE / PRIOR_HAZARD)
+                bases.append(base)
+                if whole:
+                    expected *= base.astype(np.float32)[:, None]
+                else:
+                    expected[:, of] = there * base.astype(np.float32)[:, None]
+            self._base = np.stack(bases)
             expected_octave = _by_octave(expected)
             self._fit_factors(values, expected_octave, events_octave)
             product = self._factors(values)
@@ -191,7 +205,7 @@ class HazardModel:
 
     def _compute_one(self, kind: int, age_bin: int) -> float:
         """`_compute` for one pair, without the arrays."""
-        hazard = self._base[age_bin:] * self._product[kind].take(_OCTAVE[age_bin:])
+        hazard = self._base[self.class_of.item(kind), age_bin:] * self._product[kind].take(_OCTAVE[age_bin:])
         np.minimum(hazard, _HAZARD_MAX, out=hazard)
         width = _HALF_WIDTH_S[age_bin:].copy()
         hazard[0] = 1 - sqrt(1 - hazard[0])
@@ -204,7 +218,7 @@ class HazardModel:
         return worth
 
     def _compute(self, kinds: Ints, bins: Ints) -> None:
-        hazard = np.minimum(self._base * self._product[kinds][:, _OCTAVE], _HAZARD_MAX)
+        hazard = np.minimum(self._base[self.class_of[kinds]] * self._product[kinds][:, _OCTAVE], _HAZARD_MAX)
         columns = np.arange(BIN_COUNT)
         hazard[columns < bins[:, None]] = 0
         rows = np.arange(len(kinds))

@@ -50,7 +50,7 @@ class Learner:
 
     def __init__(self, kinds_max: int = KINDS_MAX) -> None:
         self._kinds_max = kinds_max
-        self.model = HazardModel(features.SIZES, features.BY_AGE)
+        self.model = HazardModel(features.SIZES, features.BY_AGE, len(features.Said))
         self.used, self.left, self.joined = Observations(), Observations(), Observations()
         self.codes = array("q")
         self._kinds: dict[int, int] = {}
@@ -73,7 +73,7 @@ class Learner:
             kind = self._kinds.get(code)
             if kind is not None:
                 return kind
-        kind = self._kinds[code] = self.model.add_kind(features.values_of(code))
+        kind = self._kinds[code] = self.model.add_kind(features.values_of(code), features.said_of(code))
         self.codes.append(code)
         return kind
 
@@ -122,10 +122,13 @@ class Fitting:
         weights = weights[waiting]
         kinds = np.frombuffer(tree.kind, np.int32)[runs][waiting].astype(np.int64)
         ages_s = now_s - np.frombuffer(tree.used_s)[runs][waiting]
+        ages_s *= np.frombuffer(tree.scale, np.float32)[runs][waiting]
         early_kinds = np.frombuffer(tree.early_kind, np.int32)[runs][waiting].astype(np.int64)
         early = np.flatnonzero(early_kinds >= 0)
         at = np.frombuffer(tree.turn, np.int32)[runs][waiting[early]] % self._turns.capacity
         early_ages_s = now_s - np.frombuffer(self._turns.arrived_s)[at]
         model = self._learner.model
+        expected = model.class_of[early_kinds[early]] == features.Said.RETURNS
+        early_ages_s[expected] *= np.frombuffer(self._turns.early_scale)[at[expected]]
         model.waiting(kinds, ages_s, weights)
         model.waiting(early_kinds[early], early_ages_s, weights[early])

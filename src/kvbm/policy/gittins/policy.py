@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Container, Hashable, Iterable, Sequence
 
 from kvbm.block import NO_SLOT
-from kvbm.policy.contract import none_leased
+from kvbm.policy.contract import ClientWord, none_leased
 from kvbm.policy.gittins import features
 from kvbm.policy.gittins.candidates import Candidates
 from kvbm.policy.gittins.duel import Duel
@@ -18,6 +18,7 @@ from kvbm.policy.gittins.features import FIRST_NEW_BLOCKS, RUN_CODES, Position
 from kvbm.policy.gittins.learning import KINDS_MAX, Fitting, Learner
 from kvbm.policy.gittins.runs import NO_RUN, RunTree, names_of
 from kvbm.policy.gittins.turns import TURNS_MAX, Turns
+from kvbm.policy.gittins.words import Words
 
 HISTORY_RUNS_MIN = 65_536
 HISTORY_BLOCKS_MIN = 1 << 19
@@ -49,6 +50,7 @@ class Gittins:
         self._blocks_max = max(history_blocks_min, slot_count // 4)
         self.duel = Duel(slot_count, turns_max)
         self._candidates = Candidates(self.tree, self.learner.model)
+        self.words = Words(self.tree, self.turns, self.learner)
         self.fitting = Fitting(self.tree, self.turns, self.learner)
 
     # ---- requests
@@ -74,6 +76,14 @@ class Gittins:
         if self.fitting.step(now_s):
             self._candidates.expire()
 
+    def hinted(self, key: Hashable, word: ClientWord, now_s: float) -> None:
+        """Note what the client says of the request whose prompt ended with `key`."""
+        at = self.turns.find(self.running.get(names_of((key,))[0], 0))
+        if at >= 0:
+            self._candidates.now_s = now_s
+            for run in self.words.told(at, word, now_s):
+                self._candidates.offer(run)
+
     def requested_tail(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
         """Blocks of tails stay worth what the run is worth that they lie behind."""
         tree = self.tree
@@ -84,7 +94,7 @@ class Gittins:
         for run in runs:
             if run >= 0 and (behind := tree.parent[run]) >= 0:
                 tree.kind[run], tree.turn[run] = tree.kind[behind], tree.turn[behind]
-                tree.used_s[run] = now_s
+                tree.used_s[run], tree.scale[run] = now_s, tree.scale[behind]
                 self._candidates.offer(run)
 
     def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
@@ -97,15 +107,18 @@ class Gittins:
             return
         self._candidates.now_s = now_s
         turns.finish(at, output_tokens)
+        self.words.ended(at, now_s)
         code, codes, run = turns.code[at] * RUN_CODES, self.learner.codes, turns.last_run[at]
         while run >= 0 and tree.turn[run] == number:
             tails = tree.like(run)
             # The length was true from the start, but not known then. The model has to know runs also by what is known
             # at first, and over their whole life: so they count for both kinds.
             early = tree.early_kind[run] = tree.kind[run]
-            tree.kind[run] = self.learner.kind(code + codes[early] % RUN_CODES)
+            said = self.words.said_of(run, at)
+            tree.kind[run] = self.learner.kind(features.with_word(code + codes[early] % RUN_CODES, said))
+            scale = self.words.scale(said, at)
             for each in (run, *tails):  # what lies beside the chain is wanted when it is
-                tree.kind[each], tree.used_s[each] = tree.kind[run], now_s
+                tree.kind[each], tree.used_s[each], tree.scale[each] = tree.kind[run], now_s, scale
                 self._candidates.offer(each)
             run = tree.parent[run]
 
@@ -115,6 +128,7 @@ class Gittins:
         before = 0
         if path and tree.branches[path[-1]] < _BRANCHES_MAX:
             before = tree.turn[path[-1]]
+            self.words.belief.went_on(before, now_s)
         if path and known < len(names):
             tree.branches[path[-1]] += 1
         number = self._candidates.request_number = turns.begin(before, now_s, len(names), known)
@@ -141,10 +155,10 @@ class Gittins:
         position, before, moved = 0, NO_RUN, self.duel.moved
         for run in path:
             if weight := tree.weight[run]:
-                age_s = now_s - tree.used_s[run]
+                age_s = (now_s - tree.used_s[run]) * tree.scale[run]
                 used.add(tree.kind[run], age_s, weight)
                 if tree.early_kind[run] >= 0:
-                    used.add(tree.early_kind[run], self._age_s(run, now_s), weight)
+                    used.add(tree.early_kind[run], self.words.early_age_s(run, now_s), weight)
                     tree.early_kind[run] = NO_RUN
             length = tree.length[run]
             moved(tree.turn[run], number, length)
@@ -156,10 +170,15 @@ class Gittins:
                 where = Position.LAST
             position += length
             tree.turn[run] = number
-            tree.used_s[run] = now_s
+            tree.used_s[run], tree.scale[run] = now_s, 1.0
             tree.weight[run] = _WEIGHT[min(length, 4095)]
             kind = tree.kind[run] = self.learner.kind(code + features.run_code(uses, where, drops))
-            if before >= 0 and tree.kind[before] == kind and tree.can_merge(before, run):
+            if (
+                before >= 0
+                and tree.kind[before] == kind
+                and tree.owner[before] == tree.owner[run]
+                and tree.can_merge(before, run)
+            ):
                 tree.merge(before, run)
                 tree.uses[before] = uses
                 tree.weight[before] = _WEIGHT[min(tree.length[before], 4095)]
@@ -230,17 +249,13 @@ class Gittins:
             return
         tree.kind[run] = kind
         if weight := tree.weight[run]:
-            age_s = now_s - tree.used_s[run]
+            age_s = (now_s - tree.used_s[run]) * tree.scale[run]
             self.learner.left.add(before, age_s, weight)
             self.learner.joined.add(kind, age_s, weight)
             if tree.early_kind[run] >= 0:
-                self.learner.left.add(tree.early_kind[run], self._age_s(run, now_s), weight)
+                self.learner.left.add(tree.early_kind[run], self.words.early_age_s(run, now_s), weight)
                 tree.early_kind[run] = NO_RUN
         self._candidates.offer(run)
-
-    def _age_s(self, run: int, now_s: float) -> float:
-        """Seconds since the run's request arrived. `used_s` is when it finished, once it has."""
-        return now_s - self.turns.arrived_s[self.tree.turn[run] % self.turns.capacity]
 
     # ---- residency
 
@@ -275,7 +290,7 @@ class Gittins:
         tree, turns = self.tree, self.turns
         if behind < 0 or tree.parent[run] != behind or tree.branches[behind] or tree.weight[run]:
             return run
-        same = (tree.turn, tree.kind, tree.early_kind, tree.uses, tree.used_s)
+        same = (tree.scale, tree.owner, tree.turn, tree.kind, tree.early_kind, tree.uses, tree.used_s)
         if any(field[behind] != field[run] for field in same) or not tree.can_merge(behind, run):
             return run
         if tree.start[behind] + tree.length[behind] != tree.start[run]:
@@ -308,7 +323,10 @@ class Gittins:
         number = tree.turn[behind] if behind >= 0 else 0
         number = number if self.turns.find(number) >= 0 else 0
         run = self._new_run(behind, names[done:], Position.OUTPUT, number, now_s)
-        tree.kind[run] = tree.kind[behind if self._tail and behind >= 0 else run]
+        if self._tail and behind >= 0:
+            tree.kind[run], tree.scale[run] = tree.kind[behind], tree.scale[behind]
+        elif number:
+            self.words.output(run, number % self.turns.capacity)
         return run
 
     def evictable(self, slots: Iterable[int]) -> None:
@@ -347,7 +365,7 @@ class Gittins:
         candidates.now_s = now_s
         candidates.expire_if_due()
         chosen: list[int] = []
-        newcomers = self._newcomers(incoming)
+        newcomers = candidates.newcomers(names_of(incoming))
         while needed > 0:
             worth, run = candidates.least(leased, self._filling)
             while newcomers and needed > 0 and (run < 0 or worth > newcomers[-1][0]):
@@ -361,23 +379,6 @@ class Gittins:
                 needed -= count
             self._candidates.offer(run if tree.resident[run] else tree.parent[run])
         return chosen
-
-    def _newcomers(self, incoming: Sequence[Hashable]) -> list[tuple[float, int]]:
-        """(worth, blocks) of the incoming runs, in the order of the chain."""
-        tree, names = self.tree, names_of(incoming)
-        found: list[tuple[float, int]] = []
-        position, end = 0, len(names)
-        while position < end:
-            run = tree.first.get(names[position], NO_RUN)
-            if run >= 0:
-                length = min(tree.length[run], end - position)
-                found.append((self._candidates.worth(run), length))
-                position += length
-            else:  # no request asked for it: it is worth as much as the run that it continues
-                position += 1
-                if found:
-                    found[-1] = (found[-1][0], found[-1][1] + 1)
-        return found
 
     def _free_tail(self, run: int, most: int, leased: Container[int]) -> int:
         """How many of the run's last blocks may go; the last one may."""
@@ -408,8 +409,8 @@ class Gittins:
                 return
             for run in oldest:
                 if weight := tree.weight[run]:
+                    age_s = (now_s - tree.used_s[run]) * tree.scale[run]
                     for kind in (tree.kind[run], tree.early_kind[run]):
-                        if kind >= 0:
-                            self.learner.left.add(kind, now_s - tree.used_s[run], weight)
+                        self.learner.left.add(kind, age_s, weight)
                 self.duel.forgotten(tree.turn[run], tree.length[run])
                 tree.forget(run)

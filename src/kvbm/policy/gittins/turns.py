@@ -11,11 +11,13 @@ TURNS_MAX = 1 << 16
 
 class Turns:
     """The `capacity` latest requests in a ring, as parallel arrays. A request's number counts from 1; its index in
-    the arrays is `find(number)`. 45 bytes each.
+    the arrays is `find(number)`. 62 bytes each.
 
     `blocks` and `new_blocks` are those of its prompt, `code` its features (`features.request_code`), `gap_mean` that
     of its conversation, `dropping` the moving share of turns that lost blocks, `drops` the level of that share, and
-    `last_run` the run in which its prompt ended.
+    `last_run` the run in which its prompt ended. `session`, `said`, `expect_s` and `early_scale` are from `words`: the
+    number of its session (0: none is known), what is believed of its conversation, after how many seconds it is
+    expected to go on, and how fast its runs age while it is not finished.
     """
 
     def __init__(self, capacity: int = TURNS_MAX) -> None:
@@ -30,6 +32,10 @@ class Turns:
         self.dropping = array("f", bytes(4 * capacity))
         self.drops = bytearray(capacity)
         self.last_run = array("i", bytes(4 * capacity))
+        self.session = array("i", bytes(4 * capacity))
+        self.said = bytearray(capacity)
+        self.expect_s = array("f", bytes(4 * capacity))
+        self.early_scale = array("d", bytes(8 * capacity))
 
     def find(self, number: int) -> int:
         """The index of a request in the ring, or -1 when it was overwritten."""
@@ -55,6 +61,7 @@ class Turns:
         self.number[at], self.arrived_s[at] = number, now_s
         self.blocks[at], self.new_blocks[at] = blocks, blocks - known
         self.gap_mean[at], self.dropping[at], self.drops[at] = gap_mean, dropping, drops
+        self.session[at], self.said[at], self.expect_s[at], self.early_scale[at] = 0, 0, 0.0, 1.0
         self.finish(at, -1)
         return number
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvbm.policy import EvictionPolicy
 from kvbm.sim.serving.tier import SimulatedTier
+from kvbm.sim.traces.said import Told
 from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace
 
 
@@ -32,11 +33,12 @@ def replay(
     capacity: int,
     policy: EvictionPolicy,
     on_progress: Callable[[int], None] = lambda requests: None,
+    told: Told | None = None,
 ) -> Replay:
     """Every request in its order: look up, then insert what missed. Deterministic.
 
     `capacity` is in blocks, `policy` an object made for as many slots. `on_progress` is called now
-    and then with the number of requests that are done.
+    and then with the number of requests that are done. `told` is what clients say.
     """
     tier = SimulatedTier(capacity, policy)
     hits_by_request: list[int] = []
@@ -44,9 +46,13 @@ def replay(
     for number, request in enumerate(trace.requests):
         now_s = request.arrived_s
         while running and running[0][0] <= now_s:
-            finished_s, _, last, output_tokens = heapq.heappop(running)
+            finished_s, ended, last, output_tokens = heapq.heappop(running)
+            if told is not None and told.at_end:
+                tier.hinted(last, told.hints[ended], finished_s)
             tier.finished(last, output_tokens, finished_s)
         hits = tier.requested(list(request.blocks), now_s)
+        if told is not None:
+            tier.hinted(request.blocks[-1], told.at_arrival(number), now_s)
         tier.insert(request.blocks, hits, now_s)
         hits_by_request.append(hits)
         ending = (now_s + request.seconds, number, request.blocks[-1], request.output_tokens)

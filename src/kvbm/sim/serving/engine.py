@@ -30,6 +30,7 @@ from kvbm.sim.serving.machine import Link, Machine
 from kvbm.sim.serving.prefill import PrefillServer
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
+from kvbm.sim.traces.said import Told
 from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace, TraceRequest
 
 LEASE_S = 90.0
@@ -96,7 +97,7 @@ class SimulatedEngine:
     the host tier above them insists.
 
     `closed_loop`: a user who continues a conversation waits for the previous answer, even where that takes longer than
-    it did in the trace. Without it all requests arrive as recorded.
+    it did in the trace. Without it all requests arrive as recorded. `told` is what clients say.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class SimulatedEngine:
         admission: AdmissionPolicy | None = None,
         closed_loop: bool = True,
         writes_in_flight_max: int = WRITES_IN_FLIGHT_MAX,
+        told: Told | None = None,
     ) -> None:
         self._trace = trace
+        self._told = told
         self._machine = machine
         self._host = host
         self._disk = disk
@@ -158,6 +161,8 @@ class SimulatedEngine:
         for tier in (self._host, self._disk):
             if tier is not None:
                 tier.requested(list(blocks), now_s)
+                if self._told is not None:
+                    tier.hinted(blocks[-1], self._told.at_arrival(number), now_s)
         start_s = max(self._server.expected_free_s, now_s)
         depth = 0
         if self._host is not None:
@@ -219,6 +224,8 @@ class SimulatedEngine:
         request = job.request
         for tier in (self._host, self._disk):
             if tier is not None:
+                if self._told is not None and self._told.at_end:
+                    tier.hinted(request.blocks[-1], self._told.hints[job.number], now_s)
                 tier.finished(request.blocks[-1], request.output_tokens, now_s)
         for number in self._following.pop(job.number, ()):
             following = self._trace.requests[number]

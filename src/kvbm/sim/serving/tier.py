@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from kvbm.block import Tier
+from kvbm.hints import Hint
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import EvictionPolicy
+from kvbm.policy.contract import ClientWord, tell_hint
+from kvbm.sim.traces.said import CLIENT
 
 BlocksChanged = Callable[[Sequence[int]], None]
 """Called with blocks that have just entered, or just left, a tier."""
@@ -33,6 +36,11 @@ class SimulatedTier(SlotPool[int]):
         self.insist = insist
         self.inserted_count = 0
         self._on_stored = on_stored
+
+    def hinted(self, last: int, hint: Hint, now_s: float) -> None:
+        """Tell the policy what the client says of the request whose prompt ends with this block."""
+        word = ClientWord(CLIENT, hint.session or "", hint.final, hint.expect_s)
+        tell_hint(self.policy, last, word, now_s)
 
     def insert(self, blocks: Sequence[int], start: int, now_s: float) -> int:
         """Put the missing ones of `blocks[start:]` in, as far as the policy finds them worth it; how many."""

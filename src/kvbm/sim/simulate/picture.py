@@ -10,7 +10,7 @@ from kvbm.present.axes import FAINT, STYLE, find_pyplot, plain_axes, save_figure
 from kvbm.sim.replay import optimum
 from kvbm.sim.serving.disk import WRITES
 from kvbm.sim.simulate.report import Curve, Document, TraceFacts
-from kvbm.sim.simulate.study import BASELINE, HitRow, TimeRow, averaged
+from kvbm.sim.simulate.study import BASELINE, HitRow, TimeRow, averaged, label
 
 COLOURS = {
     "lru": "#8a8f98",
@@ -62,10 +62,10 @@ def _hits_panel(axes: Any, document: Document, trace: TraceFacts) -> None:
     plain_axes(axes, "y", f"Hit rate: {trace.name}", note)
     axes.axhline(100 * trace.repeated_rate, color=FAINT, linewidth=0.8, linestyle=(0, (1, 3)))
     exact = next((curve for curve in document.lru_curves if curve.trace == trace.name), None)
-    for policy, colour in _colours(row.policy for row in rows).items():
-        points = sorted((row.blocks, row.hit_rate) for row in rows if row.policy == policy)
+    for policy, colour in _colours(label(row) for row in rows).items():
+        points = sorted((row.blocks, row.hit_rate) for row in rows if label(row) == policy)
         _line(axes, trace, policy, colour, points, exact if policy == BASELINE else None)
-    _legend(axes, {policy: max(r.hit_rate for r in rows if r.policy == policy) for policy in _policies(rows)})
+    _legend(axes, {policy: max(r.hit_rate for r in rows if label(r) == policy) for policy in _policies(rows)})
     shares = {100 * row.blocks / trace.unique_blocks: row for row in rows}
     axes.set_xscale("log")
     axes.set_xlim(min(shares) / 1.25, max(shares) * 1.25)
@@ -121,12 +121,12 @@ def _times_panel(axes: Any, document: Document, trace: TraceFacts) -> None:
     rows = averaged([row for row in document.times if row.trace == trace.name])
     note = "seconds: median (dark), 90th percentile (pale); share of blocks loaded"
     plain_axes(axes, "x", f"Time to first token: {trace.name}", note)
-    colours = _colours(row.policy for row in rows if row.policy)
+    colours = _colours(label(row) for row in rows if label(row))
     for place, row in enumerate(rows):
-        colour = colours.get(row.policy, FAINT)
+        colour = colours.get(label(row), FAINT)
         axes.barh(place, row.ttft_p90_s, height=0.6, color=colour, alpha=0.25)
         axes.barh(place, row.ttft_p50_s, height=0.6, color=colour)
-        hits = f"   {row.host_hit_rate + row.disk_hit_rate:.0%}" if row.policy else ""
+        hits = f"   {row.host_hit_rate + row.disk_hit_rate:.0%}" if label(row) else ""
         axes.text(
             row.ttft_p90_s, place, f"  {row.ttft_p50_s:,.2f} / {row.ttft_p90_s:,.2f}{hits}", va="center"
         )
@@ -137,11 +137,11 @@ def _times_panel(axes: Any, document: Document, trace: TraceFacts) -> None:
 
 def _setup_words(row: TimeRow) -> str:
     write = f"on {row.write}" if row.write not in ("", WRITES[0]) else ""
-    return " · ".join(part for part in (row.policy, row.host, row.disk, write) if part) or "no cache"
+    return " · ".join(part for part in (label(row), row.host, row.disk, write) if part) or "no cache"
 
 
 def _policies(rows: Sequence[HitRow]) -> list[str]:
-    return list(dict.fromkeys(row.policy for row in rows))
+    return list(dict.fromkeys(label(row) for row in rows))
 
 
 def _colours(policies: Iterable[str]) -> dict[str, str]:

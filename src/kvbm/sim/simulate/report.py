@@ -13,7 +13,7 @@ from kvbm.present.tables import plain_table, title_line
 from kvbm.sim.replay import optimum
 from kvbm.sim.serving.disk import WRITES
 from kvbm.sim.serving.hybrid import HybridModel
-from kvbm.sim.simulate.study import HitRow, TimeRow, averaged, spread
+from kvbm.sim.simulate.study import HitRow, TimeRow, averaged, label, spread
 from kvbm.sim.traces.trace import Trace
 
 SECONDS_PER_HOUR = 3600.0
@@ -119,7 +119,7 @@ def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableTyp
         cells = [row.size, f"{row.blocks:,}"] if row.size != size else ["", ""]
         if traces[0].block_bytes:
             cells.append(column_bytes(row.blocks * traces[0].block_bytes) if row.size != size else "")
-        cells += [row.policy, f"{row.hit_rate:.2%}"]
+        cells += [label(row), f"{row.hit_rate:.2%}"]
         if several:
             cells.append(f"± {spread(rows, row):.2%}")
         if sampled:
@@ -150,7 +150,7 @@ def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableT
     means = averaged(rows)
     without_s = next((row.ttft_mean_s for row in means if not row.host_blocks), None)
     for row in means:
-        cells = [row.host or "no cache", row.disk or "-", row.policy or "-"]
+        cells = [row.host or "no cache", row.disk or "-", label(row) or "-"]
         cells += [row.write or "-"] if on_eviction else []
         cells += [f"{row.host_hit_rate:.1%}", f"{row.disk_hit_rate:.1%}"]
         cells += map(format_seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s))

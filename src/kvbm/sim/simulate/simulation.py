@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.policy import eviction_policies
+from kvbm.policy import eviction_policies, make_policy
+from kvbm.policy.contract import knows_hints
 from kvbm.sim.replay import optimum
 from kvbm.sim.replay.curves import LruCurve, lru_curve
 from kvbm.sim.replay.sampling import Sample
@@ -19,6 +20,7 @@ from kvbm.sim.simulate.sizes import TierSize
 from kvbm.sim.simulate.study import Progress, Setup, hit_row, time_row, with_gaps
 from kvbm.sim.traces.formats import ReadOptions, read_trace
 from kvbm.sim.traces.halves import halves
+from kvbm.sim.traces.said import Kind, Told, told
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace
 
@@ -35,6 +37,7 @@ class Simulation:
 
     `model` stands in place of `bytes_per_token` where a model has several groups.
     With `halves` each trace is two: see `sim.traces.halves`. `rules` are ways to get blocks onto the disks, to compare.
+    `hints` are what clients say, to compare: a policy that listens is run with each of them (None: without any).
     """
 
     traces: list[str]
@@ -51,6 +54,7 @@ class Simulation:
     machine: Machine | None = None
     rules: list[DiskRules] = field(default_factory=lambda: [DiskRules()])
     closed_loop: bool = True
+    hints: list[Kind | None] = field(default_factory=lambda: [None])
 
     def check(self) -> None:
         """`SettingsError` for options that cannot be run, whatever the traces hold."""
@@ -86,7 +90,12 @@ class Simulation:
                 model.name,
                 "with --times and --disk a model without groups: theirs are not simulated",
             )
-        for option, given in (("--sample", self.sample is not None), ("--curve", self.curve)):
+        hinted = any(kind is not None for kind in self.hints)
+        for option, given in (
+            ("--sample", self.sample is not None),
+            ("--curve", self.curve),
+            ("--hints", hinted),
+        ):
             if given:
                 raise SettingsError(option, "given", f"nothing with {model.name}, which has several groups")
         if optimum.NAME in self.policies:
@@ -104,6 +113,16 @@ def parse_policies(text: str, timed: bool) -> list[str]:
             raise SettingsError("--policy", name, f"one of {', '.join(known)}, or all{without}")
         chosen += known if name == "all" else [name]
     return list(dict.fromkeys(chosen))
+
+
+def parse_hints(text: str) -> list[Kind | None]:
+    """The kinds of hints that a list names; `none` is none."""
+    known: dict[str, Kind | None] = {"none": None, **{kind.value: kind for kind in Kind}}
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise SettingsError("--hints", word, f"one of {', '.join(known)}")
+    return list(dict.fromkeys(known[word] for word in words))
 
 
 def run(simulation: Simulation, watch: Watch) -> Document:
@@ -162,11 +181,22 @@ def _hit_rates(
     slots = simulation.model.slots(trace.block_tokens) if simulation.model is not None else None
     sample = Sample(trace, simulation.sample, seed, exact) if simulation.sample is not None else None
     replayed = sample.trace if sample is not None else trace
+    policies = _with_hints(simulation, replayed, seed)
     for text, blocks in sizes:
-        for policy in simulation.policies:
+        for policy, said in policies:
             on_progress = watch(f"{trace.name}: {policy}, {text}", len(replayed.requests))
-            row = hit_row(trace, seed, policy, text, blocks, sample, on_progress, slots=slots)
+            row = hit_row(trace, seed, policy, text, blocks, sample, on_progress, slots=slots, told=said)
             document.hit_rates.append(row)
+
+
+def _with_hints(simulation: Simulation, trace: Trace, seed: int) -> list[tuple[str, Told | None]]:
+    """Each policy with what it is told: nothing, once, if it does not listen."""
+    said = [None if kind is None else told(trace, kind, seed) for kind in simulation.hints]
+    found: list[tuple[str, Told | None]] = []
+    for policy in simulation.policies:
+        listens = policy != optimum.NAME and knows_hints(make_policy(policy, 1))
+        found += [(policy, each) for each in (said if listens else [None])]
+    return found
 
 
 def _times(
@@ -181,24 +211,28 @@ def _times(
 ) -> None:
     assert simulation.bytes_per_token is not None
     machine = replace(machine, block_bytes=simulation.bytes_per_token * trace.block_tokens)
-    for setup in _setups(simulation, sizes, below):
+    policies = _with_hints(simulation, trace, seed)
+    for setup in _setups(simulation, policies, sizes, below):
         what = " + ".join(part for part in (setup.policy, setup.host[0], setup.disk[0]) if part) or "no cache"
         on_progress = watch(f"{trace.name}: {what}", len(trace.requests))
         document.times.append(time_row(trace, seed, machine, setup, simulation.closed_loop, on_progress))
 
 
 def _setups(
-    simulation: Simulation, sizes: list[tuple[str, int]], below: list[tuple[str, int]]
+    simulation: Simulation,
+    policies: list[tuple[str, Told | None]],
+    sizes: list[tuple[str, int]],
+    below: list[tuple[str, int]],
 ) -> Iterator[Setup]:
     """No cache, then every host size without and with every disk, each by every policy; a disk by all rules."""
     yield Setup()
     for host in sizes:
-        for policy in simulation.policies:
-            yield Setup(policy, host)
+        for policy, said in policies:
+            yield Setup(policy, host, told=said)
         for disk in below:
-            for policy in simulation.policies:
+            for policy, said in policies:
                 for rules in simulation.rules:
-                    yield Setup(policy, host, disk, rules)
+                    yield Setup(policy, host, disk, rules, said)
 
 
 def _settings(simulation: Simulation) -> dict[str, object]:
@@ -214,4 +248,5 @@ def _settings(simulation: Simulation) -> dict[str, object]:
         "machine": simulation.machine,
         "disk_rules": simulation.rules,
         "closed_loop": simulation.closed_loop,
+        "hints": ["none" if kind is None else kind.value for kind in simulation.hints],
     }

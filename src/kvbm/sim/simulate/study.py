@@ -21,6 +21,7 @@ from kvbm.sim.serving.engine import Served, SimulatedEngine
 from kvbm.sim.serving.hybrid import Slots
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.tier import SimulatedTier
+from kvbm.sim.traces.said import Told
 from kvbm.sim.traces.trace import Trace
 
 BASELINE = "lru"
@@ -36,10 +37,12 @@ class Setup(NamedTuple):
     host: tuple[str, int] = ("", 0)
     disk: tuple[str, int] = ("", 0)
     rules: DiskRules = DiskRules()
+    told: Told | None = None
 
 
 class HitRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy at one size. `gap_closed`: 0 is LRU's hit rate at this size, 1 the optimum's.
+    """One policy at one size. `gap_closed`: 0 is LRU's hit rate at this size, 1 the optimum's. `hints` is what it was
+    told (a `said.Kind`; empty: nothing).
 
     `sampling_error` is what sampling alone did to LRU's hit rate at this size; None without sampling.
     """
@@ -53,6 +56,7 @@ class HitRow(msgspec.Struct, frozen=True, kw_only=True):
     accesses_per_s: float
     gap_closed: float | None = None
     sampling_error: float | None = None
+    hints: str = ""
 
 
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +85,12 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     disk_written_bytes: int
     written_per_hit: float | None
     skipped_writes: int
+    hints: str = ""
+
+
+def label(row: HitRow | TimeRow) -> str:
+    """The policy and what it was told, in words."""
+    return f"{row.policy}, {row.hints} hints" if row.hints else row.policy
 
 
 def hit_row(
@@ -93,14 +103,18 @@ def hit_row(
     on_progress: Progress,
     clock: Callable[[], float] = time.perf_counter,
     slots: Slots | None = None,
+    told: Told | None = None,
 ) -> HitRow:
-    """Replay the trace, or the sample of it, through one tier of `blocks` blocks, of the groups of `slots` if given."""
+    """Replay the trace, or the sample of it, through one tier of `blocks` blocks, of the groups of `slots` if given.
+
+    `told` is of the trace that is replayed.
+    """
     accesses, seconds = 0, 0.0
 
     def measured(replayed: Trace, capacity: int) -> float:
         nonlocal accesses, seconds
         started_s = clock()
-        result = run_policy(replayed, policy, capacity, on_progress, slots)
+        result = run_policy(replayed, policy, capacity, on_progress, slots, told)
         accesses, seconds = result.accesses, clock() - started_s
         return result.hit_rate
 
@@ -119,11 +133,17 @@ def hit_row(
         hit_rate=hit_rate,
         accesses_per_s=accesses / seconds if seconds else 0.0,
         sampling_error=error,
+        hints=told.kind.value if told is not None else "",
     )
 
 
 def run_policy(
-    trace: Trace, policy: str, capacity: int, on_progress: Progress, slots: Slots | None = None
+    trace: Trace,
+    policy: str,
+    capacity: int,
+    on_progress: Progress,
+    slots: Slots | None = None,
+    told: Told | None = None,
 ) -> Replay:
     """One replay; `policy` is a name of the registry, or, without groups, that of the optimum."""
     if slots is not None:
@@ -131,12 +151,12 @@ def run_policy(
         return grouped_replay(trace, Grouping(slots.groups), capacity, made, on_progress)
     if policy == optimum.NAME:
         return optimum.optimum(trace, capacity, on_progress)
-    return replay(trace, capacity, make_policy(policy, capacity), on_progress)
+    return replay(trace, capacity, make_policy(policy, capacity), on_progress, told)
 
 
 def with_gaps(rows: Sequence[HitRow]) -> list[HitRow]:
     """The same rows with `gap_closed`, wherever LRU and the optimum were run at the same size."""
-    known = {(row.trace, row.seed, row.blocks, row.policy): row.hit_rate for row in rows}
+    known = {(row.trace, row.seed, row.blocks, row.policy): row.hit_rate for row in rows if not row.hints}
     answer = []
     for row in rows:
         low = known.get((row.trace, row.seed, row.blocks, BASELINE))
@@ -162,7 +182,8 @@ def time_row(
     if disk_blocks:
         disk = SimulatedTier(disk_blocks, make_policy(setup.policy, disk_blocks))
         admission = rules.admission_policy(disk_blocks, machine.block_bytes)
-    served = SimulatedEngine(trace, machine, host, disk, admission, closed_loop).run(on_progress)
+    engine = SimulatedEngine(trace, machine, host, disk, admission, closed_loop, told=setup.told)
+    served = engine.run(on_progress)
     return _as_row(served, trace.name, seed, setup)
 
 
@@ -188,11 +209,12 @@ def _as_row(served: Served, trace: str, seed: int, setup: Setup) -> TimeRow:
         disk_written_bytes=served.disk_written_bytes,
         written_per_hit=served.written_per_hit,
         skipped_writes=served.skipped_writes,
+        hints=setup.told.kind.value if setup.told is not None else "",
     )
 
 
 _Row = TypeVar("_Row", HitRow, TimeRow)
-_NAMED = {"trace", "seed", "policy", "size", "host", "disk", "write"}
+_NAMED = {"trace", "seed", "policy", "size", "host", "disk", "write", "hints"}
 
 
 def averaged(rows: Sequence[_Row]) -> list[_Row]:
@@ -206,7 +228,8 @@ def averaged(rows: Sequence[_Row]) -> list[_Row]:
 
 def spread(rows: Sequence[HitRow], like: HitRow) -> float:
     """Half of the distance between the best and the worst hit rate that any seed gave."""
-    rates = [r.hit_rate for r in rows if (r.trace, r.policy, r.size) == (like.trace, like.policy, like.size)]
+    same = (like.trace, label(like), like.size)
+    rates = [row.hit_rate for row in rows if (row.trace, label(row), row.size) == same]
     return (max(rates) - min(rates)) / 2
 
 

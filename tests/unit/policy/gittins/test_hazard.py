@@ -61,7 +61,7 @@ def test_the_index_is_the_best_ratio_of_all_horizons() -> None:
     kind = model.add_kind((1,))
     choice = random.Random(5)
     observed(model, kind, [choice.lognormvariate(3.5, 1.0) for _ in range(400)], 2000.0, 200)
-    hazard = np.minimum(model._base * model._product[kind][_octave()], 0.98)
+    hazard = np.minimum(model._base[0] * model._product[kind][_octave()], 0.98)
     for age_bin in range(BIN_COUNT):
         stays, time_s, best = 1.0, 0.0, 0.0
         for later in range(age_bin, BIN_COUNT):
