@@ -33,6 +33,7 @@ OTHERS_FLAGS = {
     "--hicache-storage-prefetch-policy",
     "--unified-cache-external-linker-backend",
     "--unified-cache-external-linker-config",
+    "--lora-paths",
     "--no-async-scheduling",
     "--kv-events-config",
     "--otlp-traces-endpoint",
