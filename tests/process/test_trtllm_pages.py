@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,9 +28,12 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
 def test_the_consolidator_listens_to_the_engines_events(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Engines of this process may have taken the loggers above it from pytest.
+    monkeypatch.setattr(logging.getLogger("kvbm.consolidator"), "propagate", False)
+    monkeypatch.setattr(logging.getLogger("kvbm.consolidator"), "handlers", [caplog.handler])
     house.set(KV_EVENTS_ENABLE_CONSOLIDATOR="1", LEADER_ZMQ_PUB_PORT=str(free_port()))
     engine = house.engine()
-    (line,) = [r.message for r in caplog.records if r.name == "kvbm.consolidator"]
+    (line,) = caplog.messages
     assert "TRTLLM_ZMQ_PORT" in line
     engine.close()
     port, base = free_port(), free_port()
