@@ -33,7 +33,7 @@ def test_the_consolidator_listens_to_the_engines_events(
     monkeypatch.setattr(logging.getLogger("kvbm.consolidator"), "handlers", [caplog.handler])
     house.set(KV_EVENTS_ENABLE_CONSOLIDATOR="1", LEADER_ZMQ_PUB_PORT=str(free_port()))
     engine = house.engine()
-    (line,) = caplog.messages
+    (line,) = [r.message for r in caplog.records if r.name == "kvbm.consolidator"]
     assert "TRTLLM_ZMQ_PORT" in line
     engine.close()
     port, base = free_port(), free_port()
