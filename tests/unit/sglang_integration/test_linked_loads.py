@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,21 +91,6 @@ def wanted(hashes: Sequence[str], numbers: Sequence[int]) -> list[Wanted]:
 def lease(linked: Linked, request: str, hashes: Sequence[str], needed: int | None = None) -> bool:
     """Lease pages, by default all of them."""
     return linked.loads.lease(request, {"kv": Asked(hashes, len(hashes) if needed is None else needed)})
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptHouse]:
-    house = KeptHouse(tmp_path, monkeypatch)
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def disk_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptHouse]:
-    """Its disk tier holds host slots until a test lets its writes end."""
-    house = KeptHouse(tmp_path, monkeypatch, disk=True)
-    yield house
-    house.close()
 
 
 def test_a_layer_is_there_when_it_is_told_and_the_next_one_is_not(house: KeptHouse) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,20 +18,6 @@ from rigs.sglang_pools import HostPool
 
 CHAIN = hashes_of("a b c d e f")
 FORK = hashes_of("a b c x y z")
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptHouse]:
-    house = KeptHouse(tmp_path, monkeypatch)
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def disk_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptHouse]:
-    house = KeptHouse(tmp_path, monkeypatch, disk=True)
-    yield house
-    house.close()
 
 
 # ---- reads
