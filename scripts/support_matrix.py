@@ -130,11 +130,6 @@ OTHER_ENGINES = (
     "TensorRT-LLM: the real engine has not been run. The connector was written from the interface of 1.2.0rc2 to",
     "1.3.0rc29, and is tested against a double of the engine ([TensorRT-LLM](../guides/trtllm.md)).",
 )
-SGLANG_WITHOUT_A_ROW = (
-    "",
-    "SGLang: `make test` runs a few of the tests under SGLang 0.5.23 on a CPU; `make sglang-test` all,",
-    "and writes a row here. It has none yet ([SGLang](../guides/sglang.md)).",
-)
 
 
 def render(report: Report) -> str:
@@ -185,8 +180,6 @@ def _under_dynamo(report: Report) -> tuple[list[str], list[str]]:
 
 def _under_sglang(report: Report) -> tuple[list[str], list[str]]:
     """The lines of SGLang's table, and of its failures."""
-    if not report.get("sglang"):
-        return [*SGLANG_WITHOUT_A_ROW], []
     lines = [
         "",
         "Written by `make sglang-test`: SGLang on a CPU, tiny fp32 model, with a stub of the CUDA kernels that its",
