@@ -11,7 +11,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
-from kvbm import protocol
+from kvbm import protocol, protocol_decoding
 from kvbm.errors import ProtocolError
 from kvbm.protocol import Message
 
@@ -342,7 +342,7 @@ def decode_to_manager(body: bytes) -> ToManager:
     """A typed message from any client, or ProtocolError in one line."""
     try:
         return cast(ToManager, _to_manager.decode(body))
-    except protocol.MALFORMED as error:
+    except protocol_decoding.MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None
 
 
@@ -350,5 +350,5 @@ def decode_from_manager(body: bytes) -> FromManager:
     """A typed message to an admin, or ProtocolError in one line."""
     try:
         return cast(FromManager, _from_manager.decode(body))
-    except protocol.MALFORMED as error:
+    except protocol_decoding.MALFORMED as error:
         raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None

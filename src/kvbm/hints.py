@@ -6,10 +6,11 @@ to a bound, or rejected, each with a reason; nothing here raises. Whoever asks c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import islice
 from math import isfinite
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,6 +20,8 @@ RANGES_MAX = 32
 TOKENS_MAX = 1 << 31
 PRIORITY_MAX = 100
 TTL_S_MAX = 7 * 86_400.0
+VERDICTS_MAX = 2 * RANGES_MAX
+REASON_CHARACTERS_MAX = 200
 UNKNOWN = "unknown"
 """Stands for all parts that the form does not have, so that their names need no counters."""
 WHOLE = "hint"
@@ -33,13 +36,32 @@ class Outcome(Enum):
     REJECTED = "rejected"
 
 
+class Why(Enum):
+    """Why a part was not taken as it was said: a word for counters. `Verdict.reason` says more."""
+
+    NONE = "none"
+    FORM = "form"
+    """It is not what the form has there."""
+    BOUND = "bound"
+    """It is more than may be said."""
+    UNKNOWN = "unknown"
+    """The form has no such part."""
+    BUDGET = "budget"
+    """What may be retained, or brought up, in this namespace or for this salt is used up."""
+    DOUBTED = "doubted"
+    """The client was wrong too often."""
+    NOTHING = "nothing"
+    """There is nothing that it could be done to."""
+
+
 class Verdict(NamedTuple):
-    """The outcome of one part; `reason` is empty where it was accepted. `part` is a field of `Hint`, `UNKNOWN` or
-    `WHOLE`: ranges are all `retain`."""
+    """The outcome of one part; `reason` is empty where it was accepted, and `why` the same in one word. `part` is a
+    field of `Hint`, `UNKNOWN` or `WHOLE`: ranges are all `retain`."""
 
     part: str
     outcome: Outcome
     reason: str = ""
+    why: Why = Why.NONE
 
 
 class Retain(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +93,31 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     store: bool = True
 
 
+NO_HINT = Hint()
+PARTS = (*Hint.__struct_fields__, UNKNOWN, WHOLE)
+"""What a verdict can be of."""
+
+
 class ReadHint(NamedTuple):
     """A hint and a verdict for every part of it that was said."""
 
-    hint: Hint
-    verdicts: tuple[Verdict, ...]
+    hint: Hint = NO_HINT
+    verdicts: tuple[Verdict, ...] = ()
+
+
+NOTHING_READ = ReadHint()
+
+
+class ClientHint(NamedTuple):
+    """Who asks, what they say, and what became of each part of that so far. `tenant` is a digest of the request's cache
+    salt; empty without one."""
+
+    tenant: str = ""
+    hint: Hint = NO_HINT
+    verdicts: tuple[Verdict, ...] = ()
+
+
+UNHINTED = ClientHint()
 
 
 class _Unusable(Exception):
@@ -89,9 +131,9 @@ _Checked: TypeAlias = tuple[object, str]
 def read_hint(value: object) -> ReadHint:
     """The hint in a decoded value that may be anything. A part that is null counts as not said."""
     if value is None:
-        return ReadHint(Hint(), ())
+        return NOTHING_READ
     if not isinstance(value, dict):
-        return ReadHint(Hint(), (Verdict(WHOLE, Outcome.REJECTED, "not a mapping"),))
+        return ReadHint(NO_HINT, (Verdict(WHOLE, Outcome.REJECTED, "not a mapping", Why.FORM),))
     found: dict[str, object] = {}
     verdicts: list[Verdict] = []
     for part, check in _PARTS.items():
@@ -103,22 +145,54 @@ def read_hint(value: object) -> ReadHint:
     if value.get("retain") is not None:
         found["retain"] = _ranges(value["retain"], verdicts)
     if any(part not in Hint.__struct_fields__ for part in value):
-        verdicts.append(Verdict(UNKNOWN, Outcome.REJECTED, "no such part"))
-    return ReadHint(msgspec.structs.replace(Hint(), **found), tuple(verdicts))
+        verdicts.append(Verdict(UNKNOWN, Outcome.REJECTED, "no such part", Why.UNKNOWN))
+    return ReadHint(msgspec.structs.replace(NO_HINT, **found), tuple(verdicts))
+
+
+def as_mapping(hint: Hint) -> dict[str, Any]:
+    """The hint as messages carry it: what `read_hint` reads, with no part that was not said."""
+    said = {
+        part: value for part, value in msgspec.structs.asdict(hint).items() if value != _NOTHING_SAID[part]
+    }
+    if hint.retain:
+        said["retain"] = [msgspec.structs.asdict(each) for each in hint.retain]
+    return said
+
+
+def as_tuples(verdicts: Iterable[Verdict]) -> tuple[tuple[str, str, str, str], ...]:
+    """Verdicts as messages carry them."""
+    return tuple((part, outcome.value, reason, why.value) for part, outcome, reason, why in verdicts)
+
+
+def from_tuples(told: Iterable[tuple[str, str, str, str]]) -> tuple[Verdict, ...]:
+    """The inverse of `as_tuples`, at most `VERDICTS_MAX` of them; what is no verdict is left out."""
+    found = islice(told, VERDICTS_MAX)
+    return tuple(
+        Verdict(part, _OUTCOMES[outcome], reason[:REASON_CHARACTERS_MAX], _WHYS[why])
+        for part, outcome, reason, why in found
+        if part in PARTS and outcome in _OUTCOMES and why in _WHYS
+    )
+
+
+_OUTCOMES = {each.value: each for each in Outcome}
+_WHYS = {each.value: each for each in Why}
+_NOTHING_SAID = msgspec.structs.asdict(NO_HINT)
 
 
 def _checked(part: str, check: Callable[[object], _Checked], value: object) -> tuple[object, Verdict]:
     try:
         said, clipped = check(value)
     except _Unusable as error:
-        return None, Verdict(part, Outcome.REJECTED, str(error))
-    return said, Verdict(part, Outcome.CLIPPED if clipped else Outcome.ACCEPTED, clipped)
+        return None, Verdict(part, Outcome.REJECTED, str(error), Why.FORM)
+    if clipped:
+        return said, Verdict(part, Outcome.CLIPPED, clipped, Why.BOUND)
+    return said, Verdict(part, Outcome.ACCEPTED)
 
 
 def _ranges(value: object, verdicts: list[Verdict]) -> tuple[Retain, ...]:
     """The ranges that can be used; one verdict for each, and one for those beyond the bound."""
     if not isinstance(value, list):
-        verdicts.append(Verdict("retain", Outcome.REJECTED, "not a list"))
+        verdicts.append(Verdict("retain", Outcome.REJECTED, "not a list", Why.FORM))
         return ()
     found = []
     for each in value[:RANGES_MAX]:
@@ -127,7 +201,7 @@ def _ranges(value: object, verdicts: list[Verdict]) -> tuple[Retain, ...]:
         if isinstance(said, Retain):
             found.append(said)
     if len(value) > RANGES_MAX:
-        verdicts.append(Verdict("retain", Outcome.CLIPPED, f"more than {RANGES_MAX} ranges"))
+        verdicts.append(Verdict("retain", Outcome.CLIPPED, f"more than {RANGES_MAX} ranges", Why.BOUND))
     return tuple(found)
 
 

@@ -9,14 +9,13 @@ Both are unique within a leader's session.
 
 from __future__ import annotations
 
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
 
-from kvbm.errors import ProtocolError
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -79,6 +78,9 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     The rest is for people who ask why it missed: the engine's id of the `request`, a digest of the `prompt`'s first
     block of tokens, and by name what else shaped its keys (`extras`: adapter, salt, weights; digests of secrets).
     `again`: an earlier answer for this request no longer holds.
+
+    `tenant` is a digest of the request's cache salt, empty without one. `hint` is what its client says of its future
+    (`hints.as_mapping`), and `verdicts` what became of each part of that where it was read (`hints.Verdict`).
     """
 
     lookup: int
@@ -88,6 +90,9 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     prompt: bytes = b""
     extras: dict[str, str] = {}
     again: bool = False
+    tenant: str = ""
+    hint: dict[str, Any] = {}
+    verdicts: tuple[tuple[str, str, str, str], ...] = ()
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
@@ -119,7 +124,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
 
     Of blocks that may be announced (see `Announce`) `tokens` has all tokens, 32 bits little-endian each, `before` is
     the engine's own hash of the block before the first, empty where that is its key or there is none, and `facts` has
-    an entry for each block, or is empty: what the engine needs besides to announce it.
+    an entry for each block, or is empty: what the engine needs besides to announce it. `tenant` is as in `Lookup`.
     """
 
     store: int
@@ -132,6 +137,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     tokens: bytes = b""
     before: bytes = b""
     facts: tuple[bytes, ...] = ()
+    tenant: str = ""
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
@@ -247,6 +253,8 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
 
     With several groups the run is all that the engine lacks at `boundary`, in the order of `grouping.Grouping.run`;
     what counts blocks counts those of the prompt. `full` leading blocks of it are held as far as all tokens go.
+
+    `verdicts` is what became of parts of the hint here, as in `Lookup`.
     """
 
     lookup: int
@@ -259,6 +267,7 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
     arrival_s: float = 0.0
     boundary: int = 0
     full: int = 0
+    verdicts: tuple[tuple[str, str, str, str], ...] = ()
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):
@@ -396,24 +405,3 @@ FromManager: TypeAlias = (
     | ResetReply
     | Status
 )
-
-_to_manager = msgspec.msgpack.Decoder(ToManager)
-_from_manager = msgspec.msgpack.Decoder(FromManager)
-MALFORMED = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
-
-
-def decode_to_manager(body: bytes) -> ToManager:
-    """A typed message from a client, or ProtocolError in one line."""
-    return cast(ToManager, _decoded(_to_manager, body))
-
-
-def decode_from_manager(body: bytes) -> FromManager:
-    """A typed message from the manager, or ProtocolError in one line."""
-    return cast(FromManager, _decoded(_from_manager, body))
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> object:  # type: ignore[type-arg]  # either's
-    try:
-        return decoder.decode(body)
-    except MALFORMED as error:
-        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from None

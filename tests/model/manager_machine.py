@@ -20,7 +20,8 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease, LeaseState, Reservation
 from kvbm.manager.lookups import LEASE_S, LookingUp
-from kvbm.manager.space import RESERVATION_S, Space
+from kvbm.manager.space import Space
+from kvbm.manager.storing import RESERVATION_S
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED

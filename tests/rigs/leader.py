@@ -23,8 +23,8 @@ from kvbm.protocol import (
     Ready,
     Reserve,
     ReserveReply,
-    decode_to_manager,
 )
+from kvbm.protocol_decoding import decode_to_manager
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport, StorePlan
 
 FINGERPRINT = bytes(range(32))

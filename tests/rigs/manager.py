@@ -191,8 +191,8 @@ class Client:
             self.gone = True
         return bool(self.inbox) or self.gone
 
-    def lookup(self, number: int, keys: list[BlockKey], skip: int = 0) -> LookupReply:
-        self.send(Lookup(lookup=number, keys=join_keys(keys), skip=skip))
+    def lookup(self, number: int, keys: list[BlockKey], skip: int = 0, **said: Any) -> LookupReply:
+        self.send(Lookup(lookup=number, keys=join_keys(keys), skip=skip, **said))
         return self.expect(LookupReply)
 
     def reserve(self, number: int, keys: list[BlockKey], parent: bytes = b"") -> tuple[int, ...]:

@@ -20,9 +20,8 @@ from kvbm.protocol import (
     LookupReply,
     Message,
     Progress,
-    decode_from_manager,
-    decode_to_manager,
 )
+from kvbm.protocol_decoding import decode_from_manager, decode_to_manager
 
 NAMESPACE = Namespace(model="m", fields=(("weights", "a"), ("dtype", "b")))
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from kvbm.errors import ManagerRefused, ManagerUnavailable, ManagerUntrusted, ProtocolError
 from kvbm.framing import FramedSocket, encode
 from kvbm.peers import accepted_users, is_trusted, peer_uid
-from kvbm.protocol import FromManager, Hello, Message, Refused, Welcome, decode_from_manager
+from kvbm.protocol import FromManager, Hello, Message, Refused, Welcome
+from kvbm.protocol_decoding import decode_from_manager
 from kvbm.settings import variable
 
 _SEND_BUFFER_BYTES = 1 << 20

@@ -54,7 +54,7 @@ class GroupOffers(Offers):
 
     def complete(self, tracked: Tracked, entry: Scheduled) -> None:
         """Offer what the step completes of the request."""
-        if tracked.outdated or tracked.extras is None:
+        if not tracked.stores:
             return
         end = self._grouping.floor(min(entry.complete_blocks, len(tracked.hashes)))
         if end <= tracked.stored and not tracked.tails and not entry.states:
@@ -80,7 +80,7 @@ class GroupOffers(Offers):
     def ending(self, request: str, tracked: Tracked, tables: Tables, complete: int) -> None:
         """The request has ended, with so many complete blocks: its next turn begins there."""
         boundary = self._grouping.floor(min(complete, len(tracked.hashes), tracked.stored))
-        usable = bool(tables) and not tracked.outdated and tracked.extras is not None and boundary > 0
+        usable = bool(tables) and tracked.stores and boundary > 0
         if usable and boundary not in tracked.tails_offered and (tracked.keep is None or tracked.keep(0.0)):
             self._offer_tail(request, tracked, tables, boundary)
 
@@ -156,4 +156,5 @@ class GroupOffers(Offers):
             groups=bytes(group for group, _ in places),
             fleeting=first < 0,
             said=said,
+            tenant=tracked.asker.tenant,
         )

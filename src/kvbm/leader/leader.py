@@ -14,6 +14,7 @@ from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
 from kvbm.groups import Group
+from kvbm.hints import UNHINTED, ClientHint, Verdict
 from kvbm.leader.announced import Announced
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
@@ -27,6 +28,7 @@ from kvbm.leader.lookups import Lookups
 from kvbm.leader.offers import Offers
 from kvbm.leader.questions import Questions
 from kvbm.leader.rank_reports import RankReports
+from kvbm.leader.renewal import Renewal
 from kvbm.leader.step_budget import IDLE_WAIT_S, LAST_STORES_WAIT_S, StepBudget
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
@@ -35,7 +37,7 @@ from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Says, Scheduled, Tol
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.leader.weights_known import WeightsKnown
 from kvbm.observe.spans import SpanSink
-from kvbm.protocol import Finished, Hello, Reset
+from kvbm.protocol import Finished, Hello
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 
 
@@ -95,8 +97,13 @@ class Leader:
         offering = self.stores, unsaved, self.requests, self._keys, clock
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
         self.announced = Announced(self._link, clock, announces)
+        self._renewal = Renewal(
+            self._link, self._weights, self.stores, self._offers, self.lookups, self.announced, self.requests
+        )
         self.rank_reports = RankReports(hello.rank_count)
-        self._inbox = Inbox(self.lookups, self.stores, self._offers, self.announced, self.rank_reports)
+        self._inbox = Inbox(
+            self.lookups, self.stores, self._offers, self.announced, self.rank_reports, self.requests
+        )
         self._gone, self._life, self._readied = set[str](), 0, 0
         self._new_loads: list[LoadPlan] = []
         self._budget, self._steps = StepBudget(self._link), StepTimes(self.cost, clock)
@@ -130,17 +137,19 @@ class Leader:
         trace_headers: Mapping[str, str] | None = None,
         before_tail: int = 0,
         says: Says | None = None,
+        asker: ClientHint = UNHINTED,
     ) -> None:
         """Ask at once which blocks the manager holds. The first `on_device` are in the device's prefix cache now.
 
         Without `extras` nothing is asked or stored before `extras_known`. `keep` is asked before blocks are committed,
         and `told` goes along for people. `trace_headers` name the trace that it belongs to. `before_tail` is as in
         `matched`, and counts with several groups. `says` is asked what may be announced of blocks that are stored.
+        `asker` is the client, and what it says of the request's future.
         """
         self.receive()
         if self.traces is not None:
             self.traces.arrived(request, trace_headers)
-        tracked = Tracked(hashes, extras, keep, told, says)
+        tracked = Tracked(hashes, extras, keep, told, says, asker)
         if self._grouping is not None:
             tracked.ends_before(before_tail, self._grouping.step)
         self.requests[request] = tracked
@@ -329,35 +338,32 @@ class Leader:
             if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
                 self._link.send(Finished(key=key, output_tokens=output_tokens))
 
+    def verdicts(self, request: str) -> tuple[Verdict, ...]:
+        """What became of the parts of the request's hint: what the manager said last of each, or else its form."""
+        tracked = self.requests.get(request)
+        if tracked is None:
+            return ()
+        later = {verdict.part for verdict in tracked.heard}
+        return (*(each for each in tracked.asker.verdicts if each.part not in later), *tracked.heard)
+
     # ---- all of it
 
     def reset(self, keep_disk: bool = False) -> bool:
-        """Forget all blocks; the engine empties its device's cache too. False only while a load writes into blocks.
-
-        Keys change, so that blocks of before and after (perhaps of other weights) never mix. The manager drops older
-        ones, unless another engine uses them; with `keep_disk` those on disk stay for the next start.
-        """
-        self._weights.renew()
-        self._forget_keys()
-        self.announced.again()
-        self._link.send(Reset(tier="host" if keep_disk else ""))
+        """Forget all blocks (see `Renewal.reset`). False only while a load writes into blocks."""
+        self._renewal.reset(keep_disk)
         return not self.lookups.loading
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights: no block of before is found or stored any more."""
-        self._weights.changed()
-        self._forget_keys()
+        self._renewal.weights_changed()
 
     def weights_named(self, version: str) -> None:
         """The trainer names the ranks' weights: engines of the same files and version share their blocks."""
-        if self._weights.named(version):
-            self._forget_keys()
+        self._renewal.weights_named(version)
 
     def device_was_reset(self, weights_may_change: bool) -> None:
         """The engine emptied its device's cache (see `WeightsKnown`)."""
-        if self._weights.device_was_reset(weights_may_change):
-            self._forget_keys()
-        self.announced.again()
+        self._renewal.device_was_reset(weights_may_change)
 
     def unkeep(self, request: str) -> None:
         """Load and store nothing more for this request."""
@@ -365,15 +371,6 @@ class Leader:
         self._questions.over(request)
         self._end_trace(request, "computed")
         self.requests.pop(request, None)
-
-    def _forget_keys(self) -> None:
-        """Keys have changed. Stores under the old keys are not committed: their device blocks may be overwritten before
-        they are copied."""
-        self.stores.doubt()
-        self._offers.keys_changed()
-        for request, tracked in self.requests.items():
-            self.lookups.drop(request)
-            tracked.keys_changed()
 
     def close(self) -> None:
         self._link.close()

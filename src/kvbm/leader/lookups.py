@@ -8,17 +8,18 @@ from itertools import count
 from kvbm.block import KEY_BYTES, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import ManagerLink
 from kvbm.leader.patience import Patience
 from kvbm.leader.rising import Rising
 from kvbm.leader.search import Search, Stage
 from kvbm.leader.traces import RequestTraces
-from kvbm.leader.tracked import NOTHING_TOLD, Told, readable
+from kvbm.leader.tracked import NOTHING_TOLD, Told
 from kvbm.leader.unloaded import Unloaded
 from kvbm.leader.window import Window
 from kvbm.observe import moves_log
-from kvbm.protocol import Lookup, LookupReply, Progress, Release
+from kvbm.protocol import LookupReply, Progress, Release
 from kvbm.step_plan import LoadPlan
 
 LEASE_MARGIN_S = 30.0
@@ -67,7 +68,13 @@ class Lookups:
         return len(self._by_request)
 
     def ask(
-        self, request: str, keys: bytes, skip: int, attempts: int = 1, told: Told = NOTHING_TOLD
+        self,
+        request: str,
+        keys: bytes,
+        skip: int,
+        attempts: int = 1,
+        told: Told = NOTHING_TOLD,
+        asker: ClientHint = UNHINTED,
     ) -> Search | None:
         """Send a lookup for the blocks after the first `skip` of `keys`, which are joined; None without such blocks, or
         without a manager."""
@@ -78,11 +85,7 @@ class Lookups:
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
         search.wanted = wanted
-        name, (prompt, extras), again = readable(request), told, attempts > 1
-        question = Lookup(
-            lookup=number, keys=keys, skip=skip, request=name, prompt=prompt, extras=dict(extras), again=again
-        )
-        if not self._link.send(question):
+        if not self._link.send(search.question(keys, told, asker)):
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search
@@ -102,17 +105,7 @@ class Lookups:
         search = late[0] if late is not None else self._by_number.get(reply.lookup)
         if search is None:
             return None
-        search.boundary = reply.boundary
-        search.answered = True
-        search.answer_s = self._clock() - search.asked_s
-        search.slots, search.generations = reply.slots, reply.generations
-        search.sources, search.ready = reply.sources, reply.ready
-        search.final = reply.ready == len(reply.slots)
-        search.no_room, search.refused = reply.no_room, reply.refused
-        now_s = self._clock()
-        search.arrives_s = now_s + reply.arrival_s
-        search.ready_at_answer, search.expected_s = reply.ready, reply.arrival_s
-        search.stage = Stage.FOUND
+        search.replied(reply, self._clock())
         if late is None:
             self.window.found(search.request, len(search.slots))
         else:

@@ -50,7 +50,7 @@ class Offers:
 
     def complete(self, tracked: Tracked, entry: Scheduled) -> None:
         """Offer the blocks that the request has completed since the last offer, or note them to be offered later."""
-        if tracked.outdated or tracked.extras is None:
+        if not tracked.stores:
             return
         start, end = tracked.stored, min(entry.complete_blocks, len(tracked.hashes))
         if end <= start or self._clock() < tracked.retry.due_s:
@@ -72,7 +72,17 @@ class Offers:
             return
         again = start <= tracked.refused_at
         if self._stores.ask(
-            entry.request, parent, keys, table[start:end], (), hashes, start, tracked.keep, again, said=said
+            entry.request,
+            parent,
+            keys,
+            table[start:end],
+            (),
+            hashes,
+            start,
+            tracked.keep,
+            again,
+            said=said,
+            tenant=tracked.asker.tenant,
         ):
             tracked.stored = end
 

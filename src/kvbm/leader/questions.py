@@ -149,7 +149,7 @@ class Questions:
             return None
         tracked.asked_from = skip
         keys = self._keys(tracked, 0, min(tracked.wanted, KEYS_PER_MESSAGE_MAX)).keys
-        search = self._lookups.ask(request, keys, skip, attempts, self._keys.told(tracked))
+        search = self._lookups.ask(request, keys, skip, attempts, self._keys.told(tracked), tracked.asker)
         if search is None:
             self._window.forget(request)  # nothing can be asked for: it must not wait for that
         else:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvbm.grouping import sources_of_prompt
+from kvbm.hints import ClientHint, as_mapping, as_tuples
+from kvbm.leader.tracked import Told, readable
+from kvbm.protocol import Lookup, LookupReply
 from kvbm.step_plan import LoadPlan
 
 
@@ -67,6 +70,31 @@ class Search:
     begun_s: float = 0.0
     copied: tuple[int, int] | None = None
     boundary: int = 0
+
+    def question(self, keys: bytes, told: Told, asker: ClientHint) -> Lookup:
+        """What is asked of the manager; `keys` are joined."""
+        return Lookup(
+            lookup=self.number,
+            keys=keys,
+            skip=self.skip,
+            request=readable(self.request),
+            prompt=told.prompt,
+            extras=dict(told.extras),
+            again=self.attempts > 1,
+            tenant=asker.tenant,
+            hint=as_mapping(asker.hint),
+            verdicts=as_tuples(asker.verdicts),
+        )
+
+    def replied(self, reply: LookupReply, now_s: float) -> None:
+        """The manager's answer."""
+        self.stage, self.answered, self.answer_s = Stage.FOUND, True, now_s - self.asked_s
+        self.boundary = reply.boundary
+        self.slots, self.generations, self.sources = reply.slots, reply.generations, reply.sources
+        self.ready = self.ready_at_answer = reply.ready
+        self.final = reply.ready == len(reply.slots)
+        self.no_room, self.refused = reply.no_room, reply.refused
+        self.arrives_s, self.expected_s = now_s + reply.arrival_s, reply.arrival_s
 
     @property
     def blocks(self) -> int:

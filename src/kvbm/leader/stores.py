@@ -145,6 +145,7 @@ class Stores:
         groups: bytes = b"",
         fleeting: bool = False,
         said: Said = NOTHING_SAID,
+        tenant: str = "",
     ) -> bool:
         """Reserve slots for blocks that this step computes; False when nothing can be stored now.
 
@@ -152,6 +153,7 @@ class Stores:
         `first` is the number of the first block in its request; `keep` is asked before the blocks are committed.
         `again`: the manager has refused some of them before.
         `groups` is as in `Reserve`, for `fleeting` see the module, and `said` is what may be announced of the blocks.
+        `tenant` is as in `Lookup`.
         With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         """
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
@@ -173,6 +175,7 @@ class Stores:
             tokens=said.tokens,
             before=said.before,
             facts=said.facts,
+            tenant=tenant,
         )
         if not self._link.send(asked):
             if pinned and self._device is not None:

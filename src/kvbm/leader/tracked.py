@@ -10,6 +10,7 @@ import msgspec
 
 from kvbm.block import KEY_BYTES
 from kvbm.hashing import derive_key, join_keys, keys_in_space, space_mask
+from kvbm.hints import UNHINTED, ClientHint, Verdict
 from kvbm.leader.retry import Retry
 
 
@@ -97,6 +98,7 @@ class Tracked:
     keep: Keep | None = None
     told: Told = NOTHING_TOLD
     says: Says | None = None
+    asker: ClientHint = UNHINTED
     stored: int = 0
     retry: Retry = field(default_factory=Retry)
     refused_at: int = -1
@@ -115,6 +117,13 @@ class Tracked:
     """With several groups: the boundaries at which it, or another request, may be taken up again, and for which nothing
     was offered yet."""
     tails_offered: set[int] = field(default_factory=set)
+    heard: tuple[Verdict, ...] = ()
+    """What became of parts of its client's hint at the manager."""
+
+    @property
+    def stores(self) -> bool:
+        """Whether blocks of it may be offered now."""
+        return not self.outdated and self.extras is not None and self.asker.hint.store
 
     def said(self, start: int, end: int, before: bytes) -> Said:
         """What is said of these blocks, behind the one that the engine calls `before`; nothing without events."""

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvbm.block import BlockKey
 from kvbm.errors import KvbmError, SpaceFailed
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease, Owner, Reservation
 from kvbm.manager.lookups import Found, LookingUp, advance
@@ -44,8 +45,10 @@ class GuardedSpace(Space):
             raise SpaceFailed(f"namespace {name} cannot be opened: {_in_one_line(error)}") from error
         self._name = name
 
-    def looking_up(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
-        looking = super().looking_up(owner, number, keys, skip)
+    def looking_up(
+        self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int, asker: ClientHint = UNHINTED
+    ) -> LookingUp:
+        looking = super().looking_up(owner, number, keys, skip, asker)
         while (found := self._try(Found(), advance, looking)) is None:
             yield
         return found
@@ -62,9 +65,10 @@ class GuardedSpace(Space):
         hashes: bytes = b"",
         group: int | bytes = 0,
         more: bool = False,
+        tenant: str = "",
     ) -> list[int]:
         refused = self.refuse(keys)
-        return self._try(refused, super().reserve, owner, number, parent, keys, hashes, group, more)
+        return self._try(refused, super().reserve, owner, number, parent, keys, hashes, group, more, tenant)
 
     def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
         return self._try(0, super().commit, owner, number, failed)

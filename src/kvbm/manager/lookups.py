@@ -14,8 +14,10 @@ from typing import NamedTuple
 from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping, sources_of_prompt
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
+from kvbm.manager.hearing import word_of
 from kvbm.manager.leases import HoldTable, Lease, LeaseState, Owner
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
@@ -75,7 +77,9 @@ class Lookups:
     def __post_init__(self) -> None:
         self._grouping = Grouping(self.layout.groups) if self.layout.groups else None
 
-    def begin(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
+    def begin(
+        self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int, asker: ClientHint = UNHINTED
+    ) -> LookingUp:
         """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only on disk.
 
         No lease when nothing was found, or the owner holds too many leases. While it is under way the lease can get
@@ -105,7 +109,7 @@ class Lookups:
             if wanted.boundary and kept < len(wanted.run):  # a part of it is worth nothing to the engine
                 self._give_back(lease)
                 lease.slots, lease.sources, kept, found = [], bytearray(), 0, wanted.prompt_blocks
-            self._note(wanted, kept)
+            self._note(wanted, kept, asker)
             lease.boundary, lease.prompt_blocks = wanted.boundary, wanted.prompt_blocks or kept
             lease.advance()
             if lease.slots and self.disk is not None:
@@ -153,12 +157,13 @@ class Lookups:
             there = bytes(map(or_, there, (slot is not None for slot in below.find_all(keys))))
         return there
 
-    def _note(self, wanted: _Wanted, kept: int) -> None:
+    def _note(self, wanted: _Wanted, kept: int, asker: ClientHint) -> None:
         """Tell the policies of the request."""
+        word = word_of(asker)
         if wanted.boundary:
-            self.usage.note(wanted.chain, wanted.used, wanted.tails, taken_up=True)
+            self.usage.note(wanted.chain, wanted.used, wanted.tails, taken_up=True, word=word)
         else:
-            self.usage.note(wanted.chain, wanted.used + kept, wanted.tails)
+            self.usage.note(wanted.chain, wanted.used + kept, wanted.tails, word=word)
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""

@@ -16,7 +16,7 @@ import msgspec
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
 from kvbm.manager.recovery_order import parents_first
 from kvbm.policy import EvictionPolicy
-from kvbm.policy.contract import insert_tail, request_tail
+from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
 
 if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
@@ -294,10 +294,12 @@ class SlotPool(Generic[KeyT]):
         """`unlease` for many slots at once."""
         self.policy.evictable(self._table.unlease(slots))
 
-    def requested(self, keys: list[KeyT], now_s: float) -> int:
-        """A request came for this chain; how many of its first blocks are resident."""
+    def requested(self, keys: list[KeyT], now_s: float, word: ClientWord | None = None) -> int:
+        """A request came for this chain, of which its client says this; how many of its first blocks are resident."""
         slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
         self.policy.requested(keys, slots, now_s)
+        if word is not None and keys:
+            tell_hint(self.policy, keys[-1], word, now_s)
         return slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
 
     def requested_tail(self, keys: list[KeyT], now_s: float) -> None:

@@ -10,6 +10,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.manager.followers import Followers
+from kvbm.manager.hearing import count, heard
 from kvbm.manager.history import UNAVAILABLE, History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
@@ -89,11 +90,11 @@ class Requests:
             self._history.unavailable(session.number, message)
             self._traffic.missed(UNAVAILABLE)
             return
-        space, name = engine.space, (session.number, message.lookup)
+        space, name, asker = engine.space, (session.number, message.lookup), heard(message)
         self._unanswered.add(name)
         try:
             lease, no_room, refused, full = yield from space.looking_up(
-                session.number, message.lookup, keys, message.skip
+                session.number, message.lookup, keys, message.skip, asker
             )
         finally:
             self._unanswered.discard(name)
@@ -103,6 +104,8 @@ class Requests:
         self._followers.asked(space, message.keys)
         if message.again:
             self._traffic.tried_again("lookup")
+        else:  # it is the same request's
+            count(asker.verdicts, self._traffic.metrics)
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.prompt_sources(lease), len(keys) - message.skip
         on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
@@ -183,7 +186,7 @@ class Requests:
             part, names = keys[start:end], hashes[start * KEY_BYTES : end * KEY_BYTES]
             kinds = groups[start:end] or group
             given = engine.space.reserve(
-                session.number, message.store, parent, part, names, kinds, more=start > 0
+                session.number, message.store, parent, part, names, kinds, start > 0, message.tenant
             )
             if told:
                 note_facts(engine.space.facts, engine.space.host_pool, part, given, told[start:end])

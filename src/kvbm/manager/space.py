@@ -7,17 +7,16 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import or_
 
 import msgspec
 
-from kvbm.block import BlockKey, Tier
+from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.grouping import at_once
 from kvbm.groups import GroupKind
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout
-from kvbm.manager.departed import NO_SLOT, RESET, Departed
+from kvbm.manager.departed import RESET, Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
 from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
@@ -25,16 +24,15 @@ from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
-from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
+from kvbm.manager.storing import Storing
+from kvbm.manager.usage import Usage
 from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
-from kvbm.protocol import HELD, REFUSED
+from kvbm.protocol import REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.runs import with_runs
-
-RESERVATION_S = 120.0
 
 
 class Space:
@@ -98,6 +96,23 @@ class Space:
             )
         self.heat = PrefixHeat()
         self._lookups = self._new_lookups(self.host_pool)
+        self._storing = self._new_storing(host)
+
+    def _new_storing(self, host: HostSide) -> Storing:
+        return Storing(
+            layout=self.layout,
+            host_pool=host.pool,
+            names=host.names,
+            disk=self.disk,
+            reservations=self.reservations,
+            usage=self._usage,
+            departed=self.departed,
+            full=self._full,
+            staging=self.options.staging,
+            tail_groups=self._tail_groups,
+            metrics=self._metrics,
+            clock=self._clock,
+        )
 
     def _new_lookups(self, host_pool: SlotPool[BlockKey]) -> Lookups:
         return Lookups(
@@ -134,12 +149,12 @@ class Space:
             self.release(lease.owner, lease.number)
         for reservation in list(self.reservations):
             self.reservations.pop(reservation.owner, reservation.number)
-        old, lookups = self.arena, self._new_lookups(host.pool)
+        old, lookups, storing = self.arena, self._new_lookups(host.pool), self._new_storing(host)
         host.pool.evicted += self.host_pool.evicted
         # All or nothing: what could fail was made before.
         self.life += 1
         self.arena, self._names, self.facts, self.held = host.arena, host.names, host.facts, host.held
-        self.host_pool, self._lookups = host.pool, lookups
+        self.host_pool, self._lookups, self._storing = host.pool, lookups, storing
         if self.disk is not None:
             self.disk.replace_host(host)
         else:
@@ -160,16 +175,20 @@ class Space:
 
     # ---- lookups
 
-    def lookup(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> Lease | None:
+    def lookup(
+        self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int, asker: ClientHint = UNHINTED
+    ) -> Lease | None:
         """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only on disk.
 
         None when nothing was found, or the owner holds too many leases.
         """
-        return at_once(self.looking_up(owner, number, keys, skip)).lease
+        return at_once(self.looking_up(owner, number, keys, skip, asker)).lease
 
-    def looking_up(self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int) -> LookingUp:
+    def looking_up(
+        self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int, asker: ClientHint = UNHINTED
+    ) -> LookingUp:
         """`lookup` in several turns (see `lookups`)."""
-        return self._lookups.begin(owner, number, keys, skip)
+        return self._lookups.begin(owner, number, keys, skip, asker)
 
     def arrival_s(self, lease: Lease) -> float:
         """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""
@@ -206,57 +225,10 @@ class Space:
         hashes: bytes = b"",
         group: int | bytes = 0,
         more: bool = False,
+        tenant: str = "",
     ) -> list[int]:
-        """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others.
-
-        `hashes` has the engine's own name of each of them, 32 bytes each; empty where those are the keys. `more`: these
-        blocks continue those of an earlier call with this number, and are committed with them.
-        """
-        now_s = self._clock()
-        known = self.reservations.get(owner, number)
-        if (known.condemned or not more) if known else not self.reservations.has_room(owner):
-            self._metrics.add("kvbm_skipped_offloads_total", len(keys), reason="queue_full")
-            return self.refuse(keys)
-        # A staging area only passes blocks on: those that have reached the disk need no slot in it again.
-        below = self._disk_pool_if_on() if self.options.staging else None
-        answer: list[int] = []
-        mine = known or Reservation(owner, number, [], [], [], now_s + RESERVATION_S)
-        held = self._held(keys, below)
-        groups = group if isinstance(group, bytes) else repeat(group, len(keys))
-        tails = bytes(map(self._tail_groups.__contains__, groups))
-        while len(answer) < len(keys):
-            done = len(answer)
-            if held[done]:
-                # One of them may just have made room for a block before it: then it is lost as if a moment later.
-                answer += [HELD] * (_end_of(held, done) - done)
-                parent = keys[len(answer) - 1]
-                continue
-            run = keys[done : min(_end_of(held, done), _end_of(tails, done))]
-            if parent is not None and not self._held_anywhere(parent):
-                break  # without its prefix the run could never be found: do not spend slots on it
-            if self.disk is not None and parent is not None:
-                self.disk.keep(parent)
-            # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
-            insist = self._disk_pool_if_on() is not None
-            slots = self.host_pool.reserve_chain(run, parent, now_s, insist, tail=tails[done] > 0)
-            self._names.reserved(slots, run, hashes, done, group)
-            answer += slots
-            moves_log.offloading(run[: len(slots)], "device", "host")
-            mine.keys += run[: len(slots)]
-            mine.parents += [parent, *run][: len(slots)]
-            mine.slots += slots
-            if len(slots) < len(run):
-                break
-            parent = run[-1]
-        refused = len(keys) - len(answer)
-        if refused:
-            self._metrics.add("kvbm_skipped_offloads_total", refused, reason="full")
-            self.departed.note(Tier.HOST, keys[len(answer) :], NO_SLOT)
-            answer += [REFUSED] * refused
-            self._full.skipped(refused, self.host_pool.all_in_use)
-        if mine.slots and known is None:
-            self.reservations.add(mine)
-        return answer
+        """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others (see `storing`)."""
+        return self._storing.reserve(owner, number, parent, keys, hashes, group, more, tenant)
 
     def refuse(self, keys: Sequence[BlockKey]) -> list[int]:
         """The answer of `reserve` where no block gets a slot."""
@@ -264,58 +236,15 @@ class Space:
 
     def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
         """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed."""
-        mine = self.reservations.get(owner, number)
-        if mine is None or mine.condemned:
-            return 0
-        self.reservations.pop(owner, number)
-        bad = set(range(len(mine.slots))) if mine.stale else set(failed)
-        if bad:
-            self.host_pool.abort_all([slot for i, slot in enumerate(mine.slots) if i in bad][::-1])
-        good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
-        self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
-        moves_log.added(len(good), "host")
-        self._metrics.add("kvbm_offload_blocks_d2h", 0 if self.options.staging else len(good))
-        self._metrics.add(
-            "kvbm_transfer_bytes_total",
-            len(good) * self.layout.shard_bytes * self.layout.shard_count,
-            source="device",
-            target="host",
-        )
-        if self.disk is not None:
-            keys, parents = [mine.keys[i] for i in good], [mine.parents[i] for i in good]
-            # Blocks in a staging area are safe from eviction once they are queued: that cannot wait.
-            if self.options.staging or len(keys) <= OFFERED_AT_ONCE:
-                self.disk.offloader.committed(keys, parents)
-            else:
-                self._usage.note_stored(keys, parents)
-            self.disk.offloader.pump()
-        return len(good)
+        return self._storing.commit(owner, number, failed)
 
     def abort(self, reservation: Reservation) -> None:
         """Free a reservation's slots. The caller knows that no worker writes to them any more."""
-        if self.reservations.pop(reservation.owner, reservation.number) is reservation:
-            self.host_pool.abort_all(reservation.slots[::-1])
+        self._storing.abort(reservation)
 
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
         self._usage.note_end(key, output_tokens)
-
-    def _held(self, keys: Sequence[BlockKey], below: SlotPool[BlockKey] | None) -> bytes:
-        """Which of the keys need no slot, a byte each; a key that the engine sent twice needs one only."""
-        held = self.host_pool.held(keys)
-        if below is not None:
-            held = bytes(map(or_, held, below.held(keys)))
-        if len(set(keys)) < len(keys):
-            first: dict[BlockKey, int] = {}
-            for i, key in enumerate(keys):
-                first.setdefault(key, i)
-            held = bytes(
-                known or first[key] < i for i, (known, key) in enumerate(zip(held, keys, strict=True))
-            )
-        return held
-
-    def _held_anywhere(self, key: BlockKey) -> bool:
-        return any(pool.holds(key) for pool in self.pools)
 
     def _disk_pool_if_on(self) -> SlotPool[BlockKey] | None:
         return self.disk.pool_if_on if self.disk is not None else None
@@ -412,9 +341,3 @@ class Space:
             self.pump()
             self.disk.close(keep)
         self.arena.close()
-
-
-def _end_of(held: bytes, start: int) -> int:
-    """Where the flags stop being what they are at `start`."""
-    end = held.find(1 - held[start], start)
-    return end if end >= 0 else len(held)

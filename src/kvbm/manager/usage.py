@@ -14,6 +14,7 @@ from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.manager.offload import Offloader
 from kvbm.manager.pool import SlotPool
+from kvbm.policy.contract import ClientWord
 
 OFFERED_AT_ONCE = 512
 """Blocks offered to disk in one slice, which takes about a millisecond where all of them are admitted."""
@@ -23,12 +24,13 @@ _PENDING_KEYS_MAX = 1 << 22
 @dataclass(frozen=True, slots=True)
 class _Requested:
     """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants `tails` too,
-    the first of which was found behind them where `taken_up`."""
+    the first of which was found behind them where `taken_up`. Its client says `word`."""
 
     keys: list[BlockKey]
     found: int
     tails: Sequence[list[BlockKey]] = ()
     taken_up: bool = False
+    word: ClientWord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,17 @@ class Usage:
         return self._telling or bool(self._pending)
 
     def note(
-        self, keys: list[BlockKey], found: int, tails: Sequence[list[BlockKey]] = (), taken_up: bool = False
+        self,
+        keys: list[BlockKey],
+        found: int,
+        tails: Sequence[list[BlockKey]] = (),
+        taken_up: bool = False,
+        word: ClientWord | None = None,
     ) -> None:
         """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants these tails
-        of other groups too; the first of them was found behind those blocks where `taken_up`."""
-        self._add(_Requested(keys, found, tails, taken_up))
+        of other groups too; the first of them was found behind those blocks where `taken_up`. Its client says `word`.
+        """
+        self._add(_Requested(keys, found, tails, taken_up, word))
 
     def note_stored(self, keys: list[BlockKey], parents: list[BlockKey | None]) -> None:
         """Blocks came into host memory from the device."""
@@ -115,7 +123,7 @@ class Usage:
             return
         if isinstance(news, _Requested):
             for tier in range(len(self._pools())):
-                self._pools()[tier].requested(news.keys, self._clock())
+                self._pools()[tier].requested(news.keys, self._clock(), news.word)
                 for tail in news.tails:
                     self._pools()[tier].requested_tail(tail, self._clock())
                 yield

@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from kvbm.hints import PARTS, Outcome, Why
+
 
 class MetricKind(enum.Enum):
     """The types of Prometheus; the value is the type's word in the exposition format."""
@@ -240,6 +242,17 @@ TABLE: tuple[Metric, ...] = (
         "there was no room is offered again, and counts each time",
         labels=(Label("reason", ("full", "filter", "budget", "queue_full", "evicted", "tier_off")),),
         at_zero=True,
+    ),
+    Metric(
+        name="kvbm_hints_total",
+        kind=_COUNTER,
+        help="Parts of what clients say of their requests, by what became of them: accepted, clipped or rejected; and "
+        "why: not of that form, out of bounds, unknown, budget used up, client doubted, nothing to do",
+        labels=(
+            Label("part", PARTS),
+            Label("outcome", tuple(each.value for each in Outcome)),
+            Label("reason", tuple(each.value for each in Why)),
+        ),
     ),
     Metric(
         name="kvbm_lookups_total",

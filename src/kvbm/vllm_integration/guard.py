@@ -88,11 +88,12 @@ class GuardedScheduler:
         """Take in the ranks' reports."""
         self._guard.call(None, self.side.updated, connector_output, report)
 
-    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> None:
-        """The request ended or was aborted; `block_ids` has the block table of each group."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> dict[str, Any] | None:
+        """The request ended or was aborted; `block_ids` has the block table of each group. Returns what its client is
+        told of its hint."""
         self._computed_tokens.pop(request.request_id, None)
         self._by_layer.discard(request.request_id)
-        self._guard.call(None, self.side.finished, request, block_ids)
+        return self._guard.call(None, self.side.finished, request, block_ids)
 
     def stores_pending(self) -> bool:
         """Whether the engine should step on although it has no request."""

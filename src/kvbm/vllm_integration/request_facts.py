@@ -1,6 +1,8 @@
-"""What `kvbm why` compares: the first tokens of a request, and what shapes its keys beside the tokens.
+"""What a request says beside its tokens.
 
-Digests where the text may be a secret or long. Nothing is decided by them.
+For people who ask why it missed (`told_of`): its first tokens, and what shapes its keys beside the tokens; nothing is
+decided by that. For policies (`asker_of`): who asks, and what its client says of its future. Digests where the text may
+be a secret or long.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvbm.hints import UNHINTED, ClientHint, Verdict, read_hint
 from kvbm.leader.tracked import Told, readable
 
 _DIGEST_BYTES = 16
+_TENANT_CHARACTERS = 16
 
 
 def told_of(request: Any, block_tokens: int) -> Told:
@@ -29,6 +33,27 @@ def told_of(request: Any, block_tokens: int) -> Told:
     return Told(prompt_digest(tokens or [], block_tokens), tuple(extras.items()))
 
 
+def asker_of(request: Any) -> ClientHint:
+    """Who sends a request of vLLM, and what they say of its future. Nothing that a client sends raises."""
+    said = getattr(request, "kv_transfer_params", None)
+    read = read_hint(said.get("kvbm") if isinstance(said, dict) else None)
+    salt = getattr(request, "cache_salt", None)
+    tenant = _digest(salt, _TENANT_CHARACTERS) if salt else ""
+    return ClientHint(tenant, read.hint, read.verdicts) if tenant or read.verdicts else UNHINTED
+
+
+def answer(verdicts: Sequence[Verdict]) -> dict[str, Any] | None:
+    """What became of a client's hint, for `kv_transfer_params` of the response; None without one.
+
+    Not under the name of the hint: a proxy may hand these on to an engine that decodes.
+    """
+    told = [
+        {"part": part, "outcome": outcome.value, **({"reason": reason} if reason else {})}
+        for part, outcome, reason, _ in verdicts
+    ]
+    return {"kvbm_hints": told} if told else None
+
+
 def prompt_digest(tokens: Sequence[int], block_tokens: int) -> bytes:
     """By this a manager recognises the same first block of tokens; empty for a prompt that is shorter."""
     if len(tokens) < block_tokens:
@@ -37,4 +62,8 @@ def prompt_digest(tokens: Sequence[int], block_tokens: int) -> bytes:
 
 
 def _short(text: str) -> str:
-    return blake3(text.encode(errors="surrogatepass")).hexdigest()[:8]
+    return _digest(text, 8)
+
+
+def _digest(text: str, characters: int) -> str:
+    return blake3(text.encode(errors="surrogatepass")).hexdigest()[:characters]

@@ -25,8 +25,8 @@ from kvbm.vllm_integration.block_tables import BlockTables, table_of
 from kvbm.vllm_integration.hybrid import Hybrid, hybrid_of
 from kvbm.vllm_integration.kv_events import EventForm, events_wanted, says_of
 from kvbm.vllm_integration.ranks import block_tokens
-from kvbm.vllm_integration.request_facts import told_of
-from kvbm.vllm_integration.support import layerwise_is_free, layerwise_refusal
+from kvbm.vllm_integration.request_facts import answer, asker_of, told_of
+from kvbm.vllm_integration.support import answers_are_merged, layerwise_is_free, layerwise_refusal
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -113,6 +113,7 @@ class SchedulerSide:
             announces=self._events is not None,
         )
         self._counted = stats.Counted(self.leader)
+        self._answers = answers_are_merged()
 
     def bind_block_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, which knows the blocks on the device."""
@@ -141,7 +142,16 @@ class SchedulerSide:
         before_tail = (request.num_tokens - 1) // self.block_tokens
         says = says_of(request, self.block_tokens, self._facts_wanted) if not self._own_hashes else None
         self.leader.request_added(
-            request.request_id, hashes, extras, on_device, keep, told, trace, before_tail, says
+            request.request_id,
+            hashes,
+            extras,
+            on_device,
+            keep,
+            told,
+            trace,
+            before_tail,
+            says,
+            asker_of(request),
         )
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -243,8 +253,10 @@ class SchedulerSide:
         failed = getattr(connector_output, "failed_recving", None) or ()
         self.leader.updated(report, arrived, invalid, failed)
 
-    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> None:
-        """The request ended or was aborted; of several groups these are the block tables."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> dict[str, Any] | None:
+        """The request ended or was aborted; of several groups these are the block tables. Returns what its client is
+        told of its hint."""
+        told = answer(self.leader.verdicts(request.request_id)) if self._answers else None
         self._requests.pop(request.request_id, None)
         self._unnamed.pop(request.request_id, None)
         self._tables.drop(request.request_id)
@@ -252,6 +264,7 @@ class SchedulerSide:
         # The last token was sampled, and not computed.
         complete = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_tokens
         self.leader.finished(request.request_id, request.num_output_tokens, tables, complete)
+        return told
 
     @property
     def stores_pending(self) -> bool:

@@ -17,6 +17,14 @@ except ImportError:  # without vLLM there is nothing to ask it for
     base = None
 
 
+def answers_are_merged() -> bool:
+    """Whether several connectors may tell a client something (`kv_transfer_params` of the response): in vLLM < 0.32 a
+    second one that does so ends the engine, and a connector does not know whether it is alone."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    return hasattr(MultiConnector, "_aggregate_request_finished")
+
+
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why KVBM stays off for this configuration, in one line; empty when it can serve."""
     parallel = vllm_config.parallel_config

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kvbm.leader.tracked import NOTHING_TOLD, Told
-from kvbm.protocol import Lookup, decode_to_manager
+from kvbm.protocol import Lookup
+from kvbm.protocol_decoding import decode_to_manager
 from rigs.leader import HASHES, Bench
 
 

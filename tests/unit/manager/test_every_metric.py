@@ -44,7 +44,7 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     seen |= moved(manager)
     leader.take()  # its progress
     leader.send(Release(lookup=2, loaded=4, seconds=0.1, answer_s=0.01, wait_s=0.2, prefill_s=1.0))
-    leader.lookup(3, KEYS[:4])
+    leader.lookup(3, KEYS[:4], hint={"session": "s", "final": 1})
     seen |= moved(manager)
     leader.send(Release(lookup=3, loaded=3, failed=1, seconds=0.1, unloaded={"failed": 1}))
 

@@ -13,7 +13,7 @@ from kvbm.client.channel import Channel
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.leases import Lease
 from kvbm.manager.session import Session
-from kvbm.manager.space import RESERVATION_S
+from kvbm.manager.storing import RESERVATION_S
 from kvbm.protocol import Fence, FenceDone, Lookup, Ready, Reset, Watch, Welcome
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes

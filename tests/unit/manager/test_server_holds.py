@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvbm.block import BlockState
 from kvbm.layout import BlockLayout
 from kvbm.manager.lookups import LEASE_S
-from kvbm.manager.space import RESERVATION_S
+from kvbm.manager.storing import RESERVATION_S
 from kvbm.protocol import (
     PROTOCOL_VERSION,
     REFUSED,

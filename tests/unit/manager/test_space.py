@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.block import BlockState, Outcome, Tier
 from kvbm.manager.lookups import LEASE_S
-from kvbm.manager.space import RESERVATION_S
+from kvbm.manager.storing import RESERVATION_S
 from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.oracle import block_bytes
 from rigs.space import KEYS, LAYOUT, ME, OTHER, PEER, Bench

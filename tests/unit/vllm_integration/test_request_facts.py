@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from kvbm.leader.tracked import readable
-from kvbm.protocol import Lookup, decode_to_manager
+from kvbm.protocol import Lookup
+from kvbm.protocol_decoding import decode_to_manager
 from kvbm.vllm_integration.request_facts import told_of
 
 

@@ -201,16 +201,12 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.updated(connector_output, report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        return False, self._scheduler.finished(request) if self._scheduler is not None else None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None
+        return False, self._scheduler.finished(request, block_ids) if self._scheduler is not None else None
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset() if self._scheduler is not None else None

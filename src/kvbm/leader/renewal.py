@@ -1,0 +1,64 @@
+"""Blocks get other keys: all are forgotten, or the weights are others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvbm.leader.announced import Announced
+from kvbm.leader.link import ManagerLink
+from kvbm.leader.lookups import Lookups
+from kvbm.leader.offers import Offers
+from kvbm.leader.stores import Stores
+from kvbm.leader.tracked import Tracked
+from kvbm.leader.weights_known import WeightsKnown
+from kvbm.protocol import Reset
+
+
+@dataclass(slots=True, eq=False)
+class Renewal:
+    """Tells the parts of the leader that keys have changed. `requests` is the leader's."""
+
+    link: ManagerLink
+    weights: WeightsKnown
+    stores: Stores
+    offers: Offers
+    lookups: Lookups
+    announced: Announced
+    requests: Mapping[str, Tracked]
+
+    def reset(self, keep_disk: bool) -> None:
+        """Forget all blocks; the engine empties its device's cache too.
+
+        Keys change, so that blocks of before and after (perhaps of other weights) never mix. The manager drops older
+        ones, unless another engine uses them; with `keep_disk` those on disk stay for the next start.
+        """
+        self.weights.renew()
+        self._forget_keys()
+        self.announced.again()
+        self.link.send(Reset(tier="host" if keep_disk else ""))
+
+    def weights_changed(self) -> None:
+        """The ranks compute with other weights."""
+        self.weights.changed()
+        self._forget_keys()
+
+    def weights_named(self, version: str) -> None:
+        """The trainer names the ranks' weights."""
+        if self.weights.named(version):
+            self._forget_keys()
+
+    def device_was_reset(self, weights_may_change: bool) -> None:
+        """The engine emptied its device's cache."""
+        if self.weights.device_was_reset(weights_may_change):
+            self._forget_keys()
+        self.announced.again()
+
+    def _forget_keys(self) -> None:
+        """Stores under the old keys are not committed: their device blocks may be overwritten before they are
+        copied."""
+        self.stores.doubt()
+        self.offers.keys_changed()
+        for request, tracked in self.requests.items():
+            self.lookups.drop(request)
+            tracked.keys_changed()
