@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
+from kvbm.manager.block_index import BlockIndex, KeyT
 from kvbm.manager.recovery_order import parents_first
 from kvbm.policy import EvictionPolicy
 from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
@@ -21,17 +22,9 @@ from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hin
 if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
 
-KeyT = TypeVar("KeyT", bound=Hashable)
-"""The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
-KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
-
-_FILLING, _RESIDENT = int(BlockState.FILLING), int(BlockState.RESIDENT)
 CAPACITY, RESET, CORRUPT, MISSING, TIER_OFF = "capacity", "reset", "corrupt", "missing", "tier_off"
 """Why a block was dropped: the policy chose it to make room; somebody dropped the whole tier; its checksum did not
 match; the medium had another block in its place, or none; the tier was off, and came back without it."""
-_SHORT_CHAIN = 128
-_RUN_STEP = 8
-_SCATTERED_MAX = 16
 
 
 class PoolCounts(msgspec.Struct, frozen=True):
@@ -43,7 +36,7 @@ class PoolCounts(msgspec.Struct, frozen=True):
     leased: int
 
 
-class SlotPool(Generic[KeyT]):
+class SlotPool(BlockIndex[KeyT]):
     """Index and states of one tier's slots. Owned by one thread.
 
     `on_emptied(slots, keys, was_resident)` is called whenever slots become free, before anyone can reserve them
@@ -63,6 +56,8 @@ class SlotPool(Generic[KeyT]):
         from kvbm.manager.slot_table import SlotTable  # needs numpy
 
         assert slot_count > 0
+        self._table: SlotTable = SlotTable(slot_count)
+        super().__init__(slot_count, self._table.state)
         self.tier = tier
         self.slot_count = slot_count
         self.evicted: Counter[str] = Counter()
@@ -71,69 +66,13 @@ class SlotPool(Generic[KeyT]):
         self._on_emptied = on_emptied
         self.on_committed: Callable[[Sequence[int]], None] | None = None
         self._chained = chained
-        # The slot of every block that is resident or being filled.
-        self._slots: dict[KeyT, int] = {}
-        self._keys: list[KeyT | None] = [None] * slot_count
         self._parents: list[KeyT | None] | None = [None] * slot_count if keeps_parents else None
-        self._table: SlotTable = SlotTable(slot_count)
-        self._state = self._table.state
         self._free = array("i", range(slot_count - 1, -1, -1))
         self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
         # Slots that get no block any more. They count as being filled.
         self._withheld: list[int] = []
 
     # ---- questions
-
-    def find(self, key: KeyT) -> SlotIndex | None:
-        """The slot that holds the block, resident; None otherwise (also while it is being filled)."""
-        slot = self._slots.get(key)
-        return SlotIndex(slot) if slot is not None and self._state[slot] == _RESIDENT else None
-
-    def find_all(self, keys: list[KeyT]) -> list[int | None]:
-        """`find` for many consecutive keys of a chain at once.
-
-        A chain stored in one go mostly lies in consecutive slots. Comparing keys there reads memory in order, which
-        costs a fraction of as many scattered look-ups; scattered keys are looked up one by one.
-        """
-        found: list[int | None] = []
-        scattered = 0 if len(keys) > _SHORT_CHAIN else _SCATTERED_MAX
-        while len(found) < len(keys) and scattered < _SCATTERED_MAX:
-            slot = self.find(keys[len(found)])
-            found.append(slot)
-            run = 0 if slot is None else self._run_length(slot + 1, keys, len(found))
-            if slot is not None and run:
-                found.extend(range(slot + 1, slot + 1 + run))
-            scattered = 0 if run else scattered + 1
-        state = self._state
-        for held in map(self._slots.get, keys[len(found) :]):
-            found.append(held if held is not None and state[held] == _RESIDENT else None)
-        return found
-
-    def find_leading(self, keys: list[KeyT]) -> list[int]:
-        """The slots of the first blocks of a chain, as far as they are resident."""
-        found: list[int] = []
-        while len(found) < len(keys) and (slot := self.find(keys[len(found)])) is not None:
-            found.append(slot)
-            run = self._run_length(slot + 1, keys, len(found))
-            found.extend(range(slot + 1, slot + 1 + run))
-        return found
-
-    def find_filling(self, key: KeyT) -> SlotIndex | None:
-        """The slot that is being filled with the block, if any."""
-        slot = self._slots.get(key)
-        return SlotIndex(slot) if slot is not None and self._state[slot] == _FILLING else None
-
-    def holds(self, key: KeyT) -> bool:
-        """Whether the block is resident or being filled."""
-        return key in self._slots
-
-    def held(self, keys: Iterable[KeyT]) -> bytes:
-        """`holds` for each of the keys, a byte each: 1 or 0."""
-        return bytes(map(self._slots.__contains__, keys))
-
-    def holds_any(self, keys: Iterable[KeyT]) -> bool:
-        """`holds` for at least one of the keys."""
-        return not self._slots.keys().isdisjoint(keys)
 
     def key_of(self, slot: int) -> KeyT:
         """The key of a slot that is not free."""
@@ -343,17 +282,6 @@ class SlotPool(Generic[KeyT]):
     def withheld_count(self) -> int:
         """Slots that were taken out of use."""
         return len(self._withheld)
-
-    def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:
-        """How many of `keys[start:]` lie resident in `slot` and the slots after it: a lower bound."""
-        length, step = 0, _RUN_STEP
-        while chunk := keys[start + length : start + length + step]:
-            first, end = slot + length, slot + length + len(chunk)
-            resident = self._state.count(BlockState.RESIDENT, first, end)
-            if self._keys[first:end] != chunk or resident < len(chunk):
-                break
-            length, step = length + len(chunk), 2 * step
-        return length
 
     # ---- law
 
