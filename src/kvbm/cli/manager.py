@@ -43,6 +43,7 @@ Then start each engine with the DYN_KVBM_MANAGER=... line that this prints.
 _METAVARS = {
     Kind.SIZE: "SIZE",
     Kind.COUNT: "N",
+    Kind.PART: "PART",
     Kind.PORT: "PORT",
     Kind.PATH: "DIR",
     Kind.SOCKET: "PATH",

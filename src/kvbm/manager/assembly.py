@@ -170,6 +170,7 @@ class SpaceTable:
                 write_on_eviction=settings.disk_write == "eviction",
                 in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
                 keeps_facts=events,
+                salt_share=settings.salt_share,
             )
             # Raises for an installed policy that cannot be made of this size.
             space = GuardedSpace(

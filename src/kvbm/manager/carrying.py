@@ -186,7 +186,8 @@ class Carrying:
             return 0
         keys = keys[: len(sources)]
         tail = old.is_tail(sources[0])
-        slots = new.reserve_chain(keys, old.parent_of(sources[0]), self._clock(), tail=tail)
+        whose = old.favouring.tenant_of(sources[0])
+        slots = new.reserve_chain(keys, old.parent_of(sources[0]), self._clock(), tail=tail, tenant=whose)
         for key, slot, source in zip(keys, slots, sources, strict=True):
             self._new.names.brought(slot, key, *self.space.engine_name(source, key))
             if (fact := self.space.facts.of(source)) is not None:

@@ -73,6 +73,7 @@ class DiskSide:
     departed: Departed
     tail_groups: frozenset[int] = frozenset()
     keeps_facts: bool = False
+    salt_share: float = 0.0
     pool: SlotPool[BlockKey] = field(init=False)
     facts: SlotFacts = field(init=False)
     held: HeldKeys = field(init=False)
@@ -223,7 +224,8 @@ class DiskSide:
     def _index(self) -> None:
         """Index the blocks that the medium holds, and start with empty queues."""
         policy = make_policy(self.eviction, self.medium.slot_count)
-        self.pool = SlotPool(Tier.DISK, self.medium.slot_count, policy, self._emptied)
+        slots = self.medium.slot_count
+        self.pool = SlotPool(Tier.DISK, slots, policy, self._emptied, salt_share=self.salt_share)
         found = sorted(self.medium.recovered(), key=lambda block: block.sequence)
         tails = {block.slot for block in found if block.group in self.tail_groups}
         self.pool.recover([(block.key, block.parent, block.slot) for block in found], self.clock(), tails)

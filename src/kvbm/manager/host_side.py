@@ -24,7 +24,8 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
     block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
     `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
-    `keeps_facts`: the tier below keeps what is said of blocks.
+    `keeps_facts`: the tier below keeps what is said of blocks. `salt_share` is the part of an equal share of each tier
+    that a tenant is sure of.
     """
 
     staging: bool = False
@@ -33,6 +34,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_max: int = 64
     brought_at_once: int = 512
     keeps_facts: bool = False
+    salt_share: float = 0.5
 
 
 DEFAULT_OPTIONS = SpaceOptions()
@@ -73,7 +75,11 @@ def make_host_side(
     if writes_on_eviction:
         policy = departures = Departures(policy, arena.slot_count)
     # Without its parents a block could not be carried over to other memory.
-    pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, keeps_parents=chained)
+    # Nobody owns a part of the way to disk: each block is there for a moment.
+    share = 0.0 if options.staging else options.salt_share
+    pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, chained, share)
+    if departures is not None:
+        pool.favouring.put_back = departures.put_back
     held.pool = pool
 
     def committed(slots: Sequence[int]) -> None:

@@ -41,7 +41,7 @@ class Lease:
     `slots` and `sources` end before it; `states` keeps its length, so that late arrivals find DROPPED.
 
     With several groups the run is what an engine lacks at `boundary` (see `grouping`), and stands for `prompt_blocks`
-    of the prompt; half of it is worth nothing.
+    of the prompt; half of it is worth nothing. `tenant` is whose it is, None where nobody knows.
     """
 
     owner: Owner
@@ -54,6 +54,7 @@ class Lease:
     ready: int = 0
     boundary: int = 0
     prompt_blocks: int = 0
+    tenant: str | None = None
 
     def advance(self) -> bool:
         """Recount `ready`; True when it grew."""

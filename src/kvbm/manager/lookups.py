@@ -94,6 +94,7 @@ class Lookups:
         else:
             wanted = yield from self._wanted(keys, skip, self._grouping)
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
+        lease.tenant = asker.tenant if owner >= 0 else None  # an operator asks for blocks of any tenant
         self._gather(lease, wanted.run)
         found = len(lease.slots)
         try:
@@ -109,7 +110,7 @@ class Lookups:
             if wanted.boundary and kept < len(wanted.run):  # a part of it is worth nothing to the engine
                 self._give_back(lease)
                 lease.slots, lease.sources, kept, found = [], bytearray(), 0, wanted.prompt_blocks
-            self._note(wanted, kept, asker)
+            self._note(wanted, kept, asker, lease.tenant)
             lease.boundary, lease.prompt_blocks = wanted.boundary, wanted.prompt_blocks or kept
             lease.advance()
             if lease.slots and self.disk is not None:
@@ -157,13 +158,13 @@ class Lookups:
             there = bytes(map(or_, there, (slot is not None for slot in below.find_all(keys))))
         return there
 
-    def _note(self, wanted: _Wanted, kept: int, asker: ClientHint) -> None:
+    def _note(self, wanted: _Wanted, kept: int, asker: ClientHint, tenant: str | None) -> None:
         """Tell the policies of the request."""
         word = word_of(asker)
         if wanted.boundary:
-            self.usage.note(wanted.chain, wanted.used, wanted.tails, taken_up=True, word=word)
+            self.usage.note(wanted.chain, wanted.used, wanted.tails, taken_up=True, word=word, tenant=tenant)
         else:
-            self.usage.note(wanted.chain, wanted.used + kept, wanted.tails, word=word)
+            self.usage.note(wanted.chain, wanted.used + kept, wanted.tails, word=word, tenant=tenant)
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""

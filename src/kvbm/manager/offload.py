@@ -240,7 +240,9 @@ class Offloader(Generic[KeyT]):
             if not keys:
                 return bool(self.queue)
             tail = self.host_pool.is_tail(host_slots[0])
-            disk_slots = self.disk_pool.reserve_chain(keys, self.queue[keys[0]], self.clock(), tail=tail)
+            whose = self.host_pool.favouring.tenant_of(host_slots[0])
+            before = self.queue[keys[0]]
+            disk_slots = self.disk_pool.reserve_chain(keys, before, self.clock(), tail=tail, tenant=whose)
             if not disk_slots:
                 self._refuse(keys, host_slots)
                 return bool(self.queue)

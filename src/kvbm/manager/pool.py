@@ -15,6 +15,7 @@ import msgspec
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
 from kvbm.manager.block_index import BlockIndex, KeyT
+from kvbm.manager.favouring import Favouring
 from kvbm.manager.recovery_order import parents_first
 from kvbm.policy import EvictionPolicy
 from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
@@ -42,6 +43,7 @@ class SlotPool(BlockIndex[KeyT]):
     `on_emptied(slots, keys, was_resident)` is called whenever slots become free, before anyone can reserve them
     again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
     here too, so parents go last; without it each block stands alone. `keeps_parents`: `parent_of` can be called.
+    `salt_share` is the part of an equal share of the slots that each tenant is sure of (see `favouring`).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class SlotPool(BlockIndex[KeyT]):
         on_emptied: Callable[[Sequence[int], Sequence[KeyT], bool], None] | None = None,
         chained: bool = True,
         keeps_parents: bool = False,
+        salt_share: float = 0.0,
     ) -> None:
         from kvbm.manager.slot_table import SlotTable  # needs numpy
 
@@ -63,6 +66,7 @@ class SlotPool(BlockIndex[KeyT]):
         self.evicted: Counter[str] = Counter()
         """Blocks that were dropped, by reason, since whoever counts them cleared it."""
         self.policy = policy
+        self.favouring = Favouring(self, salt_share)
         self._on_emptied = on_emptied
         self.on_committed: Callable[[Sequence[int]], None] | None = None
         self._chained = chained
@@ -107,6 +111,16 @@ class SlotPool(BlockIndex[KeyT]):
     def leased(self) -> Container[int]:
         """The leased slots, as policies take them."""
         return self._table
+
+    def spared(self, now_s: float) -> Container[int]:
+        """The slots that policies take for leased where there is no need of room yet."""
+        favours = self.favouring.favours
+        return self._table if favours is None else favours.spared_from(self._table, now_s)
+
+    def slots_in(self, state: BlockState) -> list[int]:
+        """All slots in this state, but those that were taken out of use. Looks at every slot."""
+        withheld = set(self._withheld)
+        return [slot for slot, each in enumerate(self._state) if each == state and slot not in withheld]
 
     @property
     def evicted_count(self) -> int:
@@ -159,13 +173,16 @@ class SlotPool(BlockIndex[KeyT]):
         now_s: float,
         insist: bool = False,
         tail: bool = False,
+        tenant: str | None = None,
     ) -> list[SlotIndex]:
         """Slots to fill with the blocks of a chain, as `reserve` gives one; with little room, for the first of them.
 
-        `tail`: they are what other groups need behind `parent` (see `grouping`).
+        `tail`: they are what other groups need behind `parent` (see `grouping`). `tenant` is whose they are, where that
+        is known.
         """
         assert not self.holds_any(keys), "block is held already"
         parent_slot = self._slot_of(parent)
+        self.favouring.stores(tenant, parent_slot)
         needed = len(keys) - len(self._free)
         if needed > 0:
             self._make_room(needed, () if insist else keys, parent_slot, now_s)
@@ -185,6 +202,7 @@ class SlotPool(BlockIndex[KeyT]):
         """Fill an empty pool with blocks found after a restart: (key, parent, slot), oldest first, keys distinct; those
         in the slots `tails` are of tails."""
         assert len(self._free) == self.slot_count, "only an empty pool recovers"
+        self.favouring.recovers(bool(found))
         recency_s = {key: now_s - 1e-6 * (len(found) - i) for i, (key, _, _) in enumerate(found)}
         for key, parent, slot in parents_first(found):
             self._fill((slot,), (key,), self._slot_of(parent), recency_s[key], slot in tails)
@@ -233,8 +251,12 @@ class SlotPool(BlockIndex[KeyT]):
         """`unlease` for many slots at once."""
         self.policy.evictable(self._table.unlease(slots))
 
-    def requested(self, keys: list[KeyT], now_s: float, word: ClientWord | None = None) -> int:
-        """A request came for this chain, of which its client says this; how many of its first blocks are resident."""
+    def requested(
+        self, keys: list[KeyT], now_s: float, word: ClientWord | None = None, tenant: str | None = None
+    ) -> int:
+        """A request of the tenant, if that is known, came for this chain, of which its client says this; how many of
+        its first blocks are resident."""
+        self.favouring.asks(tenant, now_s)
         slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
         self.policy.requested(keys, slots, now_s)
         if word is not None and keys:
@@ -264,6 +286,7 @@ class SlotPool(BlockIndex[KeyT]):
         Fewer, or none, where the others are leased or being filled. `give_back_withheld` undoes it.
         """
         if not self._free:
+            self.favouring.stores(None, NO_SLOT)
             self._make_room(count, (), NO_SLOT, now_s)
         first = max(0, len(self._free) - count)
         slots = sorted(self._free[first:])
@@ -296,6 +319,7 @@ class SlotPool(BlockIndex[KeyT]):
             assert self._keys[slot] == key
             assert self._state[slot] != BlockState.FREE
         assert all(self._keys[slot] is None for slot in self._free)
+        self.favouring.check(len(self._slots))
         self._table.check()
 
     def _slot_of(self, key: KeyT | None) -> int:

@@ -93,6 +93,7 @@ class Space:
                 departed=self.departed,
                 tail_groups=self._tail_groups,
                 keeps_facts=options.keeps_facts,
+                salt_share=options.salt_share,
             )
         self.heat = PrefixHeat()
         self._lookups = self._new_lookups(self.host_pool)

@@ -87,7 +87,7 @@ class Storing:
                 self.disk.keep(parent)
             # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
             insist = self._disk_pool_if_on() is not None
-            slots = self.host_pool.reserve_chain(run, parent, now_s, insist, tail=tails[done] > 0)
+            slots = self.host_pool.reserve_chain(run, parent, now_s, insist, tails[done] > 0, tenant)
             self.names.reserved(slots, run, hashes, done, group)
             answer += slots
             moves_log.offloading(run[: len(slots)], "device", "host")

@@ -24,13 +24,15 @@ _PENDING_KEYS_MAX = 1 << 22
 @dataclass(frozen=True, slots=True)
 class _Requested:
     """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants `tails` too,
-    the first of which was found behind them where `taken_up`. Its client says `word`."""
+    the first of which was found behind them where `taken_up`. Its client says `word`. It is the `tenant`'s, None where
+    nobody knows whose it is."""
 
     keys: list[BlockKey]
     found: int
     tails: Sequence[list[BlockKey]] = ()
     taken_up: bool = False
     word: ClientWord | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,13 @@ class Usage:
         tails: Sequence[list[BlockKey]] = (),
         taken_up: bool = False,
         word: ClientWord | None = None,
+        tenant: str | None = None,
     ) -> None:
         """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants these tails
         of other groups too; the first of them was found behind those blocks where `taken_up`. Its client says `word`.
+        It is the `tenant`'s, None where nobody knows whose it is.
         """
-        self._add(_Requested(keys, found, tails, taken_up, word))
+        self._add(_Requested(keys, found, tails, taken_up, word, tenant))
 
     def note_stored(self, keys: list[BlockKey], parents: list[BlockKey | None]) -> None:
         """Blocks came into host memory from the device."""
@@ -123,7 +127,7 @@ class Usage:
             return
         if isinstance(news, _Requested):
             for tier in range(len(self._pools())):
-                self._pools()[tier].requested(news.keys, self._clock(), news.word)
+                self._pools()[tier].requested(news.keys, self._clock(), news.word, news.tenant)
                 for tail in news.tails:
                     self._pools()[tier].requested_tail(tail, self._clock())
                 yield

@@ -11,7 +11,7 @@ unwritten, which the offload queue counts; blocks being written are leased and s
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -39,6 +39,9 @@ class Pool(Protocol):
     @property
     def leased(self) -> Container[int]:
         """The slots that are leased."""
+
+    def spared(self, now_s: float) -> Container[int]:
+        """Those, and the slots that are not to be chosen before there is a need (see `favours`)."""
 
     def key_of(self, slot: int) -> Hashable:
         """The block in a slot that is not free."""
@@ -87,7 +90,7 @@ class Departures:
         prepared = self._pool.free_count + len(self.writing) + len(self.ready)
         missing = min(self.ahead - prepared, _BATCH_BLOCKS_MAX)
         if missing > 0 and not self._exhausted:
-            chosen = self.inner.victims(missing, (), self._pool.leased, now_s)
+            chosen = self.inner.victims(missing, (), self._pool.spared(now_s), now_s)
             self._exhausted = len(chosen) < missing
             self._set_aside(chosen)
 
@@ -99,6 +102,11 @@ class Departures:
     def keep(self, slot: int, now_s: float) -> None:
         """The block in this slot is about to get a continuation: it must not make room for that itself."""
         self._take_back(slot, now_s)
+
+    def put_back(self, favoured: Callable[[int], bool], now_s: float) -> None:
+        """Those set aside that are favoured now do not leave."""
+        for slot in [slot for slot in (*self.writing, *self.ready) if favoured(slot)]:
+            self._take_back(slot, now_s)
 
     def write_ended(self, slot: int) -> None:
         """The write of the block in this slot has ended, or there will be none."""

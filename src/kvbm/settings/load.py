@@ -227,6 +227,7 @@ def _parse(setting: Setting, label: str, text: str, *, in_gb: bool) -> object:
 _NUMBERS = {Kind.COUNT: "a whole number", Kind.PORT: "a port", Kind.SECONDS: "a whole number of seconds"}
 _TEXTS: dict[Kind, Callable[[str, str], object]] = {
     Kind.SWITCH: parse.parse_bool,
+    Kind.PART: parse.parse_part,
     Kind.LOG: parse.parse_log_filter,
     Kind.TEXT: parse.parse_text,
     Kind.PATH: parse.parse_path,

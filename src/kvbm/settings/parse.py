@@ -117,6 +117,14 @@ def parse_count(field: str, text: str, minimum: int, maximum: int, what: str = "
     return count
 
 
+def parse_part(field: str, text: str) -> float:
+    """A part of something: a decimal number from 0 to 1."""
+    number = text.strip()
+    if len(number) > TEXT_CHARACTERS_MAX or not _DECIMAL.fullmatch(number) or Decimal(number) > 1:
+        raise reject(field, text, "a number from 0 to 1, such as 0.5")
+    return float(number)
+
+
 def parse_choice(field: str, text: str, choices: Sequence[str]) -> str:
     """One of `choices`, trimmed, any case."""
     word = text.strip().lower()

@@ -134,6 +134,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "policy that decides which block a full tier evicts: gittins, lru, s3fifo, sieve, arc, tinylfu, gdsf, "
         "or a policy of an installed package",
     ] = "gittins"
+    salt_share: Annotated[
+        float,
+        Setting("DYN_KVBM_SALT_SHARE", "--salt-share", ours=True),
+        "part of an equal share of each tier that every active cache salt is sure of, whatever others store: 1 is "
+        "the whole share, 0 nothing; requests without a salt count as one",
+    ] = 0.5
     onboard: Annotated[
         Literal["measured", "always"],
         Setting("DYN_KVBM_ONBOARD", ours=True, reader="engine"),

@@ -17,6 +17,7 @@ class Kind(enum.Enum):
     COUNT = "whole number"
     PORT = "port"
     SECONDS = "seconds"
+    PART = "number, 0 to 1"
     SWITCH = "switch"
     CHOICE = "choice"
     TEXT = "text"
@@ -33,7 +34,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     `flag` is that of `kvbm manager`, empty where the setting matters to engines only; `metavar` stands for its value.
     `kind` is named where the type of the field leaves it open: a `bool` is a switch, an `int` a whole number, a
-    `Literal` a choice, a `str` a text.
+    `float` a part of something, a `Literal` a choice, a `str` a text.
     `default_text` is the page's word for a default whose value says too little.
     `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
     `ours` marks a variable that the original does not have.
@@ -69,5 +70,5 @@ def declared(field: str, hint: Any) -> Setting:
         kind, choices = Kind.CHOICE, get_args(plain)
     elif kind is Kind.TEXT:
         first, *_ = get_args(plain) or (plain,)
-        kind = {bool: Kind.SWITCH, int: Kind.COUNT}.get(first, kind)
+        kind = {bool: Kind.SWITCH, int: Kind.COUNT, float: Kind.PART}.get(first, kind)
     return msgspec.structs.replace(setting, field=field, meaning=meaning, kind=kind, choices=choices)

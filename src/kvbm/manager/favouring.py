@@ -1,0 +1,103 @@
+"""When blocks of a pool are favoured: its policy is put into `policy.favours` with the second tenant, or with the first
+retained block. Until then it is asked as it is, and nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvbm.block import NO_SLOT, BlockState
+from kvbm.policy import EvictionPolicy
+
+if TYPE_CHECKING:
+    from kvbm.policy.favours import Favours
+
+
+class Pool(Protocol):
+    """The part of a pool that this needs; `pool.SlotPool` is one."""
+
+    policy: EvictionPolicy
+    slot_count: int
+
+    def slots_in(self, state: BlockState) -> list[int]:
+        """All slots in this state."""
+
+
+class Favouring:
+    """Who asks for and stores blocks of a pool, and what is retained there. `share` is as in `Favours`."""
+
+    def __init__(self, pool: Pool, share: float) -> None:
+        self._pool = pool
+        self._share = share
+        self.favours: Favours | None = None
+        """The pool's policy, once there is something to favour."""
+        self.put_back: Callable[[Callable[[int], bool], float], None] | None = None
+        """As in `Favours`: a pool whose policy sets victims aside sets it, before the first call."""
+        # The only tenant so far, whose all blocks are then, unless some were found after a restart.
+        self._tenant: str | None = None
+        self._asked_s = 0.0
+        self._recovered = False
+
+    def asks(self, tenant: str | None, now_s: float) -> None:
+        """A request of the tenant comes; None: of nobody that is known."""
+        if (favours := self._obtained(tenant)) is not None:
+            favours.asked_by(tenant, now_s)
+        self._asked_s = now_s
+
+    def stores(self, tenant: str | None, parent: int) -> None:
+        """Blocks of the tenant come, behind the one in slot `parent`; without a name, those of that block's."""
+        if (favours := self._obtained(tenant)) is not None:
+            favours.stored_for(tenant, parent)
+
+    def recovers(self, found: bool) -> None:
+        """Blocks were found of which nobody knows whose they are, until they are asked for."""
+        self._recovered = found
+
+    def tenant_of(self, slot: int) -> str | None:
+        """Whose block is in a slot that is not free; None where nobody knows."""
+        if self.favours is not None:
+            return self.favours.tenant_of(slot)
+        return None if self._recovered else self._tenant
+
+    def retain(
+        self,
+        keys: Sequence[Hashable],
+        slots: Sequence[int | None],
+        tenant: str,
+        until_s: float,
+        priority: int,
+        now_s: float,
+    ) -> int:
+        """Prefer these blocks until then; of how many that can be promised."""
+        if self.favours is None:
+            self.favours = self._put_on()
+        self.favours.asked_by(tenant, now_s)
+        here = [NO_SLOT if slot is None else slot for slot in slots]
+        return self.favours.retain(keys, here, until_s, priority, now_s)
+
+    def check(self, used: int) -> None:
+        """Assert that every slot that is not free, of which there are `used`, counts for somebody, once."""
+        if self.favours is not None:
+            self.favours.check(used)
+
+    def _obtained(self, tenant: str | None) -> Favours | None:
+        if self.favours is None and tenant is not None and tenant != self._tenant and self._share:
+            if self._tenant is not None or (self._recovered and tenant):
+                self.favours = self._put_on()
+            else:
+                self._tenant = tenant
+        return self.favours
+
+    def _put_on(self) -> Favours:
+        from kvbm.policy.favours import Favours
+
+        pool, owner = self._pool, self._tenant
+        filling = pool.slots_in(BlockState.FILLING)
+        used = filling + pool.slots_in(BlockState.RESIDENT)
+        whose = None if self._recovered else owner
+        favours = Favours(pool.policy, pool.slot_count, self._share, filling, used, whose, self.put_back)
+        if owner is not None:
+            favours.asked_by(owner, self._asked_s)
+        pool.policy = favours
+        return favours

@@ -1,0 +1,343 @@
+"""An eviction policy around any other one, which passes over blocks that are favoured: retained ones, and those of a
+tenant that holds no more than its floor.
+
+The inner policy takes them for leased, so every policy can be favoured in. What it passes over for that it may have
+dropped from its queues, as it may with leases; so this remembers which they were, and offers them again (`evictable`)
+when the favour ends.
+
+Favours bias and never lock. Who needs room goes through these steps, each only where the one before left too little:
+
+1. what is not favoured;
+2. what a tenant holds beyond its floor, though it is sheltered still (see `shares`);
+3. the newcomer's own tenant's, though that holds no more than its floor;
+4. what is retained, the lowest priority first;
+5. where the room is for no tenant, anything.
+
+A policy may find a newcomer worth less than every block that could go. Then it gets no slot, and nothing that is
+retained goes in its place: the next step is only taken where there was nothing left to choose from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from kvbm.policy.contract import ClientWord, EvictionPolicy, insert_tail, none_leased, request_tail
+from kvbm.policy.retained import Retained
+from kvbm.policy.shares import NOBODY, Shares
+
+RETURNED_AT_ONCE = 4096
+"""Slots whose favour has ended and that the inner policy is offered in one go, unless it has nothing else."""
+ALL_RETAINED = -1
+_ANY_PRIORITY = 1 << 30
+
+
+class Favours:
+    """A policy of `slot_count` slots around `inner`. `share` is the part of an equal share that a tenant is sure of.
+
+    Where the tier is in use already, `filling` has the slots that are being filled, and `used` those that are not free;
+    their blocks are the tenant's of that name, or nobody's for None. `put_back(favoured, now_s)` is called when tenants
+    come under shelter: an inner policy that sets victims aside takes back those that are favoured now.
+    """
+
+    def __init__(
+        self,
+        inner: EvictionPolicy,
+        slot_count: int,
+        share: float,
+        filling: Iterable[int] = (),
+        used: Sequence[int] = (),
+        tenant: str | None = None,
+        put_back: Callable[[Callable[[int], bool], float], None] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.shares = Shares(slot_count, share)
+        self.retained = Retained(slot_count)
+        self.evicted_retained = 0
+        """Retained blocks that had to go, since whoever counts them cleared it."""
+        self.spared = {"retention": 0, "share": 0}
+        """Blocks that were passed over, by what favoured them; likewise."""
+        self._put_back = put_back
+        self._newcomer = NOBODY
+        self._filling = set(filling)
+        # What the inner policy was refused: for its tenant's sake, and as it is retained.
+        self._refused_for: dict[int, dict[int, None]] = {}
+        self._refused_retained: dict[int, None] = {}
+        # Slots that it is to be offered again.
+        self._returning: dict[int, None] = {}
+        self.shares.take(used, self.shares.number(tenant))
+        hinted = getattr(inner, "hinted", None)
+        if hinted is not None:  # `knows_hints` shall say of this what it says of the inner one
+            self.hinted: Callable[[Hashable, ClientWord, float], None] = hinted
+
+    # ---- whose turn it is
+
+    def asked_by(self, tenant: str | None, now_s: float) -> None:
+        """What is requested next is the tenant's; None: of nobody that is known."""
+        self._newcomer = self.shares.number(tenant)
+        self.shares.asks(self._newcomer, now_s)
+
+    def stored_for(self, tenant: str | None, parent: int) -> None:
+        """What comes in next is the tenant's. Where that is not said, it is whose the block in slot `parent` is."""
+        number = self.shares.label[parent] if parent >= 0 and not tenant else NOBODY
+        self._newcomer = number or self.shares.number(tenant)
+
+    def tenant_of(self, slot: int) -> str | None:
+        """Whose block is in this slot; None where nobody knows."""
+        return self.shares.name(self.shares.label[slot])
+
+    def retain(
+        self, keys: Sequence[Hashable], slots: Sequence[int], until_s: float, priority: int, now_s: float
+    ) -> int:
+        """Prefer these blocks of the tenant that asks until then; `slots` says where each is (or -1). Of how many
+        that can be promised."""
+        self._no_longer_retained(self.retained.expire(now_s))
+        kept, freed = self.retained.retain(
+            keys, slots, until_s, priority, self._newcomer, self.shares.active_count
+        )
+        self._no_longer_retained(freed)
+        return kept
+
+    def spared_from(self, leased: Container[int], now_s: float) -> Container[int]:
+        """The slots that are not to be chosen ahead of need: `leased`, or favoured."""
+        self._settle(leased, now_s)
+        return _Kept(self, leased)
+
+    def check(self, used: int) -> None:
+        """Assert that the `used` slots each count for one tenant, and that what is noted of slots is of used ones."""
+        shares = self.shares
+        held = [shares.label.count(number) for number in range(len(shares.held))]
+        assert sum(shares.held) == used, f"{sum(shares.held)} slots are somebody's, of {used}"
+        assert held[1:] == shares.held[1:], f"{shares.held} slots are held, and {held} are labelled"
+        assert self._refused_retained.keys() <= self.retained.here.keys()
+        for number, refused in self._refused_for.items():
+            assert all(shares.label[slot] == number for slot in refused)
+
+    # ---- the policy of the pool
+
+    def requested(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """The blocks that are here are the tenant's who asks."""
+        self._label(slots)
+        self.inner.requested(keys, slots, now_s)
+
+    def requested_tail(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        """The same of a tail; the inner policy is told so if it knows tails."""
+        self._label(slots)
+        request_tail(self.inner, keys, slots, now_s)
+
+    def finished(self, key: Hashable, output_tokens: int, now_s: float) -> None:
+        self.inner.finished(key, output_tokens, now_s)
+
+    def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
+        """Blocks come in for the tenant whose turn it is."""
+        self._fill(keys, slots, now_s)
+        self.inner.inserted(keys, slots, parent, now_s)
+
+    def inserted_tail(
+        self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
+    ) -> None:
+        """The same of a tail; the inner policy is told so if it knows tails."""
+        self._fill(keys, slots, now_s)
+        insert_tail(self.inner, keys, slots, parent, now_s)
+
+    def evictable(self, slots: Iterable[int]) -> None:
+        if self._filling:
+            slots = slots if isinstance(slots, Sequence) else list(slots)
+            self._filling.difference_update(slots)
+        self.inner.evictable(slots)
+
+    def removed(self, slots: Iterable[int]) -> None:
+        slots = slots if isinstance(slots, Sequence) else list(slots)
+        self._forget(slots)
+        self.inner.removed(slots)
+
+    def victims(
+        self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
+    ) -> list[int]:
+        """The inner policy's choice among what is not favoured, and then among what is favoured less (see above)."""
+        self._settle(leased, now_s)
+        if not self.retained.here and not self.shares.floor:
+            chosen = self.inner.victims(needed, incoming, leased, now_s)
+            self._forget(chosen)
+            return chosen
+        chosen = []
+        for kept, slots in self._steps(leased):
+            self._offer(slots, leased)
+            while (rest := needed - len(chosen)) > 0:
+                # Not so many that somebody falls below its floor by one answer.
+                count = min(rest, kept.at_once())
+                ahead = incoming[: max(0, len(incoming) - rest + count)]
+                kept.allowed.clear()
+                found = self.inner.victims(count, ahead, kept, now_s)
+                self._evict(found)
+                chosen += found
+                if found:
+                    continue
+                if self._returning:
+                    self._return_some(leased, len(self._returning))
+                    continue
+                if ahead and kept.allowed:
+                    return chosen  # they are worth less than what could go
+                break
+            else:
+                break
+        return chosen
+
+    def _steps(self, leased: Container[int]) -> Iterator[tuple[_Kept, list[int]]]:
+        """What is kept in each step, and the slots that may go now and were refused in an earlier one."""
+        shares, retained, own = self.shares, self.retained, self._newcomer
+        yield _Kept(self, leased), []
+        if shares.sheltered:
+            rich = [number for number in self._refused_for if not shares.at_floor(number)]
+            yield _Kept(self, leased, exact=True), self._take_refused(rich)
+            if own in shares.sheltered:
+                yield _Kept(self, leased, exact=True, exempt=own), self._take_refused([own])
+        for priority in retained.priorities() if retained.here else ():
+            slots = [slot for slot in self._refused_retained if retained.here[slot].priority <= priority]
+            for slot in slots:
+                del self._refused_retained[slot]
+            yield _Kept(self, leased, priority, exact=True, exempt=own), slots
+        if own == NOBODY and shares.sheltered:
+            yield _Kept(self, leased, _ANY_PRIORITY, shelters=False), self._take_refused([*self._refused_for])
+
+    # ---- what the inner policy was refused
+
+    def refuse(self, slot: int, number: int) -> None:
+        """The inner policy met this slot, and it may not go: for the sake of the tenant of that number, or, for NOBODY,
+        as it is retained."""
+        if number == NOBODY:
+            refused, favour = self._refused_retained, "retention"
+        else:
+            refused, favour = self._refused_for.setdefault(number, {}), "share"
+        if slot not in refused:
+            refused[slot] = None
+            self.spared[favour] += 1
+
+    def _settle(self, leased: Container[int], now_s: float) -> None:
+        """End what is due, and act on tenants whose shelter began or ended."""
+        if self.retained.here:
+            self._no_longer_retained(self.retained.expire(now_s))
+        shares = self.shares
+        shares.time_passes(now_s)
+        if shares.left:
+            self._returning.update(dict.fromkeys(self._take_refused(shares.left)))
+            shares.left.clear()
+        if shares.entered:
+            shares.entered.clear()
+            if self._put_back is not None:
+                self._put_back(lambda slot: shares.label[slot] in shares.sheltered, now_s)
+        if self._returning:
+            self._return_some(leased, RETURNED_AT_ONCE)
+
+    def _return_some(self, leased: Container[int], most: int) -> None:
+        slots = list(islice(self._returning, most))
+        for slot in slots:
+            del self._returning[slot]
+        self._offer(slots, leased)
+
+    def _offer(self, slots: Iterable[int], leased: Container[int]) -> None:
+        """Slots that the inner policy was refused may go: those that are in use come back when that ends."""
+        offered = [slot for slot in slots if slot not in self._filling and slot not in leased]
+        if offered:
+            self.inner.evictable(offered)
+
+    def _take_refused(self, numbers: Iterable[int]) -> list[int]:
+        return [slot for number in list(numbers) for slot in self._refused_for.pop(number, ())]
+
+    def _no_longer_retained(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if self._refused_retained.pop(slot, self) is None:
+                self._returning[slot] = None
+
+    # ---- blocks that come and go
+
+    def _label(self, slots: Sequence[int]) -> None:
+        if self._newcomer == NOBODY:
+            return
+        moved = self.shares.give([slot for slot in slots if slot >= 0], self._newcomer)
+        for refused in self._refused_for.values() if moved else ():
+            for slot in refused.keys() & moved:
+                del refused[slot]
+                self._returning[slot] = None
+
+    def _fill(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        self._filling.update(slots)
+        self.shares.take(slots, self._newcomer)
+        self.retained.came(keys, slots, now_s)
+
+    def _evict(self, slots: Sequence[int]) -> None:
+        here = self.retained.here
+        self.evicted_retained += sum(slot in here for slot in slots) if here else 0
+        self._forget(slots)
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing any more."""
+        refused = [self._refused_retained, self._returning, *self._refused_for.values()]
+        for each in refused:
+            for slot in slots if each else ():
+                each.pop(slot, None)
+        for slot in slots if self.retained.here else ():
+            self.retained.gone(slot)
+        self._filling.difference_update(slots)
+        self.shares.free(slots)
+
+
+class _Kept:
+    """The slots that the inner policy may not choose, as a container of leased ones. `allowed` has those that it asked
+    about and may choose.
+
+    `priority`: what is retained with that or less may go. `exact`: tenants are kept at their floors, not above.
+    `exempt`: what this tenant holds may go. `shelters`: otherwise what any tenant holds.
+    """
+
+    def __init__(
+        self,
+        favours: Favours,
+        leased: Container[int],
+        priority: int = ALL_RETAINED,
+        exact: bool = False,
+        exempt: int = NOBODY,
+        shelters: bool = True,
+    ) -> None:
+        self._favours, self._leased = favours, leased
+        self._here, self._shares = favours.retained.here, favours.shares
+        self._priority, self._exact, self._exempt = priority, exact, exempt
+        self._sheltered = self._shares.sheltered if shelters else frozenset[int]()
+        self._shelters = shelters
+        self.allowed: set[int] = set()
+
+    def __contains__(self, slot: object) -> bool:
+        assert isinstance(slot, int)
+        if slot in self._leased:
+            return True
+        entry = self._here.get(slot)
+        if entry is not None and entry.priority > self._priority:
+            self._favours.refuse(slot, NOBODY)
+            return True
+        number = self._shares.label[slot]
+        if (
+            number in self._sheltered
+            and number != self._exempt
+            and (not self._exact or self._shares.at_floor(number))
+        ):
+            self._favours.refuse(slot, number)
+            return True
+        self.allowed.add(slot)
+        return False
+
+    def isdisjoint(self, slots: Collection[int]) -> bool:
+        """Whether all of the slots may go. It may say no where some are favoured less than this forbids; then whoever
+        asks looks at each."""
+        if not none_leased(self._leased, slots):
+            return False
+        if self._here and not self._here.keys().isdisjoint(slots):
+            return False
+        numbers = set(map(self._shares.label.__getitem__, slots)) if self._sheltered else set()
+        return self._sheltered.isdisjoint(numbers - {self._exempt})
+
+    def at_once(self) -> int:
+        """So many victims can be taken of one answer with nobody falling below its floor."""
+        shares = self._shares
+        if not self._shelters or not shares.floor:
+            return 1 << 30
+        return shares.spare(self._exempt) if self._exact else shares.margin

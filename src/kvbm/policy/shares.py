@@ -1,0 +1,164 @@
+"""Whose blocks a tier holds, and who is sure of them: the floors of the tenants that are active.
+
+A tenant is whoever asks under one cache salt; all that is asked without a salt is one tenant too. With n active tenants
+an equal share is an nth of the slots, and the floor is the part of it (`share`) that nobody else may take. What lies
+between the floors is for the policy to give away, so that a tier is never half empty for somebody's sake.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+ACTIVE_S = 600.0
+"""A tenant that has asked for nothing for so long is sure of nothing."""
+TENANTS_MAX = 1024
+NOBODY, OTHERS = 0, 1
+"""Numbers of no tenant: blocks of which nobody knows whose they are; and all tenants beyond the first, together."""
+_MARGIN = 16
+
+
+class Shares:
+    """Numbers for tenants, and the slots that each holds; two bytes a slot. A `share` of 0 protects nobody.
+
+    A tenant is *sheltered* while it holds about its floor. Shelter begins a sixteenth of the floor before it must, and
+    ends an eighth above: else one at the border would go in and out with each block, and each time a policy would
+    learn of all its blocks anew.
+    """
+
+    def __init__(self, slot_count: int, share: float) -> None:
+        self._slot_count = slot_count
+        self._share = share
+        self.label = array("H", bytes(2 * slot_count))
+        self.held = [0, 0]
+        """Slots of each number that are not free."""
+        self.sheltered: set[int] = set()
+        self.floor = 0
+        self.margin = 1
+        """From a tenant that is not sheltered so many blocks can go before it holds less than its floor."""
+        self.left: set[int] = set()
+        """Tenants whose shelter has ended, and those whose shelter has begun: whoever looks at them clears them."""
+        self.entered: set[int] = set()
+        self._numbers: dict[str, int] = {}
+        self._names: list[str | None] = [None, None]
+        # When each asked last, the oldest first.
+        self._asked_s: dict[int, float] = {}
+
+    @property
+    def active_count(self) -> int:
+        """How many tenants have asked for something of late."""
+        return len(self._asked_s)
+
+    @property
+    def poor_count(self) -> int:
+        """How many of them hold less than their floor."""
+        return sum(self.held[number] < self.floor for number in self._asked_s)
+
+    def number(self, tenant: str | None) -> int:
+        """The tenant's number, a new one where it has none; NOBODY for None."""
+        if tenant is None:
+            return NOBODY
+        found = self._numbers.get(tenant)
+        return self._new_number(tenant) if found is None else found
+
+    def name(self, number: int) -> str | None:
+        """The tenant of that number; None where it stands for no one tenant."""
+        return self._names[number]
+
+    def asks(self, number: int, now_s: float) -> None:
+        """The tenant asks for something now: it is active."""
+        self.time_passes(now_s)
+        if number != NOBODY:
+            new = self._asked_s.pop(number, None) is None
+            self._asked_s[number] = now_s
+            if new:
+                self._set_floor()
+
+    def time_passes(self, now_s: float) -> None:
+        """Whoever has asked for nothing for long is not active any more."""
+        if not self._asked_s or next(iter(self._asked_s.values())) + ACTIVE_S > now_s:
+            return
+        for other in list(takewhile(lambda other: self._asked_s[other] + ACTIVE_S <= now_s, self._asked_s)):
+            del self._asked_s[other]
+        self._set_floor()
+
+    def take(self, slots: Sequence[int], number: int) -> None:
+        """These slots, which were free, hold blocks of the tenant."""
+        label = self.label
+        for slot in slots:
+            label[slot] = number
+        self.held[number] += len(slots)
+        self._judge(number)
+
+    def give(self, slots: Iterable[int], number: int) -> list[int]:
+        """The blocks in these slots are the tenant's, whosever they were taken for; those that change hands."""
+        label, held = self.label, self.held
+        moved = [slot for slot in slots if label[slot] != number]
+        losers = {label[slot] for slot in moved}
+        for slot in moved:
+            held[label[slot]] -= 1
+            label[slot] = number
+        held[number] += len(moved)
+        for each in (*losers, number) if moved else ():
+            self._judge(each)
+        return moved
+
+    def free(self, slots: Iterable[int]) -> None:
+        """These slots hold nothing any more."""
+        label, held = self.label, self.held
+        touched = set()
+        for slot in slots:
+            number = label[slot]
+            touched.add(number)
+            held[number] -= 1
+            label[slot] = NOBODY
+        for number in touched:
+            self._judge(number)
+
+    def spare(self, besides: int) -> int:
+        """So many blocks may go at once, whosever they are, with nobody but `besides` falling below its floor: the
+        least that an active tenant above its floor holds beyond it."""
+        above = (self.held[n] - self.floor for n in self._asked_s if n != besides)
+        return min((each for each in above if each > 0), default=self._slot_count)
+
+    def at_floor(self, number: int) -> bool:
+        """Whether the tenant is active and holds no more than its floor."""
+        return self.held[number] <= self.floor and number in self._asked_s
+
+    def _new_number(self, tenant: str) -> int:
+        if len(self._names) < TENANTS_MAX:
+            self._numbers[tenant] = number = len(self._names)
+            self._names.append(tenant)
+            self.held.append(0)
+            return number
+        for name, number in self._numbers.items():
+            if not self.held[number] and number not in self._asked_s:
+                del self._numbers[name]
+                self._numbers[tenant], self._names[number] = number, tenant
+                return number
+        return OTHERS
+
+    def _set_floor(self) -> None:
+        active = len(self._asked_s)
+        self.floor = int(self._slot_count * self._share) // active if active > 1 else 0
+        self.margin = max(1, self.floor // _MARGIN)
+        self._judge_all()
+
+    def _judge_all(self) -> None:
+        for number in self.sheltered | self._asked_s.keys():
+            self._judge(number)
+
+    def _judge(self, number: int) -> None:
+        """Begin or end the tenant's shelter where its time has come."""
+        was = number in self.sheltered
+        below = self.floor + (2 if was else 1) * self.margin
+        now = self.floor > 0 and self.held[number] < below and number in self._asked_s
+        if now and not was:
+            self.sheltered.add(number)
+            self.entered.add(number)
+            self.left.discard(number)
+        elif was and not now:
+            self.sheltered.discard(number)
+            self.left.add(number)
+            self.entered.discard(number)
