@@ -20,7 +20,9 @@ PAGE_ROWS_MAX = 1000
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier of a namespace: its slots by state, and the leased ones. `fault` is empty while it works."""
+    """One tier of a namespace: its slots by state, the leased ones and those with a retained block. `fault` is empty
+    while it works. Of its cache `salts` that are active so many are `poor`: they hold less than they are sure of; zeros
+    where all blocks are one salt's."""
 
     tier: str
     blocks: int
@@ -29,6 +31,9 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     resident: int
     leased: int
     fault: str = ""
+    retained: int = 0
+    salts: int = 0
+    poor: int = 0
 
 
 class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,10 +75,10 @@ class Bench:
     def content(self, slot: int) -> bytes:
         return bytes(self.arena.slot_views(slot)[0])
 
-    def store(self, keys: list[BlockKey], parent: BlockKey | None = None) -> list[int]:
+    def store(self, keys: list[BlockKey], parent: BlockKey | None = None, tenant: str = "") -> list[int]:
         """Reserve, fill and commit."""
         number = next(self.numbers)
-        slots = self.space.reserve(ME, number, parent, keys)
+        slots = self.space.reserve(ME, number, parent, keys, tenant=tenant)
         for key, slot in zip(keys, slots, strict=True):
             if slot >= 0:
                 self.fill(slot, key)

@@ -111,6 +111,8 @@ def _show(status: ManagerStatus) -> None:
         console.print("  no engine has connected yet: there are no tiers\n")
         return
     console.print(_tier_table(description.spaces))
+    for line in favour_lines(description.spaces):
+        console.print(f"  {line}", soft_wrap=True)
     console.print(_engine_table(description.engines) if description.engines else "  no engine is connected\n")
 
 
@@ -155,6 +157,19 @@ def _tier_table(spaces: tuple[SpaceReport, ...]) -> object:
                 "off" if tier.fault or space.fault else "on",
             )
     return table
+
+
+def favour_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:
+    """A line for each tier in which blocks are favoured: of several cache salts, or retained ones."""
+    lines = []
+    for space in spaces:
+        for tier in space.tiers:
+            parts = [f"{tier.retained} retained blocks"] if tier.retained else []
+            if tier.salts > 1:
+                parts.append(f"{tier.salts} active cache salts, {tier.poor} of them below their sure share")
+            if parts:
+                lines.append(f"{tier_label(tier.tier)} of namespace {space.namespace}: {', '.join(parts)}")
+    return lines
 
 
 def _engine_table(engines: tuple[EngineReport, ...]) -> object:

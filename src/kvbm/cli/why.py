@@ -29,6 +29,7 @@ _LOST = {
 MEANINGS = {
     "never_seen": "no block like it was ever stored",
     "evicted": "it was here, and the policy evicted it",
+    "expired": "it was here, and its client wanted it kept for no longer",
     "reset": "somebody reset the tier",
     "refused_by_filter": "the filter kept it from disk, and host memory evicted it",
     "no_state_at_boundary": "it is held, but not what the model's other layers need to go on from there",

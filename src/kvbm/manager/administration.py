@@ -184,6 +184,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
     for pool in space.pools:
         counts = pool.counts()
         below = disk is not None and pool is disk.pool
+        salts, poor = pool.favouring.tenant_counts
         tiers.append(
             TierReport(
                 tier=pool.tier.name.lower(),
@@ -193,6 +194,9 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
                 resident=counts.resident,
                 leased=counts.leased,
                 fault=disk.fault if disk is not None and below else "",
+                retained=pool.favouring.retained_count,
+                salts=salts,
+                poor=poor,
             )
         )
     return SpaceReport(

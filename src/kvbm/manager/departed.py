@@ -20,8 +20,10 @@ GENERATION_BLOCKS = 2048
 GENERATIONS = 32
 
 EVICTED, RESET, CORRUPT, ABORTED, NO_SLOT = "evicted", "reset", "corrupt", "aborted", "no_slot"
+EXPIRED = "expired"
 """The policy chose it; somebody dropped the whole tier; its checksum was wrong; its bytes never became complete; there
-was no slot for it. The other fates are the reasons of `kvbm_skipped_offloads_total`: the block was not written to disk.
+was no slot for it; its client wanted it kept for no longer. The other fates are the reasons of
+`kvbm_skipped_offloads_total`: the block was not written to disk.
 """
 TOO_LATE = "too_late"
 """Of those, the one called `evicted`: host memory evicted the block before its turn to be written."""

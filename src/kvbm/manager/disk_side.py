@@ -219,6 +219,7 @@ class DiskSide:
         before = self.pool
         self._index()
         self.pool.evicted += before.evicted
+        self.pool.favouring.take_over(before.favouring, self.clock())
         self.pool.evicted[TIER_OFF] += self.pool.held(key for _, key in before.resident()).count(0)
 
     def _index(self) -> None:

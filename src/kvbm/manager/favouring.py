@@ -5,7 +5,7 @@ retained block. Until then it is asked as it is, and nothing is counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.block import NO_SLOT, BlockState
 from kvbm.policy import EvictionPolicy
@@ -23,6 +23,9 @@ class Pool(Protocol):
     def slots_in(self, state: BlockState) -> list[int]:
         """All slots in this state."""
 
+    def find_all(self, keys: list[Any]) -> list[int | None]:
+        """The slot of each of these blocks that is resident."""
+
 
 class Favouring:
     """Who asks for and stores blocks of a pool, and what is retained there. `share` is as in `Favours`."""
@@ -38,6 +41,18 @@ class Favouring:
         self._tenant: str | None = None
         self._asked_s = 0.0
         self._recovered = False
+
+    @property
+    def retained_count(self) -> int:
+        """Blocks in the pool that are retained."""
+        return 0 if self.favours is None else len(self.favours.retained.here)
+
+    @property
+    def tenant_counts(self) -> tuple[int, int]:
+        """How many tenants are active, and how many of them hold less than they are sure of; zeros where all blocks are
+        one tenant's."""
+        shares = None if self.favours is None else self.favours.shares
+        return (0, 0) if shares is None else (shares.active_count, shares.poor_count)
 
     def asks(self, tenant: str | None, now_s: float) -> None:
         """A request of the tenant comes; None: of nobody that is known."""
@@ -75,6 +90,15 @@ class Favouring:
         self.favours.asked_by(tenant, now_s)
         here = [NO_SLOT if slot is None else slot for slot in slots]
         return self.favours.retain(keys, here, until_s, priority, now_s)
+
+    def take_over(self, other: Favouring, now_s: float) -> None:
+        """Retain what was retained in another pool, whose blocks have come here."""
+        before = other.favours
+        for each in before.retained.all() if before is not None else ():
+            tenant = before.shares.name(each.tenant) if before is not None else None
+            if tenant is not None and each.until_s > now_s:
+                slots = self._pool.find_all([each.key])
+                self.retain((each.key,), slots, tenant, each.until_s, each.priority, now_s)
 
     def check(self, used: int) -> None:
         """Assert that every slot that is not free, of which there are `used`, counts for somebody, once."""

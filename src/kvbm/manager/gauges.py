@@ -20,6 +20,12 @@ def count_evictions(label: str, space: Space, metrics: Metrics) -> None:
         for reason, blocks in pool.evicted.items():
             metrics.add("kvbm_evicted_blocks_total", blocks, tier=tier, reason=reason)
         pool.evicted.clear()
+        if (favours := pool.favouring.favours) is not None:
+            metrics.add("kvbm_evicted_retained_blocks_total", favours.evicted_retained, tier=tier)
+            favours.evicted_retained = 0
+            for favour, blocks in favours.spared.items():
+                metrics.add("kvbm_spared_blocks_total", blocks, tier=tier, favour=favour)
+                favours.spared[favour] = 0
 
 
 def forget_blocks(label: str, space: Space, metrics: Metrics) -> None:
@@ -34,6 +40,7 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
     resident: Counter[tuple[str, str]] = Counter()
     capacity: Counter[str] = Counter()
     leased: Counter[str] = Counter()
+    retained: Counter[str] = Counter()
     blocks: Counter[tuple[str, str]] = Counter()
     queues: Counter[str] = Counter()
     faults: Counter[str] = Counter()
@@ -44,6 +51,7 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
             tier, counts = pool.tier.name.lower(), pool.counts()
             capacity[tier] += pool.slot_count
             leased[tier] += counts.leased
+            retained[tier] += pool.favouring.retained_count
             resident[label, tier] += counts.resident
             for state in ("free", "filling", "resident"):
                 blocks[tier, state] += getattr(counts, state)
@@ -57,6 +65,7 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
     for tier in capacity:
         metrics.set("kvbm_pool_capacity_blocks", capacity[tier], tier=tier)
         metrics.set("kvbm_leased_blocks", leased[tier], tier=tier)
+        metrics.set("kvbm_retained_blocks", retained[tier], tier=tier)
         if tier != "host" or not all(space.options.staging for space in spaces):
             metrics.set("kvbm_tier_up", 0 if faults[tier] else 1, tier=tier)
     for (tier, state), number in blocks.items():

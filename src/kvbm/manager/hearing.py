@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvbm.hints import ClientHint, Verdict, from_tuples, read_hint
+from kvbm.manager.retaining import goes_first
 from kvbm.observe.metrics import Metrics
 from kvbm.policy.contract import ClientWord
 from kvbm.protocol import Lookup
@@ -29,9 +30,10 @@ def count(verdicts: Iterable[Verdict], metrics: Metrics) -> None:
         metrics.add("kvbm_hints_total", part=part, outcome=outcome.value, reason=why.value)
 
 
-def word_of(asker: ClientHint) -> ClientWord | None:
-    """What the policies are told; None where the client says nothing that concerns them."""
+def word_of(asker: ClientHint, tokens: int | None = None) -> ClientWord | None:
+    """What the policies are told of a prompt of so many tokens; None where nothing that is said concerns them."""
     hint = asker.hint
-    if hint.session is None and not hint.final and hint.expect_s is None and not hint.demote:
+    final = hint.final or hint.demote or any(goes_first(each, tokens) for each in hint.retain)
+    if hint.session is None and not final and hint.expect_s is None:
         return None
-    return ClientWord(asker.tenant, hint.session or "", hint.final or hint.demote, hint.expect_s)
+    return ClientWord(asker.tenant, hint.session or "", final, hint.expect_s)

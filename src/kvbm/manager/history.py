@@ -17,7 +17,7 @@ from kvbm.admin_protocol import WhyReply
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.layout import Namespace
-from kvbm.manager.departed import CORRUPT, EVICTED, RESET, Fate, Missing
+from kvbm.manager.departed import CORRUPT, EVICTED, EXPIRED, RESET, Fate, Missing
 from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll, WriteBudget
 from kvbm.protocol import UNLOADED_REASONS, Lookup, Release
@@ -337,11 +337,17 @@ def fates(space: Space, why: Missing) -> tuple[Fate | None, Fate | None]:
 def reason_of(host: Fate | None, disk: Fate | None) -> str:
     """The one reason of a block that was here: what the deepest tier did with it counts."""
     if disk is not None and not (host is not None and host.what == RESET and host.at_s > disk.at_s):
-        known = {CORRUPT: FAILED_CHECKSUM, EVICTED: EVICTED, RESET: RESET, "filter": FILTERED}
+        known = {
+            CORRUPT: FAILED_CHECKSUM,
+            EVICTED: EVICTED,
+            RESET: RESET,
+            EXPIRED: EXPIRED,
+            "filter": FILTERED,
+        }
         # Host memory may hold a block that is refused; it is lost when it leaves there.
         return known.get(disk.what, NOT_WRITTEN)
     assert host is not None
-    return host.what if host.what in (EVICTED, RESET) else NOT_STORED
+    return host.what if host.what in (EVICTED, RESET, EXPIRED) else NOT_STORED
 
 
 def _described(asked: Request, now_s: float) -> dict[str, object]:

@@ -14,13 +14,14 @@ from typing import NamedTuple
 from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping, sources_of_prompt
-from kvbm.hints import UNHINTED, ClientHint
+from kvbm.hints import UNHINTED, ClientHint, Verdict
 from kvbm.layout import BlockLayout
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.hearing import word_of
 from kvbm.manager.leases import HoldTable, Lease, LeaseState, Owner
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
+from kvbm.manager.retaining import Retaining
 from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
 
@@ -32,12 +33,14 @@ class Found(NamedTuple):
 
     `no_room`: host memory had no slots for them. `refused`: the disk did not take them up. With several groups `full`
     leading blocks of the prompt are held as far as all their tokens are needed: the boundary may lie before that.
+    `judged` has a verdict for each range that the client named.
     """
 
     lease: Lease | None = None
     no_room: int = 0
     refused: int = 0
     full: int = 0
+    judged: tuple[Verdict, ...] = ()
 
 
 class _Wanted(NamedTuple):
@@ -72,6 +75,7 @@ class Lookups:
     metrics: Metrics
     clock: Clock
     heat: PrefixHeat
+    retaining: Retaining
     _grouping: Grouping | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,12 +93,14 @@ class Lookups:
         if not self.leases.has_room(owner) or self.leases.get(owner, number) is not None:
             self.metrics.add("kvbm_lookups_total", outcome="throttled")
             return Found()
+        # Before anything is leased, as it may take several turns.
+        judged = (yield from self.retaining.judge(keys, asker)) if owner >= 0 else ()
         if self._grouping is None:
             wanted = self._wanted_plain(keys, skip)
         else:
             wanted = yield from self._wanted(keys, skip, self._grouping)
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
-        lease.tenant = asker.tenant if owner >= 0 else None  # an operator asks for blocks of any tenant
+        lease.tenant = asker.tenant if owner >= 0 else None  # an operator asks for anybody's blocks
         self._gather(lease, wanted.run)
         found = len(lease.slots)
         try:
@@ -105,7 +111,7 @@ class Lookups:
                     self.disk.onboarder.pump()
                     yield
             if lease.slots and self.leases.get(owner, number) is not lease:  # it ended meanwhile
-                return Found()
+                return Found(judged=judged)
             kept = len(lease.slots)
             if wanted.boundary and kept < len(wanted.run):  # a part of it is worth nothing to the engine
                 self._give_back(lease)
@@ -129,8 +135,8 @@ class Lookups:
             cut = 0, 0
         if not lease.slots:  # nothing was found, or the tier refused the first block just now
             self.leases.pop(owner, number)
-            return Found(None, *cut, wanted.full)
-        return Found(lease, *cut, wanted.full)
+            return Found(None, *cut, wanted.full, judged)
+        return Found(lease, *cut, wanted.full, judged)
 
     def _wanted_plain(self, keys: Sequence[BlockKey], skip: int) -> _Wanted:
         """Every block is of all layers: the longest run."""
@@ -160,7 +166,7 @@ class Lookups:
 
     def _note(self, wanted: _Wanted, kept: int, asker: ClientHint, tenant: str | None) -> None:
         """Tell the policies of the request."""
-        word = word_of(asker)
+        word = word_of(asker, len(wanted.chain) * self.layout.block_tokens)
         if wanted.boundary:
             self.usage.note(wanted.chain, wanted.used, wanted.tails, taken_up=True, word=word, tenant=tenant)
         else:

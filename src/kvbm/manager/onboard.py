@@ -197,11 +197,7 @@ class Onboarder:
         now_s = self.clock()
         tail = bool(disk_slots) and self.disk_pool.is_tail(disk_slots[0])
         whose = lease.tenant
-        if whose is None and disk_slots:
-            whose = self.disk_pool.favouring.tenant_of(disk_slots[0])
-        reserve = partial(
-            self.host_pool.reserve_chain, keys, parent, now_s, insist=True, tail=tail, tenant=whose
-        )
+        reserve = partial(self.host_pool.reserve_chain, keys, parent, now_s, True, tail, whose)
         host_slots = reserve()
         while not host_slots and self._give_back(lease, i + len(keys), len(keys)):
             host_slots = reserve()

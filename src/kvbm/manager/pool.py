@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
 
 CAPACITY, RESET, CORRUPT, MISSING, TIER_OFF = "capacity", "reset", "corrupt", "missing", "tier_off"
+EXPIRED = "expired"
 """Why a block was dropped: the policy chose it to make room; somebody dropped the whole tier; its checksum did not
-match; the medium had another block in its place, or none; the tier was off, and came back without it."""
+match; the medium had another block in its place, or none; the tier was off, and came back without it; its client wanted
+it kept for no longer."""
 
 
 class PoolCounts(msgspec.Struct, frozen=True):

@@ -9,11 +9,13 @@ from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
+from kvbm.hints import as_tuples
 from kvbm.manager.followers import Followers
 from kvbm.manager.hearing import count, heard
 from kvbm.manager.history import UNAVAILABLE, History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
+from kvbm.manager.retaining import final_verdicts, of_ranges
 from kvbm.manager.session import Session
 from kvbm.manager.slot_facts import TOKEN_BYTES, SlotFact, note_facts
 from kvbm.manager.space import Space
@@ -93,7 +95,7 @@ class Requests:
         space, name, asker = engine.space, (session.number, message.lookup), heard(message)
         self._unanswered.add(name)
         try:
-            lease, no_room, refused, full = yield from space.looking_up(
+            lease, no_room, refused, full, judged = yield from space.looking_up(
                 session.number, message.lookup, keys, message.skip, asker
             )
         finally:
@@ -102,10 +104,12 @@ class Requests:
             space.release(session.number, message.lookup)
             lease = None
         self._followers.asked(space, message.keys)
+        verdicts = final_verdicts(asker.verdicts, judged)
         if message.again:
             self._traffic.tried_again("lookup")
         else:  # it is the same request's
-            count(asker.verdicts, self._traffic.metrics)
+            count(verdicts, self._traffic.metrics)
+        told = as_tuples(of_ranges(verdicts)) if judged else ()
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.prompt_sources(lease), len(keys) - message.skip
         on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
@@ -115,7 +119,9 @@ class Requests:
         why = self._history.looked_up(session.number, message, keys, space, counted, no_room + refused, full)
         self._traffic.missed(why)
         if lease is None:
-            session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused, full=full))
+            session.send(
+                LookupReply(lookup=message.lookup, no_room=no_room, refused=refused, full=full, verdicts=told)
+            )
             return
         session.send(
             LookupReply(
@@ -129,6 +135,7 @@ class Requests:
                 arrival_s=space.arrival_s(lease),
                 boundary=lease.boundary,
                 full=full,
+                verdicts=told,
             )
         )
 

@@ -22,8 +22,9 @@ from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make
 from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import EXPIRED, SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
+from kvbm.manager.retaining import Retaining
 from kvbm.manager.storing import Storing
 from kvbm.manager.usage import Usage
 from kvbm.observe import moves_log
@@ -96,8 +97,13 @@ class Space:
                 salt_share=options.salt_share,
             )
         self.heat = PrefixHeat()
+        self._retaining = Retaining(layout, self._keeping_pools, clock)
         self._lookups = self._new_lookups(self.host_pool)
         self._storing = self._new_storing(host)
+
+    def _keeping_pools(self) -> Sequence[SlotPool[BlockKey]]:
+        """The pools of the tiers that keep blocks: host memory that only passes them on is none."""
+        return self.pools[1:] if self.options.staging else self.pools
 
     def _new_storing(self, host: HostSide) -> Storing:
         return Storing(
@@ -107,6 +113,7 @@ class Space:
             disk=self.disk,
             reservations=self.reservations,
             usage=self._usage,
+            deadlines=self._retaining.deadlines,
             departed=self.departed,
             full=self._full,
             staging=self.options.staging,
@@ -126,6 +133,7 @@ class Space:
             self._metrics,
             self._clock,
             self.heat,
+            self._retaining,
         )
 
     # ---- another size
@@ -152,6 +160,7 @@ class Space:
             self.reservations.pop(reservation.owner, reservation.number)
         old, lookups, storing = self.arena, self._new_lookups(host.pool), self._new_storing(host)
         host.pool.evicted += self.host_pool.evicted
+        host.pool.favouring.take_over(self.host_pool.favouring, self._clock())
         # All or nothing: what could fail was made before.
         self.life += 1
         self.arena, self._names, self.facts, self.held = host.arena, host.names, host.facts, host.held
@@ -273,11 +282,14 @@ class Space:
         return self._usage.tell()
 
     def overdue(self) -> list[Reservation]:
-        """End leases past their deadline. Returns the reservations past theirs, which the caller condemns."""
+        """End leases past their deadline, and drop some of the blocks past theirs. Returns the reservations past
+        theirs, which the caller condemns."""
         now_s = self._clock()
         for lease in self.leases.overdue(now_s):
             self.release(lease.owner, lease.number)
             self._metrics.add("kvbm_leases_expired_total")
+        with self.departed.because(EXPIRED):
+            self._retaining.deadlines.drop(self.pools, now_s)
         return [r for r in self.reservations.overdue(now_s) if not r.condemned]
 
     def clear(self, tier: str = "") -> tuple[int, int]:

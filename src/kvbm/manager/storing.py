@@ -13,6 +13,7 @@ from operator import or_
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
+from kvbm.manager.deadlines import Deadlines
 from kvbm.manager.departed import NO_SLOT, Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import HoldTable, Owner, Reservation
@@ -37,6 +38,7 @@ class Storing:
     disk: DiskSide | None
     reservations: HoldTable[Reservation]
     usage: Usage
+    deadlines: Deadlines
     departed: Departed
     full: moves_log.FullPool
     staging: bool
@@ -90,6 +92,7 @@ class Storing:
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist, tails[done] > 0, tenant)
             self.names.reserved(slots, run, hashes, done, group)
             answer += slots
+            self.deadlines.stored(parent, run[: len(slots)])
             moves_log.offloading(run[: len(slots)], "device", "host")
             mine.keys += run[: len(slots)]
             mine.parents += [parent, *run][: len(slots)]

@@ -86,6 +86,7 @@ OTHER_NAMESPACES = "other"
 MISSED_REASONS = (
     "never_seen",
     "evicted",
+    "expired",
     "reset",
     "failed_checksum",
     "refused_by_filter",
@@ -210,12 +211,31 @@ TABLE: tuple[Metric, ...] = (
         labels=(_TIER,),
     ),
     Metric(
+        name="kvbm_retained_blocks",
+        kind=_GAUGE,
+        help="Resident blocks that clients asked to be kept, and that are preferred for that",
+        labels=(_TIER,),
+    ),
+    Metric(
+        name="kvbm_evicted_retained_blocks_total",
+        kind=_COUNTER,
+        help="Of the blocks dropped to make room, those that were retained: nothing else could go",
+        labels=(_TIER,),
+    ),
+    Metric(
+        name="kvbm_spared_blocks_total",
+        kind=_COUNTER,
+        help="Blocks that were next to be evicted and were passed over, because they are retained (retention), or "
+        "because their cache salt holds no more than it is sure of (share)",
+        labels=(_TIER, Label("favour", ("retention", "share"))),
+    ),
+    Metric(
         name="kvbm_evicted_blocks_total",
         kind=_COUNTER,
         help="Blocks dropped from a tier, by reason: chosen by the policy to make room (capacity), the whole tier was "
         "dropped (reset), a checksum did not match (corrupt), the medium did not have them (missing), they were gone "
-        "when the tier came back after a fault (tier_off)",
-        labels=(_TIER, Label("reason", ("capacity", "reset", "corrupt", "missing", "tier_off"))),
+        "when the tier came back after a fault (tier_off), their client wanted them kept for no longer (expired)",
+        labels=(_TIER, Label("reason", ("capacity", "reset", "corrupt", "missing", "tier_off", "expired"))),
         at_zero=True,
     ),
     Metric(
@@ -265,7 +285,7 @@ TABLE: tuple[Metric, ...] = (
         name="kvbm_missed_lookups_total",
         kind=_COUNTER,
         help="Lookups that found nothing, by what became of the first block, as kvbm why names it: nobody had asked "
-        "for it (never_seen), it was stored and has gone (evicted, reset, failed_checksum, refused_by_filter, "
+        "for it (never_seen), it was stored and has gone (evicted, expired, reset, failed_checksum, refused_by_filter, "
         "not_written), it was not stored (not_stored), the same tokens are known under another key (model_changed, "
         "adapter_changed, weights_changed, salt_changed, extras_changed), a rank of the engine was away (unavailable)",
         labels=(Label("reason", MISSED_REASONS),),

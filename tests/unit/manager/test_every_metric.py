@@ -67,6 +67,19 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     leader.expect(ResetReply)
     assert leader.lookup(7, KEYS[:4]).slots == ()
     seen |= moved(manager)
+
+    # What is retained goes when nothing else may: all other slots are being filled.
+    leader.send(Commit(store=6))
+    leader.send(Reset())
+    leader.expect(ResetReply)
+    store(leader, worker, 9, KEYS[:4])
+    leader.lookup(10, KEYS[:4], hint={"retain": [{"min_ttl": 600}]})
+    leader.send(Release(lookup=10))
+    below.release()
+    manager.tick()
+    seen |= moved(manager)
+    leader.reserve(11, KEYS[400:416])
+    seen |= moved(manager)
     missing = {metric.name for metric in TABLE} - seen
     assert missing - NO_OBJECT_STORAGE == {"kvbm_offload_blocks_d2d"}, "which only counts where disk is alone"
     assert missing >= NO_OBJECT_STORAGE

@@ -1,0 +1,94 @@
+"""Blocks that are to be dropped at a time, unless another request asks for them before (`max_ttl` of a hint).
+
+What is stored behind such a block is dropped with it: without it, it could not be found. A deadline is no lock either:
+whatever is leased, being filled, or continued by blocks that may stay, stays for now, and is looked at again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import count
+
+from kvbm.block import BlockKey
+from kvbm.manager.pool import EXPIRED, SlotPool
+
+KEYS_MAX = 1 << 18
+DROPPED_AT_ONCE = 512
+AGAIN_S = 30.0
+
+
+class _Batch:
+    """Consecutive blocks of a chain, and those that came behind them. `behind`: the chain goes on with this block."""
+
+    __slots__ = ("behind", "keys")
+
+    def __init__(self, keys: list[BlockKey], behind: BlockKey | None) -> None:
+        self.keys, self.behind = keys, behind
+
+
+class Deadlines:
+    """The deadlines of one space. Owned by the manager's thread."""
+
+    def __init__(self) -> None:
+        self._batches: dict[BlockKey, _Batch] = {}
+        self._due: list[tuple[float, int, _Batch]] = []
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, chain: Sequence[BlockKey], first: int, end: int, at_s: float) -> int:
+        """Drop the blocks of the chain from `first` up to `end` then; of how many that can be noted, the last ones."""
+        first = max(first, end - (KEYS_MAX - len(self._batches)))
+        if first < end:
+            batch = _Batch(list(chain[first:end]), chain[end] if end < len(chain) else None)
+            self._batches.update(dict.fromkeys(batch.keys, batch))
+            heapq.heappush(self._due, (at_s, next(self._serial), batch))
+        return end - first
+
+    def asked(self, keys: Sequence[BlockKey]) -> None:
+        """A request asks for these blocks: what was said of them before counts no more."""
+        for key in keys if self._batches else ():
+            self._batches.pop(key, None)
+
+    def stored(self, parent: BlockKey | None, keys: Sequence[BlockKey]) -> None:
+        """These blocks, which nobody has asked for yet, come behind `parent`."""
+        batch = self._batches.get(parent) if parent is not None and self._batches else None
+        if batch is not None and len(self._batches) < KEYS_MAX:
+            new = [key for key in keys if key not in self._batches]
+            batch.keys += new
+            self._batches.update(dict.fromkeys(new, batch))
+
+    def drop(self, pools: Sequence[SlotPool[BlockKey]], now_s: float) -> int:
+        """Drop some of what is due, the last blocks first. How many blocks left a tier."""
+        dropped, looked_at = 0, 0
+        while self._due and self._due[0][0] <= now_s and looked_at < DROPPED_AT_ONCE:
+            _, _, batch = heapq.heappop(self._due)
+            # What the chain goes on with may stay longer; unless it came later, and goes first.
+            behind = batch.behind
+            apart = behind is not None and self._batches.get(behind) is not batch
+            stays = behind is not None and apart and any(pool.holds(behind) for pool in pools)
+            while batch.keys and not stays and looked_at < DROPPED_AT_ONCE:
+                looked_at += 1
+                key = batch.keys[-1]
+                if self._batches.get(key) is batch:
+                    dropped += sum(_drop(pool, key) for pool in pools)
+                    stays = any(pool.holds(key) for pool in pools)
+                    if stays:
+                        break
+                    del self._batches[key]
+                batch.keys.pop()
+            if batch.keys:
+                again_s = now_s + AGAIN_S if stays else now_s
+                heapq.heappush(self._due, (again_s, next(self._serial), batch))
+        return dropped
+
+
+def _drop(pool: SlotPool[BlockKey], key: BlockKey) -> bool:
+    """Drop the block unless it is in use; whether it was dropped."""
+    slot = pool.find(key)
+    if slot is None or pool.is_leased(slot):
+        return False
+    pool.evict(slot, EXPIRED)
+    return True
