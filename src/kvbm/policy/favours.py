@@ -156,7 +156,9 @@ class Favours:
     ) -> list[int]:
         """The inner policy's choice among what is not favoured, and then among what is favoured less (see above)."""
         self._settle(leased, now_s)
-        if not self.retained.here and not self.shares.floor:
+        floor, margin = self.shares.floor, self.shares.margin
+        favoured = self.retained.here or self.shares.sheltered or self._returning
+        if not favoured and (not floor or needed <= margin):  # nobody can fall below its floor by this answer
             chosen = self.inner.victims(needed, incoming, leased, now_s)
             self._forget(chosen)
             return chosen

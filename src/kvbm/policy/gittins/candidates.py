@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from bisect import bisect_right
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from math import inf
 
 import numpy as np
@@ -40,12 +40,18 @@ class Candidates:
         self._ceiling = -1.0
         self._due_request, self._due_s = 0, 0.0
         self._passed_over = False
+        # The last slots of leaves that could not go: such a leaf is not rated until it may.
+        self._in_use: set[int] = set()
         self._last_use = False
 
     @property
     def passed_over(self) -> bool:
         """Leaves that could not go were dropped from the candidates; they have to be offered again."""
         return self._passed_over
+
+    def may_go(self, slots: Iterable[int]) -> None:
+        """No lease and no filling keeps these slots any more."""
+        self._in_use.difference_update(slots)
 
     def by_last_use(self, wanted: bool) -> None:
         """From now on LRU says what a leaf is worth (`wanted`), or else the model."""
@@ -117,6 +123,7 @@ class Candidates:
             tail = tree.tail_slot(run)
             if tail in leased or tail in filling:
                 self._passed_over = True
+                self._in_use.add(tail)
                 continue
             worth = self.worth(run)
             if worth > self._ceiling or (heap and worth > heap[0][0]):
@@ -128,7 +135,12 @@ class Candidates:
         """Rate every leaf now, and keep those that are worth least: `wanted`, or a share of many."""
         tree = self._tree
         resident = np.frombuffer(tree.resident, np.int32)
-        leaves = np.flatnonzero((resident > 0) & (np.frombuffer(tree.resident_children, np.int32) == 0))
+        leaf = (resident > 0) & (np.frombuffer(tree.resident_children, np.int32) == 0)
+        for slot in self._in_use:
+            run = tree.run_of[slot]
+            if run >= 0 and tree.resident[run] and tree.tail_slot(run) == slot:
+                leaf[run] = False
+        leaves = np.flatnonzero(leaf)
         used_s = np.frombuffer(tree.used_s)[leaves]
         if self._last_use:
             worth = np.frombuffer(tree.turn, np.int32)[leaves].astype(np.float64)

@@ -341,6 +341,7 @@ class Gittins:
             slots = list(slots)
             runs = set(map(run_of.__getitem__, slots))
         self._filling.difference_update(slots)
+        self._candidates.may_go(slots)
         for run in runs:
             self._candidates.offer(run)
 
