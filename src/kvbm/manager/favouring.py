@@ -92,13 +92,19 @@ class Favouring:
         return self.favours.retain(keys, here, until_s, priority, now_s)
 
     def take_over(self, other: Favouring, now_s: float) -> None:
-        """Retain what was retained in another pool, whose blocks have come here."""
-        before = other.favours
-        for each in before.retained.all() if before is not None else ():
-            tenant = before.shares.name(each.tenant) if before is not None else None
-            if tenant is not None and each.until_s > now_s:
-                slots = self._pool.find_all([each.key])
-                self.retain((each.key,), slots, tenant, each.until_s, each.priority, now_s)
+        """Who was active in another pool, whose blocks have come here, is active, and what was retained is."""
+        if (before := other.favours) is None:
+            return
+        for tenant, asked_s in before.shares.active():
+            self.asks(tenant, asked_s)
+        for each in before.retained.all():
+            whose = before.shares.name(each.tenant)
+            if whose is not None and each.until_s > now_s:
+                self.favours = self.favours or self._put_on()
+                self.favours.stored_for(whose, NO_SLOT)
+                (slot,) = self._pool.find_all([each.key])
+                here = NO_SLOT if slot is None else slot
+                self.favours.retain((each.key,), (here,), each.until_s, each.priority, now_s)
 
     def check(self, used: int) -> None:
         """Assert that every slot that is not free, of which there are `used`, counts for somebody, once."""

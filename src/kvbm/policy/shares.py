@@ -55,6 +55,11 @@ class Shares:
         """How many of them hold less than their floor."""
         return sum(self.held[number] < self.floor for number in self._asked_s)
 
+    def active(self) -> list[tuple[str, float]]:
+        """Those of them that are told apart, and when each asked last, the oldest first."""
+        named = ((self._names[number], asked_s) for number, asked_s in self._asked_s.items())
+        return [(name, asked_s) for name, asked_s in named if name is not None]
+
     def number(self, tenant: str | None) -> int:
         """The tenant's number, a new one where it has none; NOBODY for None."""
         if tenant is None:

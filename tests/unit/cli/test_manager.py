@@ -60,6 +60,7 @@ def call(*words: str) -> int:
 VALUES = {
     Kind.SIZE: ("3GB", 3_000_000_000),
     Kind.COUNT: ("7", 7),
+    Kind.PART: ("0.25", 0.25),
     Kind.PORT: ("7001", 7001),
     Kind.PATH: ("/tmp/elsewhere", "/tmp/elsewhere"),
     Kind.SOCKET: ("/tmp/x/m.sock", "/tmp/x/m.sock"),

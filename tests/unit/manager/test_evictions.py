@@ -25,7 +25,14 @@ def evicted(bench: Bench) -> dict[tuple[str, str], float]:
 
 def test_every_reason_has_its_series() -> None:
     reasons = BY_NAME[NAME].labels[1].values
-    assert reasons == (pool.CAPACITY, pool.RESET, pool.CORRUPT, pool.MISSING, pool.TIER_OFF)
+    assert reasons == (
+        pool.CAPACITY,
+        pool.RESET,
+        pool.CORRUPT,
+        pool.MISSING,
+        pool.TIER_OFF,
+        pool.EXPIRED,
+    )
 
 
 def test_room_for_others_and_a_reset(make: Callable[..., Bench]) -> None:

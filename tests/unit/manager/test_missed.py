@@ -30,6 +30,7 @@ def test_every_reason_that_is_found_has_its_series() -> None:
         history.FILTERED,
         history.FAILED_CHECKSUM,
         history.EVICTED,
+        history.EXPIRED,
         history.RESET,
         history.MODEL_CHANGED,
         history.OTHER_EXTRAS,

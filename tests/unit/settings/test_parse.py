@@ -21,6 +21,7 @@ from kvbm.settings.parse import (
     parse_endpoint,
     parse_gb,
     parse_log_filter,
+    parse_part,
     parse_path,
     parse_size,
     parse_socket_path,
@@ -218,3 +219,13 @@ def test_addresses_of_zmq_are_taken_as_they_are(text):
 def test_what_is_no_address_of_zmq_is_refused(text):
     with pytest.raises(SettingsError, match="events_endpoint="):
         parse_endpoint("events_endpoint", text)
+
+
+@given(part=st.decimals(0, 1, places=6, allow_nan=False), before=BLANKS, after=BLANKS)
+def test_parts(part, before: str, after: str) -> None:
+    assert parse_part("DYN_KVBM_X", f"{before}{part:f}{after}") == float(part)
+
+
+@pytest.mark.parametrize("text", ["", "1.01", "-0.1", "half", "50%", "nan", "inf", "1e400", "0,5", "0x1"])
+def test_what_is_no_part(text: str) -> None:
+    assert "a number from 0 to 1" in message(parse_part, text)

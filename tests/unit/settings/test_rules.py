@@ -75,6 +75,8 @@ def test_a_default_is_a_value_that_its_row_accepts(setting):
         return
     if isinstance(default, bool):
         assert setting.kind is Kind.SWITCH
+    elif setting.kind is Kind.PART:
+        assert 0 <= default <= 1
     elif isinstance(default, int):
         assert setting.minimum <= default <= setting.maximum
     elif setting.choices:
@@ -91,6 +93,7 @@ def test_a_row_takes_from_the_type_what_it_does_not_name():
     assert row(int | None).kind is Kind.COUNT
     assert row(int | None, Kind.SIZE).kind is Kind.SIZE
     assert row(str | None).kind is Kind.TEXT
+    assert row(float).kind is Kind.PART
     assert (row(Literal["a", "b"]).kind, row(Literal["a", "b"]).choices) == (Kind.CHOICE, ("a", "b"))
     assert (row(int).field, row(int).meaning) == ("x", "what it is for")
 

@@ -12,6 +12,7 @@ HOST = {"DYN_KVBM_CPU_CACHE_GB": "4"}
 WORDS = {
     Kind.SIZE: ("5GB", "3", "7GB", "9GB"),
     Kind.SWITCH: ("false", "true", "false", "true"),
+    Kind.PART: ("0.1", "1", "0", ".25"),
     Kind.TEXT: ("b", "a", "c", "d"),
     Kind.PATH: ("/b", "/a", "/c", "/d"),
     Kind.SOCKET: ("/b", "/a", "/c", "/d"),
@@ -64,6 +65,8 @@ def value_of(setting, text, inverted):
         return int(text.removesuffix("GB")) * GB
     if setting.kind is Kind.SWITCH:
         return (text == "true") != inverted
+    if setting.kind is Kind.PART:
+        return float(text)
     if setting.kind is Kind.USERS:
         return tuple(map(int, text.split(",")))
     return int(text) if setting.kind in (Kind.COUNT, Kind.PORT, Kind.SECONDS) else text
