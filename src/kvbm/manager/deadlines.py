@@ -16,15 +16,17 @@ from kvbm.manager.pool import EXPIRED, SlotPool
 KEYS_MAX = 1 << 18
 DROPPED_AT_ONCE = 512
 AGAIN_S = 30.0
+_SPARE_BATCHES = 1024
 
 
 class _Batch:
-    """Consecutive blocks of a chain, and those that came behind them. `behind`: the chain goes on with this block."""
+    """Consecutive blocks of a chain, and those that came behind them; so many of them are `left` to be dropped, and the
+    others have been asked for. `behind`: the chain goes on with this block."""
 
-    __slots__ = ("behind", "keys")
+    __slots__ = ("behind", "keys", "left")
 
     def __init__(self, keys: list[BlockKey], behind: BlockKey | None) -> None:
-        self.keys, self.behind = keys, behind
+        self.keys, self.behind, self.left = keys, behind, len(keys)
 
 
 class Deadlines:
@@ -34,14 +36,18 @@ class Deadlines:
         self._batches: dict[BlockKey, _Batch] = {}
         self._due: list[tuple[float, int, _Batch]] = []
         self._serial = count()
+        self._tidy_at = _SPARE_BATCHES
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def add(self, chain: Sequence[BlockKey], first: int, end: int, at_s: float) -> int:
         """Drop the blocks of the chain from `first` up to `end` then; of how many that can be noted, the last ones."""
+        self.asked(chain[first:end])
         first = max(first, end - (KEYS_MAX - len(self._batches)))
         if first < end:
+            if len(self._due) >= self._tidy_at:
+                self._tidy()
             batch = _Batch(list(chain[first:end]), chain[end] if end < len(chain) else None)
             self._batches.update(dict.fromkeys(batch.keys, batch))
             heapq.heappush(self._due, (at_s, next(self._serial), batch))
@@ -50,7 +56,10 @@ class Deadlines:
     def asked(self, keys: Sequence[BlockKey]) -> None:
         """A request asks for these blocks: what was said of them before counts no more."""
         for key in keys if self._batches else ():
-            self._batches.pop(key, None)
+            if (batch := self._batches.pop(key, None)) is not None:
+                batch.left -= 1
+                if 2 * batch.left < len(batch.keys):
+                    batch.keys = [each for each in batch.keys if self._batches.get(each) is batch]
 
     def stored(self, parent: BlockKey | None, keys: Sequence[BlockKey]) -> None:
         """These blocks, which nobody has asked for yet, come behind `parent`."""
@@ -58,6 +67,7 @@ class Deadlines:
         if batch is not None and len(self._batches) < KEYS_MAX:
             new = [key for key in keys if key not in self._batches]
             batch.keys += new
+            batch.left += len(new)
             self._batches.update(dict.fromkeys(new, batch))
 
     def drop(self, pools: Sequence[SlotPool[BlockKey]], now_s: float) -> int:
@@ -78,11 +88,18 @@ class Deadlines:
                     if stays:
                         break
                     del self._batches[key]
+                    batch.left -= 1
                 batch.keys.pop()
             if batch.keys:
                 again_s = now_s + AGAIN_S if stays else now_s
                 heapq.heappush(self._due, (again_s, next(self._serial), batch))
         return dropped
+
+    def _tidy(self) -> None:
+        """Forget the batches of which nothing is left, once they may be half of all."""
+        self._due = [due for due in self._due if due[2].left]
+        heapq.heapify(self._due)
+        self._tidy_at = 2 * len(self._due) + _SPARE_BATCHES
 
 
 def _drop(pool: SlotPool[BlockKey], key: BlockKey) -> bool:

@@ -50,6 +50,8 @@ class Retaining:
         self.deadlines.asked(keys)
         verdicts: list[Verdict] = []
         for each in asker.hint.retain:
+            if verdicts:
+                yield
             verdicts.append((yield from self._judge(keys, asker.tenant, each)))
         return tuple(verdicts)
 

@@ -262,7 +262,8 @@ class Space:
     # ---- time
 
     def pump(self) -> None:
-        """Take all completions, tell the policies everything, and submit queued blocks."""
+        """Take all completions, tell the policies everything, and submit queued blocks; drop some of what is due."""
+        self._drop_expired()
         if self.disk is not None:
             self.disk.collect()
         while self._usage.tell():
@@ -288,9 +289,12 @@ class Space:
         for lease in self.leases.overdue(now_s):
             self.release(lease.owner, lease.number)
             self._metrics.add("kvbm_leases_expired_total")
-        with self.departed.because(EXPIRED):
-            self._retaining.deadlines.drop(self.pools, now_s)
+        self._drop_expired()
         return [r for r in self.reservations.overdue(now_s) if not r.condemned]
+
+    def _drop_expired(self) -> None:
+        with self.departed.because(EXPIRED):
+            self._retaining.deadlines.drop(self.pools, self._clock())
 
     def clear(self, tier: str = "") -> tuple[int, int]:
         """Drop every block that is not in use, of one tier or of all. Returns (dropped, in use)."""

@@ -256,11 +256,12 @@ class Favours:
     def _label(self, slots: Sequence[int]) -> None:
         if self._newcomer == NOBODY:
             return
-        moved = self.shares.give([slot for slot in slots if slot >= 0], self._newcomer)
-        for refused in self._refused_for.values() if moved else ():
-            for slot in refused.keys() & moved:
-                del refused[slot]
+        here, label = [slot for slot in slots if slot >= 0], self.shares.label
+        for slot in here if self._refused_for else ():
+            refused = self._refused_for.get(label[slot])
+            if label[slot] != self._newcomer and refused is not None and refused.pop(slot, self) is None:
                 self._returning[slot] = None
+        self.shares.give(here, self._newcomer)
 
     def _fill(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
         self._filling.update(slots)
@@ -274,10 +275,12 @@ class Favours:
 
     def _forget(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more."""
-        refused = [self._refused_retained, self._returning, *self._refused_for.values()]
-        for each in refused:
+        for each in (self._refused_retained, self._returning):
             for slot in slots if each else ():
                 each.pop(slot, None)
+        for slot in slots if self._refused_for else ():
+            if (refused := self._refused_for.get(self.shares.label[slot])) is not None:
+                refused.pop(slot, None)
         for slot in slots if self.retained.here else ():
             self.retained.gone(slot)
         self._filling.difference_update(slots)

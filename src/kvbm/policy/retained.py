@@ -60,12 +60,12 @@ class Retained:
         `slots` says where each is (or -1). The number that is retained, and the slots that others lost by it. Nothing
         ends sooner for that, and no priority falls: who asked for more is not overruled by a later word.
         """
-        part, freed = max(1, self.budget // max(1, part_count)), list[int]()
-        for done, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+        part, freed, done = max(1, self.budget // max(1, part_count)), list[int](), 0
+        for key, slot in zip(keys, slots, strict=True):
             entry = self._entries.get(key)
             if entry is None:
                 if not self._make_room(tenant, priority, part, freed):
-                    return done, freed
+                    break
                 entry = self._entries[key] = Retention(key, until_s, priority, tenant)
                 self._enqueue(entry)
                 heapq.heappush(self._ends, (until_s, next(self._serial), entry))
@@ -78,8 +78,9 @@ class Retained:
             if slot >= 0:
                 entry.slot = slot
                 self.here[slot] = entry
+            done += 1
         self._tidy()
-        return len(keys), freed
+        return done, freed
 
     def came(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
         """These blocks are in these slots now."""

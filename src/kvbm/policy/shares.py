@@ -96,8 +96,8 @@ class Shares:
         self.held[number] += len(slots)
         self._judge(number)
 
-    def give(self, slots: Iterable[int], number: int) -> list[int]:
-        """The blocks in these slots are the tenant's, whosever they were taken for; those that change hands."""
+    def give(self, slots: Iterable[int], number: int) -> None:
+        """The blocks in these slots are the tenant's, whosever they were taken for."""
         label, held = self.label, self.held
         moved = [slot for slot in slots if label[slot] != number]
         losers = {label[slot] for slot in moved}
@@ -107,7 +107,6 @@ class Shares:
         held[number] += len(moved)
         for each in (*losers, number) if moved else ():
             self._judge(each)
-        return moved
 
     def free(self, slots: Iterable[int]) -> None:
         """These slots hold nothing any more."""

@@ -245,3 +245,14 @@ def test_deadlines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(deadlines) == 6
     assert deadlines.drop((), 20.0) == 0
     assert len(deadlines) == 0, "none of them is anywhere"
+
+
+def test_what_was_asked_for_since_takes_no_memory() -> None:
+    """A conversation that renews its deadline with each turn leaves nothing behind of the turns before."""
+    deadlines = Deadlines()
+    for turn in range(5000):
+        deadlines.asked(KEYS[:50])
+        deadlines.add(KEYS, 0, 50, 1e6 + turn)
+    assert len(deadlines) == 50
+    assert len(deadlines._due) < 2500
+    assert sum(len(batch.keys) for _, _, batch in deadlines._due) == 50
