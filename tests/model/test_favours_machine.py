@@ -144,7 +144,7 @@ class FavoursMachine(RuleBasedStateMachine):
 
     # ---- what happens
 
-    @rule(seconds=st.sampled_from([0.5, 30.0, ACTIVE_S]))
+    @rule(seconds=st.sampled_from([0.5, 1.0, 30.0, ACTIVE_S]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
@@ -153,9 +153,18 @@ class FavoursMachine(RuleBasedStateMachine):
         self.pool.requested(chain_of(tenant, path), self.now_s, tenant=tenant)
         self.asked_s[tenant] = self.now_s
 
-    @rule(tenant=tenants, path=paths, priority=st.integers(51, 53), ttl_s=st.sampled_from([1.0, 40.0]))
-    def retain(self, tenant: str, path: tuple[str, ...], priority: int, ttl_s: float) -> None:
-        keys = chain_of(tenant, path)
+    @rule(tenant=tenants, path=paths, priority=st.integers(51, 53), ttl_s=st.sampled_from([5.0, 100.0]))
+    def retain_what_may_come(self, tenant: str, path: tuple[str, ...], priority: int, ttl_s: float) -> None:
+        self.retain(tenant, chain_of(tenant, path), priority, ttl_s)
+
+    @precondition(lambda self: self.pool._slots)
+    @rule(which=pick, priority=st.integers(51, 53), ttl_s=st.sampled_from([5.0, 100.0]))
+    def retain_what_is_here(self, which: int, priority: int, ttl_s: float) -> None:
+        keys = sorted(self.pool._slots)
+        key = keys[which % len(keys)]
+        self.retain(owner(key), [key], priority, ttl_s)
+
+    def retain(self, tenant: str, keys: list[Key], priority: int, ttl_s: float) -> None:
         favouring = self.pool.favouring
         favouring.retain(keys, self.pool.find_all(keys), tenant, self.now_s + ttl_s, priority, self.now_s)
         self.asked_s[tenant] = self.now_s
@@ -247,4 +256,4 @@ class FavoursMachine(RuleBasedStateMachine):
 
 
 TestFavours = FavoursMachine.TestCase
-TestFavours.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFavours.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
