@@ -282,6 +282,17 @@ ROWS: tuple[Row, ...] = (
                 (_rate("kvbm_evicted_blocks_total", by=("tier", "reason")),),
             ),
             Panel(
+                "Favoured blocks",
+                "short",
+                "Blocks that clients asked to be kept, those of them a second that had to go, and blocks a second that "
+                "were next to be evicted and were passed over: as they are retained, or for their cache salt's share.",
+                (
+                    _plain("kvbm_retained_blocks", "{{tier}} retained", ("tier",)),
+                    _rate("kvbm_evicted_retained_blocks_total", "{{tier}} retained and dropped", ("tier",)),
+                    _rate("kvbm_spared_blocks_total", by=("tier", "favour")),
+                ),
+            ),
+            Panel(
                 "Leases",
                 "short",
                 "Blocks that are pinned for a request, and leases a second that ended only at their "
