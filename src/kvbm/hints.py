@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+from blake3 import blake3
 
 NAME_CHARACTERS_MAX = 256
 EXPECT_S_MAX = 86_400.0
@@ -172,6 +173,18 @@ def from_tuples(told: Iterable[tuple[str, str, str, str]]) -> tuple[Verdict, ...
         for part, outcome, reason, why in found
         if part in PARTS and outcome in _OUTCOMES and why in _WHYS
     )
+
+
+def latest(first: tuple[Verdict, ...], later: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
+    """The verdicts of `first`, but those of parts of which `later` has others."""
+    parts = {verdict.part for verdict in later}
+    return (*(each for each in first if each.part not in parts), *later) if later else first
+
+
+def tenant_digest(salt: str | bytes) -> str:
+    """How a request's cache salt is named where the text need not be known: 16 hex digits."""
+    text = salt.encode(errors="surrogatepass") if isinstance(salt, str) else salt
+    return blake3(text).hexdigest(length=8)
 
 
 _OUTCOMES = {each.value: each for each in Outcome}

@@ -14,8 +14,9 @@ from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
 from kvbm.hashing import EngineKeys
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.library.backend import Run, Stored
+from kvbm.library.backend import Looked, Run, Stored
 from kvbm.library.copiers import Copiers
 from kvbm.library.layer_load import LayerLoad
 from kvbm.library.staging import StagingOptions, open_staging
@@ -126,12 +127,14 @@ class LocalSpace:
             arena.close()
             raise
 
-    def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> _LocalRun | None:
+    def lookup(
+        self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None, asker: ClientHint = UNHINTED
+    ) -> Looked:
         del told  # nobody asks a program why
         number = next(self._numbers)
         self.space.pump()
-        lease = self.space.lookup(_OWNER, number, keys, min(skip, len(keys)))
-        return _LocalRun(number, lease, self.space) if lease is not None else None
+        lease = self.space.lookup(_OWNER, number, keys, min(skip, len(keys)), asker)
+        return Looked(_LocalRun(number, lease, self.space) if lease is not None else None)
 
     def descriptors(self) -> tuple[int, ...]:
         return ()
