@@ -8,6 +8,7 @@ share of the prompt by characters, which becomes tokens when they are counted: g
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from kvbm.dialects.raw import SHARE, RawHint
@@ -31,7 +32,9 @@ _MEDIA = (
     "video",
     "video_url",
 )
-_NOT_IN_PROMPT = {"type", "id", "tool_use_id", "tool_call_id", "call_id", "signature", "status"}
+_NOT_IN_PROMPT = {"call_id", "id", "role", "signature", "status", "tool_call_id", "tool_use_id", "type"}
+_FRAMES = {"content", "input", "text", "thinking"}
+"""Names of fields that templates do not print. Others, as those in a tool's schema, they print."""
 
 
 class Mark(NamedTuple):
@@ -41,47 +44,51 @@ class Mark(NamedTuple):
     extent: RawHint
 
 
-class _Piece(NamedTuple):
-    characters: int
+class _Part(NamedTuple):
+    value: object
     said: object
 
 
 def marks(body: Mapping[str, object], name: str) -> list[Mark]:
     """The marks of this name, in the order of the prompt. An extent is empty for the whole prompt."""
-    pieces = [piece for place in PLACES for piece in _pieces(body.get(place), name)]
-    total = sum(piece.characters for piece in pieces)
+    parts = [part for place in PLACES for part in _parts(body.get(place), name)]
+    if all(part.said is None for part in parts):
+        return []
     elsewhere = any(body.get(field) is not None for field in CONTINUES)
-    found, before = [], 0
-    for piece in pieces:
-        before += piece.characters
-        if piece.said is None:
+    # A server's thread counts these, so a prompt with one mark at its end is not counted at all.
+    counted = not elsewhere and any(part.said is not None for part in parts[:-1])
+    ends = list(accumulate(_characters(part.value, name) if counted else 1 for part in parts))
+    found = []
+    for part, before in zip(parts, ends, strict=True):
+        if part.said is None:
             continue
-        if elsewhere or before == total:
-            found.append(Mark(piece.said, {}))
+        if elsewhere or before == ends[-1]:
+            found.append(Mark(part.said, {}))
         elif before:
-            found.append(Mark(piece.said, {SHARE: max(0.0001, round(before / total, 4))}))
+            found.append(Mark(part.said, {SHARE: max(0.0001, round(before / ends[-1], 4))}))
     return found
 
 
-def _pieces(value: object, name: str) -> Iterator[_Piece]:
-    """The parts of a field that can carry a mark: tools, blocks of the system prompt, messages and their blocks."""
+def _parts(value: object, name: str) -> Iterator[_Part]:
+    """What can carry a mark: tools, blocks of the system prompt, messages and their blocks."""
     if not isinstance(value, list):
-        yield _Piece(_characters(value, name), None)
+        if value is not None:
+            yield _Part(value, None)
         return
     for item in value:
         if not isinstance(item, dict):
-            yield _Piece(_characters(item, name), None)
+            yield _Part(item, None)
             continue
         content = item.get("content")
-        if isinstance(content, list):
-            rest = {key: part for key, part in item.items() if key not in ("content", name)}
-            yield _Piece(_characters(rest, name), None)
-            for block in content:
-                said = block.get(name) if isinstance(block, dict) else None
-                yield _Piece(_characters(block, name), said)
-            yield _Piece(0, item.get(name))
-        else:
-            yield _Piece(_characters(item, name), item.get(name))
+        if not isinstance(content, list):
+            yield _Part(item, item.get(name))
+            continue
+        if len(item) > 2:  # more than its role
+            yield _Part({key: part for key, part in item.items() if key != "content"}, None)
+        for block in content:
+            yield _Part(block, block.get(name) if isinstance(block, dict) else None)
+        if item.get(name) is not None:
+            yield _Part(None, item[name])
 
 
 def _characters(value: object, name: str) -> int:
@@ -99,6 +106,9 @@ def _characters(value: object, name: str) -> int:
                 continue
             for key, part in each.items():
                 if key != name and key not in _NOT_IN_PROMPT:
-                    count += len(key) if isinstance(key, str) else 0
-                    pending.append(part)
+                    count += len(key) if isinstance(key, str) and key not in _FRAMES else 0
+                    if isinstance(part, str):
+                        count += len(part)
+                    elif part is not None:
+                        pending.append(part)
     return count

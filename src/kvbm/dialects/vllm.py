@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from kvbm.dialects.raw import RawHint, flag, joined, over, retained_by_priority, whole_number
 
-PREFIX = "kvbm_"
 SESSION_HEADER = "x-session-id"
 PRIORITY_HEADER = "x-vllm-priority"
 OWN_ACTION = "kvbm.hint"
@@ -20,7 +19,10 @@ NO_SUCH_ACTION = "kv_hints action"
 """A part that the form does not have: `read_hint` rejects it, and so an action that is not ours is counted."""
 ACTIONS_MAX = 32
 
-_FLAGS = ("final", "prefetch", "demote", "store")
+_PREFIX = "kvbm_"
+_FLAGS = ("kvbm_final", "kvbm_prefetch", "kvbm_demote", "kvbm_store")
+FLAT_NAMES = ("kvbm_session", "kvbm_parent", "kvbm_expect_s", *_FLAGS)
+"""Parts of our form in `vllm_xargs`, which takes scalars and lists of them: ranges cannot be said there."""
 
 
 def of_fields(session_id: object, priority: object) -> RawHint:
@@ -41,14 +43,14 @@ def of_body(headers: Mapping[str, str], body: Mapping[str, object]) -> RawHint:
 
 
 def of_xargs(xargs: object) -> RawHint:
-    """Our parts by flat names, `kvbm_session` and so on: `vllm_xargs` takes scalars, and makes numbers of booleans."""
+    """Our parts by flat names. vLLM makes numbers of booleans. A name like ours that is none is rejected later."""
     if not isinstance(xargs, Mapping):
         return {}
     hint: RawHint = {}
     for name, said in xargs.items():
-        if isinstance(name, str) and name.startswith(PREFIX):
-            part = name.removeprefix(PREFIX)
-            hint[part] = flag(said) if part in _FLAGS else said
+        if isinstance(name, str) and name.startswith(_PREFIX):
+            part = name.removeprefix(_PREFIX) if name in FLAT_NAMES else name
+            hint[part] = flag(said) if name in _FLAGS else said
     return hint
 
 

@@ -238,7 +238,7 @@ def test_flat_names() -> None:
     assert read(of_xargs(xargs)) == Hint(
         session="s", parent="p", final=True, expect_s=3.5, prefetch=True, store=False
     )
-    assert rejected(of_xargs({"kvbm_colour": 1, "kvbm_final": "perhaps"})) == ["final", UNKNOWN]
+    assert rejected(of_xargs({"kvbm_retain": [1], "kvbm_final": "perhaps"})) == ["final", UNKNOWN]
 
 
 def envelope(*actions: tuple[str, str, object]) -> dict[str, object]:
