@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -103,7 +104,14 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Server:
-    return Server()
+    level = logging.root.level
+    try:
+        # Our own plug-in would set up logging for an engine's process, which this one is not.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("vllm.plugins.plugins_loaded", True)
+            return Server()
+    finally:
+        logging.root.setLevel(level)  # a package that the application takes in sets it
 
 
 def scheduled(parsed: Any) -> Request:
