@@ -36,6 +36,7 @@ OTHERS_FLAGS = {
     "--lora-paths",
     "--no-async-scheduling",
     "--kv-events-config",
+    "--middleware",
     "--otlp-traces-endpoint",
     "--basetemp",
     "--help",
