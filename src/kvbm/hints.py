@@ -20,6 +20,8 @@ EXPECT_S_MAX = 86_400.0
 RANGES_MAX = 32
 TOKENS_MAX = 1 << 31
 PRIORITY_MAX = 100
+NEUTRAL_PRIORITY = 35
+"""That of tokens of which nobody said anything: the default of TensorRT-LLM, on whose scale these priorities are."""
 TTL_S_MAX = 7 * 86_400.0
 VERDICTS_MAX = 2 * RANGES_MAX
 REASON_CHARACTERS_MAX = 200
@@ -66,8 +68,8 @@ class Verdict(NamedTuple):
 
 
 class Retain(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens from `start` up to `end` (None: to its end) are worth more: `priority` from 0 to 100. `min_ttl` and
-    `max_ttl` say for how many seconds at least and at most."""
+    """Prompt tokens from `start` up to `end` (None: to its end) are worth more: `priority` from 0 to 100, where
+    `NEUTRAL_PRIORITY` says nothing. `min_ttl` and `max_ttl` say for how many seconds at least and at most."""
 
     start: int = 0
     end: int | None = None

@@ -46,12 +46,12 @@ def test_a_hint_is_counted_answered_and_obeyed(launcher: Launcher) -> None:
             {"part": "unknown", "outcome": "rejected", "reason": "no such part"},
         ],
         "p11-2": [{"part": "session", "outcome": "accepted"}, {"part": "store", "outcome": "accepted"}],
-        "p11-3": [{"part": "hint", "outcome": "rejected", "reason": "not a mapping"}],
+        "p11-3": [{"part": "unknown", "outcome": "rejected", "reason": "no such part"}],
     }
     counted = launcher.metrics()
     assert counted['kvbm_hints_total{part="session",outcome="accepted",reason="none"}'] == 2
     assert counted['kvbm_hints_total{part="expect_s",outcome="clipped",reason="bound"}'] == 1
-    assert counted['kvbm_hints_total{part="hint",outcome="rejected",reason="form"}'] == 1
+    assert counted['kvbm_hints_total{part="unknown",outcome="rejected",reason="unknown"}'] == 2
 
     assert engine.call(reach.reset, connector=False, timeout_s=20.0)
     again = engine.run(

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvbm.dialects.marks import marks
-from kvbm.dialects.raw import NEUTRAL_PRIORITY, RawHint, seconds
+from kvbm.dialects.raw import RawHint, seconds
+from kvbm.hints import NEUTRAL_PRIORITY
 
 DEFAULT_TTL = "30m"
 IN_MEMORY_S = 3600

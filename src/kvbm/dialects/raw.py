@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from math import ceil
 from typing import TypeAlias
 
-from kvbm.hints import PRIORITY_MAX, RANGES_MAX
+from kvbm.hints import NEUTRAL_PRIORITY, PRIORITY_MAX, RANGES_MAX
 
 RawHint: TypeAlias = dict[str, object]
 """Parts of `hints.Hint` by name, of any type; empty where nothing was said."""
 
-NEUTRAL_PRIORITY = 35
-"""The priority of tokens of which nobody said anything: TensorRT-LLM's default, on whose scale ours is."""
 SHARE = "end_share"
 """In a range instead of `end`: its end as a share of the prompt, where the prompt's tokens are not counted yet."""
 

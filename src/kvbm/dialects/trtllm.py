@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbm.dialects.raw import NEUTRAL_PRIORITY, RawHint
-from kvbm.hints import RANGES_MAX
+from kvbm.dialects.raw import RawHint
+from kvbm.hints import NEUTRAL_PRIORITY, RANGES_MAX
 
 
 def hint_of_priorities(priorities: object, block_tokens: int, first_block: int = 0) -> RawHint:

@@ -163,10 +163,9 @@ class HostArena:
             self._let_go()
 
     def _let_go(self) -> None:
-        libc = _libc
         for region in self._regions:
             address = ctypes.addressof(ctypes.c_char.from_buffer(region))
-            libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(region)), mmap.MADV_DONTNEED)
+            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(region)), mmap.MADV_DONTNEED)
         self.close()
 
     def close(self) -> None:

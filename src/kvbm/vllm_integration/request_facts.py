@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from kvbm.hints import UNHINTED, ClientHint, Verdict, read_hint, tenant_digest
 from kvbm.leader.tracked import Told, readable
+from kvbm.vllm_integration.hints import hint_of
 
 _DIGEST_BYTES = 16
 
@@ -34,8 +35,7 @@ def told_of(request: Any, block_tokens: int) -> Told:
 
 def asker_of(request: Any) -> ClientHint:
     """Who sends a request of vLLM, and what they say of its future. Nothing that a client sends raises."""
-    said = getattr(request, "kv_transfer_params", None)
-    read = read_hint(said.get("kvbm") if isinstance(said, dict) else None)
+    read = read_hint(hint_of(request))
     salt = getattr(request, "cache_salt", None)
     tenant = tenant_digest(salt) if salt else ""
     return ClientHint(tenant, read.hint, read.verdicts) if tenant or read.verdicts else UNHINTED

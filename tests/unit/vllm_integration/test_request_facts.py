@@ -82,3 +82,6 @@ def test_a_hint_is_read_and_answered_part_by_part() -> None:
     assert answer(read_hint(7).verdicts) == {
         "kvbm_hints": [{"part": "hint", "outcome": "rejected", "reason": "not a mapping"}]
     }
+    nonsense = asker_of(request([1], kv_transfer_params={"kvbm": "text"}, session_id="s"))
+    assert nonsense.hint.session == "s", "one field that cannot be used keeps no other from being read"
+    assert [each.part for each in nonsense.verdicts] == ["session", "unknown"]
