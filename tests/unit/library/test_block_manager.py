@@ -413,20 +413,3 @@ def test_another_order_of_dimensions_at_the_same_address_is_another_cache() -> N
     copiers.of({"layer": tensor})
     with pytest.raises(kvbm.SettingsError, match="kv_cache"):
         copiers.of({"layer": tensor.transpose(1, 2)})
-
-
-def test_a_hint_changes_no_hit_and_is_answered(house: LocalHouse | SharedHouse) -> None:
-    rng, cache = random.Random(3), new_cache(1)
-    with house.open(host="1MB") as manager:
-        tokens = prompt(rng, 3)
-        manager.offload(tokens, cache, [0, 1, 2])
-        with manager.match(tokens, hint={"session": "s", "expect_s": -1}) as hit:
-            assert hit.blocks == 3
-            assert [(each.part, each.outcome.value) for each in hit.verdicts] == [
-                ("session", "accepted"),
-                ("expect_s", "rejected"),
-            ]
-        with manager.match(tokens, hint={"soon": 1}, extras=b"other") as hit:
-            assert (hit.blocks, [each.part for each in hit.verdicts]) == (0, ["unknown"])
-        with manager.match(tokens) as hit:
-            assert (hit.blocks, hit.verdicts) == (3, ())

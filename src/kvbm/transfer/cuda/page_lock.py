@@ -14,7 +14,7 @@ import logging
 import threading
 
 from kvbm.clock import Clock, monotonic
-from kvbm.tiers.host import populate_at
+from kvbm.pages import populate_at
 from kvbm.transfer.cuda.device import Device, first_line
 from kvbm.transfer.cuda.driver import CudaError, Driver
 from kvbm.transfer.cuda.lock_turns import LockTurns
