@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvbm.observe.metric_table import BY_NAME, MetricKind
+from kvbm.observe.metric_kinds import MetricKind
+from kvbm.observe.metric_table import BY_NAME
 
 WINDOW = "$__rate_interval"
 """Grafana's: long enough for a rate at any resolution."""

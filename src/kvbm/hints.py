@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+from blake3 import blake3
 
 NAME_CHARACTERS_MAX = 256
 EXPECT_S_MAX = 86_400.0
@@ -22,6 +23,7 @@ PRIORITY_MAX = 100
 TTL_S_MAX = 7 * 86_400.0
 VERDICTS_MAX = 2 * RANGES_MAX
 REASON_CHARACTERS_MAX = 200
+TENANT_CHARACTERS = 16
 UNKNOWN = "unknown"
 """Stands for all parts that the form does not have, so that their names need no counters."""
 WHOLE = "hint"
@@ -109,8 +111,7 @@ NOTHING_READ = ReadHint()
 
 
 class ClientHint(NamedTuple):
-    """Who asks, what they say, and what became of each part of that so far. `tenant` is a digest of the request's cache
-    salt; empty without one."""
+    """Who asks, what they say, and what became of each part of that so far. `tenant` is who it is (`tenant_of`)."""
 
     tenant: str = ""
     hint: Hint = NO_HINT
@@ -118,6 +119,11 @@ class ClientHint(NamedTuple):
 
 
 UNHINTED = ClientHint()
+
+
+def tenant_of(salt: str) -> str:
+    """The name of a client by its cache salt, which may be a secret: a digest. Empty without a salt."""
+    return blake3(salt.encode(errors="surrogatepass")).hexdigest()[:TENANT_CHARACTERS] if salt else ""
 
 
 class _Unusable(Exception):

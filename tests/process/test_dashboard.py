@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import kvbm
-from kvbm.observe.metric_table import TABLE, MetricKind
+from kvbm.observe.metric_kinds import MetricKind
+from kvbm.observe.metric_table import TABLE
 from rigs.checkout import ROOT
 from rigs.library import NAMESPACE, layout
 from rigs.manager_probe import SharedManager, wait_for

@@ -5,7 +5,7 @@ A leader has read it already; another client of the socket may not have, so noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvbm.hints import ClientHint, Verdict, from_tuples, read_hint
 from kvbm.observe.metrics import Metrics
@@ -27,6 +27,12 @@ def count(verdicts: Iterable[Verdict], metrics: Metrics) -> None:
     """Count what became of each part."""
     for part, outcome, _, why in verdicts:
         metrics.add("kvbm_hints_total", part=part, outcome=outcome.value, reason=why.value)
+
+
+def settled(read: Iterable[Verdict], decided: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """The final verdict of each part: what was decided here, or else what became of it where it was read."""
+    parts = {verdict.part for verdict in decided}
+    return (*(verdict for verdict in read if verdict.part not in parts), *decided)
 
 
 def word_of(asker: ClientHint) -> ClientWord | None:
