@@ -1,4 +1,4 @@
-"""The table of named sessions: which chain, who grows, whose blocks are shared, and its bounds against a dict oracle."""
+"""The table of named sessions: which chain, who grows, whose blocks are shared; its bounds against a dict oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ FORK = chain_keys(bytes(32), [*range(8), *range(900, 1000)], 4)
 
 
 def asked(
-    sessions: KnownSessions, name: str, keys: list[BlockKey], reached: int = 0, tenant: str = "", **said: object
+    sessions: KnownSessions,
+    name: str,
+    keys: list[BlockKey],
+    reached: int = 0,
+    tenant: str = "",
+    **said: object,
 ) -> KnownSession:
     session = sessions.asked(tenant, Hint(session=name, **said), keys, reached)  # type: ignore[arg-type]  # a hint's
     assert session is not None
@@ -147,8 +152,8 @@ class SessionsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sessions = KnownSessions(SESSIONS_MAX, KEYS_MAX)
-        # In the order in which they were used.
-        self.chains: dict[tuple[str, str], list[BlockKey]] = {}
+        # Tenants in the order in which they came, and of each its chains in the order in which they were used.
+        self.model: dict[str, dict[str, list[BlockKey]]] = {}
 
     @rule(
         tenant=st.sampled_from(TENANTS),
@@ -160,16 +165,20 @@ class SessionsMachine(RuleBasedStateMachine):
     def ask(self, tenant: str, name: str, fork: bool, length: int, reached: int) -> None:
         keys = (FORK if fork else KEYS)[:length]
         self.sessions.asked(tenant, Hint(session=name), keys, min(reached, length))
-        before = self.chains.pop((tenant, name), [])
-        self.chains[tenant, name] = before if before[:length] == keys else keys
-        self.make_room(tenant)
+        chains = self.model.setdefault(tenant, {})
+        before = chains.pop(name, [])
+        chains[name] = before if before[:length] == keys else keys
+        while sum(map(len, self.model.values())) > SESSIONS_MAX:
+            self.lose(tenant, {each: len(chains) for each, chains in self.model.items()})
+        while sum(map(len, self.chains())) > KEYS_MAX:
+            self.lose(tenant, {each: sum(map(len, chains.values())) for each, chains in self.model.items()})
 
     @rule(tenant=st.sampled_from(TENANTS), name=st.sampled_from(NAMES))
     def look_up(self, tenant: str, name: str) -> None:
-        found = self.sessions.get(tenant, name)
-        assert (found is not None) == ((tenant, name) in self.chains)
+        found, chains = self.sessions.get(tenant, name), self.model.get(tenant, {})
+        assert (found is not None) == (name in chains)
         if found is not None:
-            self.chains[tenant, name] = self.chains.pop((tenant, name))
+            chains[name] = chains.pop(name)
 
     @rule(tenant=st.sampled_from(TENANTS), name=st.sampled_from(NAMES))
     def drop(self, tenant: str, name: str) -> None:
@@ -177,52 +186,50 @@ class SessionsMachine(RuleBasedStateMachine):
         if found is not None:
             self.sessions.drop(found)
             self.sessions.drop(found)
-            del self.chains[tenant, name]
+            self.forget(tenant, name)
 
     @rule(fork=st.booleans(), length=st.integers(1, 12))
     def end(self, fork: bool, length: int) -> None:
         self.sessions.finished((FORK if fork else KEYS)[length - 1], 0.0)
 
-    def make_room(self, tenant: str) -> None:
-        def parts(weight: bool) -> dict[str, int]:
-            found: dict[str, int] = {}
-            for (each, _), chain in self.chains.items():
-                found[each] = found.get(each, 0) + (len(chain) if weight else 1)
-            return found
+    def lose(self, tenant: str, parts: dict[str, int]) -> None:
+        most = max(parts.values())
+        over = parts.get(tenant, 0) > sum(parts.values()) / len(parts)
+        loser = tenant if over else next(each for each, part in parts.items() if part == most)
+        self.forget(loser, next(iter(self.model[loser])))
 
-        for weight, most in ((False, SESSIONS_MAX), (True, KEYS_MAX)):
-            while sum(parts(weight).values()) > most:
-                have = parts(weight)
-                over = have.get(tenant, 0) * len(have) > sum(have.values())
-                loser = {tenant} if over else {each for each in have if have[each] == max(have.values())}
-                gone = {key for key in self.chains if key[0] in loser and key not in self.known()}
-                assert len({each for each, _ in gone}) >= 1, "nobody of those who have most lost one"
-                oldest = next(key for key in self.chains if key in gone)
-                del self.chains[oldest]
+    def forget(self, tenant: str, name: str) -> None:
+        del self.model[tenant][name]
+        if not self.model[tenant]:
+            del self.model[tenant]
 
-    def known(self) -> set[tuple[str, str]]:
-        return {(tenant, name) for tenant, found in self.sessions._tenants.items() for name in found}
+    def chains(self) -> list[list[BlockKey]]:
+        return [chain for chains in self.model.values() for chain in chains.values()]
 
     @invariant()
     def the_same_sessions(self) -> None:
-        assert self.known() == set(self.chains)
-        for (tenant, name), chain in self.chains.items():
-            session = self.sessions._tenants[tenant][name]
-            assert session.keys() == chain
-            assert 0 <= session.own_from <= len(chain)
-            assert 0 < session.grown <= len(chain)
+        tenants = self.sessions._tenants
+        assert {tenant: list(found) for tenant, found in tenants.items()} == {
+            tenant: list(chains) for tenant, chains in self.model.items()
+        }
+        for tenant, chains in self.model.items():
+            for name, chain in chains.items():
+                session = tenants[tenant][name]
+                assert session.keys() == chain
+                assert 0 <= session.own_from <= len(chain)
+                assert 0 < session.grown <= len(chain)
 
     @invariant()
     def within_bounds(self) -> None:
-        assert self.sessions.count == len(self.chains) <= SESSIONS_MAX
-        assert self.sessions.key_count == sum(map(len, self.chains.values())) <= KEYS_MAX
+        assert self.sessions.count == len(self.chains()) <= SESSIONS_MAX
+        assert self.sessions.key_count == sum(map(len, self.chains())) <= KEYS_MAX
 
     @invariant()
     def the_indices_name_known_sessions_only(self) -> None:
         for places in (self.sessions._running, self.sessions._growing, self.sessions._own):
             for key, found in places.by_key.items():
                 assert found
-                assert all(session.known and key in session.keys() for session in found)
+                assert all(session.known and session.keys().count(key) == 1 for session in found)
 
 
 TestSessionsMachine = SessionsMachine.TestCase
