@@ -302,6 +302,33 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        "What clients say",
+        (
+            Panel(
+                "Hints",
+                "ops",
+                "Parts of hints by what became of them. Many that are rejected: a client's form, or a bound.",
+                (_rate("kvbm_hints_total", by=("part", "outcome", "reason")),),
+            ),
+            Panel(
+                "Brought up before it was asked for",
+                "short",
+                "Blocks a second from disk to host memory, by cause; and those that were not brought up for want of "
+                "room.",
+                (
+                    _rate("kvbm_prefetched_blocks_total", by=("cause",)),
+                    _rate("kvbm_prefetch_refused_blocks_total", "{{cause}} refused", ("cause",)),
+                ),
+            ),
+            Panel(
+                "Was it of use?",
+                "short",
+                "What became of those blocks. Many that are evicted or unasked: clients expect what does not come.",
+                (_rate("kvbm_prefetched_blocks_ended_total", by=("cause", "fate")),),
+            ),
+        ),
+    ),
+    Row(
         "Health",
         (
             Panel(
