@@ -46,7 +46,7 @@ class Foresight:
     ) -> None:
         self._tiers = tiers
         self._clock = clock
-        self._on = on
+        self.on = on
         self._grouping = Grouping(groups) if groups else None
         self.sessions = KnownSessions()
         self.prefetching = Prefetching(tiers, metrics, clock)
@@ -58,12 +58,12 @@ class Foresight:
         """A request came for this chain, of which the first `reached` blocks were held. Verdicts on those parts of its
         hint that are not done as they were said; of the others there is none. `again`: it is not its first lookup."""
         hint = asker.hint
-        if not self._on:
+        if not self.on:
             return _without_tier(hint)
         self.prefetching.asked(keys)
         named = self.sessions.get(asker.tenant, hint.session) if hint.session is not None else None
         known = _beyond(named, keys) if named is not None and hint.prefetch else b""
-        if named is not None:
+        if named is not None and not again:
             self.prefetching.cancel(named)
             self._letting_go.cancel(named)
         session = self.sessions.asked(asker.tenant, hint, keys, reached)
@@ -120,7 +120,7 @@ class Foresight:
 
     def advance(self) -> bool:
         """Begin what it is time for. Whether it is to be called again at once."""
-        if not self._on:
+        if not self.on:
             return False
         now_s = self._clock()
         while (session := self.sessions.next_look(now_s)) is not None:

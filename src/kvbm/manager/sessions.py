@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -102,6 +102,7 @@ class KnownSessions:
         # The least recently named first.
         self._tenants: dict[str, OrderedDict[str, KnownSession]] = {}
         self._keys_of: dict[str, int] = {}
+        self._count_of: dict[str, int] = {}
         self.count = 0
         """Known sessions."""
         self.key_count = 0
@@ -186,9 +187,10 @@ class KnownSessions:
         of_tenant = self._tenants[session.tenant]
         del of_tenant[session.name]
         self._count_keys(session.tenant, -len(session))
+        self._count_of[session.tenant] -= 1
         self.count -= 1
         if not of_tenant:
-            del self._tenants[session.tenant], self._keys_of[session.tenant]
+            del self._tenants[session.tenant], self._keys_of[session.tenant], self._count_of[session.tenant]
         for places in (self._running, self._growing, self._own):
             places.remove(session)
         session.chain = bytearray()  # it may be waited for still
@@ -220,6 +222,7 @@ class KnownSessions:
             session = KnownSession(tenant, name)
             self._tenants.setdefault(tenant, OrderedDict())[name] = session
             self._keys_of.setdefault(tenant, 0)
+            self._count_of[tenant] = self._count_of.get(tenant, 0) + 1
             self.count += 1
         return session
 
@@ -255,14 +258,15 @@ class KnownSessions:
 
     def _make_room(self, tenant: str) -> None:
         while self.count > self._sessions_max:
-            self._drop_oldest(lambda each: len(self._tenants.get(each, ())), self.count, tenant)
+            self._drop_oldest(self._count_of, self.count, tenant)
         while self.key_count > self._keys_max:
-            self._drop_oldest(lambda each: self._keys_of.get(each, 0), self.key_count, tenant)
+            self._drop_oldest(self._keys_of, self.key_count, tenant)
 
-    def _drop_oldest(self, part: Callable[[str], int], total: int, tenant: str) -> None:
+    def _drop_oldest(self, parts: dict[str, int], total: int, tenant: str) -> None:
         """Drop the session that was named least recently: of this tenant where it has more than an equal part of the
         total, else of the one that has the most."""
-        largest = tenant if part(tenant) * len(self._tenants) > total else max(self._tenants, key=part)
+        mine = parts.get(tenant, 0)
+        largest = tenant if mine * len(parts) > total else max(parts, key=parts.__getitem__)
         self.drop(next(iter(self._tenants[largest].values())))
 
     def _count_keys(self, tenant: str, more: int) -> None:

@@ -351,6 +351,7 @@ class Space:
 
     def close(self, keep: bool) -> None:
         """Write queued blocks (bounded in time), release the tiers."""
+        self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         if self.disk is not None:

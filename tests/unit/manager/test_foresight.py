@@ -110,6 +110,29 @@ def test_prefetch_brings_up_what_is_known_of_the_session_beyond_the_request(room
     assert metric(roomy, "prefetched_blocks", cause="session") == 7
 
 
+def test_a_second_lookup_of_the_request_does_not_end_what_the_first_began(make: Callable[..., Bench]) -> None:
+    bench = make(host_slots=64, disk_slots=128, pending_limit=64)
+    turn(bench, KEYS[:6], [], session="a")
+    bench.only_on_disk(OTHER[:3])
+    bench.space.clear("host")
+    bench.space.lookup(ME, 900, OTHER[:3], 0)
+    for again in (False, True):
+        assert hears(bench, CHAINS[0][:1], again=again, session="a", prefetch=True) == ()
+        assert bench.space.foresight.prefetching.coming == 6
+    bench.finish_all()
+    assert on_host(bench, KEYS[:6]) == 6
+
+
+def test_a_space_that_ends_begins_no_more_reads(roomy: Bench) -> None:
+    turn(roomy, KEYS[:6], [], session="a")
+    roomy.only_on_disk(OTHER[:3])
+    roomy.space.clear("host")
+    roomy.space.lookup(ME, 900, OTHER[:3], 0)
+    hears(roomy, CHAINS[0][:1], session="a", prefetch=True)
+    roomy.stop()
+    assert len(roomy.space.leases) == 0
+
+
 def test_a_new_session_brings_up_its_parents(roomy: Bench) -> None:
     turn(roomy, KEYS[:4], KEYS[4:6], session="a")
     roomy.space.clear("host")
