@@ -7,30 +7,52 @@ from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from kvbm.grouping import at_once
 from kvbm.hints import ClientHint, read_hint
 from kvbm.manager import prefetching
+from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.prefetching import Cause
-from model.manager_machine import CHAINS, chains, positions
-from model.test_manager_machine import FakeTierMachine
+from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from kvbm.tiers.contract import SlotTier
+from model.manager_machine import CHAINS, DISK_SLOTS, LAYOUT, ManagerMachine, chains, pick, positions
 
 tenants = st.sampled_from(["", "one"])
 names = st.sampled_from(["a", "b", None])
 
 
-class SessionsMachine(FakeTierMachine):
+class SessionsMachine(ManagerMachine):
     """Clients name sessions, expect, demand and end; operators prefetch; time passes."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.medium = FakeMedium(LAYOUT, DISK_SLOTS)
         self.patches = [
             mock.patch.object(prefetching, "PREFETCHED_SHARE", 1.0),
             mock.patch.object(prefetching, "PIECE_BLOCKS", 2),
         ]
         for patch in self.patches:
             patch.start()
+
+    def make_tier(self) -> SlotTier | None:
+        return FakeTier(self.medium, pending_limit=3)
+
+    @rule(first=positions)
+    def one_completes(self, first: int) -> None:
+        self.fake.release(1, first)
+        self.space.pump()
+
+    @rule()
+    def all_complete(self) -> None:
+        for _ in range(4):
+            self.fake.release()
+            self.space.pump()
+
+    @precondition(lambda self: self.calm)
+    @rule(slot=st.integers(0, DISK_SLOTS - 1), byte=pick)
+    def flip_a_bit(self, slot: int, byte: int) -> None:
+        self.medium.corrupt(slot, byte)
 
     @rule(
         tenant=tenants,
@@ -104,12 +126,29 @@ class SessionsMachine(FakeTierMachine):
         assert brings._taken == +taken
         assert taken.total() <= brings.blocks_max
 
+    @precondition(lambda self: self.calm)
+    @rule()
+    def break_down(self) -> None:
+        self.calm_steps = 0
+        self.fake.break_down()
+
+    @rule()
+    def mend(self) -> None:
+        self.fake.mend()
+        self.clock.advance(HEAL_INTERVAL_S)
+        self.space.pump()
+
+    def _heal_everything(self) -> None:
+        self.fake.mend()
+        self.clock.advance(HEAL_INTERVAL_S)
+
     def teardown(self) -> None:
         try:
             super().teardown()
             if hasattr(self, "space"):
                 assert self.space.foresight.prefetching._piece is None
         finally:
+            self.medium.close()
             for patch in self.patches:
                 patch.stop()
 
