@@ -183,7 +183,7 @@ class Pin(Message, frozen=True, kw_only=True, tag="pin"):
 
 class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
     """Bring the blocks up to host memory that a session would ask for next. `session` is its client's name, and
-    `tenant` a digest of that client's cache salt (`hints.tenant_of`), empty without one."""
+    `tenant` a digest of that client's cache salt (`hints.tenant_digest`), empty without one."""
 
     fingerprint: str
     session: str

@@ -23,7 +23,6 @@ PRIORITY_MAX = 100
 TTL_S_MAX = 7 * 86_400.0
 VERDICTS_MAX = 2 * RANGES_MAX
 REASON_CHARACTERS_MAX = 200
-TENANT_CHARACTERS = 16
 UNKNOWN = "unknown"
 """Stands for all parts that the form does not have, so that their names need no counters."""
 WHOLE = "hint"
@@ -111,7 +110,8 @@ NOTHING_READ = ReadHint()
 
 
 class ClientHint(NamedTuple):
-    """Who asks, what they say, and what became of each part of that so far. `tenant` is who it is (`tenant_of`)."""
+    """Who asks, what they say, and what became of each part of that so far. `tenant` is a digest of the request's cache
+    salt; empty without one."""
 
     tenant: str = ""
     hint: Hint = NO_HINT
@@ -119,11 +119,6 @@ class ClientHint(NamedTuple):
 
 
 UNHINTED = ClientHint()
-
-
-def tenant_of(salt: str) -> str:
-    """The name of a client by its cache salt, which may be a secret: a digest. Empty without a salt."""
-    return blake3(salt.encode(errors="surrogatepass")).hexdigest()[:TENANT_CHARACTERS] if salt else ""
 
 
 class _Unusable(Exception):
@@ -178,6 +173,12 @@ def from_tuples(told: Iterable[tuple[str, str, str, str]]) -> tuple[Verdict, ...
         for part, outcome, reason, why in found
         if part in PARTS and outcome in _OUTCOMES and why in _WHYS
     )
+
+
+def tenant_digest(salt: str | bytes) -> str:
+    """How a request's cache salt is named where the text need not be known: 16 hex digits."""
+    text = salt.encode(errors="surrogatepass") if isinstance(salt, str) else salt
+    return blake3(text).hexdigest(length=8)
 
 
 _OUTCOMES = {each.value: each for each in Outcome}

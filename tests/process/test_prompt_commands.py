@@ -13,7 +13,7 @@ import pytest
 from kvbm.cli.prompts import candidates, read_prompt
 from kvbm.errors import SettingsError
 from kvbm.hashing import join_keys
-from kvbm.hints import tenant_of
+from kvbm.hints import tenant_digest
 from kvbm.protocol import Lookup, LookupReply, Release
 from kvbm.testing.tiny_model import make_model
 from kvbm.vllm_integration.request_facts import prompt_digest
@@ -94,7 +94,7 @@ def test_prefetch_brings_a_prompt_up_from_disk(node: Node, prompt: str) -> None:
 def test_prefetch_brings_a_session_up_from_disk(node: Node) -> None:
     engine, keys = stored(node, node.manage())
     said = {"session": "conversation-7"}
-    lookup = Lookup(lookup=900, keys=join_keys(keys), hint=said, tenant=tenant_of("a secret"))
+    lookup = Lookup(lookup=900, keys=join_keys(keys), hint=said, tenant=tenant_digest("a secret"))
     engine.leader.send(lookup)
     engine.expect(LookupReply)
     engine.leader.send(Release(lookup=900))

@@ -19,7 +19,7 @@ from kvbm.cli.prompt_commands import (
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
 from kvbm.hashing import join_keys
-from kvbm.hints import NAME_CHARACTERS_MAX, tenant_of
+from kvbm.hints import NAME_CHARACTERS_MAX, tenant_digest
 from kvbm.present.tables import json_text
 
 app = typer.Typer(rich_markup_mode=None)
@@ -65,7 +65,9 @@ def prefetch(
         settings = settings_for(manager)
         with Admin(choose_manager(settings), settings) as admin:
             space = choose_space(admin.ask(Describe(), Description).spaces, namespace, model)
-            named = Prefetch(fingerprint=space.fingerprint, session=session, tenant=tenant_of(salt))
+            named = Prefetch(
+                fingerprint=space.fingerprint, session=session, tenant=tenant_digest(salt) if salt else ""
+            )
             reply = admin.ask(named, Prefetched)
             refuse(admin, reply.refusal)
         asked = reply.asked

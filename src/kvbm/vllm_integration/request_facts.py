@@ -13,7 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvbm.hints import UNHINTED, ClientHint, Verdict, read_hint, tenant_of
+from kvbm.hints import UNHINTED, ClientHint, Verdict, read_hint, tenant_digest
 from kvbm.leader.tracked import Told, readable
 
 _DIGEST_BYTES = 16
@@ -36,7 +36,8 @@ def asker_of(request: Any) -> ClientHint:
     """Who sends a request of vLLM, and what they say of its future. Nothing that a client sends raises."""
     said = getattr(request, "kv_transfer_params", None)
     read = read_hint(said.get("kvbm") if isinstance(said, dict) else None)
-    tenant = tenant_of(getattr(request, "cache_salt", None) or "")
+    salt = getattr(request, "cache_salt", None)
+    tenant = tenant_digest(salt) if salt else ""
     return ClientHint(tenant, read.hint, read.verdicts) if tenant or read.verdicts else UNHINTED
 
 

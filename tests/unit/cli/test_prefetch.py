@@ -16,7 +16,7 @@ from kvbm.cli.web import documents as doc
 from kvbm.cli.web.operations import OPERATIONS, ManagerGate
 from kvbm.cli.web.troubles import Denied
 from kvbm.errors import ManagerRefused, SettingsError
-from kvbm.hints import NAME_CHARACTERS_MAX, tenant_of
+from kvbm.hints import NAME_CHARACTERS_MAX, tenant_digest
 
 SPACE = SpaceReport(
     namespace="abc", fingerprint="abcdef", model="m", fields=(), ephemeral=False, staging=False, block_tokens=4,
@@ -48,7 +48,7 @@ class PlayedAdmin:
         assert (type(request), kind) == (Prefetch, Prefetched)
         if request.session == "refused":
             return Prefetched(refusal="the prefetches take all")
-        known = (request.session, request.tenant) == ("s", tenant_of("salt"))
+        known = (request.session, request.tenant) == ("s", tenant_digest("salt"))
         return Prefetched(known=known, asked=6, blocks=5, ready=2) if known else Prefetched()
 
 

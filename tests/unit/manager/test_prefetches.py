@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.admin_protocol import Describe, Description, Pin, Pinned, Prefetch, Prefetched
 from kvbm.hashing import join_keys
-from kvbm.hints import tenant_of
+from kvbm.hints import tenant_digest
 from kvbm.manager.leases import PREFETCHES
 from kvbm.protocol import Finished, Release, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeMedium, FakeTier
@@ -17,7 +17,7 @@ from rigs.resizing import come_back, operator, resize, sent_away
 
 FINGERPRINT = NAMESPACE.fingerprint.hex()
 SALT = "a secret"
-TENANT = tenant_of(SALT)
+TENANT = tenant_digest(SALT)
 
 
 @pytest.fixture

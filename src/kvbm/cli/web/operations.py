@@ -48,7 +48,7 @@ from kvbm.client.admin import Admin
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.hashing import join_keys
-from kvbm.hints import tenant_of
+from kvbm.hints import tenant_digest
 from kvbm.observe.view import look, start_of
 from kvbm.protocol import Reset, ResetReply
 from kvbm.settings import Settings
@@ -242,7 +242,7 @@ def _prefetch(gate: ManagerGate, given: doc.PrefetchBody) -> doc.PrefetchDone:
         return doc.PrefetchDone(coming=reply.blocks - reply.ready, ready=reply.ready, blocks=asked)
     with gate.session() as admin:
         space = _space(admin, given.namespace, given.model)
-        tenant = tenant_of(given.salt)
+        tenant = tenant_digest(given.salt) if given.salt else ""
         request = Prefetch(fingerprint=space.fingerprint, session=given.session, tenant=tenant)
         found = admin.ask(request, Prefetched)
     if found.refusal:
