@@ -9,6 +9,7 @@ from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
+from kvbm.hints import as_tuples, latest
 from kvbm.manager.followers import Followers
 from kvbm.manager.hearing import count, heard
 from kvbm.manager.history import UNAVAILABLE, History
@@ -96,6 +97,8 @@ class Requests:
             lease, no_room, refused, full = yield from space.looking_up(
                 session.number, message.lookup, keys, message.skip, asker
             )
+            reached = message.skip + len(space.prompt_sources(lease)) + no_room + refused
+            decided = yield from space.heard(asker, keys, max(reached, full), message.again)
         finally:
             self._unanswered.discard(name)
         if self._membership.led_by(session) is not engine:  # it lost a rank meanwhile
@@ -105,7 +108,7 @@ class Requests:
         if message.again:
             self._traffic.tried_again("lookup")
         else:  # it is the same request's
-            count(asker.verdicts, self._traffic.metrics)
+            count(latest(asker.verdicts, decided), self._traffic.metrics)
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.prompt_sources(lease), len(keys) - message.skip
         on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
@@ -114,8 +117,13 @@ class Requests:
         self._traffic.asked(engine.label, space.layout, asked, counted)
         why = self._history.looked_up(session.number, message, keys, space, counted, no_room + refused, full)
         self._traffic.missed(why)
+        verdicts = as_tuples(decided)
         if lease is None:
-            session.send(LookupReply(lookup=message.lookup, no_room=no_room, refused=refused, full=full))
+            session.send(
+                LookupReply(
+                    lookup=message.lookup, no_room=no_room, refused=refused, full=full, verdicts=verdicts
+                )
+            )
             return
         session.send(
             LookupReply(
@@ -129,6 +137,7 @@ class Requests:
                 arrival_s=space.arrival_s(lease),
                 boundary=lease.boundary,
                 full=full,
+                verdicts=verdicts,
             )
         )
 
