@@ -13,6 +13,7 @@ import msgspec
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
+from kvbm.grouping import at_once
 from kvbm.hashing import EngineKeys
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout, Namespace
@@ -133,8 +134,11 @@ class LocalSpace:
         del told  # nobody asks a program why
         number = next(self._numbers)
         self.space.pump()
-        lease = self.space.lookup(_OWNER, number, keys, min(skip, len(keys)), asker)
-        return Looked(_LocalRun(number, lease, self.space) if lease is not None else None)
+        skip = min(skip, len(keys))
+        lease = self.space.lookup(_OWNER, number, keys, skip, asker)
+        reached = skip + len(self.space.prompt_sources(lease))
+        decided = at_once(self.space.heard(asker, keys, reached)) if asker.verdicts else ()
+        return Looked(_LocalRun(number, lease, self.space) if lease is not None else None, decided)
 
     def descriptors(self) -> tuple[int, ...]:
         return ()

@@ -34,5 +34,10 @@ def test_a_hint_changes_no_hit_and_is_answered(house: LocalHouse | SharedHouse) 
             ]
         with manager.match(tokens, hint={"soon": 1}, extras=b"other") as hit:
             assert (hit.blocks, [each.part for each in hit.verdicts]) == (0, ["unknown"])
+        with manager.match(tokens, hint={"session": "s", "prefetch": True}) as hit:
+            (_, prefetch) = hit.verdicts
+            assert (prefetch.part, prefetch.why.value) == ("prefetch", "nothing"), (
+                "there is no disk to read from"
+            )
         with manager.match(tokens) as hit:
             assert (hit.blocks, hit.verdicts) == (3, ())
