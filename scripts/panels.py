@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvbm.observe.metric_table import BY_NAME, MetricKind
+from kvbm.observe.metric_kinds import MetricKind
+from kvbm.observe.metric_table import BY_NAME
 
 WINDOW = "$__rate_interval"
 """Grafana's: long enough for a rate at any resolution."""
@@ -308,6 +309,33 @@ ROWS: tuple[Row, ...] = (
                 "short",
                 "Since the start. High: the disk wears for little; a stricter admission policy helps.",
                 (Query(f"kvbm_disk_write_bytes_per_hit_byte{CHOSEN}", "{{instance}}"),),
+            ),
+        ),
+    ),
+    Row(
+        "What clients say",
+        (
+            Panel(
+                "Hints",
+                "ops",
+                "Parts of hints by what became of them. Many that are rejected: a client's form, or a bound.",
+                (_rate("kvbm_hints_total", by=("part", "outcome", "reason")),),
+            ),
+            Panel(
+                "Brought up before it was asked for",
+                "short",
+                "Blocks a second from disk to host memory, by cause; and those that were not brought up for want of "
+                "room.",
+                (
+                    _rate("kvbm_prefetched_blocks_total", by=("cause",)),
+                    _rate("kvbm_prefetch_refused_blocks_total", "{{cause}} refused", ("cause",)),
+                ),
+            ),
+            Panel(
+                "Was it of use?",
+                "short",
+                "What became of those blocks. Many that are evicted or unasked: clients expect what does not come.",
+                (_rate("kvbm_prefetched_blocks_ended_total", by=("cause", "fate")),),
             ),
         ),
     ),

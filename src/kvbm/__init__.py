@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvbm.groups import Group, GroupKind
     from kvbm.hashing import Chain
     from kvbm.layout import BlockLayout, Namespace
-    from kvbm.library.block_manager import BlockManager, Hit
+    from kvbm.library.block_manager import BlockManager
+    from kvbm.library.hit import Hit
 
 __all__ = [
     "BlockKey",

@@ -41,7 +41,7 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `fields` are the parts of its fingerprint, by name. `staging`: host memory is only the way to disk. `fault` is empty
     unless the whole namespace is off. `onboard_blocks` are queued or being read from disk, `offload_blocks` queued or
-    being written to it.
+    being written to it. `named_sessions` are known of those that clients have named.
     """
 
     namespace: str
@@ -58,6 +58,7 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
     offload_blocks: int
     leases: int
     reservations: int
+    named_sessions: int = 0
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,12 +177,22 @@ class FindPrefix(Message, frozen=True, kw_only=True, tag="prefix?"):
 class Pin(Message, frozen=True, kw_only=True, tag="pin"):
     """Bring a chain's blocks up to host memory, as far as they are held, and keep them there for `seconds`.
 
-    With 0 seconds it is a prefetch: nothing keeps them once they have arrived. A pin of the same chain is replaced.
+    With 0 seconds it is a prefetch: they come when no engine waits for a read, and nothing keeps them once they have
+    arrived. A pin of the same chain is replaced.
     """
 
     fingerprint: str
     keys: bytes
     seconds: float
+
+
+class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
+    """Bring the blocks up to host memory that a session would ask for next. `session` is its client's name, and
+    `tenant` a digest of that client's cache salt (`hints.tenant_digest`), empty without one."""
+
+    fingerprint: str
+    session: str
+    tenant: str = ""
 
 
 class Unpin(Message, frozen=True, kw_only=True, tag="unpin"):
@@ -271,9 +282,22 @@ class PrefixFound(Message, frozen=True, kw_only=True, tag="prefix"):
 class Pinned(Message, frozen=True, kw_only=True, tag="pinned"):
     """`blocks` leading blocks of the chain are held now or on their way up; `ready` lie in host memory already.
 
-    All pins of the namespace together may hold `blocks_max`. `refusal` says in one line why nothing was done.
+    All pins of the namespace together may hold `blocks_max`, and so many may be on their way by prefetches. `refusal`
+    says in one line why nothing was done.
     """
 
+    blocks: int = 0
+    ready: int = 0
+    blocks_max: int = 0
+    refusal: str = ""
+
+
+class Prefetched(Message, frozen=True, kw_only=True, tag="prefetched"):
+    """As `Pinned`, of a session; `asked` is how many blocks are known of it, where it is `known`. What is on its way
+    comes when no engine waits for a read."""
+
+    known: bool = False
+    asked: int = 0
     blocks: int = 0
     ready: int = 0
     blocks_max: int = 0
@@ -331,10 +355,29 @@ class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
 
 
 AdminRequest: TypeAlias = (
-    Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | WhyPrompt | FindPrefix | Pin | Unpin | Resize
+    Describe
+    | ListBlocks
+    | ListLeases
+    | Snapshot
+    | WhyQuery
+    | WhyPrompt
+    | FindPrefix
+    | Pin
+    | Prefetch
+    | Unpin
+    | Resize
 )
 AdminReply: TypeAlias = (
-    Description | BlockPage | LeasePage | SnapshotReply | WhyReply | PrefixFound | Pinned | Unpinned | Resized
+    Description
+    | BlockPage
+    | LeasePage
+    | SnapshotReply
+    | WhyReply
+    | PrefixFound
+    | Pinned
+    | Prefetched
+    | Unpinned
+    | Resized
 )
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply

@@ -53,6 +53,8 @@ class Grouping:
         self._full = [n for n, group in enumerate(groups) if group.kind is GroupKind.FULL]
         self.plain = len(self._full) == 1 and self.groups[self._full[0]].span == 1
         """The chain is one group's, and has a block for each of the layout."""
+        self.plain_group = self._full[0] if self.plain else None
+        """That group's number."""
         self._others = [n for n, group in enumerate(groups) if group.kind is not GroupKind.FULL]
 
     def floor(self, blocks: int) -> int:

@@ -13,12 +13,15 @@ from math import isfinite
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+from blake3 import blake3
 
 NAME_CHARACTERS_MAX = 256
 EXPECT_S_MAX = 86_400.0
 RANGES_MAX = 32
 TOKENS_MAX = 1 << 31
 PRIORITY_MAX = 100
+NEUTRAL_PRIORITY = 35
+"""That of tokens of which nobody said anything: the default of TensorRT-LLM, on whose scale these priorities are."""
 TTL_S_MAX = 7 * 86_400.0
 VERDICTS_MAX = 2 * RANGES_MAX
 REASON_CHARACTERS_MAX = 200
@@ -65,8 +68,8 @@ class Verdict(NamedTuple):
 
 
 class Retain(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens from `start` up to `end` (None: to its end) are worth more: `priority` from 0 to 100. `min_ttl` and
-    `max_ttl` say for how many seconds at least and at most."""
+    """Prompt tokens from `start` up to `end` (None: to its end) are worth more: `priority` from 0 to 100, where
+    `NEUTRAL_PRIORITY` says nothing. `min_ttl` and `max_ttl` say for how many seconds at least and at most."""
 
     start: int = 0
     end: int | None = None
@@ -172,6 +175,18 @@ def from_tuples(told: Iterable[tuple[str, str, str, str]]) -> tuple[Verdict, ...
         for part, outcome, reason, why in found
         if part in PARTS and outcome in _OUTCOMES and why in _WHYS
     )
+
+
+def latest(first: tuple[Verdict, ...], later: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
+    """The verdicts of `first`, but those of parts of which `later` has others."""
+    parts = {verdict.part for verdict in later}
+    return (*(each for each in first if each.part not in parts), *later) if later else first
+
+
+def tenant_digest(salt: str | bytes) -> str:
+    """How a request's cache salt is named where the text need not be known: 16 hex digits."""
+    text = salt.encode(errors="surrogatepass") if isinstance(salt, str) else salt
+    return blake3(text).hexdigest(length=8)
 
 
 _OUTCOMES = {each.value: each for each in Outcome}

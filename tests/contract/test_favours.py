@@ -41,7 +41,7 @@ class Busy(Favours):
     def victims(
         self, needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
     ) -> list[int]:
-        self.stored_for(None, -1)
+        self.nobody_comes()
         return super().victims(needed, incoming, leased, now_s)
 
 

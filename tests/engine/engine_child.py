@@ -46,6 +46,8 @@ class Answers:
 
     outputs: dict[str, list[int]] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    """What a connector tells the clients of the requests."""
     failed: set[str] = field(default_factory=set)
     """Ended by the engine with an error, or never asked because the request before it was."""
     aborted: int = 0
@@ -151,7 +153,11 @@ class Engine:
                 if request.salt:
                     prompt["cache_salt"] = request.salt
                 params = SamplingParams(
-                    temperature=0.0, max_tokens=request.output_count, ignore_eos=True, detokenize=False
+                    temperature=0.0,
+                    max_tokens=request.output_count,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args={"kv_transfer_params": {"kvbm": request.hint}} if request.hint else None,
                 )
                 self.core.add_request(request.name, prompt, params, lora_request=self._adapter(request.lora))
                 open_requests[request.name], ages[request.name] = request, 0
@@ -171,6 +177,8 @@ class Engine:
                     run.failed.add(request.name)
                 said[request.name] = said.get(request.parent, ()) + request.tokens + tuple(answer)
                 run.cached_tokens[request.name] = output.num_cached_tokens or 0
+                if output.kv_transfer_params:
+                    run.told[request.name] = output.kv_transfer_params
                 if request.abort_after is None:
                     run.outputs[request.name] = answer
             run.steps += 1

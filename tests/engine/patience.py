@@ -29,10 +29,10 @@ def wait_for_every_store(child: Child) -> None:
     leader: Any = child.engine.leader_half._scheduler.side.leader
     wait_a_little = leader._wait_a_little
 
-    def wait(seconds: float) -> None:
+    def wait(seconds: float, *awaited: Any) -> None:
         deadline = time.monotonic() + SLOTS_S
-        wait_a_little(seconds)
+        wait_a_little(seconds, *awaited)
         while leader.stores.unanswered and time.monotonic() < deadline:
-            wait_a_little(seconds)
+            wait_a_little(seconds, *awaited)
 
     leader._wait_a_little = wait

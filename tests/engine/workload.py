@@ -23,7 +23,7 @@ class Request:
     """One request. With a `parent` its prompt is the parent's prompt, the parent's answer, then `tokens`.
 
     `abort_after` steps with the request in flight it is aborted; its answer is not compared. `lora` is the directory
-    of an adapter.
+    of an adapter, and `hint` what its client says of its future.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Request:
     abort_after: int | None = None
     salt: str = ""
     lora: str = ""
+    hint: object = None
 
 
 def random_tokens(source: random.Random, count: int) -> tuple[int, ...]:

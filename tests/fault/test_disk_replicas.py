@@ -61,8 +61,9 @@ def own(rank: int) -> set[int]:
     return set(range(10 * rank, 10 * rank + COUNTS[rank]))
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
-@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("killed", "order"), [(False, (1, 0, 2)), (True, (2, 1, 0))], ids=["closed", "killed"]
+)
 def test_after_all_processes_came_back_everything_is_found(
     replicas: Replicas, killed: bool, order: tuple[int, ...]
 ) -> None:

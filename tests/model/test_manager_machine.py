@@ -263,11 +263,11 @@ def _case(machine: type[ManagerMachine], examples: int, steps: int) -> type:
 
 
 TestHostOnly = _case(HostOnlyMachine, 40, 40)
-TestFakeTier = _case(FakeTierMachine, 150, 60)
-TestStaging = _case(StagingMachine, 80, 50)
-TestRuns = _case(RunsMachine, 150, 60)
-TestDepartingRuns = _case(DepartingRunsMachine, 60, 60)
-TestStagedRuns = _case(StagedRunsMachine, 60, 50)
-TestDeparting = _case(DepartingMachine, 80, 60)
-TestFarAhead = _case(FarAheadMachine, 80, 60)
+TestFakeTier = _case(FakeTierMachine, 90, 60)
+TestStaging = _case(StagingMachine, 50, 50)
+TestRuns = _case(RunsMachine, 90, 60)
+TestDepartingRuns = _case(DepartingRunsMachine, 40, 60)
+TestStagedRuns = _case(StagedRunsMachine, 40, 50)
+TestDeparting = _case(DepartingMachine, 50, 60)
+TestFarAhead = _case(FarAheadMachine, 50, 60)
 TestDisk = _case(DiskMachine, 15, 40)

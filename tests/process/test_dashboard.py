@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,10 @@ from pathlib import Path
 import pytest
 
 import kvbm
-from kvbm.observe.metric_table import TABLE, MetricKind
+from kvbm.observe.metric_kinds import MetricKind
+from kvbm.observe.metric_table import TABLE
+from kvbm.protocol import Lookup, LookupReply
+from rigs.admin import Engine
 from rigs.checkout import ROOT
 from rigs.library import NAMESPACE, layout
 from rigs.manager_probe import SharedManager, wait_for
@@ -86,8 +90,14 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             kvbm.BlockManager.connect(manager.socket_path, layout(), NAMESPACE, join_timeout_s=30.0)
         )
 
+        engine = Engine(manager.socket_path, "hinting", NAMESPACE, layout=layout())
+        ends.callback(engine.close)
+        numbers = itertools.count(1)
+
         def seen_under_load() -> bool:
             """Eight prompts of five blocks are more than host memory holds: each comes back from disk."""
+            engine.leader.send(Lookup(lookup=next(numbers), keys=bytes(32), hint={"session": "s"}))
+            engine.expect(LookupReply)
             for seed in range(8):
                 assert store(client, seed) >= 0
                 assert load(client, (seed + 4) % 8) >= 0

@@ -107,6 +107,7 @@ def locking(memory: int, model: Model) -> tuple[PageLocks, threading.Thread]:
     region = mmap.mmap(memory, 4 * PAGE)
     address = lock_address(region)
     locks = PageLocks(SlotRows(address, PAGE), 4, model.driver, model.device, LockTurns(memory))
+    locks.begin()
     thread = threading.Thread(target=lambda: (model.driver.adopt_thread(0), locks.run()))
     thread.start()
     return locks, thread

@@ -12,7 +12,9 @@ import pytest
 
 from kvbm.cli.prompts import candidates, read_prompt
 from kvbm.errors import SettingsError
-from kvbm.protocol import Lookup, LookupReply
+from kvbm.hashing import join_keys
+from kvbm.hints import tenant_digest
+from kvbm.protocol import Lookup, LookupReply, Release
 from kvbm.testing.tiny_model import make_model
 from kvbm.vllm_integration.request_facts import prompt_digest
 from rigs.admin import Engine, Node
@@ -87,6 +89,31 @@ def test_prefetch_brings_a_prompt_up_from_disk(node: Node, prompt: str) -> None:
     rows = node.json("inspect", "blocks")["blocks"]
     assert {row["key"] for row in rows} == {key.hex() for key in keys}
     assert all(row["state"] == "resident" for row in rows)
+
+
+def test_prefetch_brings_a_session_up_from_disk(node: Node) -> None:
+    engine, keys = stored(node, node.manage())
+    said = {"session": "conversation-7"}
+    lookup = Lookup(lookup=900, keys=join_keys(keys), hint=said, tenant=tenant_digest("a secret"))
+    engine.leader.send(lookup)
+    engine.expect(LookupReply)
+    engine.leader.send(Release(lookup=900))
+    while len(node.json("inspect", "blocks", "--tier", "G3")["blocks"]) < 5:
+        pass
+    node.json("reset", "--tier", "G2")
+    (space,) = node.json("inspect", "namespaces")["namespaces"]
+    assert space["named_sessions"] == 1
+    words = ("prefetch", "--session", "conversation-7")
+    code, out, err = node.kvbm(*words)
+    assert (code, err) == (1, "")
+    assert "no such session is known" in out
+    assert node.json(*words, "--salt", "a secret") == {"coming": 5, "ready": 0, "blocks": 5}
+    while len(node.json("inspect", "blocks")["blocks"]) < 5:
+        pass
+    assert node.kvbm(*words, "--salt", "a secret")[1].startswith("0 of 5 blocks are on their way")
+    for wrong in (("prefetch",), ("prefetch", "--salt", "x"), (*words, "--prompt-file", "x")):
+        assert "--prompt-file" in node.refused(*wrong)
+    assert "--session" in node.refused("prefetch", "--session", "x" * 257)
 
 
 def test_a_prompt_that_no_engine_computed_is_not_pinned(node: Node, prompt: str) -> None:

@@ -91,6 +91,11 @@ def test_every_action_has_the_fields_and_the_effect_of_the_command(
     wait_for(lambda: len(web.document("/api/blocks")["blocks"]) == 4, END_S, "it does not come up")
     wait_for(lambda: not web.document("/api/leases")["leases"], END_S, "the prefetch does not end")
     assert set(node.json("prefetch", *file)) == set(fetched)
+    unknown = web.post("/api/prefetch", {"session": "nobody", "salt": "x"}).json()
+    assert unknown == {"coming": 0, "ready": 0, "blocks": 0}
+    assert web.post("/prefetch", {"tokens": tokens}).json()["blocks"] == 4
+    for wrong in ({}, {"salt": "x"}, {"tokens": tokens, "session": "s"}, {"tokens": tokens, "salt": "x"}):
+        assert web.post("/api/prefetch", wrong).status == 400
 
 
 def test_resize_as_the_command_does_it(make_node: MakeNode, tmp_path: Path) -> None:

@@ -185,10 +185,12 @@ def check_layers(bench: Bench, seed: int) -> None:
     assert same(bench.device_bytes(), whole)
 
 
-def new_bench(model: Model, method: str = "each", views: Views | None = None) -> Bench:
-    """A bench whose slots take a page each."""
+def new_bench(model: Model, method: str = "each", views: Views | None = None, running: bool = True) -> Bench:
+    """A bench whose slots take a page each, of an engine that is `running` already."""
     bench = Bench(views or stacked("LBNHC", torch.float32), model, method)
     assert bench.arena.stride(0) == PAGE
+    if running:
+        bench.copier.locks.begin()
     return bench
 
 

@@ -29,6 +29,7 @@ ENTRY_POINTS = {"kvbm", "kvbm.cli.main", "openkvbm.entry"}
 PUBLIC_PACKAGES = (
     "kvbm.testing",
     "kvbm.vllm_integration.connector",
+    "kvbm.vllm_integration.hints",
     "kvbm.trtllm_integration.connector",
     "kvbm.sglang_integration.storage",
     "kvbm.sglang_integration.linker",

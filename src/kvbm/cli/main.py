@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "resize": "Give the host tier of a running manager another size.",
     "pin": "Keep the blocks of a prompt in host memory for a while.",
     "unpin": "End pins.",
-    "prefetch": "Bring the blocks of a prompt from disk into host memory.",
+    "prefetch": "Bring the blocks of a prompt or a session from disk into host memory.",
     "top": "Watch a running manager: tiers, flows, prefixes, engines, and what would help.",
     "web": "Serve the same as a web page, and an admin API, on this machine.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",

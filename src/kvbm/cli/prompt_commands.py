@@ -20,14 +20,13 @@ from kvbm.errors import ManagerRefused
 NOTHING_EXIT_CODE = 1
 """The command was right, and there was nothing to do it to."""
 
-PromptOption = Annotated[
-    Path,
-    typer.Option(
-        "--prompt-file",
-        metavar="FILE",
-        help="A JSON list of token ids, a request's JSON body with prompt or messages, or text as it is.",
-    ),
-]
+_PROMPT = typer.Option(
+    "--prompt-file",
+    metavar="FILE",
+    help="A JSON list of token ids, a request's JSON body with prompt or messages, or text as it is.",
+)
+PromptOption = Annotated[Path, _PROMPT]
+OptionalPrompt = Annotated[Path | None, _PROMPT]
 ModelOption = Annotated[
     str, typer.Option("--model", metavar="M", help="The model, as its engine names it; needed among several.")
 ]
@@ -52,9 +51,14 @@ class Prompt:
     def ask_to_hold(self, request: Pin) -> Pinned:
         """The manager's answer. Raises ManagerRefused where it cannot hold blocks."""
         reply = self.admin.ask(request, Pinned)
-        if reply.refusal:
-            raise ManagerRefused(f"the manager at {self.admin.socket_path} refused: {reply.refusal}")
+        refuse(self.admin, reply.refusal)
         return reply
+
+
+def refuse(admin: Admin, refusal: str) -> None:
+    """Raise ManagerRefused where the manager refused."""
+    if refusal:
+        raise ManagerRefused(f"the manager at {admin.socket_path} refused: {refusal}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
 from kvbm.groups import Group
-from kvbm.hints import UNHINTED, ClientHint, Verdict
+from kvbm.hints import UNHINTED, ClientHint, Verdict, latest
 from kvbm.leader.announced import Announced
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
@@ -343,8 +343,7 @@ class Leader:
         tracked = self.requests.get(request)
         if tracked is None:
             return ()
-        later = {verdict.part for verdict in tracked.heard}
-        return (*(each for each in tracked.asker.verdicts if each.part not in later), *tracked.heard)
+        return latest(tracked.asker.verdicts, tracked.heard)
 
     # ---- all of it
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvbm.block import BlockKey
 from kvbm.hashing import EngineKeys
+from kvbm.hints import UNHINTED, ClientHint, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +41,25 @@ class Run(Protocol):
         """With several groups: how many blocks of the prompt it stands for, from its first one on; else 0."""
 
 
+class Looked(NamedTuple):
+    """What was found, and what became there of parts of the hint that came with the question."""
+
+    run: Run | None = None
+    verdicts: tuple[Verdict, ...] = ()
+
+
 class Backend(Protocol):
     """Finds, copies and keeps blocks. Every call copies in the calling thread, which owns the backend."""
 
-    def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> Run | None:
-        """Lease the longest run from `keys[skip]` on; None where nothing is found. `told` goes along for people."""
+    def lookup(
+        self,
+        keys: list[BlockKey],
+        skip: int,
+        told: EngineKeys | None = None,
+        asker: ClientHint = UNHINTED,
+    ) -> Looked:
+        """Lease the longest run from `keys[skip]` on; no run where nothing is found. `told` goes along for people, and
+        `asker` for policies."""
 
     def descriptors(self) -> tuple[int, ...]:
         """What becomes readable when there is something to take in (see `refresh`)."""

@@ -9,109 +9,27 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvbm.block import BlockKey, Tier
 from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.grouping import Grouping, sources_of_prompt
+from kvbm.grouping import Grouping
 from kvbm.hashing import Chain, EngineKeys, chain_keys
+from kvbm.hints import ClientHint, latest, read_hint, tenant_digest
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.library.attachment import Attachment
 from kvbm.library.backend import Backend, Run, Stored
+from kvbm.library.hit import Hit
 from kvbm.library.layer_load import LayerLoad
 from kvbm.library.local import LocalOptions, LocalSpace
 from kvbm.library.remote import SharedSpace
-from kvbm.library.tables import Table, to_keep, to_load
+from kvbm.library.tables import Table, to_keep
 from kvbm.observe.metrics import Metrics
-from kvbm.protocol import UNLOADED_REASONS
 
 if TYPE_CHECKING:
     import torch
-
-
-class Hit:
-    """The blocks that were found for a prompt after those that `match` skipped, leased inside the `with` statement.
-
-    `blocks` of them are held in a row, `tokens` tokens; `host` and `disk` say where they were found.
-
-    Of a layout with several groups `blocks` ends at a boundary at which every group holds what it needs there, and
-    `needed` says which of its own blocks each group needs on the device for that.
-    """
-
-    def __init__(self, manager: BlockManager, run: Run | None, skip: int) -> None:
-        self._manager = manager
-        self._run = run
-        self._skip = skip
-        self._ended = False
-        sources = run.sources if run is not None else b""
-        grouping, boundary = manager.grouping, run.boundary if run is not None else 0
-        self.needed: tuple[range, ...] = ()
-        if grouping is not None:
-            self.needed = tuple(each.needed(boundary) for each in grouping.groups)
-            sources = sources_of_prompt(sources, boundary - skip)
-        self.blocks = len(sources)
-        self.tokens = self.blocks * manager.layout.block_tokens
-        self.host = sources.count(Tier.HOST)
-        self.disk = sources.count(Tier.DISK)
-
-    def ready(self) -> tuple[int, bool]:
-        """How many leading blocks can be onboarded without waiting, and whether more will follow."""
-        self._must_be_held()
-        return self._manager.backend.ready(self._run) if self._run is not None else (0, False)
-
-    def onboard(
-        self,
-        kv_cache: Mapping[str, torch.Tensor],
-        device_blocks: Sequence[int] | Sequence[Table],
-        first: int = 0,
-    ) -> int:
-        """Copy the hit into `device_blocks` of the KV cache, `[blocks]`: one per block, from the first found on.
-
-        `kv_cache` maps layer names to tensors `[blocks, …]`. Where `match` skipped n blocks, the first device block
-        gets the prompt's block n. Device blocks beyond the hit are left alone; with fewer, so many blocks are copied.
-        A hit can be copied in parts, in order: `first` is how many of its blocks a part leaves out (one group only).
-
-        Of a layout with several groups `device_blocks` has a list for each group: the device block of each of the
-        group's own blocks from the prompt's first one on, None where it needs none (see `needed`). Blocks of the prompt
-        that `match` skipped are not loaded. All of the hit arrives, or it does not count: the answer is `blocks`, or 0.
-
-        Returns how many leading blocks of the hit arrived: blocks that come from disk and fail their check do not, nor
-        do those of a shared manager that goes. The caller computes from there on. Raises KvbmError after the `match`
-        block has ended: the slots may hold anything by then.
-        """
-        self._must_be_held()
-        if not 0 <= first <= self.blocks:
-            raise SettingsError("first", first, f"0 to {self.blocks}, the blocks of the hit")
-        if self._run is None:
-            return 0
-        grouping = self._manager.grouping
-        if grouping is None:
-            return self._manager._onboard(self._run, kv_cache, device_blocks, first)  # type: ignore[arg-type]  # no tables
-        if first:
-            raise SettingsError("first", first, "0: a hit of several groups is loaded whole")
-        wanted = to_load(grouping, self._run.boundary, self._skip, device_blocks)  # type: ignore[arg-type]  # tables
-        arrived = self._manager._onboard(self._run, kv_cache, wanted, of_prompt=self.blocks)
-        return self.blocks if arrived == len(wanted) else 0
-
-    def leave(self, reason: str) -> None:
-        """What of the hit is not onboarded is left for this reason: what `kvbm why` says of it at a shared manager.
-
-        `reason` is one of `protocol.UNLOADED_REASONS`; without a word it is `unused`.
-        """
-        assert reason in UNLOADED_REASONS, reason
-        if self._run is not None:
-            self._run.left_because = reason
-
-    def _must_be_held(self) -> None:
-        if self._ended:
-            raise KvbmError(
-                "hit.onboard after its `with manager.match(…)` block: the blocks are no longer held"
-            )
-
-    def _end(self) -> None:
-        self._ended = True
 
 
 class BlockManager:
@@ -249,14 +167,19 @@ class BlockManager:
 
     @contextmanager
     def match(
-        self, tokens: Sequence[int] | Chain | EngineKeys, extras: bytes = b"", skip: int = 0
+        self,
+        tokens: Sequence[int] | Chain | EngineKeys,
+        extras: bytes = b"",
+        skip: int = 0,
+        hint: Mapping[str, Any] | None = None,
     ) -> Iterator[Hit]:
         """The longest prefix of `tokens` (`[n]`, their Chain, or the keys that an engine made of them) that is held,
         leased while inside.
 
         `extras` keeps sequences apart that must never share blocks: a tenant's salt, an adapter's digest. `skip` is the
         number of the prompt's leading blocks that the device holds itself: the hit begins after them, and nothing is
-        read from disk for them. They need not be held here.
+        read from disk for them. They need not be held here. `hint` says what is known of the prompt's
+        future (see `hints`).
 
         Raises SettingsError for a negative `skip`, and KvbmError for a chain of another namespace, block size or
         `extras`.
@@ -265,12 +188,14 @@ class BlockManager:
             raise SettingsError("skip", skip, "the number of leading blocks that the device holds")
         backend = self.backend
         told = tokens if isinstance(tokens, EngineKeys) else None
-        run = backend.lookup(self._keys(tokens, extras), skip, told)
-        hit = Hit(self, run, skip)
+        read = read_hint(hint)
+        asker = ClientHint(tenant_digest(extras) if extras else "", read.hint, read.verdicts)
+        run, verdicts = backend.lookup(self._keys(tokens, extras), skip, told, asker)
+        hit = Hit(self, run, skip, latest(read.verdicts, verdicts))
         try:
             yield hit
         finally:
-            hit._end()
+            hit.end()
             if run is not None:
                 backend.release(run)
 
@@ -284,10 +209,10 @@ class BlockManager:
         """
         wanted = list[tuple[Run, Sequence[int]]]()
         for hit, blocks in hits:
-            hit._must_be_held()
-            if hit._run is None or len(blocks) > hit.blocks or self.grouping is not None:
+            hit.must_be_held()
+            if hit.run is None or len(blocks) > hit.blocks or self.grouping is not None:
                 return None
-            wanted.append((hit._run, blocks))
+            wanted.append((hit.run, blocks))
         return self.backend.load_by_layer(wanted, kv_cache) if wanted else None
 
     def offload(
@@ -394,7 +319,7 @@ class BlockManager:
             raise KvbmError("a chain has the extras that it was made with; these are others")
         return tokens.keys
 
-    def _onboard(
+    def onboard_run(
         self,
         run: Run,
         kv_cache: Mapping[str, torch.Tensor],
@@ -402,6 +327,7 @@ class BlockManager:
         first: int = 0,
         of_prompt: int | None = None,
     ) -> int:
+        """As `hit.Holder`."""
         begun = min(len(run.sources) - first, len(device_blocks)) if of_prompt is None else of_prompt
         self.metrics.add("kvbm_matched_tokens", begun * self.layout.block_tokens)
         arrived = self.backend.load(run, kv_cache, device_blocks, first)

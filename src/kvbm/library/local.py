@@ -13,15 +13,18 @@ import msgspec
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
+from kvbm.grouping import at_once
 from kvbm.hashing import EngineKeys
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.library.backend import Run, Stored
+from kvbm.library.backend import Looked, Run, Stored
 from kvbm.library.copiers import Copiers
 from kvbm.library.layer_load import LayerLoad
 from kvbm.library.staging import StagingOptions, open_staging
 from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
+from kvbm.manager.retaining import final_verdicts, of_ranges
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
@@ -126,12 +129,20 @@ class LocalSpace:
             arena.close()
             raise
 
-    def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> _LocalRun | None:
+    def lookup(
+        self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None, asker: ClientHint = UNHINTED
+    ) -> Looked:
         del told  # nobody asks a program why
         number = next(self._numbers)
         self.space.pump()
-        lease = self.space.lookup(_OWNER, number, keys, min(skip, len(keys)))
-        return _LocalRun(number, lease, self.space) if lease is not None else None
+        skip = min(skip, len(keys))
+        found = at_once(self.space.looking_up(_OWNER, number, keys, skip, asker))
+        lease = found.lease
+        reached = skip + len(self.space.prompt_sources(lease))
+        decided = at_once(self.space.heard(asker, keys, reached)) if asker.verdicts else ()
+        judged = of_ranges(final_verdicts(asker.verdicts, found.judged)) if found.judged else ()
+        run = _LocalRun(number, lease, self.space) if lease is not None else None
+        return Looked(run, (*judged, *decided))
 
     def descriptors(self) -> tuple[int, ...]:
         return ()

@@ -21,9 +21,10 @@ from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerUnavailable
 from kvbm.hashing import EngineKeys, join_keys
+from kvbm.hints import UNHINTED, ClientHint, as_mapping, as_tuples, from_tuples
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.library.attachment import Attachment
-from kvbm.library.backend import Run, Stored
+from kvbm.library.backend import Looked, Run, Stored
 from kvbm.library.copiers import Copiers
 from kvbm.library.layer_load import LayerLoad
 from kvbm.library.session import Session, SharedRun
@@ -100,11 +101,13 @@ class SharedSpace:
         joined = self._finder.establish(self._worker_hello, join_timeout_s, time.sleep, patience_s)
         self._session = self._join(*joined, patience_s)
 
-    def lookup(self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None) -> SharedRun | None:
+    def lookup(
+        self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None, asker: ClientHint = UNHINTED
+    ) -> Looked:
         session = self._present()
         asked = join_keys(keys[:KEYS_PER_MESSAGE_MAX])
         if session is None or not asked:
-            return None
+            return Looked()
         number = next(self._numbers)
         run = session.runs[number] = SharedRun(session, number)  # before its progress can come
         question = Lookup(
@@ -114,17 +117,21 @@ class SharedSpace:
             request=told.request if told is not None else "",
             prompt=told.prompt if told is not None else b"",
             extras=dict(told.extras) if told is not None else {},
+            tenant=asker.tenant,
+            hint=as_mapping(asker.hint),
+            verdicts=as_tuples(asker.verdicts),
         )
         asked_s = self._clock()
         found = session.ask(question, LookupReply, self.reply_timeout_s, undo=Release(lookup=number))
+        verdicts = from_tuples(found.verdicts) if found is not None else ()
         if found is None or not found.slots:
             del session.runs[number]
-            return None
+            return Looked(verdicts=verdicts)
         run.answer_s = self._clock() - asked_s
         run.slots, run.generations = found.slots, found.generations
         run.sources = counted_as_disk(found.sources) if session.staging else found.sources
         run.ready, run.boundary = max(run.ready, found.ready), found.boundary
-        return run
+        return Looked(run, verdicts)
 
     def descriptors(self) -> tuple[int, ...]:
         return self._session.descriptors()

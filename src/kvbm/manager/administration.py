@@ -214,6 +214,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
         offload_blocks=disk.offloader.queued_count if disk is not None else 0,
         leases=len(space.leases),
         reservations=len(space.reservations),
+        named_sessions=space.foresight.sessions.count,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -74,12 +74,14 @@ class _Fates:
 class Departed:
     """The ghost entries of one space. Owned by the manager's thread.
 
-    `staging`: host memory is only the way to disk and back, and a block that leaves it is not lost.
+    `staging`: host memory is only the way to disk and back, and a block that leaves it is not lost. `on_left_host` is
+    told of blocks that were resident there, if set.
     """
 
     def __init__(self, clock: Clock, staging: bool = False) -> None:
         self._clock = clock
         self._staging = staging
+        self.on_left_host: Callable[[Sequence[BlockKey]], None] | None = None
         self._host, self._disk = _Fates(), _Fates()
         self._cause = EVICTED
 
@@ -87,8 +89,11 @@ class Departed:
         """These blocks left the tier, as a `SlotPool` reports it."""
         if tier is Tier.DISK and not was_resident:
             return  # a write that did not come about: who gave it up notes why
-        if tier is Tier.HOST and was_resident and self._staging:
-            return
+        if tier is Tier.HOST and was_resident:
+            if self.on_left_host is not None:
+                self.on_left_host(keys)
+            if self._staging:
+                return
         self.note(tier, keys, self._cause if was_resident else ABORTED)
 
     def note(self, tier: Tier, keys: Sequence[BlockKey], what: str) -> None:

@@ -11,12 +11,13 @@ import contextlib
 import logging
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from kvbm.block import BlockKey
 from kvbm.errors import KvbmError, SpaceFailed
 from kvbm.hints import UNHINTED, ClientHint
+from kvbm.manager.foresight import Decided
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease, Owner, Reservation
 from kvbm.manager.lookups import Found, LookingUp, advance
@@ -48,10 +49,12 @@ class GuardedSpace(Space):
     def looking_up(
         self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int, asker: ClientHint = UNHINTED
     ) -> LookingUp:
-        looking = super().looking_up(owner, number, keys, skip, asker)
-        while (found := self._try(Found(), advance, looking)) is None:
-            yield
-        return found
+        return (yield from self._in_turns(Found(), super().looking_up(owner, number, keys, skip, asker)))
+
+    def heard(
+        self, asker: ClientHint, keys: Sequence[BlockKey], reached: int, again: bool = False
+    ) -> Generator[None, None, Decided]:
+        return (yield from self._in_turns((), super().heard(asker, keys, reached, again)))
 
     def release(self, owner: Owner, number: int) -> Lease | None:
         return self._try(None, super().release, owner, number)
@@ -111,6 +114,14 @@ class GuardedSpace(Space):
                     self.disk.medium.close(keep)
             with contextlib.suppress(Exception):
                 self.arena.close()
+
+    def _in_turns(self, otherwise: T, work: Generator[None, None, T]) -> Generator[None, None, T]:
+        def step() -> T | None:
+            return advance(work)
+
+        while (result := self._try(otherwise, step)) is None:
+            yield
+        return result
 
     def _try(self, otherwise: T, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self.failure:

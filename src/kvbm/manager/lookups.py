@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from operator import or_
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
@@ -26,6 +26,8 @@ from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
 
 LEASE_S = 120.0
+
+ResultT = TypeVar("ResultT")
 
 
 class Found(NamedTuple):
@@ -138,6 +140,38 @@ class Lookups:
             return Found(None, *cut, wanted.full, judged)
         return Found(lease, *cut, wanted.full, judged)
 
+    def prompt_run(self, keys: Sequence[BlockKey]) -> Generator[None, None, tuple[list[BlockKey], int]]:
+        """The blocks that a request for this prompt would wait for, and how many of the prompt they stand for. With
+        several groups all of them are held; else the prompt may be held to a lesser part. Nothing is leased."""
+        if self._grouping is None:
+            return list(keys), len(keys)
+        wanted = yield from self._wanted(keys, 0, self._grouping)
+        return wanted.run, wanted.prompt_blocks
+
+    def bring_piece(
+        self, owner: Owner, number: int, keys: list[BlockKey], before: BlockKey | None
+    ) -> Lease | None:
+        """Lease these few blocks, which lie behind `before`, and start bringing up those that are only on disk; None
+        where nothing can be had. It is nobody's request: the policies are not told of it, and nothing is counted."""
+        lease = Lease(owner, number, [], [], bytearray(), bytearray(), self.clock() + LEASE_S)
+        self._gather(lease, keys)
+        if not lease.slots:
+            return None
+        try:
+            self.leases.add(lease)
+            if self.disk is not None:
+                for _ in self.disk.onboarder.bring_up(lease, before):
+                    pass
+                lease.advance()
+                self.disk.onboarder.pump()
+        except BaseException:
+            self._give_back(lease)
+            raise
+        if not lease.slots:
+            self.leases.pop(owner, number)
+            return None
+        return lease
+
     def _wanted_plain(self, keys: Sequence[BlockKey], skip: int) -> _Wanted:
         """Every block is of all layers: the longest run."""
         return _Wanted(list(keys[skip:]), keys[skip - 1] if skip else None, list(keys), skip)
@@ -227,11 +261,11 @@ class Lookups:
             self.metrics.add("kvbm_hit_bytes_total", blocks * self.layout.block_bytes, tier=tier)
 
 
-def advance(looking: LookingUp) -> Found | None:
-    """Go on with a lookup until it gives others their turn, which is None, or ends."""
+def advance(work: Generator[None, None, ResultT]) -> ResultT | None:
+    """Go on with work until it gives others their turn, which is None, or ends."""
     try:
-        next(looking)
+        next(work)
     except StopIteration as end:
-        found: Found = end.value
-        return found
+        result: ResultT = end.value
+        return result
     return None

@@ -30,8 +30,6 @@ LOOKED_AT_MAX = 512
 """Queued runs among which a new lease's last one is looked for, from the end."""
 UNREAD_MAX = 1024
 """Blocks that leave the queue unread in one go, or a run of them."""
-
-
 DOUBTED_AT_ONCE = 64
 """Queued runs that are looked at in one go for whether a lease still waits for them."""
 WAITING_CHECKED_EACH = 64
@@ -137,6 +135,10 @@ class Onboarder:
                 break
             behind += len(run.keys)
         return self._rate.seconds_for(self.queued_count - behind)
+
+    def read_s(self, blocks: int) -> float:
+        """Expected seconds until so many blocks are read; 0 if unknown."""
+        return self._rate.seconds_for(blocks)
 
     def bring_up(self, lease: Lease, before: BlockKey | None) -> Iterator[None]:
         """Give a host slot to every block of the lease that is only on disk; the run ends at the first that gets none.

@@ -288,7 +288,7 @@ class SlotPool(BlockIndex[KeyT]):
         Fewer, or none, where the others are leased or being filled. `give_back_withheld` undoes it.
         """
         if not self._free:
-            self.favouring.stores(None, NO_SLOT)
+            self.favouring.nobody_comes()
             self._make_room(count, (), NO_SLOT, now_s)
         first = max(0, len(self._free) - count)
         slots = sorted(self._free[first:])

@@ -9,7 +9,7 @@ from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
-from kvbm.hints import as_tuples
+from kvbm.hints import as_tuples, latest
 from kvbm.manager.followers import Followers
 from kvbm.manager.hearing import count, heard
 from kvbm.manager.history import UNAVAILABLE, History
@@ -98,6 +98,8 @@ class Requests:
             lease, no_room, refused, full, judged = yield from space.looking_up(
                 session.number, message.lookup, keys, message.skip, asker
             )
+            reached = message.skip + len(space.prompt_sources(lease)) + no_room + refused
+            decided = yield from space.heard(asker, keys, max(reached, full), message.again)
         finally:
             self._unanswered.discard(name)
         if self._membership.led_by(session) is not engine:  # it lost a rank meanwhile
@@ -108,8 +110,8 @@ class Requests:
         if message.again:
             self._traffic.tried_again("lookup")
         else:  # it is the same request's
-            count(verdicts, self._traffic.metrics)
-        told = as_tuples(of_ranges(verdicts)) if judged else ()
+            count(latest(verdicts, decided), self._traffic.metrics)
+        told = as_tuples((*(of_ranges(verdicts) if judged else ()), *decided))
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.prompt_sources(lease), len(keys) - message.skip
         on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)

@@ -13,13 +13,11 @@ from typing import TypeAlias
 
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
-from kvbm.hints import TTL_S_MAX, ClientHint, Outcome, Retain, Verdict, Why
+from kvbm.hints import NEUTRAL_PRIORITY, TTL_S_MAX, ClientHint, Outcome, Retain, Verdict, Why
 from kvbm.layout import BlockLayout
 from kvbm.manager.deadlines import Deadlines
 from kvbm.manager.pool import SlotPool
 
-NEUTRAL = 50
-"""The priority of what nobody said anything of."""
 KEPT_S = 3600.0
 """How long a range of a higher priority is retained that names no `min_ttl`."""
 _AT_ONCE = 512
@@ -32,7 +30,7 @@ Judging: TypeAlias = Generator[None, None, tuple[Verdict, ...]]
 def goes_first(each: Retain, tokens: int | None = None) -> bool:
     """Whether the range says that the whole request, of so many `tokens`, may go before others."""
     whole = each.start == 0 and (each.end is None or (tokens is not None and each.end >= tokens))
-    return whole and each.priority < NEUTRAL and not each.min_ttl
+    return whole and each.priority < NEUTRAL_PRIORITY and not each.min_ttl
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +61,12 @@ class Retaining:
         end = len(keys) if each.end is None else min(len(keys), -(-each.end // tokens))
         if first >= end:
             return _nothing("no whole block of the prompt lies there")
-        keep_s = each.min_ttl or (min(each.max_ttl, KEPT_S) if each.priority > NEUTRAL else 0.0)
+        keep_s = each.min_ttl or (min(each.max_ttl, KEPT_S) if each.priority > NEUTRAL_PRIORITY else 0.0)
         ends = each.max_ttl < TTL_S_MAX
         if not keep_s and not ends and not goes_first(each, len(keys) * tokens):
-            return _nothing("neither a time, nor a priority above 50, nor one below for the whole request")
+            return _nothing(
+                f"neither a time, nor a priority above {NEUTRAL_PRIORITY}, nor one below for the whole request"
+            )
         kept = noted = end - first
         if keep_s:
             kept = yield from self._retain(keys[first:end], tenant, keep_s, each.priority)

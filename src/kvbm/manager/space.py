@@ -6,7 +6,7 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import msgspec
 
@@ -18,6 +18,7 @@ from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout
 from kvbm.manager.departed import RESET, Departed
 from kvbm.manager.disk_side import DiskSide
+from kvbm.manager.foresight import Decided, Foresight
 from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
 from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups
@@ -100,6 +101,14 @@ class Space:
         self._retaining = Retaining(layout, self._keeping_pools, clock)
         self._lookups = self._new_lookups(self.host_pool)
         self._storing = self._new_storing(host)
+        brings_up = self.disk is not None and not options.staging
+        self.foresight = Foresight(self, layout.groups, brings_up, metrics, clock)
+        self.departed.on_left_host = self.foresight.prefetching.left
+
+    @property
+    def lookups(self) -> Lookups:
+        """What finds blocks and leases them."""
+        return self._lookups
 
     def _keeping_pools(self) -> Sequence[SlotPool[BlockKey]]:
         """The pools of the tiers that keep blocks: host memory that only passes them on is none."""
@@ -200,6 +209,12 @@ class Space:
         """`lookup` in several turns (see `lookups`)."""
         return self._lookups.begin(owner, number, keys, skip, asker)
 
+    def heard(
+        self, asker: ClientHint, keys: Sequence[BlockKey], reached: int, again: bool = False
+    ) -> Generator[None, None, Decided]:
+        """Do what the client of a request says of its session, in several turns (see `foresight`)."""
+        return self.foresight.heard(asker, keys, reached, again)
+
     def arrival_s(self, lease: Lease) -> float:
         """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""
         return self.disk.onboarder.arrival_s(lease) if self.disk is not None else 0.0
@@ -238,6 +253,7 @@ class Space:
         tenant: str = "",
     ) -> list[int]:
         """Slots to fill for the blocks that are not held yet; HELD or REFUSED for the others (see `storing`)."""
+        self.foresight.stored(parent, keys, group)
         return self._storing.reserve(owner, number, parent, keys, hashes, group, more, tenant)
 
     def refuse(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -255,6 +271,7 @@ class Space:
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
         self._usage.note_end(key, output_tokens)
+        self.foresight.finished(key)
 
     def _disk_pool_if_on(self) -> SlotPool[BlockKey] | None:
         return self.disk.pool_if_on if self.disk is not None else None
@@ -268,7 +285,7 @@ class Space:
             self.disk.collect()
         while self._usage.tell():
             pass
-        while self.disk is not None and self.disk.advance():
+        while self.disk is not None and (self.disk.advance() or self.foresight.advance()):
             pass
 
     def move(self, until_s: float) -> bool:
@@ -276,7 +293,8 @@ class Space:
         if self.disk is None:
             return False
         left = self.disk.collect(until_s)
-        return self.disk.advance() or left
+        left = self.disk.advance() or left
+        return self.foresight.advance() or left
 
     def tell_policies(self) -> bool:
         """Tell the policies a slice of what happened, when nobody waits for an answer. False: nothing was left."""
@@ -350,6 +368,7 @@ class Space:
 
     def close(self, keep: bool) -> None:
         """Write queued blocks (bounded in time), release the tiers."""
+        self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         if self.disk is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kvbm.observe.metric_table import Metric
+from kvbm.observe.metric_kinds import Metric
 from kvbm.observe.metrics import Histogram, Metrics
 
 

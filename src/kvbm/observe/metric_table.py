@@ -2,48 +2,8 @@
 
 from __future__ import annotations
 
-import enum
-
-import msgspec
-
 from kvbm.hints import PARTS, Outcome, Why
-
-
-class MetricKind(enum.Enum):
-    """The types of Prometheus; the value is the type's word in the exposition format."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-class Label(msgspec.Struct, frozen=True):
-    """A label and all its values. Labels are bounded: keys, request ids and addresses are never among them.
-
-    An `open` one has values besides that depend on who is connected; whoever gives them keeps them few.
-    """
-
-    name: str
-    values: tuple[str, ...]
-    open: bool = False
-
-
-class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table.
-
-    `compatible` marks a series of the original, with its exact name and no labels. `at_zero` counters are exported from
-    the start with every combination of label values, so that a rate includes the first event; of tiers, with those that
-    the manager has.
-    """
-
-    name: str
-    kind: MetricKind
-    help: str
-    labels: tuple[Label, ...] = ()
-    buckets: tuple[float, ...] = ()
-    compatible: bool = False
-    at_zero: bool = False
-
+from kvbm.observe.metric_kinds import Label, Metric, MetricKind
 
 TIERS = ("device", "host", "disk", "remote")
 """The names of the tiers in labels, from the top down."""
@@ -102,6 +62,10 @@ MISSED_REASONS = (
 )
 """Why a lookup found nothing."""
 
+PREFETCH_CAUSES = ("operator", "session", "expected", "parent")
+"""Why blocks are brought up before an engine asks for them."""
+
+_CAUSE = Label("cause", PREFETCH_CAUSES)
 _SOURCE = Label("source", TIERS)
 _TARGET = Label("target", TIERS)
 _TIER = Label(TIER_LABEL, TIERS)
@@ -234,8 +198,12 @@ TABLE: tuple[Metric, ...] = (
         kind=_COUNTER,
         help="Blocks dropped from a tier, by reason: chosen by the policy to make room (capacity), the whole tier was "
         "dropped (reset), a checksum did not match (corrupt), the medium did not have them (missing), they were gone "
-        "when the tier came back after a fault (tier_off), their client wanted them kept for no longer (expired)",
-        labels=(_TIER, Label("reason", ("capacity", "reset", "corrupt", "missing", "tier_off", "expired"))),
+        "when the tier came back after a fault (tier_off), their client said that they may go down, and they lie on "
+        "disk too (demoted), their client wanted them kept for no longer (expired)",
+        labels=(
+            _TIER,
+            Label("reason", ("capacity", "reset", "corrupt", "missing", "tier_off", "demoted", "expired")),
+        ),
         at_zero=True,
     ),
     Metric(
@@ -273,6 +241,31 @@ TABLE: tuple[Metric, ...] = (
             Label("outcome", tuple(each.value for each in Outcome)),
             Label("reason", tuple(each.value for each in Why)),
         ),
+    ),
+    Metric(
+        name="kvbm_prefetched_blocks_total",
+        kind=_COUNTER,
+        help="Blocks brought up from disk before an engine asked for them, by cause: an operator said so, a session's "
+        "client said so (session), the session is expected back (expected), a session that it is the parent of ends "
+        "(parent)",
+        labels=(_CAUSE,),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_prefetched_blocks_ended_total",
+        kind=_COUNTER,
+        help="What became of them: an engine asked for them (asked), they left host memory before that (evicted), or "
+        "nobody had asked for ten minutes (unasked)",
+        labels=(_CAUSE, Label("fate", ("asked", "evicted", "unasked"))),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_prefetch_refused_blocks_total",
+        kind=_COUNTER,
+        help="Blocks that were to be brought up so and were not: over what may be brought up unasked, no room in host "
+        "memory, or engines kept the disk busy for ten minutes",
+        labels=(_CAUSE,),
+        at_zero=True,
     ),
     Metric(
         name="kvbm_lookups_total",

@@ -10,7 +10,8 @@ import bisect
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from kvbm.observe.metric_table import BY_NAME, CACHE_TIERS, TABLE, TIER_LABEL, TIERS, Metric, MetricKind
+from kvbm.observe.metric_kinds import Metric, MetricKind
+from kvbm.observe.metric_table import BY_NAME, CACHE_TIERS, TABLE, TIER_LABEL, TIERS
 
 
 class Histogram:

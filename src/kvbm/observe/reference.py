@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from kvbm.observe.metric_table import TABLE, Label, Metric
+from kvbm.observe.metric_kinds import Label, Metric
+from kvbm.observe.metric_table import TABLE
 from kvbm.settings import variable
 
 _HEAD = f"""\

@@ -11,7 +11,7 @@ Favours bias and never lock. Who needs room goes through these steps, each only 
 2. what a tenant holds beyond its floor, though it is sheltered still (see `shares`);
 3. the newcomer's own tenant's, though that holds no more than its floor;
 4. what is retained, the lowest priority first;
-5. where the room is for no tenant, anything.
+5. where the room is for no block at all, as a tier becomes smaller, anything.
 
 A policy may find a newcomer worth less than every block that could go. Then it gets no slot, and nothing that is
 retained goes in its place: the next step is only taken where there was nothing left to choose from.
@@ -58,7 +58,7 @@ class Favours:
         self.spared = {"retention": 0, "share": 0}
         """Blocks that were passed over, by what favoured them; likewise."""
         self._put_back = put_back
-        self._newcomer = NOBODY
+        self._newcomer, self._anything = NOBODY, False
         self._filling = set(filling)
         # What the inner policy was refused: for its tenant's sake, and as it is retained.
         self._refused_for: dict[int, dict[int, None]] = {}
@@ -74,13 +74,17 @@ class Favours:
 
     def asked_by(self, tenant: str | None, now_s: float) -> None:
         """What is requested next is the tenant's; None: of nobody that is known."""
-        self._newcomer = self.shares.number(tenant)
+        self._newcomer, self._anything = self.shares.number(tenant), False
         self.shares.asks(self._newcomer, now_s)
 
     def stored_for(self, tenant: str | None, parent: int) -> None:
         """What comes in next is the tenant's. Where that is not said, it is whose the block in slot `parent` is."""
         number = self.shares.label[parent] if parent >= 0 and not tenant else NOBODY
-        self._newcomer = number or self.shares.number(tenant)
+        self._newcomer, self._anything = number or self.shares.number(tenant), False
+
+    def nobody_comes(self) -> None:
+        """Room is made next for no block at all: anything may go for that in the end."""
+        self._newcomer, self._anything = NOBODY, True
 
     def tenant_of(self, slot: int) -> str | None:
         """Whose block is in this slot; None where nobody knows."""
@@ -199,7 +203,7 @@ class Favours:
             for slot in slots:
                 del self._refused_retained[slot]
             yield _Kept(self, leased, priority, exact=True, exempt=own), slots
-        if own == NOBODY and shares.sheltered:
+        if self._anything and shares.sheltered:
             yield _Kept(self, leased, _ANY_PRIORITY, shelters=False), self._take_refused([*self._refused_for])
 
     # ---- what the inner policy was refused

@@ -15,7 +15,7 @@ import torch
 
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
-from kvbm.library.block_manager import Hit
+from kvbm.library.hit import Hit
 from kvbm.library.layer_load import LayerLoad
 from kvbm.sglang_integration.device_pages import DevicePages
 from kvbm.sglang_integration.pages_kept import PagesKept

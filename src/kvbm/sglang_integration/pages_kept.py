@@ -22,7 +22,7 @@ from kvbm.hashing import EngineKeys, space_mask
 from kvbm.layout import Namespace
 from kvbm.library import BlockManager
 from kvbm.library.backend import Stored
-from kvbm.library.block_manager import Hit
+from kvbm.library.hit import Hit
 from kvbm.sglang_integration.host_pages import Pages
 from kvbm.sglang_integration.page_keys import PARENTS_MAX, Parents, block_keys
 

@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from kvbm.errors import ManagerUntrusted, SettingsError
 from kvbm.layout import BlockLayout
 from kvbm.numa import keep_thread_on
+from kvbm.pages import madvise, populate_at
 
 log = logging.getLogger("kvbm.tiers")
 
 _TOUCH_CHUNK_BYTES = 64 << 20
-_MADV_POPULATE_WRITE = 23
 GENERATION_BYTES = 8
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SEAL_FUTURE_WRITE = 0x0010
@@ -162,10 +162,9 @@ class HostArena:
             self._let_go()
 
     def _let_go(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)  # its calls run without the GIL, those of `mmap` do not
         for region in self._regions:
             address = ctypes.addressof(ctypes.c_char.from_buffer(region))
-            libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(region)), mmap.MADV_DONTNEED)
+            madvise(address, len(region), mmap.MADV_DONTNEED)
         self.close()
 
     def close(self) -> None:
@@ -208,10 +207,7 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def populate(region: mmap.mmap, start: int, length: int) -> bool:
     """Fault in pages of a writable shared mapping without holding the GIL; False where the kernel cannot (< 5.14)."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(region, start))
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
-    return bool(result == 0)
+    return populate_at(ctypes.addressof(ctypes.c_char.from_buffer(region, start)), length)
 
 
 def ask_for_huge_pages(region: mmap.mmap) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvbm.hints import UNHINTED, ClientHint, Verdict, read_hint
+from kvbm.hints import UNHINTED, ClientHint, Verdict, read_hint, tenant_digest
 from kvbm.leader.tracked import Told, readable
+from kvbm.vllm_integration.hints import hint_of
 
 _DIGEST_BYTES = 16
-_TENANT_CHARACTERS = 16
 
 
 def told_of(request: Any, block_tokens: int) -> Told:
@@ -35,10 +35,9 @@ def told_of(request: Any, block_tokens: int) -> Told:
 
 def asker_of(request: Any) -> ClientHint:
     """Who sends a request of vLLM, and what they say of its future. Nothing that a client sends raises."""
-    said = getattr(request, "kv_transfer_params", None)
-    read = read_hint(said.get("kvbm") if isinstance(said, dict) else None)
+    read = read_hint(hint_of(request))
     salt = getattr(request, "cache_salt", None)
-    tenant = _digest(salt, _TENANT_CHARACTERS) if salt else ""
+    tenant = tenant_digest(salt) if salt else ""
     return ClientHint(tenant, read.hint, read.verdicts) if tenant or read.verdicts else UNHINTED
 
 
@@ -62,8 +61,4 @@ def prompt_digest(tokens: Sequence[int], block_tokens: int) -> bytes:
 
 
 def _short(text: str) -> str:
-    return _digest(text, 8)
-
-
-def _digest(text: str, characters: int) -> str:
-    return blake3(text.encode(errors="surrogatepass")).hexdigest()[:characters]
+    return blake3(text.encode(errors="surrogatepass")).hexdigest()[:8]

@@ -13,7 +13,8 @@ import pytest
 import typer
 
 from kvbm.cli.main import COMMANDS
-from kvbm.observe.metric_table import TABLE, MetricKind
+from kvbm.observe.metric_kinds import MetricKind
+from kvbm.observe.metric_table import TABLE
 from kvbm.policy import registry
 from kvbm.policy.registry import PolicyRegistry
 from kvbm.settings import FIELDS
@@ -36,6 +37,7 @@ OTHERS_FLAGS = {
     "--lora-paths",
     "--no-async-scheduling",
     "--kv-events-config",
+    "--middleware",
     "--otlp-traces-endpoint",
     "--basetemp",
     "--help",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvbm.hashing import join_keys
 from kvbm.manager.lookups import LEASE_S
 from kvbm.observe.metric_table import TABLE
-from kvbm.protocol import Commit, Release, Reserve, ReserveReply, Reset, ResetReply
+from kvbm.protocol import Commit, Finished, Release, Reserve, ReserveReply, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store
 
@@ -47,6 +47,22 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     leader.lookup(3, KEYS[:4], hint={"session": "s", "final": 1})
     seen |= moved(manager)
     leader.send(Release(lookup=3, loaded=3, failed=1, seconds=0.1, unloaded={"failed": 1}))
+
+    # A session whose blocks are brought up when it is expected back, as far as there is room, and asked for.
+    leader.lookup(10, KEYS[:4], hint={"session": "s", "expect_s": 10.0})
+    leader.send(Release(lookup=10))
+    leader.send(Finished(key=KEYS[3]))
+    leader.send(Reset(tier="host"))
+    leader.expect(ResetReply)
+    manager.tick(9.0)
+    manager.step()
+    below.release()
+    manager.step()
+    leader.lookup(11, KEYS[:4])
+    below.release()
+    seen |= moved(manager)
+    leader.send(Release(lookup=11))
+    leader.take()
 
     # A lease that nobody ends, and more blocks than there is room for.
     leader.lookup(4, KEYS[:4])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvbm.manager import pool
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.gauges import publish_gauges
+from kvbm.manager.letting_go import DEMOTED
 from kvbm.observe.metric_table import BY_NAME
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS as MANAGERS_KEYS
@@ -31,6 +32,7 @@ def test_every_reason_has_its_series() -> None:
         pool.CORRUPT,
         pool.MISSING,
         pool.TIER_OFF,
+        DEMOTED,
         pool.EXPIRED,
     )
 

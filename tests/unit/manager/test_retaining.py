@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.groups import Group, GroupKind
 from kvbm.hashing import chain_keys
-from kvbm.hints import ClientHint, Outcome, Verdict, Why, read_hint
+from kvbm.hints import NEUTRAL_PRIORITY, ClientHint, Outcome, Verdict, Why, read_hint
 from kvbm.layout import BlockLayout
 from kvbm.manager.deadlines import AGAIN_S, Deadlines
 from kvbm.manager.hearing import word_of
@@ -116,7 +116,7 @@ def test_every_range_is_counted_once_by_what_became_of_it_last(
         {"end": "all"},
         {"start": 100, "min_ttl": 60},
         {"end": 4, "priority": 1000},
-        {"end": 4},
+        {"end": 4, "priority": NEUTRAL_PRIORITY},
         {"priority": 10},
     ]
     outcomes = [verdict[1] for verdict in ask(leader, 1, KEYS[:4], *ranges).verdicts]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbm.observe.exposition import render
-from kvbm.observe.metric_table import TABLE, MetricKind
+from kvbm.observe.metric_kinds import MetricKind
+from kvbm.observe.metric_table import TABLE
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.reference import page
 from rigs.checkout import ROOT

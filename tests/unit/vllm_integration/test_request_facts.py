@@ -1,4 +1,5 @@
-"""The facts of a request that `kvbm why` compares: the same tokens are the same, and no secret is told."""
+"""The facts of a request that `kvbm why` compares: the same tokens are the same, and no secret is told. And what its
+client says of its future."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbm.hints import UNHINTED, read_hint
 from kvbm.leader.tracked import readable
 from kvbm.protocol import Lookup
 from kvbm.protocol_decoding import decode_to_manager
-from kvbm.vllm_integration.request_facts import told_of
+from kvbm.vllm_integration.request_facts import answer, asker_of, told_of
 
 
 def request(tokens: list[int] | None, **fields: Any) -> SimpleNamespace:
@@ -52,3 +54,34 @@ def test_text_that_is_no_unicode_is_told_all_the_same() -> None:
     )
     assert decode_to_manager(msgspec.msgpack.encode(asked)) == asked
     assert (asked.request, asked.extras["adapter"]) == ("id-?", "dogs?")
+
+
+def test_who_asks_is_a_digest_of_the_salt() -> None:
+    asker = asker_of(request([1], cache_salt="tenant-secret"))
+    assert len(asker.tenant) == 16
+    assert "secret" not in str(asker)
+    assert asker_of(request([1], cache_salt="\ud800")).tenant != asker.tenant
+    assert asker_of(request([1])) is UNHINTED
+
+
+@pytest.mark.parametrize("said", [None, {}, {"kvbm": None}, "text", 5, {"do_remote_decode": True}])
+def test_what_is_no_hint_is_none(said: object) -> None:
+    assert asker_of(request([1], kv_transfer_params=said)) is UNHINTED
+
+
+def test_a_hint_is_read_and_answered_part_by_part() -> None:
+    asker = asker_of(request([1], kv_transfer_params={"kvbm": {"session": "s", "expect_s": "soon"}}))
+    assert (asker.hint.session, asker.hint.expect_s) == ("s", None)
+    assert answer(asker.verdicts) == {
+        "kvbm_hints": [
+            {"part": "session", "outcome": "accepted"},
+            {"part": "expect_s", "outcome": "rejected", "reason": "not a number"},
+        ]
+    }
+    assert answer(()) is None
+    assert answer(read_hint(7).verdicts) == {
+        "kvbm_hints": [{"part": "hint", "outcome": "rejected", "reason": "not a mapping"}]
+    }
+    nonsense = asker_of(request([1], kv_transfer_params={"kvbm": "text"}, session_id="s"))
+    assert nonsense.hint.session == "s", "one field that cannot be used keeps no other from being read"
+    assert [each.part for each in nonsense.verdicts] == ["session", "unknown"]

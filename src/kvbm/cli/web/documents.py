@@ -14,6 +14,7 @@ from kvbm.admin_protocol import PAGE_ROWS_MAX, BlockRow, LeaseRow, SpaceReport
 from kvbm.cli.pin import HOURS_MAX
 from kvbm.cli.prompts import TOKEN_MAX
 from kvbm.cli.status import ManagerStatus
+from kvbm.hints import NAME_CHARACTERS_MAX
 from kvbm.observe.view import View
 from kvbm.protocol import ResetReply
 
@@ -97,6 +98,19 @@ class PromptBody(Given, frozen=True, kw_only=True):
     """A prompt."""
 
     tokens: Tokens
+    namespace: Namespace = ""
+    model: Model = ""
+
+
+class PrefetchBody(Given, frozen=True, kw_only=True):
+    """A prompt, by its `tokens`, or what a `session` asked for last: one of the two. `salt` is the cache salt of that
+    session's requests."""
+
+    tokens: Tokens | UnsetType = UNSET
+    session: Annotated[
+        str, Meta(max_length=NAME_CHARACTERS_MAX, description="Its client's name for the session.")
+    ] = ""
+    salt: Annotated[str, Meta(max_length=4096, description="The session's cache salt.")] = ""
     namespace: Namespace = ""
     model: Model = ""
 
@@ -248,7 +262,8 @@ class PinDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefetchDone(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the prompt's `blocks`, `coming` are on their way from disk, and `ready` were in host memory."""
+    """Of the prompt's or session's `blocks`, `coming` are on their way from disk, and `ready` were in host memory. A
+    session that is not known has none."""
 
     coming: int
     ready: int

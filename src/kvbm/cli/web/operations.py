@@ -24,6 +24,8 @@ from kvbm.admin_protocol import (
     Moment,
     Pin,
     Pinned,
+    Prefetch,
+    Prefetched,
     Resize,
     Resized,
     Snapshot,
@@ -40,11 +42,13 @@ from kvbm.cli.prompts import candidates, held_chain
 from kvbm.cli.resize import RESIZE_S_MAX
 from kvbm.cli.status import ManagerStatus, faults_of
 from kvbm.cli.web import documents as doc
+from kvbm.cli.web.troubles import Denied
 from kvbm.cli.why_prompt import about_prompt
 from kvbm.client.admin import Admin
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, SettingsError
 from kvbm.hashing import join_keys
+from kvbm.hints import tenant_digest
 from kvbm.observe.view import look, start_of
 from kvbm.protocol import Reset, ResetReply
 from kvbm.settings import Settings
@@ -117,10 +121,11 @@ class ManagerGate:
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One operation. `given` is the type of its query (GET) or its body (POST); `heavy` ones are paced,
-    and one may take `seconds` where that is long."""
+    and one may take `seconds` where that is long. It can be had at the path `also`, too."""
 
     method: str
     path: str
+    also: str = ""
     summary: str
     given: type[doc.Given]
     answer: type[msgspec.Struct]
@@ -226,9 +231,23 @@ def _pin(gate: ManagerGate, given: doc.PinBody) -> doc.PinDone:
     return doc.PinDone(pinned=reply.blocks, ready=reply.ready, blocks=asked, seconds=seconds)
 
 
-def _prefetch(gate: ManagerGate, given: doc.PromptBody) -> doc.PrefetchDone:
-    reply, asked = _hold(gate, given, 0.0)
-    return doc.PrefetchDone(coming=reply.blocks - reply.ready, ready=reply.ready, blocks=asked)
+def _prefetch(gate: ManagerGate, given: doc.PrefetchBody) -> doc.PrefetchDone:
+    if (given.tokens is msgspec.UNSET) is not bool(given.session):
+        raise Denied(400, "the body cannot be used: either tokens or a session")
+    if given.salt and not given.session:
+        raise Denied(400, "the body cannot be used: a salt is for a session")
+    if given.tokens is not msgspec.UNSET:
+        prompt = doc.PromptBody(tokens=given.tokens, namespace=given.namespace, model=given.model)
+        reply, asked = _hold(gate, prompt, 0.0)
+        return doc.PrefetchDone(coming=reply.blocks - reply.ready, ready=reply.ready, blocks=asked)
+    with gate.session() as admin:
+        space = _space(admin, given.namespace, given.model)
+        tenant = tenant_digest(given.salt) if given.salt else ""
+        request = Prefetch(fingerprint=space.fingerprint, session=given.session, tenant=tenant)
+        found = admin.ask(request, Prefetched)
+    if found.refusal:
+        raise ManagerRefused(found.refusal)
+    return doc.PrefetchDone(coming=found.blocks - found.ready, ready=found.ready, blocks=found.asked)
 
 
 def _unpin(gate: ManagerGate, given: doc.PromptBody) -> doc.UnpinDone:
@@ -268,10 +287,13 @@ def _get(path: str, summary: str, given: Any, answer: Any, run: Any, heavy: bool
     )
 
 
-def _post(path: str, summary: str, given: Any, answer: Any, run: Any, seconds: float = 0.0) -> Operation:
+def _post(
+    path: str, summary: str, given: Any, answer: Any, run: Any, seconds: float = 0.0, also: str = ""
+) -> Operation:
     return Operation(
         method="POST",
         path=path,
+        also=also,
         summary=summary,
         given=given,
         answer=answer,
@@ -293,7 +315,8 @@ OPERATIONS: tuple[Operation, ...] = (
     _post("/api/reset", "Drop the blocks of a tier that are not in use", doc.ResetBody, doc.ResetDone, _reset),
     _post("/api/resize", "Another size for host memory", doc.ResizeBody, doc.ResizeDone, _resize, RESIZE_S_MAX),
     _post("/api/pin", "Keep a prompt's blocks in host memory", doc.PinBody, doc.PinDone, _pin),
-    _post("/api/prefetch", "Bring a prompt's blocks to host memory", doc.PromptBody, doc.PrefetchDone, _prefetch),
+    _post("/api/prefetch", "Bring a prompt's or session's blocks to host memory; also at /prefetch", doc.PrefetchBody,
+          doc.PrefetchDone, _prefetch, also="/prefetch"),
     _post("/api/unpin", "End the pin of a prompt", doc.PromptBody, doc.UnpinDone, _unpin),
     _post("/api/unpin-all", "End all pins of a namespace", doc.UnpinAllBody, doc.UnpinDone, _unpin_all),
 )  # fmt: skip

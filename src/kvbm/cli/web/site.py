@@ -39,7 +39,7 @@ class Site:
         self._gate = gate
         self._token = token
         self._pace = Pace(HEAVY_PER_S, HEAVY_BURST, clock)
-        self._operations = {each.path: each for each in OPERATIONS}
+        self._operations = {path: each for each in OPERATIONS for path in (each.path, each.also) if path}
         document = msgspec.json.encode(openapi.document())
         # These say nothing of a manager: anybody may have them. The page's script asks for the token.
         self._pages = {

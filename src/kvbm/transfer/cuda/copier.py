@@ -115,7 +115,8 @@ class CudaCopier:
         return self._locks
 
     def prepared(self, timeout_s: float) -> bool:
-        """Wait until the arena is locked and the ways of copying are measured; False when it takes longer."""
+        """Have the arena locked, and wait for that and for the ways of copying to be measured; False after the time."""
+        self._locks.begin()
         return self._locks.finished.wait(timeout_s)
 
     def adopt_thread(self) -> None:
@@ -177,6 +178,7 @@ class CudaCopier:
     def _begin(
         self, stream: Stream, pieces: Pieces, pairs: Pairs, after: DeviceEvent | None, *, to_device: bool
     ) -> CudaCopying:
+        self._locks.begin()  # engines copy nothing before their first step
         method = self._choice.load if to_device else self._choice.store
         locked_slots = self._locks.locked_slots
         locked = [pair for pair in pairs if pair[1] < locked_slots]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvbm import numa
+from kvbm.clock import ManualClock
 from kvbm.errors import DeviceLost, KvbmError
 from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
@@ -18,6 +19,7 @@ from kvbm.transfer.cuda import copier as cuda
 from kvbm.transfer.cuda import page_lock
 from kvbm.transfer.cuda.copier import CudaCopier
 from kvbm.transfer.cuda.driver import CudaError
+from kvbm.transfer.cuda.pieces import SlotRows
 from rigs.cuda_bench import check_loads, check_stores, lose, new_bench, wait_for_lock_call, warnings
 from rigs.cuda_model import DEADLINE_S, LOST_TEXT, PAGE, Model
 
@@ -41,6 +43,47 @@ def test_the_arena_is_locked_piece_by_piece_in_slot_order() -> None:
     expected = {bench.arena[slot].data_ptr(): min(PIECE_SLOTS, SLOTS - slot) * PAGE for slot in starts}
     assert list(bench.model.locked.items()) == list(expected.items())
     bench.close()
+
+
+def test_nothing_is_locked_before_the_engine_runs() -> None:
+    """A start captures graphs and measures memory: locking would stand in its way."""
+    model = Model()
+    bench = new_bench(model, running=False)
+    bench.copier._preparation.join(0.05)
+    assert (model.lock_calls, bench.copier._preparation.is_alive()) == (0, True)
+    check_stores(bench)  # the first copy goes through the buffer
+    bench.prepared()
+    assert model.lock_calls == -(-SLOTS // PIECE_SLOTS)
+    bench.close()
+
+
+def test_a_copier_that_never_copied_can_be_closed() -> None:
+    model = Model()
+    bench = new_bench(model, running=False)
+    bench.close()
+    assert model.lock_calls == 0
+
+
+def test_the_driver_is_left_to_others_for_as_long_as_a_lock_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, clock = Model(), ManualClock(5.0)
+    lock_pages = model.driver.lock_pages
+
+    def slow(address: int, size: int) -> None:
+        clock.advance(0.25)
+        lock_pages(address, size)
+
+    monkeypatch.setattr(model.driver, "lock_pages", slow)
+    arena = arena_tensor(mmap.mmap(-1, SLOTS * PAGE), SLOTS, PAGE)
+    locks = page_lock.PageLocks(
+        SlotRows(arena.data_ptr(), PAGE), SLOTS, model.driver, model.device, clock=clock
+    )
+    pauses: list[float | None] = []
+    monkeypatch.setattr(locks._closing, "wait", pauses.append)
+    model.driver.adopt_thread(0)
+    locks.begin()
+    locks.run()
+    assert pauses == [0.25] * -(-SLOTS // PIECE_SLOTS)
+    locks.close()
 
 
 @pytest.mark.parametrize("method", ["batch", "rows", "each"])
@@ -133,7 +176,8 @@ def test_a_refusal_half_way_is_one_warning_and_copies_go_on(caplog: pytest.LogCa
     (line,) = warnings(caplog)
     assert "7 of 11 slots" in line
     assert "CUDA_ERROR_OUT_OF_MEMORY (2)" in line
-    assert "ulimit -l" in line
+    assert "the container, has no memory left" in line
+    assert "ulimit" not in line, "no limit of locked pages applies to the driver"
     check_stores(bench)
     check_loads(bench)
     bench.close()
