@@ -185,6 +185,7 @@ TABLE: tuple[Metric, ...] = (
         kind=_COUNTER,
         help="Of the blocks dropped to make room, those that were retained: nothing else could go",
         labels=(_TIER,),
+        at_zero=True,
     ),
     Metric(
         name="kvbm_spared_blocks_total",
@@ -192,6 +193,7 @@ TABLE: tuple[Metric, ...] = (
         help="Blocks that were next to be evicted and were passed over, because they are retained (retention), or "
         "because their cache salt holds no more than it is sure of (share)",
         labels=(_TIER, Label("favour", ("retention", "share"))),
+        at_zero=True,
     ),
     Metric(
         name="kvbm_evicted_blocks_total",
