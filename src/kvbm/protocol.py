@@ -95,6 +95,15 @@ class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     verdicts: tuple[tuple[str, str, str, str], ...] = ()
 
 
+class Says(Message, frozen=True, kw_only=True, tag="says"):
+    """A client says something later of the request whose whole chain is `keys`; the rest is as in `Lookup`."""
+
+    keys: bytes
+    tenant: str = ""
+    hint: dict[str, Any] = {}
+    verdicts: tuple[tuple[str, str, str, str], ...] = ()
+
+
 class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The lease of `lookup` ends. `loaded` blocks from position `first` on reached the device within `seconds`;
     the next `failed` blocks were promised and did not. `unloaded` counts by reason (see `UNLOADED_REASONS`) the blocks
@@ -377,6 +386,7 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
 ToManager: TypeAlias = (
     Hello
     | Lookup
+    | Says
     | Release
     | Reserve
     | Commit

@@ -204,6 +204,18 @@ def test_nothing_is_committed_before_all_ranks_have_reported(house: House) -> No
     assert len(side.leader.stores) == 0
 
 
+def test_priorities_retain_what_is_worth_more(house: House) -> None:
+    """The engine tells them after the match: they follow as a hint of their own."""
+    port = free_port()
+    house.set(METRICS="true", METRICS_PORT=str(port))
+    engine = house.engine()
+    (prompt,) = make_prompts(1)
+    engine.serve(Request(1, prompt, 2, priorities=[90, 90, 35, 35, 35, 35, 35]))
+    name = 'kvbm_hints_total{part="retain",outcome="accepted",reason="none"}'
+    wait_for(lambda: scrape(port).get(name) == 1, DEADLINE_S, "the priorities were not heard")
+    assert scrape(port)['kvbm_retained_blocks{tier="host"}'] == 2
+
+
 def test_priorities_end_what_is_stored_for_good(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", "40")
     engine = house.engine()

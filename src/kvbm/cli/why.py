@@ -173,6 +173,7 @@ def explain(found: dict[str, Any]) -> list[str]:
         )
     if not found["missing"] and not found["unloaded"]:
         lines.append("nothing was missing")
+    lines += [f"its client says: {part}" for part in found["hint"]]
     lines += [f"to change that: {advice}" for advice in _advice(found)]
     return lines
 

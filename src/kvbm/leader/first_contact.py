@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.leader.leader import Leader
 from kvbm.leader.step_budget import MESSAGES_MAX
 from kvbm.leader.tracked import NOTHING_TOLD, Keep, Told
@@ -22,13 +23,14 @@ def ask_once(
     before_tail: int,
     keep: Keep | None = None,
     told: Told = NOTHING_TOLD,
+    asker: ClientHint = UNHINTED,
 ) -> int:
     """How many blocks after the first `computed` lie in host memory, leased until they are loaded; at most up to
     `before_tail`. `Leader.allocated` follows where there are some; where there are none, the question is over.
 
     The arguments are those of `Leader.request_added`. The leader must be one that is asked `at_once`.
     """
-    leader.request_added(request, hashes, extras, computed, keep, told, before_tail=before_tail)
+    leader.request_added(request, hashes, extras, computed, keep, told, before_tail=before_tail, asker=asker)
     answer = leader.matched(request, computed, before_tail)
     for _ in range(MESSAGES_MAX):
         if not (answer.later and leader.may_wait(request)):

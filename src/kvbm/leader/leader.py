@@ -14,8 +14,9 @@ from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
 from kvbm.groups import Group
-from kvbm.hints import UNHINTED, ClientHint, Verdict, latest
+from kvbm.hints import UNHINTED, ClientHint
 from kvbm.leader.announced import Announced
+from kvbm.leader.client_words import ClientWords
 from kvbm.leader.cost import CostModel
 from kvbm.leader.device import DeviceBlocks
 from kvbm.leader.group_offers import GroupOffers
@@ -92,6 +93,7 @@ class Leader:
         self.requests: dict[str, Tracked] = {}
         self._weights = WeightsKnown(weights_version)
         self._keys = RequestKeys(self._link, self._weights.salt)
+        self.client_words = ClientWords(self._link, self._keys, self.requests)
         self._questions = Questions(self._link, self.lookups, self.requests, self._keys, mirror)
         unsaved = Unsaved(device) if lazy and device is not None else None
         offering = self.stores, unsaved, self.requests, self._keys, clock
@@ -337,13 +339,6 @@ class Leader:
             last = tracked.asked_blocks
             if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
                 self._link.send(Finished(key=key, output_tokens=output_tokens))
-
-    def verdicts(self, request: str) -> tuple[Verdict, ...]:
-        """What became of the parts of the request's hint: what the manager said last of each, or else its form."""
-        tracked = self.requests.get(request)
-        if tracked is None:
-            return ()
-        return latest(tracked.asker.verdicts, tracked.heard)
 
     # ---- all of it
 

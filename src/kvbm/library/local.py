@@ -22,9 +22,9 @@ from kvbm.library.copiers import Copiers
 from kvbm.library.layer_load import LayerLoad
 from kvbm.library.staging import StagingOptions, open_staging
 from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
+from kvbm.manager.hearing import decided_here
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
-from kvbm.manager.retaining import final_verdicts, of_ranges
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
@@ -140,9 +140,8 @@ class LocalSpace:
         lease = found.lease
         reached = skip + len(self.space.prompt_sources(lease))
         decided = at_once(self.space.heard(asker, keys, reached)) if asker.verdicts else ()
-        judged = of_ranges(final_verdicts(asker.verdicts, found.judged)) if found.judged else ()
         run = _LocalRun(number, lease, self.space) if lease is not None else None
-        return Looked(run, (*judged, *decided))
+        return Looked(run, decided_here(asker.verdicts, found.judged, decided))
 
     def descriptors(self) -> tuple[int, ...]:
         return ()

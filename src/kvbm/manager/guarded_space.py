@@ -21,6 +21,7 @@ from kvbm.manager.foresight import Decided
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease, Owner, Reservation
 from kvbm.manager.lookups import Found, LookingUp, advance
+from kvbm.manager.retaining import Judging
 from kvbm.manager.space import Space
 
 log = logging.getLogger("kvbm.manager")
@@ -55,6 +56,9 @@ class GuardedSpace(Space):
         self, asker: ClientHint, keys: Sequence[BlockKey], reached: int, again: bool = False
     ) -> Generator[None, None, Decided]:
         return (yield from self._in_turns((), super().heard(asker, keys, reached, again)))
+
+    def judged(self, keys: Sequence[BlockKey], asker: ClientHint) -> Judging:
+        return (yield from self._in_turns((), super().judged(keys, asker)))
 
     def release(self, owner: Owner, number: int) -> Lease | None:
         return self._try(None, super().release, owner, number)

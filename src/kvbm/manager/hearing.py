@@ -5,23 +5,30 @@ A leader has read it already; another client of the socket may not have, so noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvbm.hints import ClientHint, Verdict, from_tuples, read_hint
-from kvbm.manager.retaining import goes_first
+from kvbm.manager.retaining import final_verdicts, goes_first, of_ranges
 from kvbm.observe.metrics import Metrics
 from kvbm.policy.contract import ClientWord
-from kvbm.protocol import Lookup
+from kvbm.protocol import Lookup, Says
 
 TENANT_CHARACTERS_MAX = 64
 
 
-def heard(message: Lookup) -> ClientHint:
-    """What a lookup says, and what became of it where it was read first. Nothing raises: no hint is worth a session."""
+def heard(message: Lookup | Says) -> ClientHint:
+    """What a message says, and what became of it where it was read first. Nothing raises: no hint is worth that."""
     read = read_hint(message.hint or None)
     # What a leader has read is clean by now: its own verdicts tell of what it left out.
     verdicts = from_tuples(message.verdicts) or read.verdicts
     return ClientHint(message.tenant[:TENANT_CHARACTERS_MAX], read.hint, verdicts)
+
+
+def decided_here(
+    read: Sequence[Verdict], judged: Sequence[Verdict], others: Sequence[Verdict]
+) -> tuple[Verdict, ...]:
+    """What became of parts at the manager: of all ranges, where some were `judged`, and of `others`."""
+    return (*(of_ranges(final_verdicts(read, judged)) if judged else ()), *others)
 
 
 def count(verdicts: Iterable[Verdict], metrics: Metrics) -> None:

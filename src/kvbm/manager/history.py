@@ -16,6 +16,7 @@ import msgspec
 from kvbm.admin_protocol import WhyReply
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
+from kvbm.hints import Verdict
 from kvbm.layout import Namespace
 from kvbm.manager.departed import CORRUPT, EVICTED, EXPIRED, RESET, Fate, Missing
 from kvbm.manager.space import Space
@@ -29,6 +30,7 @@ VARIANTS_MAX = 4
 NAMES_MAX = 8
 """A request that is preempted or waits is looked up again; of so many of its lookups the end is followed."""
 EXTRAS_MAX = 16
+HINT_PARTS_MAX = 16
 TEXT_MAX = 200
 
 UNAVAILABLE = "unavailable"
@@ -50,7 +52,8 @@ class Request:
     """One request: of its `blocks`, the first `on_device` were on the device; the others as they were looked up last.
 
     `missing` counts the blocks that were in no tier by reason, and `unloaded` those that were found and computed. The
-    leader has said what became of its latest lookup once that is `over`.
+    leader has said what became of its latest lookup once that is `over`. `hint` has a line for each part of what its
+    client said.
     """
 
     request: str
@@ -75,6 +78,7 @@ class Request:
     tiers: tuple[str, ...] = ()
     differs: list[str] = field(default_factory=list)
     names: list[tuple[int, int]] = field(default_factory=list)
+    hint: list[str] = field(default_factory=list)
 
     @property
     def found(self) -> int:
@@ -164,6 +168,15 @@ class History:
         if message.prompt and keys:
             self._remember(message.prompt, _Variant(keys[0], namespace, _bounded(message.extras)))
         return "" if asked.found else next(iter(asked.missing), "")
+
+    def heard(self, owner: int, lookup: int, verdicts: Sequence[Verdict]) -> None:
+        """What became of the parts of what the client of a lookup said."""
+        asked = self._by_name.get((owner, lookup))
+        if asked is not None and verdicts:
+            asked.hint = [
+                " ".join(filter(None, (part, outcome.value, f"({reason})" if reason else "")))
+                for part, outcome, reason, _ in verdicts[:HINT_PARTS_MAX]
+            ]
 
     def released(self, owner: int, message: Release, loaded: int) -> None:
         """The leader says what became of the blocks that a lookup found; `loaded` of the prompt's were loaded."""
@@ -379,6 +392,7 @@ def _described(asked: Request, now_s: float) -> dict[str, object]:
         "eviction_policy": asked.policy,
         "tiers": list(asked.tiers),
         "history_complete": not asked.forgotten,
+        "hint": asked.hint,
     }
 
 

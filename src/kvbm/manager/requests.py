@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.hints import as_tuples, latest
 from kvbm.manager.followers import Followers
-from kvbm.manager.hearing import count, heard
+from kvbm.manager.hearing import count, decided_here, heard
 from kvbm.manager.history import UNAVAILABLE, History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
-from kvbm.manager.retaining import final_verdicts, of_ranges
 from kvbm.manager.session import Session
 from kvbm.manager.slot_facts import TOKEN_BYTES, SlotFact, note_facts
 from kvbm.manager.space import Space
@@ -34,6 +35,7 @@ from kvbm.protocol import (
     Report,
     Reserve,
     ReserveReply,
+    Says,
     Watch,
 )
 
@@ -72,6 +74,7 @@ class Requests:
         """Each takes the message of its type."""
         return {
             Lookup: self.lookup,
+            Says: self.says,
             Release: self.release,
             Reserve: self.reserve,
             Commit: self.commit,
@@ -106,12 +109,12 @@ class Requests:
             space.release(session.number, message.lookup)
             lease = None
         self._followers.asked(space, message.keys)
-        verdicts = final_verdicts(asker.verdicts, judged)
+        told = decided_here(asker.verdicts, judged, decided)
+        verdicts = latest(asker.verdicts, told)
         if message.again:
             self._traffic.tried_again("lookup")
         else:  # it is the same request's
-            count(latest(verdicts, decided), self._traffic.metrics)
-        told = as_tuples((*(of_ranges(verdicts) if judged else ()), *decided))
+            count(verdicts, self._traffic.metrics)
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.prompt_sources(lease), len(keys) - message.skip
         on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
@@ -120,26 +123,19 @@ class Requests:
         self._traffic.asked(engine.label, space.layout, asked, counted)
         why = self._history.looked_up(session.number, message, keys, space, counted, no_room + refused, full)
         self._traffic.missed(why)
-        if lease is None:
-            session.send(
-                LookupReply(lookup=message.lookup, no_room=no_room, refused=refused, full=full, verdicts=told)
-            )
-            return
-        session.send(
-            LookupReply(
-                lookup=message.lookup,
-                slots=tuple(lease.slots),
-                generations=space.arena.generations(lease.slots),
-                ready=lease.ready,
-                sources=found,
-                no_room=no_room,
-                refused=refused,
-                arrival_s=space.arrival_s(lease),
-                boundary=lease.boundary,
-                full=full,
-                verdicts=told,
-            )
+        self._history.heard(session.number, message.lookup, verdicts)
+        reply = LookupReply(
+            lookup=message.lookup, no_room=no_room, refused=refused, full=full, verdicts=as_tuples(told)
         )
+        session.send(reply if lease is None else _with_lease(reply, space, lease, found))
+
+    def says(self, session: Session, message: Says) -> Iterator[None]:
+        """Do what a client says later of a chain that was looked up before."""
+        keys, engine, asker = _keys(message.keys), self._membership.led_by(session), heard(message)
+        if engine is not None:
+            judged = yield from engine.space.judged(keys, asker)
+            told = decided_here(asker.verdicts, judged, ())
+            count(latest(asker.verdicts, told), self._traffic.metrics)
 
     def release(self, session: Session, message: Release) -> None:
         """End a lease and count the blocks that it brought to the device."""
@@ -267,6 +263,18 @@ class Requests:
                 session = self._session_by_number(number)
                 if session is not None:
                     session.send(Progress(lookup=lease.number, ready=0, final=True))
+
+
+def _with_lease(reply: LookupReply, space: Space, lease: Lease, sources: bytes) -> LookupReply:
+    return msgspec.structs.replace(
+        reply,
+        slots=tuple(lease.slots),
+        generations=space.arena.generations(lease.slots),
+        ready=lease.ready,
+        sources=sources,
+        arrival_s=space.arrival_s(lease),
+        boundary=lease.boundary,
+    )
 
 
 def _failed_on_disk(space: Space, lease: Lease | None, message: Release) -> int:

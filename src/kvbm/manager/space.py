@@ -25,7 +25,7 @@ from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
 from kvbm.manager.pool import EXPIRED, SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
-from kvbm.manager.retaining import Retaining
+from kvbm.manager.retaining import Judging, Retaining
 from kvbm.manager.storing import Storing
 from kvbm.manager.usage import Usage
 from kvbm.observe import moves_log
@@ -214,6 +214,10 @@ class Space:
     ) -> Generator[None, None, Decided]:
         """Do what the client of a request says of its session, in several turns (see `foresight`)."""
         return self.foresight.heard(asker, keys, reached, again)
+
+    def judged(self, keys: Sequence[BlockKey], asker: ClientHint) -> Judging:
+        """Do what a client says of a chain that it does not ask for now (see `retaining`)."""
+        return self._retaining.judge(keys, asker)
 
     def arrival_s(self, lease: Lease) -> float:
         """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""

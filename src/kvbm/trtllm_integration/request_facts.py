@@ -12,6 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvbm.hints import UNHINTED, ClientHint, tenant_digest
 from kvbm.leader.tracked import Told
 
 log = logging.getLogger("kvbm.trtllm")
@@ -138,6 +139,12 @@ def told_of(request: Any, tokens: Sequence[int], block_tokens: int) -> Told:
         return Told(b"", tuple(extras))
     first = b"".join(int(token).to_bytes(8, "little", signed=True) for token in tokens[:block_tokens])
     return Told(blake3(first).digest(_DIGEST_BYTES), tuple(extras))
+
+
+def asker_of(request: Any) -> ClientHint:
+    """Who asks; what its client says of its future comes later."""
+    salt = salt_of(request)
+    return ClientHint(tenant_digest(salt)) if salt else UNHINTED
 
 
 def media_tokens(config: dict[str, Any]) -> frozenset[int]:

@@ -18,7 +18,9 @@ import msgspec
 from kvbm.adapters import Adapters
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.client.mirror import Mirror
+from kvbm.dialects.trtllm import hint_of_priorities
 from kvbm.hashing import Chain
+from kvbm.hints import read_hint
 from kvbm.leader import Leader
 from kvbm.leader.first_contact import ask_once
 from kvbm.leader.tracked import Scheduled
@@ -30,6 +32,7 @@ from kvbm.trtllm_integration.request_facts import (
     AdapterPaths,
     Unkept,
     adapter_number,
+    asker_of,
     block_extras,
     media_reason,
     salt_of,
@@ -126,6 +129,7 @@ class SchedulerSide:
             (len(tokens) - 1) // self.block_tokens,
             keep,
             told_of(request, tokens, self.block_tokens),
+            asker_of(request),
         )
         return served.promised * self.block_tokens
 
@@ -209,6 +213,8 @@ class SchedulerSide:
                 broken.append(failing(served.name))
         priorities = getattr(data, "priorities", None)
         served.note_priorities(priorities, 0 if first else before, self._least_priority)
+        if first and (hint := hint_of_priorities(priorities, self.block_tokens)):
+            self.leader.client_words.says(served.name, read_hint(hint))  # the match did not tell them
         if getattr(data, "cache_salt", None) is not None and not served.salted:
             self.unkept.note("a cache_salt that the match did not show")
             self._stop_storing(served)

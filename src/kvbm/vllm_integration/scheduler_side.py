@@ -256,7 +256,7 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> dict[str, Any] | None:
         """The request ended or was aborted; of several groups these are the block tables. Returns what its client is
         told of its hint."""
-        told = answer(self.leader.verdicts(request.request_id)) if self._answers else None
+        told = answer(self.leader.client_words.verdicts(request.request_id)) if self._answers else None
         self._requests.pop(request.request_id, None)
         self._unnamed.pop(request.request_id, None)
         self._tables.drop(request.request_id)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvbm.hints import ClientHint, Outcome, Verdict, Why, as_tuples, read_hint
-from kvbm.protocol import Lookup, LookupReply, Reserve
+from kvbm.protocol import Lookup, LookupReply, Reserve, Says
 from kvbm.protocol_decoding import decode_to_manager
 from rigs.leader import HASHES, Bench
 
@@ -42,13 +42,13 @@ def test_the_client_is_told_what_the_manager_made_of_it(bench: Bench) -> None:
     clipped = Verdict("retain", Outcome.CLIPPED, "2 of 4 blocks", Why.BUDGET)
     bench.manager.send(LookupReply(lookup=lookup.lookup, verdicts=as_tuples([clipped])))
     bench.step()
-    told = {verdict.part: verdict for verdict in bench.leader.verdicts("r")}
+    told = {verdict.part: verdict for verdict in bench.leader.client_words.verdicts("r")}
     assert told["retain"] == clipped
     assert told["session"].outcome is Outcome.ACCEPTED
     assert told["expect_s"].outcome is Outcome.CLIPPED
     assert told["unknown"].outcome is Outcome.REJECTED
     bench.leader.finished("r")
-    assert bench.leader.verdicts("r") == ()
+    assert bench.leader.client_words.verdicts("r") == ()
 
 
 @pytest.mark.parametrize("store", [True, False])
@@ -58,3 +58,16 @@ def test_blocks_that_need_not_be_kept_are_not_offered(bench: Bench, store: bool)
     bench.step({"r": 4})
     offered = [message for message in bench.manager.said() if isinstance(message, Reserve)]
     assert [reserve.tenant for reserve in offered] == ["t"] * store
+
+
+def test_what_is_said_later_goes_by_itself(bench: Bench) -> None:
+    asked(bench, None)
+    bench.leader.client_words.says("r", read_hint({"retain": [{"end": 8, "priority": 90}]}))
+    (says,) = bench.manager.said()
+    assert isinstance(says, Says)
+    assert (len(says.keys), says.tenant) == (8 * 32, "t")
+    assert read_hint(says.hint).hint.retain[0].priority == 90
+    bench.leader.client_words.says("nobody", read_hint({"final": True}))
+    bench.manager.die()
+    bench.step()
+    bench.leader.client_words.says("r", read_hint({"final": True}))

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvbm.hashing import join_keys
 from kvbm.policy.contract import ClientWord
 from kvbm.policy.lru import LeafFirstLru
+from kvbm.protocol import Says
 from rigs.manager import KEYS, ManagerBench, store
 
 Heard = list[tuple[Hashable, ClientWord]]
@@ -100,3 +102,30 @@ def test_verdicts_that_are_none_are_not_counted(make_manager: Callable[..., Mana
     )
     leader.lookup(1, KEYS[:4], verdicts=verdicts)
     assert counts(manager) == {}
+
+
+def test_what_is_said_later_is_done_and_counted(make_manager: Callable[..., ManagerBench]) -> None:
+    manager = make_manager()
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    leader.lookup(2, KEYS[:4], request="r")
+    leader.send(Says(keys=join_keys(KEYS[:4]), hint={"retain": [{"end": 8, "priority": 90}]}))
+    manager.step()
+    assert counts(manager) == {("retain", "accepted", "none"): 1}
+    favours = manager.space().host_pool.favouring.favours
+    assert favours is not None
+    leader.send(Says(keys=join_keys(KEYS[:4]), hint={"retain": [{"start": 4000}]}))
+    manager.step()
+    assert counts(manager)["retain", "rejected", "nothing"] == 1
+
+
+def test_why_tells_what_became_of_a_hint(make_manager: Callable[..., ManagerBench]) -> None:
+    manager = make_manager()
+    leader, _ = manager.engine()
+    leader.lookup(1, KEYS[:4], request="r", hint={"session": "s", "expect_s": 1e9, "prefetch": True})
+    (found,) = manager.server._history.reply("r", 1).requests
+    assert found["hint"] == [
+        "session accepted",
+        "expect_s clipped (above 86400 s)",
+        "prefetch rejected (there is no disk below host memory)",
+    ]
