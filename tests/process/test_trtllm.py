@@ -110,6 +110,30 @@ def test_aborts_preemption_and_resets(house: House, layout_groups: int) -> None:
     assert len(leader.stores) == len(leader.lookups) == 0
 
 
+@pytest.mark.parametrize("action", ["preempt", "reset", "match"])
+def test_a_request_that_comes_again_in_the_next_step_is_stored_after_its_forward_pass(
+    house: House, action: str
+) -> None:
+    """Its first life ended just before that step, whose plan releases the stores of that life alone."""
+    engine = house.engine(device_blocks=24)
+    known = make_prompts(1)[0]
+    first = Request(1, known[: 12 if action == "match" else 11], 3)
+    if action == "match":  # the engine had no room for it, and matches it anew
+        first.tokens = list(first.prompt)
+        engine.leader.get_num_new_matched_tokens(first, 0)
+    engine.submit(first)
+    engine.iterate()
+    if action != "match":
+        settle(engine)
+        getattr(engine, action)(first)  # it has 12 tokens by now: the next step completes the third block
+    engine.serve()
+    settle(engine)
+    push_out(engine)
+    again = Request(2, first.tokens[:14], 2)
+    assert engine.serve(again) == reference(engine.spec, [again])
+    assert again.promised == 3 * BLOCK_TOKENS
+
+
 def test_tenants_never_meet(house: House) -> None:
     engine = house.engine()
     (prompt,) = make_prompts(1)
