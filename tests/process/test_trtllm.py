@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -108,6 +109,68 @@ def test_aborts_preemption_and_resets(house: House, layout_groups: int) -> None:
     leader = side_of(engine).leader
     assert not leader.requests
     assert len(leader.stores) == len(leader.lookups) == 0
+
+
+@pytest.mark.parametrize("action", ["preempt", "reset", "match"])
+def test_a_request_that_comes_again_in_the_next_step_is_stored_after_its_forward_pass(
+    house: House, action: str
+) -> None:
+    """Its first life ended just before that step, whose plan releases the stores of that life alone."""
+    engine = house.engine(device_blocks=24)
+    known = make_prompts(1)[0]
+    first = Request(1, known[: 12 if action == "match" else 11], 3)
+    if action == "match":  # the engine had no room for it, and matches it anew
+        first.tokens = list(first.prompt)
+        engine.leader.get_num_new_matched_tokens(first, 0)
+    engine.submit(first)
+    engine.iterate()
+    if action != "match":
+        settle(engine)
+        getattr(engine, action)(first)  # it has 12 tokens by now: the next step completes the third block
+    engine.serve()
+    settle(engine)
+    push_out(engine)
+    again = Request(2, first.tokens[:14], 2)
+    assert engine.serve(again) == reference(engine.spec, [again])
+    assert again.promised == 3 * BLOCK_TOKENS
+
+
+def test_a_reset_request_loads_nothing_while_its_first_load_is_not_reported(house: House) -> None:
+    """The report of the first load would end the lease of the second, before it is copied."""
+    engine = house.engine()
+    (prompt,) = make_prompts(1)
+    engine.serve(Request(1, prompt, 2))
+    push_out(engine)
+    leader, held = side_of(engine).leader, list[Any]()
+    take = leader.rank_reports.add
+
+    def add(report: Any) -> Any:
+        if report.loaded:
+            held.append(report)
+        return take(msgspec.structs.replace(report, loaded={}))
+
+    leader.rank_reports.add = add
+    second = Request(2, prompt, 4)
+    engine.submit(second)
+    engine.iterate()
+    assert second.promised == 6 * BLOCK_TOKENS
+    (first_load,) = leader.lookups._by_number
+    engine.reset(second)
+    engine.blocks.forget()
+    engine.serve()
+    assert second.promised == 0
+    assert list(leader.lookups._by_number) == [first_load], "its lease is kept until it is known to be copied"
+
+    def reported() -> bool:
+        with engine.leader._lock:
+            side_of(engine).settle()
+        return bool(held)
+
+    wait_for(reported, DEADLINE_S, "no report came")
+    leader.rank_reports.add = take
+    with engine.leader._lock:
+        leader.updated(take(held[0]), ["2"], set())
+    assert not leader.lookups._by_number
 
 
 def test_tenants_never_meet(house: House) -> None:

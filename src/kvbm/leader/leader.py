@@ -106,7 +106,7 @@ class Leader:
         self._inbox = Inbox(
             self.lookups, self.stores, self._offers, self.announced, self.rank_reports, self.requests
         )
-        self._gone, self._life, self._readied = set[str](), 0, 0
+        self._life, self._readied = 0, 0
         self._new_loads: list[LoadPlan] = []
         self._budget, self._steps = StepBudget(self._link), StepTimes(self.cost, clock)
         self.receive()
@@ -245,7 +245,6 @@ class Leader:
         `prefill_position`; an `idle` step computes nothing."""
         left_s = self._budget.begin()
         self.receive()
-        self._gone.update(preempted)
         for request in preempted:
             self.stores.ended(request)
             tracked = self.requests.get(request)
@@ -260,16 +259,15 @@ class Leader:
             if prefill_tokens and self.stores.unanswered:
                 self._wait_a_little(left_s, lambda: self.stores.unanswered)
                 self._budget.begin()
-        if self.stores.last_chance(self._gone) or (idle and self.stores.unanswered):
+        if self.stores.last_chance or (idle and self.stores.unanswered):
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s, lambda: self.stores.unanswered)
             self._budget.begin()
         # The tags of free device blocks are asked for only where a plan needs them: a step has thousands of blocks.
         free = self.stores.plans_free_blocks
         tag = tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
-        stores = self.stores.plan(self._gone, tag)
-        released = self.stores.released(self._gone)
-        self._gone.clear()
+        stores = self.stores.plan(tag)
+        released = self.stores.released()
         with self._link.in_one_write():
             if not self._at_once:
                 self._offers.scheduled(scheduled, self.ready)
@@ -332,7 +330,6 @@ class Leader:
             tracked = self.requests.pop(request, None)
             if tracked is None:
                 return
-            self._gone.add(request)
             if self.ready:
                 self._offers.ending(request, tracked, tables, complete_blocks)
             self.stores.ended(request, held=True)

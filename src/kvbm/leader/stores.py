@@ -54,6 +54,9 @@ class _Store:
     answer_s: float = 0.0
     fleeting: bool = False
     pinned: bool = False
+    gone: bool = False
+    """Its request has given its blocks back. A request may come again under its name at once: that is another life of
+    it, whose stores are not meant."""
 
 
 class Answered(NamedTuple):
@@ -103,11 +106,11 @@ class Stores:
         """Whether the manager has yet to answer a reservation."""
         return any(store.slots is None for store in self._asked.values())
 
-    def last_chance(self, gone: set[str]) -> bool:
-        """Whether the next step, in which the requests in `gone` lose their blocks, is the last one in which a store
-        can be planned that the manager has yet to answer."""
+    @property
+    def last_chance(self) -> bool:
+        """Whether the next step is the last one in which a store can be planned that the manager has yet to answer."""
         return any(
-            store.slots is None and not store.pinned and (store.fleeting or store.request in gone)
+            store.slots is None and not store.pinned and (store.fleeting or store.gone)
             for store in self._asked.values()
         )
 
@@ -210,16 +213,14 @@ class Stores:
         blocks, tags = store.device_blocks, store.tags
         return Answered(store.request, store.first, taken, refused, asked, blocks, tags, store.keep)
 
-    def plan(
-        self, gone: set[str], tag: Callable[[int], Hashable | None] | None = None
-    ) -> tuple[StorePlan, ...]:
-        """The copies for this step. Requests in `gone` lose their device blocks in it: their stores are planned now or
-        given up. `tag` is `DeviceBlocks.tag` of this moment; required once `ask` was called with tags.
+    def plan(self, tag: Callable[[int], Hashable | None] | None = None) -> tuple[StorePlan, ...]:
+        """The copies for this step. Requests that have `ended` lose their device blocks in it: their stores are planned
+        now or given up. `tag` is `DeviceBlocks.tag` of this moment; required once `ask` was called with tags.
         """
         plans: list[StorePlan] = []
         now_s = self._clock()
         for store in list(self._asked.values()):
-            now_or_never = (store.request in gone or store.fleeting) and not store.pinned
+            now_or_never = (store.gone or store.fleeting) and not store.pinned
             if store.slots is None:
                 if store.life != self._link.life:
                     del self._asked[store.number]
@@ -264,13 +265,14 @@ class Stores:
             )
         return tuple(plans)
 
-    def released(self, gone: set[str]) -> tuple[int, ...]:
+    def released(self) -> tuple[int, ...]:
         """Planned stores whose device blocks may be overwritten from this step on. Called once a step, after `plan`."""
         released = []
         for store in self._planned.values():
-            ended = (store.request in gone or store.fleeting) and not store.pinned
+            ended = (store.gone or store.fleeting) and not store.pinned
             if ended or (store.tags and store.steps_planned):
                 released.append(store.number)
+            store.gone = False  # once: from the next step on its blocks are others'
             store.steps_planned += 1
         return tuple(released)
 
@@ -278,7 +280,10 @@ class Stores:
         """The request gives all of its blocks back. While it holds them still, those that wait for the manager's answer
         are pinned; of all others, what is not copied by the next step's beginning is given up."""
         for store in (*self._asked.values(), *self._planned.values()):
-            if store.request != request or self._pin_all:
+            if store.request != request:
+                continue
+            store.gone = True
+            if self._pin_all:
                 continue
             if held and store.slots is None:
                 store.pinned = store.pinned or self._pin(store.device_blocks)

@@ -118,8 +118,10 @@ class SchedulerSide:
         whole, rest = divmod(computed_tokens, self.block_tokens)
         served.computed = whole
         # Of a request that is run again the engine reports only what is new: its blocks may not be known in time for a
-        # load. Behind a part of a block nothing can be loaded either. Blocks are stored all the same.
-        whole = len(chain.live_keys) if rest or number in self._ended else whole
+        # load. Behind a part of a block nothing can be loaded either. And a report of its first load that is still to
+        # come would end this one's lease. Blocks are stored all the same.
+        again = number in self._ended or self.leader.lookups.loads(served.name)
+        whole = len(chain.live_keys) if rest or again else whole
         served.promised = ask_once(
             self.leader,
             served.name,

@@ -71,6 +71,11 @@ class Allocator:
             self._block_of[content] = block
             self._content[block] = content
 
+    def forget(self) -> None:
+        """Nothing that the blocks hold is found any more."""
+        self._block_of.clear()
+        self._content.clear()
+
     def give_back(self, table: Sequence[int]) -> None:
         """A request needs its blocks no more; the last ones are handed out first."""
         for block in reversed(table):

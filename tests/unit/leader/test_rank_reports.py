@@ -127,6 +127,46 @@ def test_slots_that_come_at_once_are_filled_after_the_same_step(at_once: Callabl
     assert len(answered) == 1
 
 
+def test_a_request_that_comes_again_at_once_is_not_taken_for_the_one_that_ended(
+    at_once: Callable[..., Bench],
+) -> None:
+    """What is released is copied before the forward pass, and the new life's blocks are computed by it."""
+    bench = at_once()
+    bench.add(on_device=8, blocks=9)
+    before = bench.store(complete=2)
+    bench.leader.stores.give_up("r")
+    bench.leader.finished("r")
+    bench.manager.said()
+    bench.add(on_device=8, blocks=9)
+
+    def wait(seconds: float) -> float:
+        for reserve in bench.manager.said():
+            bench.grant(reserve)
+        return 0.0
+
+    bench.leader._link.wait = wait
+    plan = bench.leader.step([Scheduled("r", 3, lambda: TABLE)], (), 40, idle=False)
+    assert [store.device_blocks for store in plan.stores] == [tuple(TABLE[:3])]
+    assert plan.released == (before.store,)
+
+
+def test_a_store_of_a_request_that_comes_again_at_once_is_planned_when_its_answer_comes(
+    at_once: Callable[..., Bench],
+) -> None:
+    bench = at_once()
+    bench.add(on_device=8, blocks=9)
+    bench.leader.finished("r")
+    bench.manager.said()
+    bench.add(on_device=8, blocks=9)
+    assert bench.step({"r": 2}).stores == ()
+    (reserve,) = bench.manager.said()
+    assert isinstance(reserve, Reserve), "and not given up"
+    bench.grant(reserve)
+    plan = bench.step()
+    assert [store.store for store in plan.stores] == [reserve.store]
+    assert plan.released == ()
+
+
 # ---- the first contact
 
 
