@@ -91,10 +91,13 @@ class Candidates:
         """Rate all leaves again before the next answer: the model has changed."""
         self._heap, self._ceiling = [], -1.0
 
-    def expire_if_due(self, changed: bool) -> None:
-        """`expire` when the duel has changed what leaves are worth, and once a second, or less often where there are so
-        many leaves that it would cost too much."""
-        if changed or (self.request_number >= self._due_request and self.now_s >= self._due_s):
+    def is_affordable(self) -> bool:
+        """Whether to `expire` costs little for the requests since the last time: that grows with the leaves."""
+        return self.request_number >= self._due_request
+
+    def expire_if_due(self) -> None:
+        """`expire` once a second, and less often where that is not affordable."""
+        if self.is_affordable() and self.now_s >= self._due_s:
             self.expire()
 
     def least(self, leased: Container[int], filling: Container[int]) -> tuple[float, int]:

@@ -67,12 +67,14 @@ class Duel:
         lost = self._lost / (self._lost + self._unasked)
         return min(1.0, max(self.price_min, PRICE_MARGIN * lost))
 
-    def decide(self, needed: int) -> bool:
+    def decide(self, needed: int, may_resume: bool) -> bool:
         """Before `needed` blocks make room: whether to hold. True when that has changed."""
         cover = self._credit - self.price * min(self.stakes + needed, self._slot_count)
-        # What was let go does not come back, so it goes on a little later than it stopped.
-        holds = cover < (_RESUME_SHARE * self._credit if self.holds else 0.0)
-        changed, self.holds = holds != self.holds, holds
+        if self.holds:
+            changed = may_resume and cover >= _RESUME_SHARE * self._credit
+        else:
+            changed = cover < 0
+        self.holds ^= changed
         return changed
 
     def lru_hits(self, runs: Iterable[tuple[int, int]]) -> int:

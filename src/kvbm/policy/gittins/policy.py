@@ -49,10 +49,8 @@ class Gittins:
         self.running: dict[int, int] = {}
         self._filling, self._tail = set[int](), False
         self.duel = Duel(slot_count, turns_max)
-        runs_max, blocks_max = (
-            max(history_runs_min, slot_count // 16),
-            max(history_blocks_min, slot_count // 4),
-        )
+        runs_max = max(history_runs_min, slot_count // 16)
+        blocks_max = max(history_blocks_min, slot_count // 4)
         self._history = History(self.tree, self.learner, self.duel, runs_max, blocks_max)
         self._candidates = Candidates(self.tree, self.learner.model, self.duel)
         self.words = Words(self.tree, self.turns, self.learner)
@@ -367,7 +365,9 @@ class Gittins:
         """Blocks of the leaves with the lowest index; fewer where the end of `incoming` has a lower one."""
         tree, candidates = self.tree, self._candidates
         candidates.now_s = now_s
-        candidates.expire_if_due(self.duel.decide(needed))
+        if self.duel.decide(needed, may_resume=candidates.is_affordable()):
+            candidates.expire()
+        candidates.expire_if_due()
         chosen: list[int] = []
         newcomers = candidates.newcomers(names_of(incoming))
         while needed > 0:
