@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from kvbm.policy.gittins.duel import Duel
 from kvbm.policy.gittins.hazard import EDGES_S, HazardModel, bins_of
 from kvbm.policy.gittins.runs import NO_RUN, RunTree
 
@@ -21,6 +22,8 @@ _EDGES = EDGES_S.tolist()
 _COUNT_MIN, _SHARE = 64, 50
 _RATING_S = 1.0
 _LEAVES_PER_REQUEST = 300
+_HELD = 1e6
+"""More than any index: the hazard of the shortest bin is below 4 a second, and hints scale it by 64 at most."""
 
 
 class Candidates:
@@ -30,11 +33,12 @@ class Candidates:
     means that all leaves have to be rated first.
     """
 
-    def __init__(self, tree: RunTree, model: HazardModel) -> None:
+    def __init__(self, tree: RunTree, model: HazardModel, duel: Duel) -> None:
         self.now_s = 0.0
         self.request_number = 0
         self._tree = tree
         self._model = model
+        self._duel = duel
         self._heap: list[tuple[float, float, int]] = []
         self._heap_max = 0
         self._ceiling = -1.0
@@ -42,7 +46,6 @@ class Candidates:
         self._passed_over = False
         # The last slots of leaves that could not go: such a leaf is not rated until it may.
         self._in_use: set[int] = set()
-        self._last_use = False
 
     @property
     def passed_over(self) -> bool:
@@ -53,16 +56,11 @@ class Candidates:
         """No lease and no filling keeps these slots any more."""
         self._in_use.difference_update(slots)
 
-    def by_last_use(self, wanted: bool) -> None:
-        """From now on LRU says what a leaf is worth (`wanted`), or else the model."""
-        self._last_use = wanted
-        self.expire()
-
     def worth(self, run: int) -> float:
-        """The run's index now; where LRU decides, the number of the request that used it last."""
+        """The run's index now. What is held goes after all else, and in LRU's order."""
         tree = self._tree
-        if self._last_use:
-            return float(tree.turn[run])
+        if self._duel.holds and tree.turn[run] >= self._duel.cutoff:
+            return _HELD + tree.turn[run]
         scale = tree.scale[run]
         age = bisect_right(_EDGES, (self.now_s - tree.used_s[run]) * scale) - 1
         return self._model.index_of(tree.kind[run], age) * scale
@@ -99,9 +97,13 @@ class Candidates:
         """Rate all leaves again before the next answer: the model has changed."""
         self._heap, self._ceiling = [], -1.0
 
+    def is_affordable(self) -> bool:
+        """Whether to `expire` costs little for the requests since the last time: that grows with the leaves."""
+        return self.request_number >= self._due_request
+
     def expire_if_due(self) -> None:
-        """`expire` once a second, and less often where there are so many leaves that it would cost too much."""
-        if self.request_number >= self._due_request and self.now_s >= self._due_s:
+        """`expire` once a second, and less often where that is not affordable."""
+        if self.is_affordable() and self.now_s >= self._due_s:
             self.expire()
 
     def least(self, leased: Container[int], filling: Container[int]) -> tuple[float, int]:
@@ -142,12 +144,12 @@ class Candidates:
                 leaf[run] = False
         leaves = np.flatnonzero(leaf)
         used_s = np.frombuffer(tree.used_s)[leaves]
-        if self._last_use:
-            worth = np.frombuffer(tree.turn, np.int32)[leaves].astype(np.float64)
-        else:
-            kinds = np.frombuffer(tree.kind, np.int32)[leaves].astype(np.int64)
-            scale = np.frombuffer(tree.scale, np.float32)[leaves]
-            worth = self._model.index(kinds, bins_of((self.now_s - used_s) * scale)) * scale
+        kinds = np.frombuffer(tree.kind, np.int32)[leaves].astype(np.int64)
+        scale = np.frombuffer(tree.scale, np.float32)[leaves]
+        worth = self._model.index(kinds, bins_of((self.now_s - used_s) * scale)) * scale
+        if self._duel.holds:
+            turn = np.frombuffer(tree.turn, np.int32)[leaves]
+            worth = np.where(turn >= self._duel.cutoff, _HELD + turn, worth)
         self._due_request = self.request_number + 1 + len(leaves) // _LEAVES_PER_REQUEST
         self._due_s = self.now_s + _RATING_S
         self._heap_max = 2 * len(leaves) + _COUNT_MIN

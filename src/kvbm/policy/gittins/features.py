@@ -6,7 +6,6 @@ Some features are the request's, and the same for all its runs; others are the r
 from __future__ import annotations
 
 from enum import IntEnum
-from math import log2
 
 
 class Position(IntEnum):
@@ -37,37 +36,31 @@ FIRST_NEW_BLOCKS = 2
 OUTPUT_UNKNOWN = 13
 
 # Sizes of the features, in the order of packing. See `request_code` and `run_code` for what each means.
-_GAP_MEAN, _OUTPUT, _NEW, _LENGTH = 13, 14, 11, 7
-_USES, _POSITIONS, _DROPS, _SUPERSEDED = 12, len(Position), 6, 2
-RUN_CODES = _USES * _POSITIONS * _DROPS * _SUPERSEDED
-_CODES = _GAP_MEAN * _OUTPUT * _NEW * _LENGTH * RUN_CODES
-_SIZES = (_USES, _POSITIONS * _DROPS, _GAP_MEAN, _OUTPUT, _NEW, _LENGTH, _SUPERSEDED)
+_TURNS, _OUTPUT, _NEW, _LENGTH = 11, 14, 11, 7
+_USES, _POSITIONS, _SUPERSEDED = 12, len(Position), 2
+RUN_CODES = _USES * _POSITIONS * _SUPERSEDED
+_CODES = _TURNS * _OUTPUT * _NEW * _LENGTH * RUN_CODES
+_SIZES = (_USES * _TURNS, _POSITIONS, _OUTPUT, _NEW, _LENGTH, _SUPERSEDED)
 SIZES = tuple(len(Said) * size for size in _SIZES)
-BY_AGE = (0, 2, 3, 5, 6)
-"""The features whose effect differs by age: all but the position and the number of new blocks."""
+BY_AGE = (0, 2, 3, 4, 5)
+"""The features whose effect differs by age: all but the position."""
 
 
-def request_code(gap_mean: float, output_tokens: int, new_blocks: int, blocks: int) -> int:
-    """The request's part, all as logarithms: the moving mean of the gaps between the turns of its conversation
-    (`log2_seconds`; negative in a first turn), tokens generated (-1: not known yet), blocks that no request asked for
-    before, and all blocks.
+def request_code(turn: int, output_tokens: int, new_blocks: int, blocks: int) -> int:
+    """The request's part: which turn of its conversation it is (from 1 on), and as logarithms the tokens generated (-1:
+    not known yet), the blocks that no request asked for before, and all blocks.
     """
-    code = 0 if gap_mean < 0 else 1 + min(_GAP_MEAN - 2, int(gap_mean))
+    code = turn - 1 if turn <= 5 else min(_TURNS - 2, 2 + turn.bit_length())
     output = OUTPUT_UNKNOWN if output_tokens < 0 else _log(output_tokens, OUTPUT_UNKNOWN - 1)
     code = code * _OUTPUT + output
     code = code * _NEW + _log(new_blocks + 1, _NEW - 2)
     return code * _LENGTH + _log(blocks, 2 * (_LENGTH - 2)) // 2
 
 
-def run_code(uses: int, position: int, drops: int) -> int:
-    """The run's part: how often it was used, its position, and how much of each turn its conversation drops."""
+def run_code(uses: int, position: int) -> int:
+    """The run's part: how often it was used, and its position."""
     few = uses if uses < 5 else 3 + min(_USES - 4, uses.bit_length() - 1)
-    return ((few * _POSITIONS + position) * _DROPS + drops) * _SUPERSEDED
-
-
-def drop_level(share: float) -> int:
-    """`drops` for `run_code` from the second turn on: 1 to 4, by the moving share of turns that lost blocks."""
-    return 1 + int(share * 3.99)
+    return (few * _POSITIONS + position) * _SUPERSEDED
 
 
 def superseded(code: int) -> int:
@@ -88,16 +81,15 @@ def said_of(code: int) -> int:
 def plain(code: int) -> int:
     """The code with no more than the position, the uses, the output and what was said: used once there are too many
     codes."""
-    said = said_of(code)
-    uses, position_drops, _, output, _, _, left_behind = _values_of(code % _CODES)
-    request = (output * _NEW + _NEW - 1) * _LENGTH + _LENGTH - 1
-    run = (uses * _POSITIONS + position_drops // _DROPS) * _DROPS + _DROPS - 1
-    return with_word((request * _USES * _POSITIONS * _DROPS + run) * _SUPERSEDED + left_behind, said)
+    said, code = said_of(code), code % _CODES
+    output = code // (_LENGTH * _NEW * RUN_CODES) % _OUTPUT
+    request = (((_TURNS - 1) * _OUTPUT + output) * _NEW + _NEW - 1) * _LENGTH + _LENGTH - 1
+    return with_word(request * RUN_CODES + code % RUN_CODES, said)
 
 
 def position_of(code: int) -> int:
     """The `Position` in a code."""
-    return code // (_SUPERSEDED * _DROPS) % _POSITIONS
+    return code // _SUPERSEDED % _POSITIONS
 
 
 def values_of(code: int) -> tuple[int, ...]:
@@ -111,18 +103,12 @@ def values_of(code: int) -> tuple[int, ...]:
 
 def _values_of(code: int) -> tuple[int, ...]:
     code, left_behind = divmod(code, _SUPERSEDED)
-    code, drops = divmod(code, _DROPS)
     code, position = divmod(code, _POSITIONS)
     code, uses = divmod(code, _USES)
     code, length = divmod(code, _LENGTH)
     code, new = divmod(code, _NEW)
-    gap_mean, output = divmod(code, _OUTPUT)
-    return (uses, position * _DROPS + drops, gap_mean, output, new, length, left_behind)
-
-
-def log2_seconds(gap_s: float) -> float:
-    """A gap as the features count it."""
-    return log2(gap_s + 1)
+    turn, output = divmod(code, _OUTPUT)
+    return (uses * _TURNS + turn, position, output, new, length, left_behind)
 
 
 def _log(count: int, most: int) -> int:

@@ -15,8 +15,10 @@ from kvbm.policy.gittins import features
 from kvbm.policy.gittins.candidates import Candidates
 from kvbm.policy.gittins.duel import Duel
 from kvbm.policy.gittins.features import FIRST_NEW_BLOCKS, RUN_CODES, Position
+from kvbm.policy.gittins.history import History
 from kvbm.policy.gittins.learning import KINDS_MAX, Fitting, Learner
-from kvbm.policy.gittins.runs import NO_RUN, RunTree, names_of
+from kvbm.policy.gittins.names import names_of
+from kvbm.policy.gittins.runs import NO_RUN, RunTree
 from kvbm.policy.gittins.turns import TURNS_MAX, Turns
 from kvbm.policy.gittins.words import Words
 
@@ -46,10 +48,11 @@ class Gittins:
         self.turns = Turns(turns_max)
         self.running: dict[int, int] = {}
         self._filling, self._tail = set[int](), False
-        self._runs_max = max(history_runs_min, slot_count // 16)
-        self._blocks_max = max(history_blocks_min, slot_count // 4)
         self.duel = Duel(slot_count, turns_max)
-        self._candidates = Candidates(self.tree, self.learner.model)
+        runs_max = max(history_runs_min, slot_count // 16)
+        blocks_max = max(history_blocks_min, slot_count // 4)
+        self._history = History(self.tree, self.learner, self.duel, runs_max, blocks_max)
+        self._candidates = Candidates(self.tree, self.learner.model, self.duel)
         self.words = Words(self.tree, self.turns, self.learner)
         self.fitting = Fitting(self.tree, self.turns, self.learner)
 
@@ -71,8 +74,7 @@ class Gittins:
         last = self._use(path, number, len(names), now_s)
         self._add_new(last, known, names, number, now_s)
         hits = slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
-        if self.duel.end(lru_hits, hits, len(names), now_s):
-            self._candidates.by_last_use(self.duel.lru_decides)
+        self.duel.end(lru_hits, hits, len(names))
         if self.fitting.step(now_s):
             self._candidates.expire()
 
@@ -93,6 +95,7 @@ class Gittins:
         }
         for run in runs:
             if run >= 0 and (behind := tree.parent[run]) >= 0:
+                self.duel.moved(tree.turn[run], tree.turn[behind], tree.length[run], tree.resident[run])
                 tree.kind[run], tree.turn[run] = tree.kind[behind], tree.turn[behind]
                 tree.used_s[run], tree.scale[run] = now_s, tree.scale[behind]
                 self._candidates.offer(run)
@@ -151,7 +154,7 @@ class Gittins:
     def _use(self, path: list[int], number: int, blocks: int, now_s: float) -> int:
         """Note the use of every run of the path, an event for the model. Returns the last of them."""
         tree, at, used = self.tree, number % self.turns.capacity, self.learner.used
-        code, drops = self.turns.code[at] * RUN_CODES, self.turns.drops[at]
+        code = self.turns.code[at] * RUN_CODES
         position, before, moved = 0, NO_RUN, self.duel.moved
         for run in path:
             if weight := tree.weight[run]:
@@ -161,7 +164,7 @@ class Gittins:
                     used.add(tree.early_kind[run], self.words.early_age_s(run, now_s), weight)
                     tree.early_kind[run] = NO_RUN
             length = tree.length[run]
-            moved(tree.turn[run], number, length)
+            moved(tree.turn[run], number, length, tree.resident[run])
             uses = tree.uses[run] = tree.uses[run] + 1
             where = Position.OLD
             if position == 0:
@@ -172,7 +175,7 @@ class Gittins:
             tree.turn[run] = number
             tree.used_s[run], tree.scale[run] = now_s, 1.0
             tree.weight[run] = _WEIGHT[min(length, 4095)]
-            kind = tree.kind[run] = self.learner.kind(code + features.run_code(uses, where, drops))
+            kind = tree.kind[run] = self.learner.kind(code + features.run_code(uses, where))
             if (
                 before >= 0
                 and tree.kind[before] == kind
@@ -199,19 +202,16 @@ class Gittins:
                 parent = self._new_run(parent, names[at:end], where, number, now_s)
                 at = end
         self.turns.last_run[number % self.turns.capacity] = parent
-        if self._surplus(1.0):
-            self._forget(now_s)
+        self._history.shorten(now_s)
 
     def _new_run(self, parent: int, names: array[int], where: int, number: int, now_s: float) -> int:
         tree, at = self.tree, number % self.turns.capacity
         run = tree.add(parent, names)
-        self.duel.moved(0, number, len(names))
+        self.duel.moved(0, number, len(names), 0)
         tree.turn[run], tree.used_s[run], tree.uses[run] = number, now_s, 1
         tree.weight[run] = _WEIGHT[min(len(names), 4095)]
         code = self.turns.code[at] * RUN_CODES if number else 0
-        tree.kind[run] = self.learner.kind(
-            code + features.run_code(1, where, self.turns.drops[at] if number else 0)
-        )
+        tree.kind[run] = self.learner.kind(code + features.run_code(1, where))
         return run
 
     def _supersede(self, path: list[int], now_s: float) -> None:
@@ -271,6 +271,7 @@ class Gittins:
             run = self._run_to_fill(behind, names, done, now_s)
             room = min(tree.length[run] - tree.resident[run], end - done)
             tree.fill(run, slots[done : done + room])
+            self.duel.came(tree.turn[run], room)
             done += room
             behind = self._rejoin(behind, run)
 
@@ -317,7 +318,7 @@ class Gittins:
         if behind >= 0 and tree.child[behind] < 0 and not self._tail:
             code = self.learner.codes[tree.kind[behind]]
             if features.position_of(code) == Position.OUTPUT and tree.can_extend(behind):
-                self.duel.moved(0, tree.turn[behind], len(names) - done)
+                self.duel.moved(0, tree.turn[behind], len(names) - done, 0)
                 tree.extend(behind, names[done:])  # an output grows block by block
                 return behind
         number = tree.turn[behind] if behind >= 0 else 0
@@ -353,6 +354,7 @@ class Gittins:
             turn, known = tree.turn[run], tree.live_blocks
             self._filling.discard(slot)
             tree.remove(slot)
+            self.duel.came(turn, -1)
             self.duel.forgotten(turn, known - tree.live_blocks)
             self._candidates.offer(run if tree.resident[run] else tree.parent[run])
 
@@ -364,6 +366,8 @@ class Gittins:
         """Blocks of the leaves with the lowest index; fewer where the end of `incoming` has a lower one."""
         tree, candidates = self.tree, self._candidates
         candidates.now_s = now_s
+        if self.duel.decide(needed, may_resume=candidates.is_affordable()):
+            candidates.expire()
         candidates.expire_if_due()
         chosen: list[int] = []
         newcomers = candidates.newcomers(names_of(incoming))
@@ -377,6 +381,7 @@ class Gittins:
             if needed > 0:
                 count = self._free_tail(run, min(needed, tree.resident[run]), leased)
                 chosen.extend(tree.trim(run, count))
+                self.duel.came(tree.turn[run], -count)
                 needed -= count
             self._candidates.offer(run if tree.resident[run] else tree.parent[run])
         return chosen
@@ -392,26 +397,3 @@ class Gittins:
                 break
             count += 1
         return count
-
-    # ---- forgetting
-
-    def _surplus(self, share: float) -> bool:
-        """Whether the history beyond the resident blocks is more than this share of its bound."""
-        tree = self.tree
-        gone_runs, gone_blocks = len(tree) - tree.resident_runs, tree.live_blocks - tree.resident_blocks
-        return gone_runs > share * self._runs_max or gone_blocks > share * self._blocks_max
-
-    def _forget(self, now_s: float) -> None:
-        """Drop the oldest of the history beyond the resident blocks, a tenth of its bound."""
-        tree = self.tree
-        while self._surplus(0.9):
-            oldest = tree.oldest_gone()
-            if not oldest:
-                return
-            for run in oldest:
-                if weight := tree.weight[run]:
-                    age_s = (now_s - tree.used_s[run]) * tree.scale[run]
-                    for kind in (tree.kind[run], tree.early_kind[run]):
-                        self.learner.left.add(kind, age_s, weight)
-                self.duel.forgotten(tree.turn[run], tree.length[run])
-                tree.forget(run)

@@ -11,26 +11,17 @@ a stretch per run, so that cutting a run copies nothing; the log is packed when 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from kvbm.block import KEY_BYTES, NO_SLOT
+from kvbm.block import NO_SLOT
 
 _FEW = 12
 """Up to so many slots a loop is faster than a call of numpy."""
 _PACK_BLOCKS_MIN = 4096
 _MOVED_BLOCKS_MAX = 256
 NO_RUN = -1
-
-
-def names_of(keys: Sequence[Hashable]) -> array[int]:
-    """Numbers for keys: a number stays as it is, a `BlockKey` gives its first 8 bytes."""
-    if keys and isinstance(keys[0], bytes):
-        assert len(keys[0]) == KEY_BYTES
-        joined = b"".join(keys)  # type: ignore[arg-type]  # where one key is bytes, all are
-        return array("q", memoryview(joined).cast("q")[:: KEY_BYTES // 8].tolist())
-    return array("q", keys)  # type: ignore[arg-type]  # and else all are numbers
 
 
 class RunTree:

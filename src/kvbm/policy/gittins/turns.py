@@ -11,13 +11,12 @@ TURNS_MAX = 1 << 16
 
 class Turns:
     """The `capacity` latest requests in a ring, as parallel arrays. A request's number counts from 1; its index in
-    the arrays is `find(number)`. 62 bytes each.
+    the arrays is `find(number)`. 57 bytes each.
 
-    `blocks` and `new_blocks` are those of its prompt, `code` its features (`features.request_code`), `gap_mean` that
-    of its conversation, `dropping` the moving share of turns that lost blocks, `drops` the level of that share, and
-    `last_run` the run in which its prompt ended. `session`, `said`, `expect_s` and `early_scale` are from `words`: the
-    number of its session (0: none is known), what is believed of its conversation, after how many seconds it is
-    expected to go on, and how fast its runs age while it is not finished.
+    `blocks` and `new_blocks` are those of its prompt, `turn` says which turn of its conversation it is, `code` its
+    features (`features.request_code`), and `last_run` the run in which its prompt ended. `session`, `said`, `expect_s`
+    and `early_scale` are from `words`: the number of its session (0: none is known), what is believed of its
+    conversation, after how many seconds it is expected to go on, and how fast its runs age while it is not finished.
     """
 
     def __init__(self, capacity: int = TURNS_MAX) -> None:
@@ -28,9 +27,7 @@ class Turns:
         self.blocks = array("i", bytes(4 * capacity))
         self.new_blocks = array("i", bytes(4 * capacity))
         self.code = array("i", bytes(4 * capacity))
-        self.gap_mean = array("f", bytes(4 * capacity))
-        self.dropping = array("f", bytes(4 * capacity))
-        self.drops = bytearray(capacity)
+        self.turn = array("i", bytes(4 * capacity))
         self.last_run = array("i", bytes(4 * capacity))
         self.session = array("i", bytes(4 * capacity))
         self.said = bytearray(capacity)
@@ -49,18 +46,10 @@ class Turns:
         """
         self.latest += 1
         number, at = self.latest, self.latest % self.capacity
-        gap_mean, dropping, drops = -1.0, 0.0, 0
         last = self.find(before)
-        if last >= 0:
-            gap = features.log2_seconds(now_s - self.arrived_s[last])
-            earlier = self.gap_mean[last]
-            gap_mean = gap if earlier < 0 else 0.6 * earlier + 0.4 * gap
-            lost = self.blocks[last] - known > 1
-            dropping = 0.5 * self.dropping[last] + (0.5 if lost else 0.0)
-            drops = features.drop_level(dropping)
         self.number[at], self.arrived_s[at] = number, now_s
+        self.turn[at] = self.turn[last] + 1 if last >= 0 else 1
         self.blocks[at], self.new_blocks[at] = blocks, blocks - known
-        self.gap_mean[at], self.dropping[at], self.drops[at] = gap_mean, dropping, drops
         self.session[at], self.said[at], self.expect_s[at], self.early_scale[at] = 0, 0, 0.0, 1.0
         self.finish(at, -1)
         return number
@@ -68,5 +57,5 @@ class Turns:
     def finish(self, at: int, output_tokens: int) -> None:
         """Note how many tokens the request at this index generated (-1: not known yet)."""
         self.code[at] = features.request_code(
-            self.gap_mean[at], output_tokens, self.new_blocks[at], self.blocks[at]
+            self.turn[at], output_tokens, self.new_blocks[at], self.blocks[at]
         )

@@ -20,25 +20,17 @@ from kvbm.sim.traces.synthetic import ChatShape, chats
 
 
 def test_a_code_says_all_that_was_put_in() -> None:
-    request = features.request_code(gap_mean=5.3, output_tokens=300, new_blocks=7, blocks=40)
-    code = request * features.RUN_CODES + features.run_code(
-        uses=9, position=Position.OLD, drops=features.drop_level(0.5)
-    )
-    uses, place_drops, gap_mean, output, new, length, left_behind = features.values_of(code)
-    assert (uses, gap_mean, output, new, length, left_behind) == (6, 6, 8, 3, 2, 0)
+    request = features.request_code(turn=3, output_tokens=300, new_blocks=7, blocks=40)
+    code = request * features.RUN_CODES + features.run_code(uses=9, position=Position.OLD)
+    uses_turn, place, output, new, length, left_behind = features.values_of(code)
+    assert (uses_turn, place, output, new, length, left_behind) == (6 * 11 + 2, Position.OLD, 8, 3, 2, 0)
     assert features.position_of(code) == Position.OLD
-    assert features.values_of(features.superseded(code)) == (
-        uses,
-        place_drops,
-        gap_mean,
-        output,
-        new,
-        length,
-        1,
-    )
+    assert features.values_of(features.superseded(code)) == (uses_turn, place, output, new, length, 1)
     rough = features.values_of(features.plain(code))
-    assert (rough[0], rough[3]) == (uses, output)
-    assert features.position_of(features.plain(code)) == Position.OLD
+    assert (rough[0] // 11, rough[1], rough[2]) == (6, Position.OLD, output)
+    other = features.request_code(turn=9, output_tokens=300, new_blocks=1, blocks=900)
+    same = other * features.RUN_CODES + features.run_code(uses=9, position=Position.OLD)
+    assert features.plain(same) == features.plain(code)
     assert all(value < size for value, size in zip(features.values_of(code), features.SIZES, strict=True))
 
 

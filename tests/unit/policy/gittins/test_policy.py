@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.policy import LeafFirstLru
+from kvbm.policy.gittins.names import names_of
 from kvbm.policy.gittins.policy import Gittins
-from kvbm.policy.gittins.runs import NO_RUN, RunTree, names_of
+from kvbm.policy.gittins.runs import NO_RUN, RunTree
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
@@ -161,7 +162,7 @@ def test_documents_that_come_back_are_kept_from_those_that_never_do() -> None:
     trace = made_up(chain, 2500)
     lru, gittins = rates(trace, 0.012)
     assert gittins > lru + 0.1
-    assert gittins > 0.8 * 0.4, "nearly all there is to hit, learning included"
+    assert gittins > 0.65 * 0.4, "most of what there is to hit, though it stakes little at first"
 
 
 def test_where_lru_is_right_it_stays_near_it() -> None:
@@ -188,8 +189,7 @@ def test_the_shadow_of_lru_hits_what_lru_hits(share: float) -> None:
     capacity = int(trace.unique_blocks * share)
     policy = Gittins(capacity)
     hits = replay(trace, capacity, policy).hits
-    shadow = hits + policy.duel.deficit
-    assert shadow == pytest.approx(replay(trace, capacity, LeafFirstLru(capacity)).hits, rel=0.01)
+    assert hits + policy.duel.deficit == replay(trace, capacity, LeafFirstLru(capacity)).hits
     assert policy.duel.accesses == trace.accesses
 
 
@@ -335,9 +335,10 @@ def test_blocks_that_came_without_a_request_do_not_disturb_the_duel() -> None:
         policy.inserted(missing, taken, behind, now_s)
         policy.evictable(taken)
         slots.update(zip(missing, taken, strict=True))
-        recent = range(duel._cutoff + 1, duel._latest + 1)
-        assert duel._kept == sum(duel._blocks[request % 64] for request in recent) <= 30
-        assert duel._cutoff <= duel._latest
+        recent = range(duel.cutoff + 1, duel._latest + 1)
+        assert duel._kept == sum(duel._blocks[request % 65] for request in recent) <= 30
+        assert duel._kept_there == sum(duel._there[request % 65] for request in recent) <= duel._kept
+        assert duel.cutoff <= duel._latest
     assert duel.deficit < 400
 
 
