@@ -268,7 +268,6 @@ def test_nothing_is_committed_before_all_ranks_have_reported(house: House) -> No
 
 
 def test_priorities_retain_what_is_worth_more(house: House) -> None:
-    """The engine tells them after the match: they follow as a hint of their own."""
     port = free_port()
     house.set(METRICS="true", METRICS_PORT=str(port))
     engine = house.engine()
