@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvbm.hints import ClientHint, Verdict, from_tuples, read_hint
+from kvbm.hints import ClientHint, Outcome, Verdict, Why, from_tuples, read_hint
 from kvbm.manager.retaining import final_verdicts, goes_first, of_ranges
 from kvbm.observe.metrics import Metrics
-from kvbm.policy.contract import ClientWord
+from kvbm.policy.contract import ClientWord, EvictionPolicy, believes
 from kvbm.protocol import Lookup, Says
 
 TENANT_CHARACTERS_MAX = 64
@@ -29,6 +29,16 @@ def decided_here(
 ) -> tuple[Verdict, ...]:
     """What became of parts at the manager: of all ranges, where some were `judged`, and of `others`."""
     return (*(of_ranges(final_verdicts(read, judged)) if judged else ()), *others)
+
+
+def doubted(asker: ClientHint, policy: EvictionPolicy, decided: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """Verdicts on what the policy does not believe of this client, where nothing else was decided."""
+    said = [part for part in ("final", "expect_s") if getattr(asker.hint, part)]
+    if not said or believes(policy, asker.tenant):
+        return ()
+    known = {verdict.part for verdict in decided}
+    reason = "the eviction policy ignores it: clients of this salt were wrong too often"
+    return tuple(Verdict(part, Outcome.REJECTED, reason, Why.DOUBTED) for part in said if part not in known)
 
 
 def count(verdicts: Iterable[Verdict], metrics: Metrics) -> None:

@@ -19,6 +19,7 @@ from kvbm.layout import BlockLayout
 from kvbm.manager.departed import RESET, Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.foresight import Decided, Foresight
+from kvbm.manager.hearing import doubted
 from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
 from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups
@@ -213,7 +214,8 @@ class Space:
         self, asker: ClientHint, keys: Sequence[BlockKey], reached: int, again: bool = False
     ) -> Generator[None, None, Decided]:
         """Do what the client of a request says of its session, in several turns (see `foresight`)."""
-        return self.foresight.heard(asker, keys, reached, again)
+        decided = yield from self.foresight.heard(asker, keys, reached, again)
+        return (*decided, *doubted(asker, self.host_pool.policy, decided))
 
     def judged(self, keys: Sequence[BlockKey], asker: ClientHint) -> Judging:
         """Do what a client says of a chain that it does not ask for now (see `retaining`)."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+_INNER_MAX = 8
+"""Policies within policies."""
+
 
 class EvictionPolicy(Protocol):
     """Chooses the resident, unleased blocks that a full tier evicts, and whether newcomers are worth a slot.
@@ -114,6 +117,18 @@ def tell_hint(policy: EvictionPolicy, key: Hashable, word: ClientWord, now_s: fl
     if knows_hints(policy):
         knowing: KnowsHints = policy  # type: ignore[assignment]  # it has the method
         knowing.hinted(key, word, now_s)
+
+
+def believes(policy: EvictionPolicy, client: str) -> bool:
+    """Whether a policy takes what the client says into account, or would if it listened to any: one that has a method
+    of this name says so, and so does one `inner` to another."""
+    at: object = policy
+    for _ in range(_INNER_MAX):
+        asked = getattr(at, "believes", None)
+        if asked is not None:
+            return bool(asked(client))
+        at = getattr(at, "inner", None)
+    return True
 
 
 class AdmissionPolicy(Protocol):

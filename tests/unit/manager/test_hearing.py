@@ -129,3 +129,16 @@ def test_why_tells_what_became_of_a_hint(make_manager: Callable[..., ManagerBenc
         "expect_s clipped (above 86400 s)",
         "prefetch rejected (there is no disk below host memory)",
     ]
+
+
+def test_a_client_that_is_not_believed_is_told_so(
+    make_manager: Callable[..., ManagerBench], heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Listening, "believes", lambda policy, client: client != "liar", raising=False)
+    manager = make_manager()
+    leader, _ = manager.engine()
+    said = {"session": "s", "expect_s": 30}
+    told = leader.lookup(1, KEYS[:4], tenant="liar", hint=said).verdicts
+    assert [(part, outcome, why) for part, outcome, _, why in told] == [("expect_s", "rejected", "doubted")]
+    assert leader.lookup(2, KEYS[:4], tenant="honest", hint=said).verdicts == ()
+    assert counts(manager)["expect_s", "rejected", "doubted"] == 1

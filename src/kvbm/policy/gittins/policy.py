@@ -78,6 +78,10 @@ class Gittins:
         if self.fitting.step(now_s):
             self._candidates.expire()
 
+    def believes(self, client: str) -> bool:
+        """Whether the client's hints were right often enough (see `belief`)."""
+        return self.words.belief.believes(client)
+
     def hinted(self, key: Hashable, word: ClientWord, now_s: float) -> None:
         """Note what the client says of the request whose prompt ended with `key`."""
         at = self.turns.find(self.running.get(names_of((key,))[0], 0))
