@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from kvbm.dialects.marks import Mark, marks
 from kvbm.dialects.raw import SHARE, RawHint, seconds
+from kvbm.hints import RANGES_MAX
 
 DEFAULT_TTL = "5m"
 
@@ -33,8 +34,10 @@ def _retained(found: Iterable[Mark]) -> RawHint:
             continue
         ttl = said.get("ttl")
         least = seconds(DEFAULT_TTL if ttl is None else ttl)
-        # What is no time is rejected later. Once is enough: a body can have any number of them.
-        by_time[least if isinstance(least, int) else None] = {**extent, "min_ttl": least}
+        # What is no time is rejected later. Once is enough: a body can have any number of them, and of times too.
+        time = least if isinstance(least, int) else None
+        if time in by_time or len(by_time) <= RANGES_MAX:
+            by_time[time] = {**extent, "min_ttl": least}
     ranges, reach = [], 0.0
     for least in sorted((time for time in by_time if time is not None), reverse=True):
         share = by_time[least].get(SHARE, 1.0)

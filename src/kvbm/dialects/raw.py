@@ -37,7 +37,8 @@ def joined(*hints: RawHint) -> RawHint:
     Ranges of the same extent become one, part by part.
     """
     found = over(*hints)
-    lists = [ranges for hint in hints if isinstance(ranges := hint.get("retain"), list)]
+    # Those beyond the bound are not read: one more tells that there were some.
+    lists = [ranges[: RANGES_MAX + 1] for hint in hints if isinstance(ranges := hint.get("retain"), list)]
     if len(lists) > 1:
         found["retain"] = _joined_ranges([each for ranges in lists for each in ranges])
     return found
@@ -102,12 +103,13 @@ def whole_number(said: object) -> object:
 
 
 def retained_by_priority(priority: object) -> RawHint:
-    """The whole prompt, worth more or less by a request's priority, where higher is better and 0 says nothing.
+    """The whole prompt, worth more by a request's priority, where higher is better and 0 says nothing.
 
-    Such priorities have no bounds. Each step counts as one of ours, from the neutral one on.
+    Such priorities have no bounds. Each step counts as one of ours, from the neutral one on. They order a queue: a low
+    one says that a request may wait, and nothing of whether its conversation goes on.
     """
     if isinstance(priority, bool) or not isinstance(priority, int):
         return {} if priority is None else {"retain": [{"priority": priority}]}
-    if priority == 0:
+    if priority <= 0:
         return {}
-    return {"retain": [{"priority": max(0, min(PRIORITY_MAX, NEUTRAL_PRIORITY + priority))}]}
+    return {"retain": [{"priority": min(PRIORITY_MAX, NEUTRAL_PRIORITY + priority)}]}

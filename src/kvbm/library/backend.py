@@ -88,6 +88,9 @@ class Backend(Protocol):
     def release(self, run: Run) -> None:
         """The lease ends."""
 
+    def finished(self, key: BlockKey) -> None:
+        """The request whose prompt ended with this key has ended: what its client said counts from now on."""
+
     def store(
         self,
         keys: list[BlockKey],
@@ -95,10 +98,11 @@ class Backend(Protocol):
         device_blocks: Sequence[int],
         parent: BlockKey | None = None,
         groups: bytes = b"",
+        tenant: str = "",
     ) -> list[Stored]:
         """Keep these blocks, a chain behind `parent`, as far as they are not held yet; what became of each.
 
-        `groups` has the group of each, a byte; empty where there is one.
+        `groups` has the group of each, a byte; empty where there is one. `tenant` is as in `Reserve`.
         """
 
     def flush(self, timeout_s: float) -> bool:

@@ -179,7 +179,7 @@ class BlockManager:
         `extras` keeps sequences apart that must never share blocks: a tenant's salt, an adapter's digest. `skip` is the
         number of the prompt's leading blocks that the device holds itself: the hit begins after them, and nothing is
         read from disk for them. They need not be held here. `hint` says what is known of the prompt's
-        future (see `hints`).
+        future (see `hints`); for it the request ends with the `with` block.
 
         Raises SettingsError for a negative `skip`, and KvbmError for a chain of another namespace, block size or
         `extras`.
@@ -189,8 +189,8 @@ class BlockManager:
         backend = self.backend
         told = tokens if isinstance(tokens, EngineKeys) else None
         read = read_hint(hint)
-        asker = ClientHint(tenant_digest(extras) if extras else "", read.hint, read.verdicts)
-        run, verdicts = backend.lookup(self._keys(tokens, extras), skip, told, asker)
+        asker, keys = ClientHint(_tenant(extras), read.hint, read.verdicts), self._keys(tokens, extras)
+        run, verdicts = backend.lookup(keys, skip, told, asker)
         hit = Hit(self, run, skip, latest(read.verdicts, verdicts))
         try:
             yield hit
@@ -198,6 +198,8 @@ class BlockManager:
             hit.end()
             if run is not None:
                 backend.release(run)
+            if read.verdicts and keys:
+                backend.finished(keys[-1])
 
     def onboard_by_layer(
         self, hits: Sequence[tuple[Hit, Sequence[int]]], kv_cache: Mapping[str, torch.Tensor]
@@ -242,14 +244,16 @@ class BlockManager:
         extras: bytes = b"",
     ) -> list[Stored]:
         """`offload`, which says what became of each block that was to be kept, in order."""
-        keys = self._keys(tokens, extras)
+        keys, tenant = self._keys(tokens, extras), _tenant(extras)
         if self.grouping is None:
             wanted: Sequence[int] = device_blocks  # type: ignore[assignment]  # no tables
             parent = BlockKey(tokens.parent) if isinstance(tokens, EngineKeys) and tokens.parent else None
-            return self.backend.store(keys[: len(wanted)], kv_cache, wanted, parent)
+            return self.backend.store(keys[: len(wanted)], kv_cache, wanted, parent, tenant=tenant)
         outcomes: list[Stored] = []
         for part in to_keep(self.grouping, keys, device_blocks):  # type: ignore[arg-type]  # tables
-            outcomes += self.backend.store(part.keys, kv_cache, part.device_blocks, part.parent, part.groups)
+            outcomes += self.backend.store(
+                part.keys, kv_cache, part.device_blocks, part.parent, part.groups, tenant
+            )
         return outcomes
 
     @contextmanager
@@ -338,3 +342,8 @@ class BlockManager:
             size = arrived * self.layout.shard_bytes
             self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         return arrived
+
+
+def _tenant(extras: bytes) -> str:
+    """Who sequences with these extras belong to, as shares and sessions count them."""
+    return tenant_digest(extras) if extras else ""

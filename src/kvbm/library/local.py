@@ -139,7 +139,7 @@ class LocalSpace:
         found = at_once(self.space.looking_up(_OWNER, number, keys, skip, asker))
         lease = found.lease
         reached = skip + len(self.space.prompt_sources(lease))
-        decided = at_once(self.space.heard(asker, keys, reached)) if asker.verdicts else ()
+        decided = at_once(self.space.heard(asker, keys, reached))
         run = _LocalRun(number, lease, self.space) if lease is not None else None
         return Looked(run, decided_here(asker.verdicts, found.judged, decided))
 
@@ -182,6 +182,9 @@ class LocalSpace:
         assert isinstance(run, _LocalRun)
         self.space.release(_OWNER, run.number)
 
+    def finished(self, key: BlockKey) -> None:
+        self.space.finished(key, 0)
+
     def store(
         self,
         keys: list[BlockKey],
@@ -189,6 +192,7 @@ class LocalSpace:
         device_blocks: Sequence[int],
         parent: BlockKey | None = None,
         groups: bytes = b"",
+        tenant: str = "",
     ) -> list[Stored]:
         self.space.pump()
         number = next(self._numbers)
@@ -196,7 +200,8 @@ class LocalSpace:
         found = self.space.host_pool.find_all(keys)
         held = found.index(None) if None in found else len(keys)
         before = keys[held - 1] if held else parent
-        answer = self.space.reserve(_OWNER, number, before, keys[held:], group=groups[held:] or 0)
+        kinds = groups[held:] or 0
+        answer = self.space.reserve(_OWNER, number, before, keys[held:], group=kinds, tenant=tenant)
         outcomes = [Stored.HELD] * held + [Stored.HELD if s == HELD else Stored.REFUSED for s in answer]
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer, held) if slot >= 0]
         if not pairs:

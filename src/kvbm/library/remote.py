@@ -34,6 +34,7 @@ from kvbm.protocol import (
     PROTOCOL_VERSION,
     STORED_KEYS_MAX,
     Commit,
+    Finished,
     Hello,
     Lookup,
     LookupReply,
@@ -209,6 +210,9 @@ class SharedSpace:
             )
         )
 
+    def finished(self, key: BlockKey) -> None:
+        self._session.send(Finished(key=key))
+
     def store(
         self,
         keys: list[BlockKey],
@@ -216,13 +220,14 @@ class SharedSpace:
         device_blocks: Sequence[int],
         parent: BlockKey | None = None,
         groups: bytes = b"",
+        tenant: str = "",
     ) -> list[Stored]:
         outcomes: list[Stored] = []
         for start in range(0, len(keys), STORED_KEYS_MAX):
             end = start + STORED_KEYS_MAX
             before = keys[start - 1] if start else parent or b""
             outcomes += self._store(
-                before, keys[start:end], kv_cache, device_blocks[start:end], groups[start:end]
+                before, keys[start:end], kv_cache, device_blocks[start:end], groups[start:end], tenant
             )
         return outcomes
 
@@ -260,6 +265,7 @@ class SharedSpace:
         kv_cache: Mapping[str, torch.Tensor],
         device_blocks: Sequence[int],
         groups: bytes,
+        tenant: str,
     ) -> list[Stored]:
         """One reservation, all of which is committed or given back before this returns."""
         session, refused = self._present(), [Stored.REFUSED] * len(keys)
@@ -267,7 +273,7 @@ class SharedSpace:
             return refused
         number, started_s = next(self._numbers), self._clock()
         session.fenced.clear()
-        question = Reserve(store=number, parent=parent, keys=join_keys(keys), groups=groups)
+        question = Reserve(store=number, parent=parent, keys=join_keys(keys), groups=groups, tenant=tenant)
         none_copied = Commit(store=number, failed=tuple(range(len(keys))))
         reply = session.ask(question, ReserveReply, self.reply_timeout_s, undo=none_copied)
         if reply is None:

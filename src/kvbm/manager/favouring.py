@@ -96,6 +96,16 @@ class Favouring:
         here = [NO_SLOT if slot is None else slot for slot in slots]
         return self.favours.retain(keys, here, until_s, priority, now_s)
 
+    def retains(self, slot: int, now_s: float) -> bool:
+        """Whether the block in a slot is retained."""
+        kept = self.favours.retained.here.get(slot) if self.favours is not None else None
+        return kept is not None and kept.until_s > now_s
+
+    def end_absent(self) -> None:
+        """Retained blocks that are not here will not come back: all were dropped, and keys have changed."""
+        if self.favours is not None:
+            self.favours.retained.end_absent()
+
     def take_over(self, other: Favouring, now_s: float) -> None:
         """Who was active in another pool, whose blocks have come here, is active, and what was retained is."""
         if (before := other.favours) is None:

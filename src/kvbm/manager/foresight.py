@@ -30,7 +30,7 @@ EARLY_S_MAX = 120.0
 LAST_LOOK_S = 1.0
 """Blocks that were evicted meanwhile are brought up again this long before the session is expected."""
 
-NO_TIER = "there is no disk below host memory"
+NO_TIER = "host memory keeps no blocks of a disk here"
 NO_SESSION = "no session is named"
 UNKNOWN_PARENT = "no such session is known"
 

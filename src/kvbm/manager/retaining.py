@@ -71,7 +71,7 @@ class Retaining:
         if keep_s:
             kept = yield from self._retain(keys[first:end], tenant, keep_s, each.priority)
         if ends:
-            noted = self.deadlines.add(keys, first, end, self.clock() + each.max_ttl)
+            noted = self.deadlines.add(keys, first, end, self.clock() + each.max_ttl, tenant)
         return _verdict(kept, noted, end - first)
 
     def _retain(

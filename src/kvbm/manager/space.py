@@ -19,7 +19,7 @@ from kvbm.layout import BlockLayout
 from kvbm.manager.departed import RESET, Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.foresight import Decided, Foresight
-from kvbm.manager.hearing import doubted
+from kvbm.manager.hearing import doubted, word_of
 from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
 from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups
@@ -219,7 +219,11 @@ class Space:
 
     def judged(self, keys: Sequence[BlockKey], asker: ClientHint) -> Judging:
         """Do what a client says of a chain that it does not ask for now (see `retaining`)."""
-        return self._retaining.judge(keys, asker)
+        judged = yield from self._retaining.judge(keys, asker)
+        word = word_of(asker, len(keys) * self.layout.block_tokens)
+        if word is not None and keys:
+            self._usage.note_word(keys[-1], word)
+        return judged
 
     def arrival_s(self, lease: Lease) -> float:
         """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""
@@ -331,7 +335,10 @@ class Space:
             if tier in ("", pool.tier.name.lower()):
                 with self.departed.because(RESET):
                     gone, kept = pool.clear()
+                pool.favouring.end_absent()
                 dropped, in_use = dropped + gone, in_use + kept
+        if not tier:
+            self._retaining.deadlines.clear()
         if self.disk is not None:
             self.disk.void_emptied()
         return dropped, in_use

@@ -14,7 +14,7 @@ from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.manager.offload import Offloader
 from kvbm.manager.pool import SlotPool
-from kvbm.policy.contract import ClientWord
+from kvbm.policy.contract import ClientWord, tell_hint
 
 OFFERED_AT_ONCE = 512
 """Blocks offered to disk in one slice, which takes about a millisecond where all of them are admitted."""
@@ -51,7 +51,15 @@ class _Ended:
     output_tokens: int
 
 
-_News = _Requested | _Stored | _Ended
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """The client of the request whose prompt ends with the key says this."""
+
+    keys: tuple[BlockKey]
+    word: ClientWord
+
+
+_News = _Requested | _Stored | _Ended | _Said
 
 
 class Usage:
@@ -101,6 +109,10 @@ class Usage:
         """The request whose prompt ended with this key has ended."""
         self._add(_Ended((key,), output_tokens))
 
+    def note_word(self, key: BlockKey, word: ClientWord) -> None:
+        """The client of the request whose prompt ends with this key says this, later than with its lookup."""
+        self._add(_Said((key,), word))
+
     def tell(self) -> bool:
         """Pass one slice on to the policies. False when there was nothing."""
         if not self._telling:
@@ -124,6 +136,10 @@ class Usage:
         if isinstance(news, _Ended):
             for pool in self._pools():
                 pool.finished(keys[0], news.output_tokens, self._clock())
+            return
+        if isinstance(news, _Said):
+            for pool in self._pools():
+                tell_hint(pool.policy, keys[0], news.word, self._clock())
             return
         if isinstance(news, _Requested):
             for tier in range(len(self._pools())):

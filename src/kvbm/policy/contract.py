@@ -103,7 +103,7 @@ class KnowsHints(EvictionPolicy, Protocol):
     def hinted(self, key: Hashable, word: ClientWord, now_s: float) -> None:
         """The client says this of the request whose prompt ends with `key`.
 
-        It comes right after `requested`, or right before `finished`, or both times; then the later word counts.
+        It comes after `requested`, or before `finished`, or both times; then the later word counts.
         """
 
 

@@ -110,6 +110,11 @@ class Retained:
             self._end(entry, ended)
         return ended
 
+    def end_absent(self) -> None:
+        """What is not here never comes back: the budget is for others."""
+        for entry in [entry for entry in self._entries.values() if entry.slot < 0]:
+            self._end(entry, [])
+
     def all(self) -> Iterable[Retention]:
         """Everything that is retained."""
         return self._entries.values()

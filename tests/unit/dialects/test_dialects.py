@@ -165,11 +165,30 @@ def test_dynamos_extension() -> None:
     )
 
 
-@pytest.mark.parametrize(("said", "priority"), [(1, 36), (65, 100), (10**30, 100), (-5, 30), (-(10**30), 0)])
+@pytest.mark.parametrize(("said", "priority"), [(1, 36), (65, 100), (10**30, 100)])
 def test_dynamos_priority_is_counted_from_the_neutral_one(said: int, priority: int) -> None:
     raw = of_dynamo({}, {"nvext": {"agent_hints": {"priority": said}}})
     assert raw == {"retain": [{"priority": priority}]}
     assert of_fields(None, -said) == raw, "vLLM gets it negated"
+
+
+@pytest.mark.parametrize("said", [-5, -(10**30)])
+def test_a_low_priority_says_nothing_of_the_cache(said: int) -> None:
+    """A request that may wait is not one whose conversation has ended."""
+    assert of_dynamo({}, {"nvext": {"agent_hints": {"priority": said}}}) == {}
+    assert of_fields(None, -said) == {}
+
+
+def test_any_number_of_times_is_read_in_no_time() -> None:
+    """Marks with a time each, and a priority beside them: what is kept of them is bounded."""
+    blocks = [
+        {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": f"{5000 - n}s"}}
+        for n in range(4000)
+    ]
+    body = {"messages": [{"role": "user", "content": blocks}], "priority": -1}
+    hint = hint_of_http({}, body)
+    assert hint is not None
+    assert len(hint["retain"]) <= 2 * (RANGES_MAX + 1)  # type: ignore[arg-type]
 
 
 def test_a_priority_of_nought_says_nothing() -> None:

@@ -41,3 +41,16 @@ def test_a_hint_changes_no_hit_and_is_answered(house: LocalHouse | SharedHouse) 
             )
         with manager.match(tokens) as hit:
             assert (hit.blocks, hit.verdicts) == (3, ())
+
+
+def test_the_request_ends_with_its_block(tmp_path: Path) -> None:
+    """Only then is it known from when on a client counts."""
+    with LocalHouse(tmp_path).open(host="1MB", disk="1MB") as manager:
+        tokens = prompt(random.Random(4), 3)
+        manager.offload(tokens, new_cache(1), [0, 1, 2])
+        sessions = manager.backend.space.foresight.sessions  # type: ignore[attr-defined]  # a local one
+        with manager.match(tokens, hint={"session": "s", "expect_s": 40}):
+            session = sessions.get("", "s")
+            assert session.running
+        assert not session.running
+        assert session.look_s is not None, "it is expected back"

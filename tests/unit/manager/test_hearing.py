@@ -119,6 +119,17 @@ def test_what_is_said_later_is_done_and_counted(make_manager: Callable[..., Mana
     assert counts(manager)["retain", "rejected", "nothing"] == 1
 
 
+def test_a_low_priority_that_is_said_later_reaches_the_policies(
+    make_manager: Callable[..., ManagerBench], heard: Heard
+) -> None:
+    manager = make_manager()
+    leader, _ = manager.engine()
+    leader.lookup(1, KEYS[:4])
+    leader.send(Says(keys=join_keys(KEYS[:4]), hint={"retain": [{"priority": 10}]}))
+    manager.step()
+    assert heard == [(KEYS[3], ClientWord("", "", True))]
+
+
 def test_why_tells_what_became_of_a_hint(make_manager: Callable[..., ManagerBench]) -> None:
     manager = make_manager()
     leader, _ = manager.engine()
@@ -127,7 +138,7 @@ def test_why_tells_what_became_of_a_hint(make_manager: Callable[..., ManagerBenc
     assert found["hint"] == [
         "session accepted",
         "expect_s clipped (above 86400 s)",
-        "prefetch rejected (there is no disk below host memory)",
+        "prefetch rejected (host memory keeps no blocks of a disk here)",
     ]
 
 

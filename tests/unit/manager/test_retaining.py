@@ -16,7 +16,7 @@ from kvbm.manager.hearing import word_of
 from kvbm.manager.lookups import Found
 from kvbm.manager.retaining import KEPT_S, final_verdicts
 from kvbm.manager.server import TICK_S
-from kvbm.protocol import Commit, LookupReply, Release, Reserve, ReserveReply
+from kvbm.protocol import Commit, LookupReply, Release, Reserve, ReserveReply, Reset, ResetReply
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS, Client, ManagerBench
 from rigs.space import ME, Bench
@@ -236,7 +236,7 @@ def test_what_is_in_use_or_continued_goes_later(make_manager: Callable[..., Mana
 
 
 def test_deadlines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbm.manager.deadlines.KEYS_MAX", 6)
+    monkeypatch.setattr("kvbm.manager.deadlines.KEYS_MAX", 12)
     deadlines = Deadlines()
     assert deadlines.add(KEYS[:4], 0, 4, 10.0) == 4
     assert deadlines.add(OTHER[:4], 0, 4, 10.0) == 2, "the last ones: without them the others can go"
@@ -245,6 +245,42 @@ def test_deadlines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(deadlines) == 6
     assert deadlines.drop((), 20.0) == 0
     assert len(deadlines) == 0, "none of them is anywhere"
+
+
+def test_a_tenant_leaves_room_for_the_deadlines_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbm.manager.deadlines.KEYS_MAX", 12)
+    deadlines = Deadlines()
+    assert deadlines.add(KEYS[:12], 0, 12, 10.0, "a") == 6
+    assert deadlines.add(OTHER[:12], 0, 12, 10.0, "b") == 4
+    deadlines.asked(KEYS[:12])
+    deadlines.clear()
+    assert deadlines.add(OTHER[:12], 0, 12, 10.0, "c") == 6
+
+
+def test_what_somebody_retains_outlives_the_deadline_of_another(
+    make_manager: Callable[..., ManagerBench],
+) -> None:
+    manager = make_manager()
+    leader, _ = manager.engine()
+    store(leader, 1, KEYS[:4])
+    ask(leader, 2, KEYS[:4], {"min_ttl": 3600, "priority": 100})
+    ask(leader, 3, KEYS[:4], {"max_ttl": 0, "priority": 35})
+    manager.tick(2.0)
+    assert held(manager, KEYS[:4]) == [4]
+    manager.tick(3600.0)
+    assert held(manager, KEYS[:4]) == [0], "the deadline is kept once the time is over"
+
+
+def test_a_reset_gives_the_budget_back(make_manager: Callable[..., ManagerBench]) -> None:
+    """Keys change with it: what was retained never comes back."""
+    manager = make_manager()
+    leader, _ = manager.engine()
+    store(leader, 1, KEYS[:4])
+    assert ask(leader, 2, KEYS[:4], {"min_ttl": 3600}).verdicts == (ACCEPTED,)
+    leader.send(Reset())
+    leader.expect(ResetReply)
+    store(leader, 3, OTHER[:4])
+    assert ask(leader, 4, OTHER[:4], {"min_ttl": 3600}).verdicts == (ACCEPTED,)
 
 
 def test_what_was_asked_for_since_takes_no_memory() -> None:

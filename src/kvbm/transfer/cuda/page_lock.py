@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from mmap import PAGESIZE
 
 from kvbm.clock import Clock, monotonic
 from kvbm.pages import populate_at
@@ -119,7 +120,11 @@ class PageLocks:
         with self._turns.turn(self._closing) if self._turns is not None else contextlib.nullcontext():
             if self._closing.is_set():
                 return
-            populate_at(address, count * self._slots.row_bytes)  # where the kernel cannot, locking does it
+            # Whole pages alone; what is left of others, and where the kernel cannot, locking brings forth.
+            begun = -(-address // PAGESIZE) * PAGESIZE
+            end = (address + count * self._slots.row_bytes) // PAGESIZE * PAGESIZE
+            if end > begun:
+                populate_at(begun, end - begun)
             began_s = self._clock()
             self._driver.lock_pages(address, count * self._slots.row_bytes)
             took_s = self._clock() - began_s
