@@ -95,7 +95,7 @@ def test_every_action_has_the_fields_and_the_effect_of_the_command(
     assert unknown == {"coming": 0, "ready": 0, "blocks": 0}
     assert web.post("/prefetch", {"tokens": tokens}).json()["blocks"] == 4
     for wrong in ({}, {"salt": "x"}, {"tokens": tokens, "session": "s"}, {"tokens": tokens, "salt": "x"}):
-        assert web.post("/api/prefetch", wrong).status == 400
+        assert web.post("/api/prefetch", wrong).status == 409
 
 
 def test_resize_as_the_command_does_it(make_node: MakeNode, tmp_path: Path) -> None:

@@ -120,4 +120,4 @@ def test_the_same_over_http() -> None:
     for wrong in ({}, {"salt": "x"}, {"tokens": [1], "session": "s"}, {"tokens": [1], "salt": "x"}):
         with pytest.raises(Denied) as caught:
             post(**wrong)
-        assert caught.value.status == 400
+        assert caught.value.status == 409

@@ -175,6 +175,7 @@ class RequestFound(msgspec.Struct, frozen=True, kw_only=True):
     eviction_policy: str
     tiers: list[str]
     history_complete: bool
+    hint: list[str]
     reason: str
     advice: list[str]
     prefix: dict[str, int] | UnsetType = UNSET

@@ -233,9 +233,9 @@ def _pin(gate: ManagerGate, given: doc.PinBody) -> doc.PinDone:
 
 def _prefetch(gate: ManagerGate, given: doc.PrefetchBody) -> doc.PrefetchDone:
     if (given.tokens is msgspec.UNSET) is not bool(given.session):
-        raise Denied(400, "the body cannot be used: either tokens or a session")
+        raise Denied(409, "nothing can be brought up: either tokens or a session are named")
     if given.salt and not given.session:
-        raise Denied(400, "the body cannot be used: a salt is for a session")
+        raise Denied(409, "nothing can be brought up: a salt is a session's, and none is named")
     if given.tokens is not msgspec.UNSET:
         prompt = doc.PromptBody(tokens=given.tokens, namespace=given.namespace, model=given.model)
         reply, asked = _hold(gate, prompt, 0.0)

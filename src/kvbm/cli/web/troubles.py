@@ -9,7 +9,7 @@ TROUBLES = {
     404: "There is no such path, namespace, tier, model or request",
     405: "Another method is needed",
     408: "The body did not come in time",
-    409: "The manager refused, or the prompt is shorter than a block",
+    409: "The manager refused, the prompt is shorter than a block, or what is named does not go together",
     411: "The body's length is missing",
     413: "The body is too long",
     414: "The address is too long",
