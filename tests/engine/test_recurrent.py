@@ -188,7 +188,8 @@ def assert_quiet(launcher: Launcher, engine: EngineProcess) -> None:
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("tiers", ["host", pytest.param("disk", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["host", "disk"])
 def test_one_tier(
     launcher: Launcher, start: Start, references: References, tmp_path: Path, tiers: str
 ) -> None:
