@@ -24,8 +24,6 @@ def check_device_round_trip(block_bytes: int, on_gpus: int) -> Check:
     try:
         device, size, store_s, load_s = trial.try_cuda(block_bytes)
     except KvbmError as error:
-        remedy = (
-            "no block can be kept: look at nvidia-smi, CUDA_VISIBLE_DEVICES, the installed torch, ulimit -l"
-        )
+        remedy = "no block can be kept: look at nvidia-smi, CUDA_VISIBLE_DEVICES, the installed torch"
         return fault(NAME, str(error), remedy)
     return ok(NAME, f"{device}, {speeds(size, store_s, load_s)}", **measured(size, store_s, load_s))

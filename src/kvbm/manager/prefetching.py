@@ -176,6 +176,9 @@ class Prefetching:
     def begin(self, needed: Needed, cause: Cause, session: KnownSession | None = None) -> int:
         """Queue a prefetch, in place of an earlier one for this session; how many blocks it will bring up. Those that
         there is no room for are counted."""
+        # Sessions may be dropped for want of room: then nothing bounds the keys that their prefetches hold.
+        for job in [job for job in self._jobs if job.session is not None and not job.session.known]:
+            self._end(job)
         if session is not None:
             self._end_of(session)
         payer = session.tenant if session is not None else None

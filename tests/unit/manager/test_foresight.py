@@ -268,6 +268,25 @@ def test_pieces_are_small_and_each_waits_for_demand(
     assert on_host(bench, KEYS[:6]) == 6
 
 
+def test_a_dropped_session_leaves_no_keys_behind(make: Callable[..., Bench]) -> None:
+    """However long the disk is busy: the keys of prefetches are those of sessions, which are bounded."""
+    bench = make(host_slots=64, disk_slots=128, pending_limit=64)
+    for number in (0, 1):
+        turn(bench, CHAINS[number][:6], [], session=str(number))
+    bench.only_on_disk(OTHER[:3])
+    bench.space.clear("host")
+    bench.space.lookup(ME, 900, OTHER[:3], 0)
+    foresight = bench.space.foresight
+    for number in (0, 1):
+        hears(bench, CHAINS[number][:1], session=str(number), prefetch=True)
+        if not number:
+            dropped = foresight.sessions.get("", "0")
+            assert dropped is not None
+            foresight.sessions.drop(dropped)
+    assert [job.session is dropped for job in foresight.prefetching._jobs] == [False]
+    assert foresight.prefetching.coming == 6
+
+
 def test_a_block_that_is_damaged_ends_the_prefetch(roomy: Bench) -> None:
     turn(roomy, KEYS[:6], [], session="a", expect_s=2.0)
     roomy.space.clear("host")
