@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kvbm.errors import ManagerUnavailable
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
 from kvbm.step_plan import LoadPlan, StorePlan
-from kvbm.worker.jobs import PIECE_BLOCKS, LoadJob, StoreJob
+from kvbm.worker.jobs import LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
+from kvbm.worker.loading import PIECE_BYTES, WINDOW_BYTES
 from kvbm.worker.mapping import Mark
 from kvbm.worker.mover import Mover
 
-BLOCKS = 4 * PIECE_BLOCKS
+PIECE_BLOCKS = 4
+WINDOW_BLOCKS = WINDOW_BYTES * PIECE_BLOCKS // PIECE_BYTES
+BLOCKS = WINDOW_BLOCKS + 2 * PIECE_BLOCKS
 LAYERS = ("a", "b", "c")
 DEADLINE_S = 20.0
 HELLO = Hello(version=PROTOCOL_VERSION, role="worker", engine="e")
 
 
 class Copying:
-    """A copy that ends when the test says so. `awaited` is set when a thread waits for its end."""
+    """A copy that ends when the test says so, or if `patient` when somebody waits for it, which `awaited` tells."""
 
     def __init__(
         self, what: str, pairs: list[tuple[int, int]], layer: str | None = None, after: Any = None
@@ -29,11 +33,17 @@ class Copying:
         self.what, self.pairs, self.layer, self.after = what, pairs, layer, after
         self.error: Exception | None = None
         self.awaited = threading.Event()
+        self.patient = False
         self._over = threading.Event()
 
     def end(self, error: Exception | None = None) -> None:
         self.error = error
         self._over.set()
+
+    @property
+    def over(self) -> bool:
+        """The test has ended it."""
+        return self._over.is_set()
 
     def done(self) -> bool:
         if self._over.is_set() and self.error:
@@ -42,6 +52,8 @@ class Copying:
 
     def wait(self) -> None:
         self.awaited.set()
+        if self.patient:
+            self._over.set()
         assert self._over.wait(DEADLINE_S), "waits for a copy that the test has not ended"
         if self.error:
             raise self.error
@@ -51,6 +63,7 @@ class Device:
     """A mapping and its copier: all copies that were begun, and those that the engine's stream waits for."""
 
     layers = LAYERS
+    slot_bytes = PIECE_BYTES // PIECE_BLOCKS
 
     def __init__(self, epoch: int = 1) -> None:
         self.epoch = epoch
@@ -58,7 +71,9 @@ class Device:
         self.begun: list[Copying] = []
         self.held: list[Copying] = []
         self.changed: set[int] = set()
-        self.at_once = False
+        self.at_once = self.patient = False
+        self.refused_from = -1
+        self.when_begun: Callable[[], object] = lambda: None
         self.adopted_by: list[str] = []
         self.adopted = threading.Event()
         self.begun_one = threading.Event()
@@ -84,16 +99,26 @@ class Device:
         self.held.append(copying)
 
     def close(self) -> None:
-        assert all(copying.done() for copying in self.begun)
+        assert all(copying.over for copying in self.begun)
         self.closed = True
 
     def _begin(self, what: str, pairs: Any, layer: str | None, after: Any) -> Copying:
         assert not self.closed
+        if len(self.begun) == self.refused_from:
+            raise RuntimeError("refused")
         self.begun.append(Copying(what, list(pairs), layer, after))
+        self.begun[-1].patient = self.patient
         if self.at_once:
             self.begun[-1].end()
         self.begun_one.set()
+        self.when_begun()
         return self.begun[-1]
+
+    def end_all(self) -> None:
+        """All that was begun has been copied."""
+        for copying in self.begun:
+            if not copying.over:
+                copying.end()
 
 
 class Line:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -14,14 +11,6 @@ from kvbm.step_plan import LoadPlan, StepReport, StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mark
-
-log = logging.getLogger("kvbm.worker")
-
-PIECE_BLOCKS = 16
-"""Blocks of a load that are copied as one: small, so that the first blocks are copied while the rest is on its way."""
-
-PIECES_UNDER_WAY = 2
-"""While one piece is copied the next one is begun, so that the link is never idle between them."""
 
 
 class FinishedLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,19 +78,12 @@ class StoreUnderWay:
     started_s: float
 
 
-class Piece(NamedTuple):
-    """A run of a load's blocks that is being copied: `[copied, end)` of its plan when it was begun."""
-
-    start: int
-    end: int
-    copying: Copying
-
-
 @dataclass(slots=True)
 class LoadJob:
-    """A load in progress: of its plan's pairs `copied` are on the device, `begun` are copied or being copied, and
-    `ready` may be. `broken`: a piece that was begun did not end as it should.
+    """A load in progress: of its plan's pairs `copied` are on the device, `begun` are copied or being copied in so many
+    `pieces`, `ready` may be, and `goal` will be.
 
+    `closed`: no more of it is begun. `broken`: a piece that was begun did not arrive, and none behind it counts.
     With `layers` all pairs are copied layer by layer, and the engine's thread waits at that gate.
     """
 
@@ -112,11 +94,27 @@ class LoadJob:
     last_progress_s: float
     copied: int = 0
     begun: int = 0
-    under_way: deque[Piece] = field(default_factory=deque)
+    goal: int = -1
+    pieces: int = 0
+    closed: bool = False
     broken: bool = False
     layers: LayerGate | None = None
     copying_s: float | None = None
     """When the first copy began."""
+
+    def __post_init__(self) -> None:
+        if self.goal < 0:
+            self.goal = len(self.plan.slots)
+
+    @property
+    def may_begin(self) -> bool:
+        """There is a piece to copy."""
+        return self.begun < min(self.ready, self.goal) and not (self.closed or self.broken)
+
+    @property
+    def ended(self) -> bool:
+        """It is over as soon as no piece of it is under way."""
+        return self.closed or self.broken or self.copied >= self.goal
 
     def finished(self, copied: int, now_s: float) -> FinishedLoad:
         """The report of a load of which so many leading blocks arrived."""
@@ -127,67 +125,3 @@ class LoadJob:
             layerwise=self.plan.layerwise,
             copied=(self.copying_s, now_s) if self.plan.traced and self.copying_s is not None else None,
         )
-
-    @property
-    def may_begin(self) -> bool:
-        """There is a piece to copy and room to begin it."""
-        return self.begun < self.ready and len(self.under_way) < PIECES_UNDER_WAY
-
-    def begin_piece(self) -> bool:
-        """Begin the next piece; False when a slot of it no longer holds the promised block. Raises as `begin_load`."""
-        plan, after = self.plan, self.after
-        assert after is not None
-        start, end = self.begun, min(self.begun + PIECE_BLOCKS, self.ready)
-        wanted = end - start
-        mapping = after.mapping
-        end = start + mapping.intact(plan.slots[start:end], plan.generations[start:end])
-        if end > start:
-            pairs = list(zip(plan.device_blocks[start:end], plan.slots[start:end], strict=True))
-            self.under_way.append(Piece(start, end, mapping.copier.begin_load(pairs, after.event)))
-            self.begun = end
-        return end - start == wanted
-
-    def end_piece(self) -> bool:
-        """Wait for the oldest piece; False when a slot of it changed hands meanwhile. Raises as `Copying.wait`."""
-        piece, plan, after = self.under_way.popleft(), self.plan, self.after
-        assert after is not None and not self.broken
-        self.broken = True
-        piece.copying.wait()
-        # A slot that changed hands while we copied may have given us anything.
-        slots, expected = plan.slots[piece.start : piece.end], plan.generations[piece.start : piece.end]
-        intact = after.mapping.intact(slots, expected)
-        self.copied += intact
-        self.broken = intact < len(slots)
-        return not self.broken
-
-    def copy_by_layer(self, gate: LayerGate) -> None:
-        """Copy the whole load, one layer after the other, each announced at the gate as its copy begins.
-
-        On return, also by an exception as copies raise, nothing is under way, and `copied` blocks have arrived.
-        """
-        plan, after = self.plan, self.after
-        assert after is not None and self.ready == len(plan.slots)
-        mapping = after.mapping
-        if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
-            return
-        pairs = list(zip(plan.device_blocks, plan.slots, strict=True))
-        begun: list[Copying] = []
-        try:
-            for layer in mapping.layers:
-                if gate.abandoned:
-                    return
-                begun.append(mapping.copier.begin_load(pairs, after.event, layer))
-                gate.open(layer, begun[-1])
-            begun[-1].wait()
-            self.copied = mapping.intact(plan.slots, plan.generations)
-        finally:
-            for copying in begun:
-                wait_for_end(copying)
-
-
-def wait_for_end(copying: Copying) -> None:
-    """Wait for a copy whose result is not used: it must only stop touching the device."""
-    try:
-        copying.wait()
-    except Exception as error:
-        log.debug("a copy failed whose result is not used: %s", error)

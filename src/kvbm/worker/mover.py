@@ -1,8 +1,9 @@
 """The one thread of a rank that copies, and that owns the rank's session with the manager.
 
 Jobs come in through a queue, results leave through another; nothing here is shared. Stores go first, because the
-engine may wait for them; loads are copied in pieces as their blocks become ready, so a store never waits for long.
-On a device that copies by itself this thread only begins copies and waits for their end.
+engine may wait for them; loads are copied in pieces as their blocks become ready (`loading`), so a store never waits
+for long. On a device that copies by itself this thread only begins copies, and looks now and then which are over: it
+never waits for one, so that stores, loads and fences do not wait for one another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from kvbm.client.channel import Channel, readable_among
@@ -23,27 +23,20 @@ from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
 from kvbm.step_plan import StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
-from kvbm.worker.jobs import (
-    DrainJob,
-    FinishedLoad,
-    FinishedStore,
-    LoadJob,
-    ReportJob,
-    StoreJob,
-    wait_for_end,
-)
-from kvbm.worker.layers import LayerGate
+from kvbm.worker.fences import Fences
+from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, ReportJob, StoreJob
+from kvbm.worker.loading import Loading
 from kvbm.worker.mapping import NO_EPOCH, Adopted, Earlier, Mapping, Mark
 from kvbm.worker.reporting import Reporting
 from kvbm.worker.storing import Storing
 
 log = logging.getLogger("kvbm.worker")
 
-LOAD_STALL_S = 20.0
 ADOPT_RETRY_S = 5.0
+COPYING_POLL_S = 0.001
+"""While copies are under way, how often it is looked which are over."""
 _RECONNECT_POLL_S = 0.25
 _WELCOME_TIMEOUT_S = 10.0
-_FENCED_MAX = 16_384
 
 
 class Mover:
@@ -69,11 +62,10 @@ class Mover:
         self._clock = clock
         self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | ReportJob | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._loads: deque[LoadJob] = deque()
         self._channel: Channel | None = None
         self._mapping: Mapping | None = None
         self._thread_adopted: Mapping | None = None
-        self._fenced: dict[int, None] = {}
+        self._fences = Fences()
         self._failures = FailureLog()
         self._stopping = self._stopped = self._device_lost = False
         self._refused = ""
@@ -82,6 +74,7 @@ class Mover:
         self.loads: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
         self.reporting = Reporting(reports)
         self._storing = Storing(self.stores, self._copy_failed, clock, self.reporting.store_ended)
+        self._loading = Loading(self.loads, self._copy_failed, self._still_there, clock)
         self.adopted, self._earlier = Adopted(), Earlier(reports)
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
 
@@ -158,7 +151,7 @@ class Mover:
     def turn(self, wait: bool = True) -> None:
         """One pass of the thread's loop: take jobs, join or read the manager, move a piece, report what has ended.
 
-        Without `wait` it neither waits until something happens nor until a store has been copied.
+        Without `wait` it does not wait until something happens.
         """
         try:
             if self._mapping is not self._thread_adopted and self._mapping is not None:
@@ -184,21 +177,32 @@ class Mover:
             self.take_jobs()  # joining may take a while: jobs that wait by now fail at once
             self._reconnect()
         watched = [self._wake] + ([self._channel.fileno()] if self._channel else [])
-        busy = bool(self._storing) or any(job.may_begin or job.under_way for job in self._loads)
-        busy = busy or not self._inbox.empty()  # a turn that failed may have left jobs whose wake-up it took
-        timeout_s = 0.0 if busy or not wait else 1.0 if self._channel else _RECONNECT_POLL_S
-        readable = readable_among(watched, timeout_s)
+        readable = readable_among(watched, self._patience_s() if wait else 0.0)
         if self._wake in readable:
             os.eventfd_read(self._wake)
         self.take_jobs()
         if self._channel is not None and self._channel.fileno() in readable:
             self._listen(self._channel)
-        moved = self._copy_pieces()
-        self._earlier.expire(self._clock(), bool(self._loads))
-        self._storing.collect(wait=wait and not moved)
+        self._loading.advance(interrupted=self._has_jobs)
+        self._earlier.expire(self._clock(), bool(self._loading))
+        self._storing.collect()
+        if self._channel is not None:
+            for fence in self._fences.passed(self._storing.under_way):
+                self._channel.send(FenceDone(fence=fence))
         self.reporting.send(self._channel)
         if self._device_lost and self._channel is not None:
             self._lose_session("the device is lost")
+
+    def _patience_s(self) -> float:
+        """How long to wait for something to happen."""
+        if self._loading.may_begin or self._has_jobs():
+            return 0.0  # also jobs whose wake-up a turn took that failed
+        if self._loading.under_way or self._storing:
+            return COPYING_POLL_S
+        return 1.0 if self._channel else _RECONNECT_POLL_S
+
+    def _has_jobs(self) -> bool:
+        return not self._inbox.empty()
 
     def take_jobs(self) -> None:
         """The first part of a turn: begin the stores that were put, and queue the loads."""
@@ -221,7 +225,7 @@ class Mover:
     def _drain(self, job: DrainJob) -> None:
         try:
             self._storing.drain()
-            self._end_loads()
+            self._loading.end_all()
         finally:
             job.done.set()
 
@@ -229,12 +233,12 @@ class Mover:
         try:
             for plan in job.plans:
                 started_s = self._clock()
-                copying = None if plan.store in self._fenced else self._copy_out(plan, job.after)
+                copying = None if plan.store in self._fences else self._copy_out(plan, job.after)
                 if copying is None:
                     self._storing.end(plan, started_s, copied=False)
                     continue
                 self._storing.begun(plan, job, copying, started_s)
-            self._storing.collect(wait=False)
+            self._storing.collect()
         finally:
             job.begun.set()
 
@@ -254,105 +258,24 @@ class Mover:
             return None
 
     def _begin_load(self, job: LoadJob) -> None:
-        plan = job.plan
-        if self._usable(job.after, plan.epoch) is None:
-            self._finish(job)
-            return
-        if job.layers is not None:
-            self._load_by_layer(job, job.layers)
-            return
-        self._loads.append(job)
-        if job.ready < len(plan.slots):
+        if not self._still_there(job):
+            job.closed = True
+        self._loading.add(job)
+        if job.layers is None and not job.closed and job.ready < len(job.plan.slots):
             if self._channel is None:
                 raise ManagerUnavailable("it went before a load had all its blocks")
-            self._channel.send(Watch(lookup=plan.lookup))
+            self._channel.send(Watch(lookup=job.plan.lookup))
 
-    def _load_by_layer(self, job: LoadJob, gate: LayerGate) -> None:
-        job.copying_s = self._clock()
-        try:
-            job.copy_by_layer(gate)
-        except Exception as error:
-            self._copy_failed("load", len(job.plan.slots), error)
-        self._finish(job)
+    def _still_there(self, job: LoadJob) -> bool:
+        """Whether the memory that the load was promised out of is still mapped."""
+        return self._usable(job.after, job.plan.epoch) is not None
 
     def _listen(self, channel: Channel) -> None:
         for message in channel.receive():
             if isinstance(message, Progress):
-                self._progress(message)
+                self._loading.progress(message.lookup, message.ready, message.final)
             elif isinstance(message, Fence):
-                self._fence(message.stores)
-                channel.send(FenceDone(fence=message.fence))
-
-    def _fence(self, stores: tuple[int, ...]) -> None:
-        """Have nothing under way, and never begin these; the oldest are forgotten first, long after their plans."""
-        self._storing.drain()
-        self._fenced.update(dict.fromkeys(stores))
-        for store in list(self._fenced)[: max(0, len(self._fenced) - _FENCED_MAX)]:
-            del self._fenced[store]
-
-    def _progress(self, message: Progress) -> None:
-        for job in list(self._loads):
-            if job.plan.lookup != message.lookup:
-                continue
-            job.last_progress_s = self._clock()
-            job.ready = max(job.ready, min(message.ready - job.plan.offset, len(job.plan.slots)))
-            if message.final and job.ready < len(job.plan.slots):
-                self._loads.remove(job)
-                self._copy_all(job)
-
-    def _copy_pieces(self) -> bool:
-        """Begin one piece of the first load that has one, or end one; False where there was none.
-
-        A load without progress for `LOAD_STALL_S` is ended.
-        """
-        now_s = self._clock()
-        for job in list(self._loads):
-            if job.may_begin or job.under_way:
-                if not self._advance(job) or job.copied == len(job.plan.slots):
-                    self._loads.remove(job)
-                    self._finish(job)
-                return True
-            if now_s - job.last_progress_s > LOAD_STALL_S:
-                log.warning(
-                    "load of request %s stalled for %g s; the rest is recomputed",
-                    job.plan.request,
-                    LOAD_STALL_S,
-                )
-                self._loads.remove(job)
-                self._finish(job)
-        return False
-
-    def _advance(self, job: LoadJob) -> bool:
-        """Begin a piece where there is room for one, else end the oldest; False when the load failed."""
-        if self._usable(job.after, job.plan.epoch) is None:
-            return False  # promised out of another life's memory, or the device is lost
-        if job.copying_s is None:
-            job.copying_s = self._clock()
-        try:
-            return job.begin_piece() if job.may_begin else job.end_piece()
-        except Exception as error:
-            self._copy_failed("load", len(job.plan.slots), error)
-            return False
-
-    def _copy_all(self, job: LoadJob) -> None:
-        """Copy the blocks that are ready and no more, and end the load."""
-        while (job.may_begin or job.under_way) and self._advance(job):
-            pass
-        self._finish(job)
-
-    def _finish(self, job: LoadJob) -> None:
-        """End the load: blocks behind `copied` failed. Nothing of it is under way when the engine gets the report."""
-        while job.under_way and not job.broken:
-            try:
-                job.end_piece()
-            except Exception as error:
-                self._copy_failed("load", len(job.plan.slots), error)
-        for piece in job.under_way:
-            wait_for_end(piece.copying)
-        if job.layers is None or not job.layers.reported:
-            self.loads.put(job.finished(job.copied, self._clock()))
-        if job.layers is not None:
-            job.layers.open_all()
+                self._fences.raised(message.fence, message.stores, self._storing.under_way)
 
     def _copy_failed(self, kind: str, blocks: int, error: Exception) -> None:
         """A copy failed. Without a device none will succeed: that is logged once, and no session is kept."""
@@ -385,7 +308,7 @@ class Mover:
     def _adopt(self, channel: Channel, welcome: Welcome) -> None:
         """Go over to a manager's memory. Loads from the old one end first, with the blocks that are ready."""
         try:
-            self._end_loads()
+            self._loading.end_all()
             if self._mapping is not None:
                 self._earlier.replace(self._mapping, self._clock())
                 self._mapping = None
@@ -412,9 +335,5 @@ class Mover:
             self._channel = None
             if not self._stopping and not self._device_lost:
                 log.warning("manager lost: %s; requests are computed until it is back", reason)
-        self._end_loads()
-
-    def _end_loads(self) -> None:
-        """End every load with the blocks that are ready; the rest failed."""
-        while self._loads:
-            self._copy_all(self._loads.popleft())
+        self._fences.session_ended()
+        self._loading.end_all()

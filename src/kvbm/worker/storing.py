@@ -32,6 +32,11 @@ class Storing:
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
+    @property
+    def under_way(self) -> frozenset[int]:
+        """The numbers of the stores whose copies are not over."""
+        return frozenset(store.plan.store for store in self._under_way)
+
     def begun(self, plan: StorePlan, job: StoreJob, copying: Copying, started_s: float) -> None:
         """A copy was begun, after all those that were begun before."""
         job.copies[plan.store] = copying
@@ -44,7 +49,7 @@ class Storing:
         self._finished.put(finished)
         self._ended(finished)
 
-    def collect(self, *, wait: bool) -> None:
+    def collect(self, *, wait: bool = False) -> None:
         """End the stores whose copies are over, in order; with `wait`, the oldest one in any case."""
         while self._under_way:
             store = self._under_way[0]

@@ -23,10 +23,18 @@ from kvbm.protocol import (
 )
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
 from kvbm.testing.fake_tier import FakeTier
-from kvbm.worker import mover as mover_module
-from kvbm.worker.jobs import PIECE_BLOCKS, FinishedLoad
+from kvbm.worker import loading
+from kvbm.worker.jobs import FinishedLoad
 from rigs.manager import KEYS
 from rigs.mover import Rank, on_disk
+
+PIECE_BLOCKS = 16
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PIECE_BYTES", PIECE_BLOCKS * 4096)
+
 
 # ---- as it should be
 
@@ -184,7 +192,7 @@ def test_a_load_that_stalls_is_ended(
 ) -> None:
     rank = on_disk(make_rank, below, 3)
     plan = rank.lookup(3)
-    monkeypatch.setattr(mover_module, "LOAD_STALL_S", -1.0)
+    monkeypatch.setattr(loading, "LOAD_STALL_S", -1.0)
     load = rank.run_load(plan)
     assert load.failed == plan.device_blocks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
@@ -12,7 +13,7 @@ pytest.importorskip("torch", reason="the worker copies torch tensors; torch is n
 from kvbm.errors import DeviceLost
 from kvbm.protocol import Fence, FenceDone, Progress, Watch
 from kvbm.step_plan import LoadPlan
-from kvbm.worker.jobs import PIECE_BLOCKS, PIECES_UNDER_WAY, LoadJob, StoreJob
+from kvbm.worker.jobs import LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
 from kvbm.worker.mapping import Mark
 from kvbm.worker.mover import Mover
@@ -20,6 +21,8 @@ from rigs.copies_beside import (
     BLOCKS,
     DEADLINE_S,
     LAYERS,
+    PIECE_BLOCKS,
+    WINDOW_BLOCKS,
     Copying,
     Device,
     Finder,
@@ -57,17 +60,44 @@ def test_a_store_is_reported_when_it_is_over_and_not_before(mover: Mover, device
     assert reported(mover) == [(1, ()), (2, ())]
 
 
-def test_a_fence_is_answered_when_nothing_is_under_way(mover: Mover, device: Device, line: Line) -> None:
+def test_a_fence_is_answered_when_what_was_under_way_is_over(
+    mover: Mover, device: Device, line: Line
+) -> None:
     mover.put(store_job(device, 1))
     step(mover)
-    line.say(Fence(fence=5, stores=(7,)))
-    thread = turn_beside(mover)
-    assert device.begun[0].awaited.wait(DEADLINE_S)
-    assert line.sent == []
+    line.say(Fence(fence=5, stores=(7,)), Fence(fence=6, stores=()))
+    step(mover)
+    mover.put(store_job(device, 2))
+    step(mover)
+    assert line.sent == [], "a copy still writes to slots that the manager wants back"
     device.begun[0].end()
-    thread.join(DEADLINE_S)
-    assert line.sent == [FenceDone(fence=5)]
+    step(mover)
+    assert line.sent == [FenceDone(fence=5), FenceDone(fence=6)], "the later store is none of theirs"
     assert reported(mover) == [(1, ())]
+    device.begun[1].end()
+
+
+def test_no_turn_waits_for_a_copy(mover: Mover, device: Device, line: Line) -> None:
+    """A store waits for the step that writes its blocks. Loads and fences go on meanwhile, and other stores begin."""
+    mover.put(store_job(device, 1))
+    mover.turn()
+    mover.put(job_of(device, load(blocks=PIECE_BLOCKS)))
+    mover.turn()
+    line.say(Fence(fence=5, stores=(7,)))
+    mover.turn()
+    late = store_job(device, 2)
+    mover.put(late)
+    mover.turn()
+    assert late.begun.is_set()
+    store, piece, later = device.begun
+    piece.end()
+    mover.turn()
+    assert mover.loads.get_nowait().failed == ()
+    assert not any(copying.awaited.is_set() for copying in device.begun)
+    store.end()
+    mover.turn()
+    assert line.sent == [FenceDone(fence=5)]
+    later.end()
 
 
 def test_a_store_that_a_fence_names_does_not_begin(mover: Mover, device: Device, line: Line) -> None:
@@ -124,38 +154,89 @@ def test_a_lost_device_is_logged_once_and_ends_the_session(
 # ---- loads
 
 
-def test_the_next_piece_is_begun_while_one_is_copied(mover: Mover, device: Device) -> None:
+def test_all_that_is_ready_is_begun_at_once_within_the_window(mover: Mover, device: Device) -> None:
     mover.put(job_of(device, load()))
-    step(mover, PIECES_UNDER_WAY)
-    assert len(device.begun) == PIECES_UNDER_WAY
-    for index in range(BLOCKS // PIECE_BLOCKS):
-        device.begun[index].end()
-        step(mover)  # ends one
-        if len(device.begun) * PIECE_BLOCKS < BLOCKS:
-            step(mover)  # begins one
+    step(mover)
+    assert [len(copying.pairs) for copying in device.begun] == [PIECE_BLOCKS] * (
+        WINDOW_BLOCKS // PIECE_BLOCKS
+    )
+    for copying in device.begun[:2]:
+        copying.end()
+    step(mover)
+    assert len(device.begun) * PIECE_BLOCKS == BLOCKS, "what has ended made room"
+    for copying in device.begun[2:]:
+        copying.end()
+    step(mover)
     assert mover.loads.get_nowait().failed == ()
     assert [pair for copying in device.begun for pair in copying.pairs] == [(i, i) for i in range(BLOCKS)]
 
 
+def test_the_window_is_one_for_all_loads(mover: Mover, device: Device) -> None:
+    for request in "ab":
+        plan = msgspec.structs.replace(load(blocks=WINDOW_BLOCKS - 1), request=request)
+        mover.put(job_of(device, plan))
+    step(mover)
+    assert sum(len(copying.pairs) for copying in device.begun) == WINDOW_BLOCKS - 1 + PIECE_BLOCKS
+    while mover.loads.empty():
+        next(copying for copying in device.begun if not copying.done()).end()
+        step(mover)
+    assert mover.loads.get_nowait().request == "a"
+    assert sum(len(copying.pairs) for copying in device.begun) == 2 * (WINDOW_BLOCKS - 1)
+    device.end_all()
+
+
+def test_a_store_that_is_put_while_pieces_are_begun_comes_next(mover: Mover, device: Device) -> None:
+    job = store_job(device, 1)
+    device.when_begun = lambda: device.begun[1:] or mover.put(job)
+    mover.put(job_of(device, load()))
+    step(mover, 2)
+    assert [copying.what for copying in device.begun[:3]] == ["load", "store", "load"]
+    assert job.begun.is_set()
+    device.end_all()
+
+
+def test_copies_that_end_as_they_begin_leave_room_for_others_between_them(
+    mover: Mover, device: Device
+) -> None:
+    """As on a CPU, where beginning a piece takes as long as copying it."""
+    device.at_once = True
+    mover.put(job_of(device, load()))
+    step(mover)
+    assert len(device.begun) == 1
+    step(mover, BLOCKS // PIECE_BLOCKS - 1)
+    assert mover.loads.get_nowait().failed == ()
+
+
 def test_what_follows_a_piece_that_failed_failed_too(mover: Mover, device: Device) -> None:
     """And it has ended before it is reported to the engine, which computes these blocks anew."""
+    mover.put(job_of(device, load(blocks=3 * PIECE_BLOCKS)))
+    step(mover)
+    device.begun[0].end()
+    device.begun[1].end(RuntimeError("device-side error"))
+    step(mover)
+    assert mover.loads.empty(), "the third piece still writes to the device"
+    device.begun[2].end(RuntimeError("device-side error"))
+    step(mover)
+    assert mover.loads.get_nowait().failed == tuple(range(PIECE_BLOCKS, 3 * PIECE_BLOCKS))
+
+
+def test_pieces_before_one_that_could_not_be_begun_arrive(mover: Mover, device: Device) -> None:
     mover.put(job_of(device, load()))
-    step(mover, PIECES_UNDER_WAY)
-    device.begun[0].end(RuntimeError("device-side error"))
-    thread = turn_beside(mover)
-    assert device.begun[1].awaited.wait(DEADLINE_S)
-    assert mover.loads.empty(), "the second piece still writes to the device"
-    device.begun[1].end()
-    thread.join(DEADLINE_S)
-    assert mover.loads.get_nowait().failed == tuple(range(BLOCKS))
+    device.refused_from = 2
+    step(mover)
+    assert len(device.begun) == 2
+    assert mover.loads.empty()
+    device.end_all()
+    step(mover)
+    assert mover.loads.get_nowait().failed == tuple(range(2 * PIECE_BLOCKS, BLOCKS))
 
 
 def test_a_slot_that_changes_under_a_later_piece_costs_that_piece(mover: Mover, device: Device) -> None:
-    device.at_once = True
     mover.put(job_of(device, load()))
-    step(mover, PIECES_UNDER_WAY)
+    step(mover)
     device.changed = {PIECE_BLOCKS + 3}
-    step(mover, BLOCKS // PIECE_BLOCKS + 2)
+    device.end_all()
+    step(mover)
     assert mover.loads.get_nowait().failed == tuple(range(PIECE_BLOCKS + 3, BLOCKS))
 
 
@@ -218,16 +299,18 @@ def test_a_job_that_ends_the_session_leaves_none_behind_it_waiting(device: Devic
 def test_layers_come_in_order_and_each_is_announced_at_once(mover: Mover, device: Device) -> None:
     gate = LayerGate(dict.fromkeys(LAYERS))
     mover.put(job_of(device, load(True), gate))
-    thread = turn_beside(mover)
+    step(mover)
     mark = Mark(device, None)  # type: ignore[arg-type]
     for layer in LAYERS:
         assert gate.pass_through(layer, mark, DEADLINE_S)
     assert [copying.layer for copying in device.begun] == list(LAYERS)
     assert device.held == device.begun, "the device waits for them, the thread did not"
-    assert not gate.over.is_set()
-    for copying in device.begun:
+    for copying in device.begun[:-1]:
         copying.end()
-    thread.join(DEADLINE_S)
+    step(mover)
+    assert not gate.over.is_set()
+    device.end_all()
+    step(mover)
     assert gate.over.is_set()
     assert mover.loads.get_nowait().failed == ()
     assert gate.pass_through("a layer that shares another one's KV", mark, 0.0)
@@ -248,7 +331,7 @@ def test_a_layer_that_fails_fails_the_load_and_nobody_waits(
     device.begin_load = begin  # type: ignore[method-assign]
     gate = LayerGate(dict.fromkeys(LAYERS))
     mover.put(job_of(device, load(True), gate))
-    step(mover)
+    step(mover, 2)
     ended = mover.loads.get_nowait()
     assert ended.layerwise
     assert ended.failed == tuple(range(BLOCKS))

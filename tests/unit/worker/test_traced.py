@@ -42,7 +42,7 @@ def test_a_load_that_is_not_traced_tells_nothing(rank: Rank) -> None:
 def test_copies_begin_when_the_first_block_is_there(make_rank: Callable[..., Rank], below: FakeTier) -> None:
     rank = on_disk(make_rank, below, 5)
     clock = ManualClock(100.0)
-    rank.worker._clock = rank.mover._clock = clock
+    rank.worker._clock = rank.mover._clock = rank.mover._loading._clock = clock
     rank.worker._wall_offset_ns = lambda: 7
     plan = msgspec.structs.replace(rank.lookup(5), traced=True)
     rank.worker.load(StepPlan(loads=(plan,)))
