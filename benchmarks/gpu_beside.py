@@ -100,7 +100,8 @@ def time_stores(trial: Trial) -> None:
                 rate = stored_bytes_per_s()
             result.add(f"{title}, stores at all the link's speed", full_s / alone_s - 1, "slower")
             result.add(f"{title}, those stores", rate / 1e9, "GB/s")
-            result.check(f"{title}: the stores beside it went on", rate > 0)
+            if rig.cuda:  # a rehearsal's steps may be over before a single batch is
+                result.check(f"{title}: the stores beside it went on", rate > 0)
             result.check(f"{title}: it computed something", steps.finite)
 
 
