@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -222,12 +223,23 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     for name in options.only:
         if name not in PARTS and name not in known:
             parser.error(f"--only {name}: the parts are {', '.join(PARTS)}, and of those {', '.join(known)}")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        parser.error(f"--output {options.output}: there is no such folder")
     # For tests: `copies=crash` lets that part run into it.
     options.fault = dict(fault.split("=") for fault in options.fault)
     for name, fault in options.fault.items():
         if name not in known or fault not in FAULTS:
             parser.error(f"--fault {name}={fault}: a part and one of {', '.join(FAULTS)}")
     return options
+
+
+def lines_file(output: Path | None) -> Path:
+    """Where parts' lines go: beside the output, so that a call that is killed leaves nothing elsewhere."""
+    if output is not None:
+        return output.with_name(f"{output.name}.lines")
+    file, path = tempfile.mkstemp(prefix="kvbm-gpu-")
+    os.close(file)
+    return Path(path)
 
 
 def main() -> int:
@@ -239,8 +251,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="  %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end the part that runs
     report = Report(options.output)
-    with tempfile.TemporaryDirectory(prefix="kvbm-gpu-") as directory:
-        run = Run(options, report, Path(directory) / "lines")
+    lines = lines_file(options.output)
+    try:
+        run = Run(options, report, lines)
         machine = run.machine()
         if machine.state != "finished":
             print(f"what the machine is could not be found out: {machine.why}", file=sys.stderr)
@@ -256,6 +269,8 @@ def main() -> int:
         report.machine = machine.facts
         report.advice = {name: PARTS[part].advice for name, (part, _) in processes(options.rehearse).items()}
         left = run.parts(chosen(options, report))
+    finally:
+        lines.unlink(missing_ok=True)
     report.write()
     print("\n".join(report.table()))
     if left:

@@ -173,6 +173,7 @@ def test_a_call_that_is_cut_off_leaves_what_it_has_and_no_process(tmp_path: Path
     answer = rehearse(output, "--only", "arena", "layouts")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert sorted(begun(answer)) == ["arena", "layouts"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
 
 
 def test_what_there_is_no_time_for_is_left_to_another_call(tmp_path: Path) -> None:
