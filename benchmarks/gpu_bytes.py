@@ -1,4 +1,4 @@
-"""Is every byte right: all layouts, all ways of copying, both directions, and the order of work on the device."""
+"""Is every byte right: all layouts by one way of copying, both directions, and the order of work on the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_rig import PAGE, Result, Rig, Sizes, shared_arena, views
+from gpu_rig import PAGE, Rig, Sizes, Trial, shared_arena, views
 from kvbm.transfer import Copier, DeviceCache
 from kvbm.transfer.cuda.copier import CudaCopier
 
@@ -33,8 +33,24 @@ def special_layouts(rig: Rig) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def check_bytes(rig: Rig, result: Result, small: Sizes) -> None:
-    """Every layout, every method: out and back, block by block and layer by layer, and nothing else touched."""
+def usable(trial: Trial) -> bool:
+    """Whether the trial's way of copying can be used here. If not it is left out, or wrong where it should work."""
+    rig, way = trial.rig, f"copies by {trial.method}"
+    if trial.method == "auto" or (trial.method in rig.offered and rig.works(trial.method)):
+        return True
+    if trial.method in rig.offered and trial.method != "kernel":
+        trial.result.check(f"{way} ({rig.refused.pop(way)})", right=False)
+    else:
+        # Triton or a compiler for it may be missing. What the driver offers has to work.
+        trial.result.leave_out(way, rig.refused.pop(way, "this driver or installation does not offer it"))
+    return False
+
+
+def check_bytes(trial: Trial, small: Sizes) -> None:
+    """Every layout: out and back, block by block and layer by layer, and nothing else touched."""
+    if not usable(trial):
+        return
+    rig, result, method = trial.rig, trial.result, trial.method
     cases = {
         order: views(rig, order, small, 24)
         for order in ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -42,16 +58,16 @@ def check_bytes(rig: Rig, result: Result, small: Sizes) -> None:
     cases.update(special_layouts(rig))
     for name, caches in cases.items():
         cache = DeviceCache.from_tensors(caches, 24)
-        slot_bytes = -(-cache.shard_bytes // PAGE) * PAGE
-        for method in rig.methods:
-            arena = shared_arena(20, slot_bytes)
-            arena.fill_(0xA5)
-            with rig.copier(cache, arena, method) as copier:
-                result.check(f"{name}, {method}", round_trip(rig, copier, cache, arena))
-                if isinstance(copier, CudaCopier) and name == "own allocations":
-                    copier.locks.close()  # all goes through the small buffer from here on
-                    arena.fill_(0xA5)
-                    result.check(f"without page locks, {method}", round_trip(rig, copier, cache, arena))
+        arena = shared_arena(20, -(-cache.shard_bytes // PAGE) * PAGE)
+        arena.fill_(0xA5)
+        result.begin(name)
+        with rig.copier(cache, arena, method) as copier:
+            result.check(f"{name}, {method}", round_trip(rig, copier, cache, arena))
+            if isinstance(copier, CudaCopier) and name == "own allocations":
+                result.begin(f"{name}, without page locks")
+                copier.locks.close()  # all goes through the small buffer from here on
+                arena.fill_(0xA5)
+                result.check(f"without page locks, {method}", round_trip(rig, copier, cache, arena))
 
 
 def round_trip(rig: Rig, copier: Copier, cache: DeviceCache, arena: torch.Tensor) -> bool:
@@ -91,11 +107,14 @@ def round_trip(rig: Rig, copier: Copier, cache: DeviceCache, arena: torch.Tensor
     return right
 
 
-def check_order(rig: Rig, result: Result, small: Sizes) -> None:
+def check_order(trial: Trial, small: Sizes) -> None:
     """The engine writes, stores, and overwrites at once: the slots hold what was there at the mark.
 
     On a card the engine's work begins late: a copy that did not wait for it would be over before, and wrong.
     """
+    if not usable(trial):
+        return
+    rig, result, method = trial.rig, trial.result, trial.method
     caches = views(rig, "LBNHC", small, 24)
     cache = DeviceCache.from_tensors(caches, 24)
     arena = shared_arena(20, cache.shard_bytes)
@@ -105,35 +124,35 @@ def check_order(rig: Rig, result: Result, small: Sizes) -> None:
         for view in caches.values():
             view.fill_(value)
 
-    for method in rig.methods:
-        with rig.copier(cache, arena, method) as copier:
-            # What a way of copying does once (tables, a compiler) is no part of what is looked at.
-            copier.store(pairs)
-            copier.load(pairs)
-            right = late = True
-            for pattern in range(PATTERNS):
-                rig.delay()
-                fill(pattern)
-                under_way = rig.under_way()
-                copying = copier.begin_store(pairs, copier.mark())
-                late = late and under_way()
-                copier.hold(copying)
-                fill(255)
-                copying.wait()
-                right = right and bool((arena[4:] == pattern).all())
-                rig.delay()
-                fill(254)
-                under_way = rig.under_way()
-                loading = copier.begin_load(pairs, copier.mark())
-                late = late and under_way()
-                copier.hold(loading)
-                right = right and all(bool((view[:16] == pattern).all()) for view in caches.values())
-            result.check(f"order on the device, {method}", right)
-            result.check(f"copies begin without the host waiting for the device, {method}", late)
-            if rig.cuda:
-                result.check(
-                    f"a store that does not wait is noticed, {method}", hasty(rig, copier, fill, arena, pairs)
-                )
+    with rig.copier(cache, arena, method) as copier:
+        # What a way of copying does once (tables, a compiler) is no part of what is looked at.
+        copier.store(pairs)
+        copier.load(pairs)
+        right = late = True
+        for pattern in range(PATTERNS):
+            result.begin(f"pattern {pattern}")
+            rig.delay()
+            fill(pattern)
+            under_way = rig.under_way()
+            copying = copier.begin_store(pairs, copier.mark())
+            late = late and under_way()
+            copier.hold(copying)
+            fill(255)
+            copying.wait()
+            right = right and bool((arena[4:] == pattern).all())
+            rig.delay()
+            fill(254)
+            under_way = rig.under_way()
+            loading = copier.begin_load(pairs, copier.mark())
+            late = late and under_way()
+            copier.hold(loading)
+            right = right and all(bool((view[:16] == pattern).all()) for view in caches.values())
+        result.check(f"order on the device, {method}", right)
+        result.check(f"copies begin without the host waiting for the device, {method}", late)
+        if rig.cuda:
+            result.check(
+                f"a store that does not wait is noticed, {method}", hasty(rig, copier, fill, arena, pairs)
+            )
 
 
 def hasty(

@@ -12,7 +12,8 @@ import torch
 
 import kvbm
 from gpu_beside import BLOCK_TOKENS, large_model
-from gpu_rig import PREPARED_S, Result, Rig, Sizes
+from gpu_rig import PREPARED_S, Trial
+from gpu_rows import Result
 
 ROUNDS = 8
 
@@ -27,8 +28,9 @@ def example(result: Result, what: str) -> ModuleType | None:
     return mini_engine
 
 
-def check_outputs(rig: Rig, result: Result) -> None:
+def check_outputs(trial: Trial) -> None:
     """Conversations in fp32, every token computed in the same shapes: the outputs must be the same, to the token."""
+    rig, result = trial.rig, trial.result
     mini = example(result, "outputs with and without eviction")
     if mini is None:
         return
@@ -61,8 +63,9 @@ def check_outputs(rig: Rig, result: Result) -> None:
         result.add(f"blocks that came back from {title}", came, f"of {lost}")
 
 
-def time_hits(rig: Rig, result: Result, sizes: Sizes) -> None:
+def time_hits(trial: Trial) -> None:
     """Long prompts that come again and again: computed, found on the device, and brought from host memory."""
+    rig, result, sizes = trial.rig, trial.result, trial.sizes
     mini = example(result, "first tokens with and without KVBM")
     if mini is None:
         return

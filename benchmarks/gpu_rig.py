@@ -1,4 +1,4 @@
-"""What `gpu.py` stands on: the device under test, the caches and arenas, and the lines of the result."""
+"""What the parts of `gpu.py` stand on: the device under test, and its caches and arenas."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from gpu_rows import Result
 from kvbm.errors import KvbmError
-from kvbm.transfer import Copier, CpuCopier, DeviceCache, arena_tensor
+from kvbm.transfer import Copier, CpuCopier, DeviceCache, arena_tensor, make_copier
 
 PAGE = 4096
 PREPARED_S = 60.0
@@ -23,13 +25,19 @@ DELAY_CYCLES = 5_000_000  # some 3 ms
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved. `blocks` of `layers × heads × piece` bytes, in a cache and an arena of twice as many."""
+    """How much is moved. `blocks` of `layers × heads × piece` bytes, in a cache and an arena of twice as many.
+
+    `load_blocks` are those of one long load, and `repeats` is how often the same copy is begun.
+    """
 
     layers: int = 28
     heads: int = 16
     piece: int = 4096
     blocks: int = 64
     arena_bytes: int = 8 << 30
+    untouched_bytes: int = 1 << 30
+    load_blocks: int = 512
+    repeats: int = 100
     tokens: int = 2000
     steps: int = 30
 
@@ -38,68 +46,41 @@ class Sizes:
         return self.layers * self.heads * self.piece
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the result. `bar` is the least (or, for what is slower, the most) that is asked; None: told only."""
-
-    what: str
-    value: float
-    unit: str
-    bar: float | None = None
-    at_most: bool = False
-
-    @property
-    def met(self) -> bool:
-        return self.bar is None or (self.value <= self.bar if self.at_most else self.value >= self.bar)
-
-
-@dataclass
-class Result:
-    """The rows so far, and what was found wrong."""
-
-    machine: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-    """What this machine cannot run, and why."""
-
-    def add(
-        self, what: str, value: float, unit: str = "", bar: float | None = None, at_most: bool = False
-    ) -> None:
-        self.rows.append(Row(what, value, unit, bar, at_most))
-        print(f"  {what}: {value:.3g} {unit}", flush=True)
-
-    def leave_out(self, what: str, why: object) -> None:
-        self.left_out[what] = str(why).strip().partition("\n")[0]
-        print(f"  {what} is left out: {self.left_out[what]}", flush=True)
-
-    def check(self, what: str, right: bool) -> None:
-        if not right:
-            self.wrong.append(what)
-            print(f"  WRONG: {what}", flush=True)
-
-
 class Rig:
     """The device under test. On CUDA copies run on streams; the rehearsal's are over when they return."""
 
-    def __init__(self, rehearse: bool) -> None:
+    def __init__(self, rehearse: bool, broken: Collection[str] = ()) -> None:
+        """`broken` are ways of copying that ended a process before: they are not used."""
         self.cuda = not rehearse
         if rehearse:
             torch.set_num_threads(1)  # what is computed is too small to be shared out
         self.rounds = 15 if self.cuda else 1
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
-        self.methods = ["cpu"]
+        self.broken = frozenset(broken)
         self.refused: dict[str, str] = {}
         """What fails here, and why: ways of copying, page locks."""
-        if self.cuda:
-            from kvbm.transfer.cuda.choice import methods
-            from kvbm.transfer.cuda.device import TorchDevice
-            from kvbm.transfer.cuda.driver import CudaDriver
+        # `auto` tries all ways. One of them would end this process too, so the first other one stands for it.
+        self.auto = "auto"
+        if self.cuda and self.broken:
+            self.auto = next((way for way in self.offered if way not in self.broken), "auto")
 
-            offered = methods(CudaDriver(), TorchDevice(self.device))
-            self.methods = [method for method in offered if self._works(method)]
+    @cached_property
+    def offered(self) -> list[str]:
+        """The ways of copying that this driver and installation offer."""
+        if not self.cuda:
+            return ["cpu"]
+        from kvbm.transfer.cuda.choice import methods
+        from kvbm.transfer.cuda.device import TorchDevice
+        from kvbm.transfer.cuda.driver import CudaDriver
 
-    def _works(self, method: str) -> bool:
+        return list(methods(CudaDriver(), TorchDevice(self.device)))
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """Those of them that work."""
+        return [method for method in self.offered if method not in self.broken and self.works(method)]
+
+    def works(self, method: str) -> bool:
         """A kernel shows only at its first use that a compiler is missing; the rest is measured all the same."""
         cache = DeviceCache.from_tensors(
             {"layer": torch.zeros(2, 1, 16, 64, dtype=torch.uint8, device=self.device)}, 2
@@ -109,28 +90,39 @@ class Rig:
                 copier.store([(0, 1)])
         except Exception as error:
             # A compiler or a library that Triton misses shows in many ways; the others are measured all the same.
+            self.synchronize()  # where the context is lost, nothing else can be measured: this raises
             self.refused[f"copies by {method}"] = str(error).strip().partition("\n")[0]
             return False
         return True
 
     @contextmanager
     def copier(
-        self, cache: DeviceCache, arena: torch.Tensor, method: str = "auto", prepared: bool = True
+        self,
+        cache: DeviceCache,
+        arena: torch.Tensor,
+        method: str = "auto",
+        prepared: bool = True,
+        shared_fd: int = -1,
     ) -> Iterator[Copier]:
-        """A copier, and with `prepared` not before its arena is page-locked; on a CPU the only one there is."""
+        """A copier, and with `prepared` not before its arena is page-locked; on a CPU the only one there is.
+
+        `shared_fd`: the arena's memory, where another process locks its pages too.
+        """
         if not self.cuda:
             yield CpuCopier(cache, arena)
             return
         from kvbm.transfer.cuda.copier import CudaCopier
 
-        copier = CudaCopier(cache, arena, method)
+        by = self.auto if method == "auto" else method
+        copier = make_copier(cache, arena, by, shared_fd=shared_fd)
+        assert isinstance(copier, CudaCopier)
         try:
             if prepared and not copier.prepared(PREPARED_S):
                 raise KvbmError(f"the arena is not page-locked after {PREPARED_S:g} s")
-            if copier.locks.refusal:
-                self.refused["page locks"] = copier.locks.refusal
             yield copier
         finally:
+            if copier.locks.refusal:
+                self.refused["page locks"] = copier.locks.refusal
             copier.close()
 
     def synchronize(self) -> None:
@@ -197,18 +189,30 @@ class Rig:
 
 def shared_arena(slots: int, slot_bytes: int, threads: int = 8) -> torch.Tensor:
     """A memfd arena as the manager makes it, its pages touched by several threads."""
-    file = os.memfd_create("arena")
-    os.ftruncate(file, slots * slot_bytes)
-    memory = mmap.mmap(file, slots * slot_bytes)
-    with suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    arena = arena_tensor(memory, slots, slot_bytes)
-    os.close(file)
+    arena = untouched_arena(slots, slot_bytes)
     flat = arena.view(-1)
     parts = range(0, len(flat), max(PAGE, 64 << 20))
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda start: flat[start : start + (64 << 20) : PAGE].zero_(), parts))
     return arena
+
+
+def untouched_arena(slots: int, slot_bytes: int) -> torch.Tensor:
+    """The same before anybody has touched its pages."""
+    file = os.memfd_create("arena")
+    os.ftruncate(file, slots * slot_bytes)
+    try:
+        return mapped_arena(file, slots, slot_bytes)
+    finally:
+        os.close(file)
+
+
+def mapped_arena(file: int, slots: int, slot_bytes: int) -> torch.Tensor:
+    """The slots behind a descriptor, which stays the caller's."""
+    memory = mmap.mmap(file, slots * slot_bytes)
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return arena_tensor(memory, slots, slot_bytes)
 
 
 def views(rig: Rig, order: str, sizes: Sizes, blocks: int) -> dict[str, torch.Tensor]:
@@ -217,3 +221,37 @@ def views(rig: Rig, order: str, sizes: Sizes, blocks: int) -> dict[str, torch.Te
     whole = torch.zeros([extent[axis] for axis in order], dtype=torch.uint8, device=rig.device)
     logical = whole.permute([order.index(axis) for axis in "LBHNC"])
     return {f"layers.{index}": logical[index] for index in range(sizes.layers)}
+
+
+SMALL = Sizes(
+    layers=4,
+    heads=4,
+    piece=2048,
+    blocks=8,
+    arena_bytes=1 << 24,
+    untouched_bytes=1 << 22,
+    load_blocks=24,
+    repeats=3,
+    tokens=64,
+    steps=2,
+)
+"""What is checked byte by byte, and all that a rehearsal does."""
+
+
+@dataclass
+class Trial:
+    """All that a part is given. `method` is the way of copying that it is about, where it is about one."""
+
+    result: Result
+    rehearse: bool
+    method: str = ""
+    broken: frozenset[str] = frozenset()
+
+    @cached_property
+    def rig(self) -> Rig:
+        """The device: the first use of it makes this process's context."""
+        return Rig(self.rehearse, self.broken)
+
+    @property
+    def sizes(self) -> Sizes:
+        return SMALL if self.rehearse else Sizes()
