@@ -12,12 +12,14 @@ from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
 from kvbm.step_plan import LoadPlan, StorePlan
 from kvbm.worker.jobs import LoadJob, StoreJob
 from kvbm.worker.layers import LayerGate
-from kvbm.worker.loading import PIECE_BYTES, WINDOW_BYTES
+from kvbm.worker.loading import FIRST_PIECE_BYTES, PIECE_BYTES, WINDOW_BYTES
 from kvbm.worker.mapping import Mark
 from kvbm.worker.mover import Mover
 
-PIECE_BLOCKS = 4
-WINDOW_BLOCKS = WINDOW_BYTES * PIECE_BLOCKS // PIECE_BYTES
+SLOT_BYTES = FIRST_PIECE_BYTES
+FIRST_BLOCKS = FIRST_PIECE_BYTES // SLOT_BYTES
+PIECE_BLOCKS = PIECE_BYTES // SLOT_BYTES
+WINDOW_BLOCKS = WINDOW_BYTES // SLOT_BYTES
 BLOCKS = WINDOW_BLOCKS + 2 * PIECE_BLOCKS
 LAYERS = ("a", "b", "c")
 DEADLINE_S = 20.0
@@ -63,7 +65,7 @@ class Device:
     """A mapping and its copier: all copies that were begun, and those that the engine's stream waits for."""
 
     layers = LAYERS
-    slot_bytes = PIECE_BYTES // PIECE_BLOCKS
+    slot_bytes = SLOT_BYTES
 
     def __init__(self, epoch: int = 1) -> None:
         self.epoch = epoch

@@ -2,8 +2,10 @@
 
 A load is copied in pieces, each with an end of its own, so that a slot that changed hands costs the blocks behind it
 and no more, and so that the window moves on before all of it has been copied. Pieces are large: the thread that begins
-them needs the interpreter several times for each, and an engine that computes in Python lets go of it every few
-milliseconds. Nothing here waits for a copy, but for `end_all`. Owned by the mover's thread.
+them needs the interpreter again after each, and an engine that computes in Python lets go of it every few milliseconds
+(`docs/decisions/0033-windows-of-bytes.md` has what that costs). The first one is smaller, so that the link begins to
+move bytes while the second one is being begun. Nothing here waits for a copy, but for `end_all`. Owned by the mover's
+thread.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from kvbm.worker.jobs import FinishedLoad, LoadJob
 
 log = logging.getLogger("kvbm.worker")
 
-PIECE_BYTES = 64 << 20
-"""Begun in one go. At 50 GB/s that is 1.3 ms, several times what beginning it takes."""
-WINDOW_BYTES = 512 << 20
-"""Begun and not over yet, of all loads together: what the link copies while this thread waits for the interpreter."""
+FIRST_PIECE_BYTES = 64 << 20
+"""Begun in one go where nothing is under way; so are all pieces on a CPU, where beginning one is copying it."""
+PIECE_BYTES = 256 << 20
+"""Begun in one go behind others. At 50 GB/s that is 5 ms, in which this thread has the interpreter again."""
+WINDOW_BYTES = 1 << 30
+"""Begun and not over yet, of all loads together."""
 LOAD_STALL_S = 20.0
 
 
@@ -147,7 +151,8 @@ class Loading:
         plan, after = job.plan, job.after
         assert after is not None
         mapping, start = after.mapping, job.begun
-        end = min(start + max(1, PIECE_BYTES // mapping.slot_bytes), job.ready)
+        size = PIECE_BYTES if self._pieces else FIRST_PIECE_BYTES
+        end = min(start + max(1, size // mapping.slot_bytes), job.ready)
         intact = mapping.intact(plan.slots[start:end], plan.generations[start:end])
         job.closed = intact < end - start
         if intact:

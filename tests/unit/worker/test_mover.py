@@ -33,7 +33,7 @@ PIECE_BLOCKS = 16
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "PIECE_BYTES", PIECE_BLOCKS * 4096)
+    monkeypatch.setattr(loading, "FIRST_PIECE_BYTES", PIECE_BLOCKS * 4096)
 
 
 # ---- as it should be

@@ -20,6 +20,7 @@ from kvbm.worker.mover import Mover
 from rigs.copies_beside import (
     BLOCKS,
     DEADLINE_S,
+    FIRST_BLOCKS,
     LAYERS,
     PIECE_BLOCKS,
     WINDOW_BLOCKS,
@@ -81,7 +82,7 @@ def test_no_turn_waits_for_a_copy(mover: Mover, device: Device, line: Line) -> N
     """A store waits for the step that writes its blocks. Loads and fences go on meanwhile, and other stores begin."""
     mover.put(store_job(device, 1))
     mover.turn()
-    mover.put(job_of(device, load(blocks=PIECE_BLOCKS)))
+    mover.put(job_of(device, load(blocks=FIRST_BLOCKS)))
     mover.turn()
     line.say(Fence(fence=5, stores=(7,)))
     mover.turn()
@@ -154,18 +155,20 @@ def test_a_lost_device_is_logged_once_and_ends_the_session(
 # ---- loads
 
 
+def pieces(device: Device) -> list[int]:
+    """Blocks of each copy that was begun."""
+    return [len(copying.pairs) for copying in device.begun]
+
+
 def test_all_that_is_ready_is_begun_at_once_within_the_window(mover: Mover, device: Device) -> None:
     mover.put(job_of(device, load()))
     step(mover)
-    assert [len(copying.pairs) for copying in device.begun] == [PIECE_BLOCKS] * (
-        WINDOW_BLOCKS // PIECE_BLOCKS
-    )
-    for copying in device.begun[:2]:
+    assert pieces(device) == [FIRST_BLOCKS, *[PIECE_BLOCKS] * (WINDOW_BLOCKS // PIECE_BLOCKS)]
+    for copying in device.begun[:3]:
         copying.end()
     step(mover)
-    assert len(device.begun) * PIECE_BLOCKS == BLOCKS, "what has ended made room"
-    for copying in device.begun[2:]:
-        copying.end()
+    assert sum(pieces(device)) == BLOCKS, "what has ended made room"
+    device.end_all()
     step(mover)
     assert mover.loads.get_nowait().failed == ()
     assert [pair for copying in device.begun for pair in copying.pairs] == [(i, i) for i in range(BLOCKS)]
@@ -176,12 +179,12 @@ def test_the_window_is_one_for_all_loads(mover: Mover, device: Device) -> None:
         plan = msgspec.structs.replace(load(blocks=WINDOW_BLOCKS - 1), request=request)
         mover.put(job_of(device, plan))
     step(mover)
-    assert sum(len(copying.pairs) for copying in device.begun) == WINDOW_BLOCKS - 1 + PIECE_BLOCKS
+    assert sum(pieces(device)) == WINDOW_BLOCKS - 1 + PIECE_BLOCKS
     while mover.loads.empty():
-        next(copying for copying in device.begun if not copying.done()).end()
+        next(copying for copying in device.begun if not copying.over).end()
         step(mover)
     assert mover.loads.get_nowait().request == "a"
-    assert sum(len(copying.pairs) for copying in device.begun) == 2 * (WINDOW_BLOCKS - 1)
+    assert sum(pieces(device)) == 2 * (WINDOW_BLOCKS - 1)
     device.end_all()
 
 
@@ -203,13 +206,14 @@ def test_copies_that_end_as_they_begin_leave_room_for_others_between_them(
     mover.put(job_of(device, load()))
     step(mover)
     assert len(device.begun) == 1
-    step(mover, BLOCKS // PIECE_BLOCKS - 1)
+    step(mover, BLOCKS // FIRST_BLOCKS - 1)
+    assert pieces(device) == [FIRST_BLOCKS] * (BLOCKS // FIRST_BLOCKS), "small ones: stores wait for each"
     assert mover.loads.get_nowait().failed == ()
 
 
 def test_what_follows_a_piece_that_failed_failed_too(mover: Mover, device: Device) -> None:
     """And it has ended before it is reported to the engine, which computes these blocks anew."""
-    mover.put(job_of(device, load(blocks=3 * PIECE_BLOCKS)))
+    mover.put(job_of(device, load(blocks=FIRST_BLOCKS + 2 * PIECE_BLOCKS)))
     step(mover)
     device.begun[0].end()
     device.begun[1].end(RuntimeError("device-side error"))
@@ -217,7 +221,7 @@ def test_what_follows_a_piece_that_failed_failed_too(mover: Mover, device: Devic
     assert mover.loads.empty(), "the third piece still writes to the device"
     device.begun[2].end(RuntimeError("device-side error"))
     step(mover)
-    assert mover.loads.get_nowait().failed == tuple(range(PIECE_BLOCKS, 3 * PIECE_BLOCKS))
+    assert mover.loads.get_nowait().failed == tuple(range(FIRST_BLOCKS, FIRST_BLOCKS + 2 * PIECE_BLOCKS))
 
 
 def test_pieces_before_one_that_could_not_be_begun_arrive(mover: Mover, device: Device) -> None:
@@ -228,16 +232,16 @@ def test_pieces_before_one_that_could_not_be_begun_arrive(mover: Mover, device: 
     assert mover.loads.empty()
     device.end_all()
     step(mover)
-    assert mover.loads.get_nowait().failed == tuple(range(2 * PIECE_BLOCKS, BLOCKS))
+    assert mover.loads.get_nowait().failed == tuple(range(FIRST_BLOCKS + PIECE_BLOCKS, BLOCKS))
 
 
 def test_a_slot_that_changes_under_a_later_piece_costs_that_piece(mover: Mover, device: Device) -> None:
     mover.put(job_of(device, load()))
     step(mover)
-    device.changed = {PIECE_BLOCKS + 3}
+    device.changed = {FIRST_BLOCKS + 3}
     device.end_all()
     step(mover)
-    assert mover.loads.get_nowait().failed == tuple(range(PIECE_BLOCKS + 3, BLOCKS))
+    assert mover.loads.get_nowait().failed == tuple(range(FIRST_BLOCKS + 3, BLOCKS))
 
 
 def late_load(device: Device) -> LoadJob:
@@ -267,7 +271,7 @@ def test_progress_counts_from_the_first_block_of_the_lookup(mover: Mover, device
     assert device.begun == []
     line.say(Progress(lookup=1, ready=4, final=False))
     step(mover, 2)
-    assert [copying.pairs for copying in device.begun] == [[(2, 2), (3, 3)]]
+    assert [pair for copying in device.begun for pair in copying.pairs] == [(2, 2), (3, 3)]
     line.say(Progress(lookup=1, ready=5, final=True))
     step(mover, 2)
     assert mover.loads.get_nowait().failed == ()
