@@ -1,9 +1,10 @@
 """A model of a CUDA device behind the two boundaries `Driver` and `Device`: streams, events, page locks, memory.
 
 Nothing runs when it is put in. The model advances one step of one randomly chosen stream at a time, where a step is
-a few pieces of a copy, in any order: whatever a program leaves to chance goes every way for some seed. Copies are
-real ones, between CPU tensors that stand for device memory and host memory; an address that a real device could not
-reach is a failure of the test, not a segmentation fault.
+a few pieces of a copy, in any order: whatever a program leaves to chance goes every way for some seed. A source that
+may be read early is read at some time from the call on. Copies are real ones, between CPU tensors that stand for device
+memory and host memory; an address that a real device could not reach is a failure of the test, not a segmentation
+fault.
 """
 
 from __future__ import annotations
@@ -14,110 +15,29 @@ import mmap
 import random
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
 from kvbm.transfer.cuda.driver import Addresses, CudaError
+from rigs.cuda_streams import Call, ModelEvent, ModelStream, Operation
 
 PAGE = mmap.PAGESIZE
 DEADLINE_S = 30
 LOST_TEXT = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
-Piece = tuple[int, int, int]
-"""target, source, size"""
 
 
-class Call(NamedTuple):
-    """A copy call to the driver: its name, whether it copies to the device, how many pieces, how far apart."""
+@dataclass
+class Piece:
+    """A copy of `size` bytes. `content` are those that were read from the source already."""
 
-    name: str
-    to_device: bool
-    pieces: int
-    pitch: int
-
-
-class Operation:
-    """What lies in a stream. `step` does a part and says whether that was the last one."""
-
-    def __init__(self, kind: str, step: Callable[[], bool], ready: Callable[[], bool] = lambda: True) -> None:
-        self.kind, self.step, self.ready = kind, step, ready
-
-
-class ModelEvent:
-    """A point in a stream."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self.reached = False
-
-    def query(self) -> bool:
-        self._model.use()
-        self._model.unsafe("cudaEventQuery")
-        for _ in range(self._model.random.randrange(4)):
-            self._model.advance()
-        return self.reached
-
-    def synchronize(self) -> None:
-        self._model.use()
-        self._model.unsafe("cudaEventSynchronize")
-        while not self.reached:
-            if not self._model.advance():
-                self._model.complain("deadlock: the event cannot be reached")
-
-
-class ModelStream:
-    """A queue of operations. `kinds` names all that was ever put in."""
-
-    def __init__(self, model: Model, handle: int) -> None:
-        self._model = model
-        self.handle = handle
-        self.queue: deque[Operation] = deque()
-        self.kinds: list[str] = []
-
-    def put(self, operation: Operation) -> None:
-        with self._model.lock:
-            self.queue.append(operation)
-            self.kinds.append(operation.kind)
-
-    def work(self, action: Callable[[], object]) -> None:
-        """Something that the engine computes."""
-        self.put(Operation("work", lambda: (action(), True)[1]))
-
-    def wait(self, event: Any) -> None:
-        self._model.use()
-        assert isinstance(event, ModelEvent), event
-        self.put(Operation("wait", lambda: True, lambda: event.reached))
-
-    def record(self) -> ModelEvent:
-        self._model.use()
-        event = ModelEvent(self._model)
-
-        def reach() -> bool:
-            event.reached = True
-            return True
-
-        self.put(Operation("record", reach))
-        return event
-
-    def run(self, begin: Callable[[], None]) -> None:
-        """At once, or in the stream's turn: then a kernel that copies when it is called is ordered as on a device."""
-        self._model.use()
-        if not self._model.deferred:
-            begin()
-            return
-
-        def in_turn() -> bool:
-            self._model.at_once = True
-            try:
-                begin()
-            finally:
-                self._model.at_once = False
-            return True
-
-        self.put(Operation("run", in_turn))
+    target: int
+    source: int
+    size: int
+    content: bytes | None = None
 
 
 class Model:
@@ -133,7 +53,8 @@ class Model:
         self.calls: list[Call] = []
         self.pieces_copied = 0
         self.complaints: list[str] = []
-        self.deferred = self.at_once = False
+        self.early: list[Piece] = []
+        """Their sources may be read from now on."""
         self.lost = False
         self.capturing = False
         """The engine captures a graph, in the mode that forbids all threads what might be unsafe."""
@@ -150,7 +71,7 @@ class Model:
         self.batch_pieces_max = 4096
         """One batch call takes no more."""
         self.seconds: Mapping[str, tuple[float, float]] = {}
-        """Per copy call, how long a store and a load take."""
+        """Per copy call, and for `kernel`, how long a store and a load take."""
         self._threads = threading.local()
         self._threads.stream = self.engine = self.new_stream()
         self.driver = ModelDriver(self)
@@ -218,6 +139,10 @@ class Model:
             able = [stream for stream in self.streams if stream.queue and stream.queue[0].ready()]
             if not able:
                 return False
+            if self.early and self.random.random() < 0.5:
+                place = self.random.randrange(len(self.early))
+                self.early[place], self.early[-1] = self.early[-1], self.early[place]
+                self._read(self.early.pop())
             stream = self.random.choice(able)
             if stream.queue[0].step():
                 stream.queue.popleft()
@@ -232,7 +157,7 @@ class Model:
 
     def copies_under_way(self) -> bool:
         """Whether any stream has a copy that is not over."""
-        return any(operation.kind == "copy" for stream in self.streams for operation in stream.queue)
+        return any(operation.kind in ("copy", "run") for stream in self.streams for operation in stream.queue)
 
     def reached_as(self, address: int, size: int) -> str:
         """`device` or `host`, by the one allocation or locked range that holds all those bytes."""
@@ -242,22 +167,29 @@ class Model:
                 return kind
         return self.complain(f"a copy of {size} bytes reaches beyond device memory and locked pages")
 
-    def begin_copies(self, name: str, pieces: list[Piece], handle: int, pitch: int = 0) -> None:
+    def begin_copies(
+        self, name: str, pieces: list[Piece], handle: int, pitch: int = 0, read_early: bool = False
+    ) -> None:
         """Put one call's copies on a stream, as many as go well."""
         self.enter(name)
         with self.lock:
-            kinds = {(self.reached_as(t, size), self.reached_as(s, size)) for t, s, size in pieces}
+            kinds = {(self.reached_as(p.target, p.size), self.reached_as(p.source, p.size)) for p in pieces}
             if kinds not in ({("device", "host")}, {("host", "device")}):
                 self.complain(f"{name} copies {kinds}")
-            self.calls.append(Call(name, kinds == {("device", "host")}, len(pieces), pitch))
+            (stream,) = (stream for stream in self.streams if stream.handle == handle)
+            call = Call(name, kinds == {("device", "host")}, len(pieces), pitch, read_early)
+            self.calls.append(call)
+            stream.calls.append(call)
             room = self.failing.get(name, len(pieces))
             if name in self.failing:
                 self.failing[name] = max(0, room - len(pieces))
             begun = pieces[:room]
-            if self.at_once:
-                self._copy_some(begun, len(begun))
-            elif begun:
-                (stream,) = (stream for stream in self.streams if stream.handle == handle)
+            if read_early:
+                self.early += begun
+                for piece in begun:
+                    if self.random.random() < 0.5:
+                        self._read(piece)
+            if begun:
                 left = list(begun)
                 stream.put(Operation("copy", lambda: self._copy_some(left, self.random.randint(1, 8))))
             if len(begun) < len(pieces):
@@ -266,12 +198,20 @@ class Model:
 
     def _copy_some(self, left: list[Piece], count: int) -> bool:
         for _ in range(min(count, len(left))):
-            target, source, size = left.pop(self.random.randrange(len(left)))
+            piece = left.pop(self.random.randrange(len(left)))
+            self._read(piece)
             # Again: what is freed or unlocked by now must not be touched any more.
-            self.reached_as(target, size), self.reached_as(source, size)
-            ctypes.memmove(target, source, size)
+            self.reached_as(piece.target, piece.size)
+            ctypes.memmove(piece.target, piece.content, piece.size)
             self.pieces_copied += 1
         return not left
+
+    def _read(self, piece: Piece) -> None:
+        """Once: a piece may still be among those to be read early when it is copied."""
+        if piece.content is not None:
+            return
+        self.reached_as(piece.source, piece.size)
+        piece.content = ctypes.string_at(piece.source, piece.size)
 
 
 class ModelDriver:
@@ -301,15 +241,17 @@ class ModelDriver:
         finally:
             self._model.relax(before)
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+    def copy_batch(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, read_early: bool
+    ) -> None:
         assert self.has_batch
         if len(sizes) > self._model.batch_pieces_max:
             self._model.complain(f"a call with {len(sizes)} pieces, which ends the process on real devices")
-        pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
-        self._model.begin_copies("batch", pieces, stream)
+        pieces = list(map(Piece, targets.tolist(), sources.tolist(), sizes.tolist()))
+        self._model.begin_copies("batch", pieces, stream, read_early=read_early)
 
     def copy_each(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        for piece in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        for piece in map(Piece, targets.tolist(), sources.tolist(), sizes.tolist()):
             self._model.begin_copies("each", [piece], stream)
 
     def copy_rows(
@@ -333,7 +275,9 @@ class ModelDriver:
         # A driver looks up where the whole copy lies: it must not cross allocations, even between rows.
         model.reached_as(target, (rows - 1) * target_pitch + width)
         model.reached_as(source, (rows - 1) * source_pitch + width)
-        pieces = [(target + row * target_pitch, source + row * source_pitch, width) for row in range(rows)]
+        pieces = [
+            Piece(target + row * target_pitch, source + row * source_pitch, width) for row in range(rows)
+        ]
         model.begin_copies("rows", pieces, stream, max(target_pitch, source_pitch))
 
     def pitch_max(self, device: int) -> int:
@@ -410,7 +354,11 @@ class ModelDevice:
 
     def seconds(self, stream: Any, work: Callable[[], None]) -> float:
         """What the test says for the copy call that `work` made; all that it began is over."""
+        put = len(stream.kinds)
         work()
+        ran = "run" in stream.kinds[put:]
         stream.record().synchronize()
-        call = self._model.calls[-1]
-        return self._model.seconds.get(call.name, (1.0, 1.0))[call.to_device]
+        call = stream.calls[
+            -1
+        ]  # a kernel's is that of its pairs, which go to the device as what it loads does
+        return self._model.seconds.get("kernel" if ran else call.name, (1.0, 1.0))[call.to_device]

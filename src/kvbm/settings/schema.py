@@ -163,8 +163,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cuda_copy: Annotated[
         Literal["auto", "batch", "rows", "each", "kernel"],
         Setting("DYN_KVBM_CUDA_COPY", ours=True, reader="engine"),
-        "how blocks are copied on CUDA: in the way that was measured to be fastest at start (auto), or always "
-        "by batches of the copy engines, by rows, by single pieces, or by a kernel",
+        "how blocks are copied on CUDA: in the way that was measured to be best when the first block was copied "
+        "(auto), or always by batches of the copy engines, by rows, by single pieces, or by a kernel",
     ] = "auto"
     kv_layout: Annotated[
         Literal["engine", "block"],

@@ -66,9 +66,9 @@ class Copier(Protocol):
     def begin_load(self, pairs: Pairs, after: DeviceEvent | None = None, layer: str | None = None) -> Copying:
         """Begin to copy slots into device blocks, of one layer or of all. Once over, any stream may read them.
 
-        The caller must pass `after`, a mark behind all work that still uses the blocks' former content,
-        under the same exceptions as for `begin_store`. Loads are over in the order in which they were begun.
-        Raises as `begin_store` does.
+        The slots hold their content by now: a store into one of them is over. The caller must pass `after`, a mark
+        behind all work that still uses the blocks' former content, under the same exceptions as for `begin_store`.
+        Loads are over in the order in which they were begun. Raises as `begin_store` does.
         """
 
     def hold(self, copying: Copying) -> None:

@@ -1,7 +1,9 @@
 """Which way of copying a layout gets on this device: measured where it will run, or named by the user.
 
-Whether copy engines or the kernel are faster depends on the size of the pieces, the direction, the card, the link and
-the driver. All ways copy the same few megabytes a few times, beside the engine's start, and the table goes to the log.
+Which copy engines' way is fastest, and whether the kernel is faster for loads, depends on the size of the pieces, the
+card, the link and the driver. All ways that may be chosen copy the same few megabytes a few times, once the engine
+runs, and the table goes to the log. The kernel may be chosen for loads of small pieces alone: for stores and for large
+pieces vLLM found copy engines to be faster, and they leave all compute units to the step beside them.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvbm.errors import SettingsError
+from kvbm.errors import KvbmError, SettingsError
 from kvbm.transfer.copier import Pairs
-from kvbm.transfer.cuda.device import LOAD_PRIORITY, Device, first_line
+from kvbm.transfer.cuda.device import LOAD_PRIORITY, Device, Stream, first_line
 from kvbm.transfer.cuda.driver import Addresses, CudaError, Driver
 from kvbm.transfer.cuda.engines import BatchCopy, EachCopy, RowsCopy
 from kvbm.transfer.cuda.pieces import Pieces, SlotRows
@@ -28,8 +30,15 @@ SAMPLE_BLOCKS_MAX = 64
 ROUNDS = 3
 COPIES_A_ROUND = 4
 """One behind the other: the earlier copies hide the cost of beginning the later ones, as in a long copy."""
-KERNEL_LEAD = 1.05
-"""So much faster must the kernel be than the copy engines: it takes compute units from the step beside it."""
+KERNEL = "kernel"
+KERNEL_LEAD = 1.2
+"""So much faster must the kernel be than the copy engines: it takes compute units from the step beside it, which the
+measurement does not show, and which slows every request while a faster load helps one."""
+KERNEL_PIECE_BYTES = 28 << 10
+"""Pieces must be smaller for the kernel to be tried. vLLM 0.32's own tuning (`THRESHOLD_BYTES`, on an H100)."""
+KERNEL_PIECES_MIN = 16
+"""A load of fewer pieces, over all its blocks, goes by the copy engines: it is over before starting a kernel has paid.
+vLLM 0.32's own tuning (`MIN_N`, of the pieces of one call)."""
 _GAP_BYTES = 64
 
 
@@ -38,22 +47,37 @@ class Method(Protocol):
 
     name: str
 
-    def begin(self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: int) -> None:
-        """Begin copying the pieces of all pairs on that stream. Raises CudaError or RuntimeError."""
+    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
+        """Prepare for these pieces, once, before any of them is copied; `stream` may be used. Raises KvbmError."""
+
+    def begin(
+        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
+    ) -> None:
+        """Begin copying the pieces, which it has learned, of all pairs on that stream.
+
+        Raises KvbmError or RuntimeError; the caller waits for the stream then.
+        """
 
 
 class Choice(NamedTuple):
-    """The way to store and the way to load."""
+    """The way to store, the way to load, and the way to load fewer than `KERNEL_PIECES_MIN` pieces."""
 
     store: Method
     load: Method
+    load_few: Method
+
+    def of(self, piece_count: int, *, to_device: bool) -> Method:
+        """The way for a copy of so many pieces, over all its blocks."""
+        if not to_device:
+            return self.store
+        return self.load if piece_count >= KERNEL_PIECES_MIN else self.load_few
 
 
 class Measured(NamedTuple):
-    """One line of the table: a method's bytes per second in both directions."""
+    """One line of the table: a method's bytes per second in both directions, None for one it cannot be chosen for."""
 
     method: Method
-    store_bytes_per_s: float
+    store_bytes_per_s: float | None
     load_bytes_per_s: float
 
 
@@ -73,8 +97,13 @@ def methods(driver: Driver, device: Device) -> dict[str, Method]:
         except ImportError as error:
             _log.info("copies by a kernel are not offered: %s", error)
         else:
-            offered["kernel"] = KernelCopy(device.torch_device)
+            offered[KERNEL] = KernelCopy(driver, device)
     return offered
+
+
+def everywhere(method: Method) -> Choice:
+    """One way for all copies."""
+    return Choice(method, method, method)
 
 
 def named(name: str, offered: Mapping[str, Method]) -> Choice:
@@ -85,19 +114,38 @@ def named(name: str, offered: Mapping[str, Method]) -> Choice:
 
         accepted = f"{AUTO}, {', '.join(offered)} (what this driver and installation offer)"
         raise SettingsError(variable("cuda_copy"), name, accepted)
-    return Choice(method, method)
+    return everywhere(method)
+
+
+def candidates(offered: Mapping[str, Method], pieces: Pieces) -> dict[str, Method]:
+    """Those of the ways offered that can be chosen for these pieces."""
+    small = pieces.largest < KERNEL_PIECE_BYTES
+    return {name: method for name, method in offered.items() if name != KERNEL or small}
+
+
+def learned(offered: Mapping[str, Method], layouts: Sequence[Pieces], stream: Stream) -> dict[str, Method]:
+    """Those of the ways offered that know the layouts now; one that fails is left out and logged."""
+    able = {}
+    for name, method in offered.items():
+        try:
+            method.learn(layouts, stream)
+            able[name] = method
+        except KvbmError as error:
+            _not_used(method, error)
+    return able
 
 
 def unmeasured(offered: Mapping[str, Method]) -> Choice:
     """The method until there is a measurement: the copy engines need no preparation."""
     method = offered.get("batch") or offered["rows"]
-    return Choice(method, method)
+    return everywhere(method)
 
 
 def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> list[Measured]:
     """Time every method on scratch memory with pieces of these sizes; one that fails is left out and logged.
 
-    Raises RuntimeError where the scratch memory cannot be had, CudaError for a lost device.
+    The kernel is timed for loads alone: it is chosen for nothing else. Raises RuntimeError where the scratch memory
+    cannot be had, CudaError for a lost device.
     """
     block_bytes = pieces.block_bytes
     blocks = max(1, min(SAMPLE_BLOCKS_MAX, SAMPLE_BYTES // block_bytes))
@@ -118,18 +166,20 @@ def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> li
         def copy(to_device: bool, method: Method = method) -> float:
             def begin() -> None:
                 for _ in range(COPIES_A_ROUND):
-                    method.begin(sample, pairs, slots, to_device=to_device, stream=stream.handle)
+                    method.begin(sample, pairs, slots, to_device=to_device, stream=stream)
 
-            times = [device.seconds(stream, lambda: stream.run(begin)) for _ in range(ROUNDS + 1)]
+            times = [device.seconds(stream, begin) for _ in range(ROUNDS + 1)]
             return COPIES_A_ROUND * blocks * block_bytes / min(times[1:])
 
         try:
-            table.append(Measured(method, copy(False), copy(True)))
+            method.learn([sample], stream)
+            store = copy(False) if method.name != KERNEL else None
+            table.append(Measured(method, store, copy(True)))
         except Exception as error:
             if isinstance(error, CudaError) and error.lost:
                 raise
             # A compiler that is missing shows here in many ways; copies then go without that method.
-            _log.warning("copies by %s are not used: %s", method.name, first_line(error))
+            _not_used(method, error)
             # Copies that it began before it failed must not outlive the scratch.
             stream.record().synchronize()
     return table
@@ -149,20 +199,29 @@ def _spaced(pieces: Pieces) -> tuple[Addresses, int]:
 
 
 def best(table: Sequence[Measured], otherwise: Choice) -> Choice:
-    """The fastest method for each direction; the kernel only where it is clearly so."""
-    if not table:
+    """The fastest copy engines for each direction; the kernel for loads where it leads clearly."""
+    engines = [line for line in table if line.method.name != KERNEL]
+    if not engines:
         return otherwise
-    handicap = {line.method.name: KERNEL_LEAD if line.method.name == "kernel" else 1.0 for line in table}
-    return Choice(
-        max(table, key=lambda line: line.store_bytes_per_s / handicap[line.method.name]).method,
-        max(table, key=lambda line: line.load_bytes_per_s / handicap[line.method.name]).method,
-    )
+    store = max(engines, key=lambda line: line.store_bytes_per_s or 0.0)
+    load = max(engines, key=lambda line: line.load_bytes_per_s)
+    kernel = next((line for line in table if line.method.name == KERNEL), load)
+    leads = kernel.load_bytes_per_s >= KERNEL_LEAD * load.load_bytes_per_s
+    return Choice(store.method, kernel.method if leads else load.method, load.method)
 
 
 def describe(table: Sequence[Measured], pieces: Pieces) -> str:
     """The table in one line for the log."""
     lines = (
-        f"{line.method.name} {line.store_bytes_per_s / 1e9:.1f}/{line.load_bytes_per_s / 1e9:.1f}"
+        f"{line.method.name} {_gigabytes(line.store_bytes_per_s)}/{_gigabytes(line.load_bytes_per_s)}"
         for line in table
     )
     return f"pieces from {pieces.smallest} bytes on, GB/s down/up: {', '.join(lines)}"
+
+
+def _gigabytes(bytes_per_s: float | None) -> str:
+    return "–" if bytes_per_s is None else f"{bytes_per_s / 1e9:.1f}"
+
+
+def _not_used(method: Method, error: Exception) -> None:
+    _log.warning("copies by %s are not used: %s", method.name, first_line(error))

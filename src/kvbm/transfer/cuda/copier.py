@@ -54,13 +54,14 @@ class CudaCopying(NamedTuple):
 
 
 class CudaCopier:
-    """See `Copier`. `method` is one that `choice.methods` offers, or `auto`: the one that was measured to be fastest.
+    """See `Copier`. `method` is one that `choice.methods` offers, or `auto`: what was measured to be best.
 
-    A thread measures and page-locks the arena from the start on; until it is through, slots that are not locked yet
-    are copied through a bounded page-locked buffer, and so are all of them where the driver refuses to lock. Pages that
-    were never touched before lie on `numa_node` then (-1: anywhere). `turns` are those of the arena's memory; `close`
-    closes them. Nothing that any thread does here ends the capture of a CUDA graph that runs in the engine's.
-    Copies are begun by one thread at a time.
+    From the first copy on a thread measures, and then page-locks the arena. Until it has measured, copy engines are
+    used. Slots that are not locked yet are copied through a bounded page-locked buffer, and so are all of them where
+    the driver refuses to lock. Pages that were never touched before lie on `numa_node` then (-1: anywhere). `turns` are
+    those of the arena's memory; `close` closes them. Nothing that any thread does here ends the capture of a CUDA graph
+    that runs in the engine's. Copies are begun by one thread at a time. Beginning one waits for earlier ones
+    only where copies by the kernel fill its ring of pairs (`kernel.PLACES`).
 
     Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
     offered here.
@@ -83,22 +84,19 @@ class CudaCopier:
         self._device = device or TorchDevice(cache.device)
         self._slots = SlotRows(arena.data_ptr(), arena.stride(0))
         self._pieces = pieces_of(cache.regions)
-        self._layers: dict[str, Pieces] = {}
+        self._layers = {name: pieces_of([region]) for name, region in cache.layers.items()}
         self._numa_node = numa_node
         self._closed = False
         with self._device.active(), self._driver.beside_captures(self._device.index):
-            offered = cuda_choice.methods(self._driver, self._device)
-            self._choice = (
-                cuda_choice.unmeasured(offered) if method == AUTO else cuda_choice.named(method, offered)
-            )
             self._store_stream = self._device.new_stream(STORE_PRIORITY)
             self._load_stream = self._device.new_stream(LOAD_PRIORITY)
             self._staging = self._make_staging()
+            self._choice, to_measure = self._first_choice(method)
         self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device, turns)
         self._turns = turns
         self._preparation = threading.Thread(
             target=self._prepare,
-            args=(offered if method == AUTO else {},),
+            args=(to_measure,),
             name="kvbm-cuda-prepare",
             daemon=True,
         )
@@ -115,7 +113,7 @@ class CudaCopier:
         return self._locks
 
     def prepared(self, timeout_s: float) -> bool:
-        """Have the arena locked, and wait for that and for the ways of copying to be measured; False after the time."""
+        """Have the ways of copying measured and the arena locked, and wait for that; False after the time."""
         self._locks.begin()
         return self._locks.finished.wait(timeout_s)
 
@@ -143,7 +141,7 @@ class CudaCopier:
     ) -> CudaCopying:
         """Slots → device blocks."""
         ordered = checked(pairs, self._cache, self._arena)
-        pieces = self._pieces if layer is None else self._layer(layer)
+        pieces = self._pieces if layer is None else self._layers[layer]
         return self._begin(self._load_stream, pieces, ordered, after, to_device=True)
 
     def store(self, pairs: Pairs, after: DeviceEvent | None = None) -> None:
@@ -179,19 +177,19 @@ class CudaCopier:
         self, stream: Stream, pieces: Pieces, pairs: Pairs, after: DeviceEvent | None, *, to_device: bool
     ) -> CudaCopying:
         self._locks.begin()  # engines copy nothing before their first step
-        method = self._choice.load if to_device else self._choice.store
+        method = self._choice.of(len(pairs) * len(pieces.size), to_device=to_device)
         locked_slots = self._locks.locked_slots
         locked = [pair for pair in pairs if pair[1] < locked_slots]
         with self._device.active():
             stream.wait(after if after is not None else self.mark())
             try:
                 if locked:
-                    self._copy(method, stream, pieces, locked, self._slots, to_device=to_device)
+                    method.begin(pieces, locked, self._slots, to_device=to_device, stream=stream)
                 if len(locked) < len(pairs):
                     unlocked = [pair for pair in pairs if pair[1] >= locked_slots]
                     self._staging.copy(
-                        lambda batch, rows: self._copy(
-                            method, stream, pieces, batch, rows, to_device=to_device
+                        lambda batch, rows: method.begin(
+                            pieces, batch, rows, to_device=to_device, stream=stream
                         ),
                         stream,
                         self._arena,
@@ -207,17 +205,17 @@ class CudaCopier:
                     raise DeviceLost(str(error)) from error
                 raise
 
-    def _copy(
-        self, method: Method, stream: Stream, pieces: Pieces, pairs: Pairs, rows: SlotRows, *, to_device: bool
-    ) -> None:
-        stream.run(lambda: method.begin(pieces, pairs, rows, to_device=to_device, stream=stream.handle))
-
-    def _layer(self, name: str) -> Pieces:
-        """One layer's pieces, found on first use."""
-        pieces = self._layers.get(name)
-        if pieces is None:
-            pieces = self._layers[name] = pieces_of([self._cache.layers[name]])
-        return pieces
+    def _first_choice(self, name: str) -> tuple[Choice, dict[str, Method]]:
+        """The ways in use from now on, and those to be measured once the engine runs."""
+        offered = cuda_choice.methods(self._driver, self._device)
+        layouts = [self._pieces, *self._layers.values()]
+        if name != AUTO:
+            choice = cuda_choice.named(name, offered)
+            choice.load.learn(layouts, self._load_stream)
+            return choice, {}
+        candidates = cuda_choice.candidates(offered, self._pieces)
+        able = cuda_choice.learned(candidates, layouts, self._load_stream)
+        return cuda_choice.unmeasured(able), able
 
     def _make_staging(self) -> _Staging:
         row_bytes = self._arena.shape[1]
@@ -229,13 +227,15 @@ class CudaCopier:
                 f"page-locking a buffer of {rows * row_bytes} bytes for copies: {first_line(error)}"
             ) from error
 
-    def _prepare(self, offered: dict[str, Method]) -> None:
+    def _prepare(self, to_measure: dict[str, Method]) -> None:
         keep_thread_on(self._numa_node)
         try:
             self._driver.adopt_thread(self._device.index)
-            if offered:
+            # Not beside the engine's start, which measures memory. And before pages are locked, not beside it: that
+            # holds the driver's locks and would be measured with it.
+            if self._locks.wait_for_begin() and to_measure:
                 with self._device.active():
-                    table = cuda_choice.measure(self._pieces, offered, self._device)
+                    table = cuda_choice.measure(self._pieces, to_measure, self._device)
                 self._choice = cuda_choice.best(table, self._choice)
                 _log.info(
                     "copies by %s down and %s up; %s",

@@ -33,6 +33,7 @@ _REGISTER_PORTABLE_AND_MAPPED = 0x1 | 0x2
 _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _MAX_PITCH = 11  # CU_DEVICE_ATTRIBUTE_MAX_PITCH
 _SOURCE_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_SOURCE_AT_ANY_TIME = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _LOST = frozenset({4, 201, 214, 220, 700, 702, 709, 710, *range(714, 720), 721, 999})
@@ -104,8 +105,14 @@ class Driver(Protocol):
     def beside_captures(self, device: int) -> AbstractContextManager[object]:
         """The same for any thread, while the context lasts: calls in it end no capture of a graph."""
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Begin up to `BATCH_PIECES_MAX` copies in one call; they may run in any order. Needs `has_batch`."""
+    def copy_batch(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, read_early: bool
+    ) -> None:
+        """Begin up to `BATCH_PIECES_MAX` copies in one call; they may run in any order. Needs `has_batch`.
+
+        With `read_early` sources may be read from now on, ahead of earlier work in the stream; targets never are
+        written ahead of it.
+        """
 
     def copy_each(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """Begin the copies one by one."""
@@ -151,8 +158,11 @@ class CudaDriver:
         self.version = version.value
         self._batch = self._find("cuMemcpyBatchAsync", BATCH_SINCE) if self.version >= BATCH_SINCE else None
         self.has_batch = self._batch is not None
-        attributes = _CopyAttributes(source_order=_SOURCE_IN_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)
-        self._attributes, self._attributes_from = attributes, c_size_t(0)
+        self._in_order, self._at_any_time = (
+            _CopyAttributes(source_order=order, flags=_OVERLAP_WITH_COMPUTE)
+            for order in (_SOURCE_IN_STREAM_ORDER, _SOURCE_AT_ANY_TIME)
+        )
+        self._attributes_from = c_size_t(0)
 
     def adopt_thread(self, device: int) -> None:
         self._bind_context(device)
@@ -172,7 +182,9 @@ class CudaDriver:
             # Unchecked: it fails only where the device is lost, and the calls made meanwhile say more.
             self._library.cuThreadExchangeStreamCaptureMode(byref(c_int(before)))
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+    def copy_batch(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, read_early: bool
+    ) -> None:
         assert self._batch is not None, self.version
         _assert_alike(targets, sources, sizes)
         assert len(sizes) <= BATCH_PIECES_MAX, len(sizes)
@@ -182,7 +194,7 @@ class CudaDriver:
             c_void_p(sources.ctypes.data),
             c_void_p(sizes.ctypes.data),
             c_size_t(len(sizes)),
-            byref(self._attributes),
+            byref(self._at_any_time if read_early else self._in_order),
             byref(self._attributes_from),
             c_size_t(1),
             byref(failed_at),

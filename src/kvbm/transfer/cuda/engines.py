@@ -6,11 +6,13 @@ every run of pieces at a constant distance, one call for every piece.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvbm.transfer.copier import Pairs
+from kvbm.transfer.cuda.device import Stream
 from kvbm.transfer.cuda.driver import BATCH_PIECES_MAX, Driver
 from kvbm.transfer.cuda.pieces import Pieces, SlotRows, batches_of
 
@@ -24,13 +26,20 @@ class BatchCopy:
         assert driver.has_batch, driver.version
         self._driver = driver
 
-    def begin(self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: int) -> None:
-        """Begin the copies on the stream of that handle. Raises CudaError; those of earlier calls are begun then."""
+    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
+        """Any pieces can be copied: there is nothing to prepare."""
+
+    def begin(
+        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
+    ) -> None:
+        """Begin the copies on the stream. Raises CudaError; those of earlier calls are begun then."""
         for batch in batches_of(pieces, pairs, slots, BATCH_PIECES_MAX):
-            if to_device:
-                self._driver.copy_batch(batch.device, batch.host, batch.size, stream)
-            else:
-                self._driver.copy_batch(batch.host, batch.device, batch.size, stream)
+            targets, sources = (batch.device, batch.host) if to_device else (batch.host, batch.device)
+            # The source of a load is page-locked host memory that holds its content when the load is begun, and that
+            # no work of the device still writes: a slot is loaded after its store is over, and the staging rows are
+            # filled before, and refilled after the stream was waited for. The source of a store is what the engine's
+            # stream may be writing yet: only the stream's order says when it may be read.
+            self._driver.copy_batch(targets, sources, batch.size, stream.handle, read_early=to_device)
 
 
 class EachCopy:
@@ -41,13 +50,18 @@ class EachCopy:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def begin(self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: int) -> None:
-        """Begin the copies on the stream of that handle. Raises CudaError; those before it are begun then."""
+    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
+        """Any pieces can be copied: there is nothing to prepare."""
+
+    def begin(
+        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
+    ) -> None:
+        """Begin the copies on the stream. Raises CudaError; those before it are begun then."""
         for batch in batches_of(pieces, pairs, slots, BATCH_PIECES_MAX):
             if to_device:
-                self._driver.copy_each(batch.device, batch.host, batch.size, stream)
+                self._driver.copy_each(batch.device, batch.host, batch.size, stream.handle)
             else:
-                self._driver.copy_each(batch.host, batch.device, batch.size, stream)
+                self._driver.copy_each(batch.host, batch.device, batch.size, stream.handle)
 
 
 class _Comb(NamedTuple):
@@ -69,10 +83,14 @@ class RowsCopy:
         self._pitch_max = driver.pitch_max(device)
         self._combs: dict[int, tuple[Pieces, list[_Comb]]] = {}  # by identity, which the entry keeps alive
 
-    def begin(self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: int) -> None:
-        """Begin the copies on the stream of that handle. Raises CudaError."""
-        if id(pieces) not in self._combs:
-            self._combs[id(pieces)] = pieces, _combs(pieces, self._pitch_max)
+    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
+        """Find the combs of these pieces."""
+        self._combs.update({id(pieces): (pieces, _combs(pieces, self._pitch_max)) for pieces in layouts})
+
+    def begin(
+        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
+    ) -> None:
+        """Begin the copies on the stream. Raises CudaError."""
         combs = self._combs[id(pieces)][1]
         copy = self._driver.copy_rows
         device, stride = pieces.device.tolist(), pieces.block_stride.tolist()
@@ -82,9 +100,9 @@ class RowsCopy:
             for first, teeth, pitch, width in combs:
                 on_device, on_host = device[first] + block * stride[first], row + offset[first]
                 if to_device:
-                    copy(on_device, pitch, on_host, width, width, teeth, stream)
+                    copy(on_device, pitch, on_host, width, width, teeth, stream.handle)
                 else:
-                    copy(on_host, width, on_device, pitch, width, teeth, stream)
+                    copy(on_host, width, on_device, pitch, width, teeth, stream.handle)
 
 
 def _combs(pieces: Pieces, pitch_max: int) -> list[_Comb]:

@@ -4,34 +4,53 @@ A copy engine takes about as long to start on 4 KiB as on 64 KiB. A kernel has t
 at once instead, at the price of a few of the device's processors while it runs. `PROGRAMS` keeps that price small:
 so many programs share all work, however much there is.
 
+Nothing is allocated when a copy is begun: tables of where pieces lie are on the device before the first copy, and the
+pairs of a copy get there on the copy's own stream, through a ring of page-locked memory.
+
 Triton compiles it at first use; `TRITON_INTERPRET=1` runs it on a CPU, which is how it is tested.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from kvbm.errors import KvbmError
 from kvbm.transfer.copier import Pairs
-from kvbm.transfer.cuda.device import first_line
+from kvbm.transfer.cuda.device import Device, Stream, first_line
+from kvbm.transfer.cuda.driver import Driver
 from kvbm.transfer.cuda.pieces import Pieces, SlotRows, common_alignment
 
-PROGRAMS = 64
-"""Each moves `CHUNK_BYTES` at a time, so that 512 KiB are under way: several times the need of a full link."""
+PROGRAMS = 16
+"""vLLM 0.32's own tuning, of a kernel that moves as much at a time, is 12 on an H100 for pieces of 8 to 32 KiB. Smaller
+ones leave each program less under way, so it is a few more here."""
 
 CHUNK_BYTES = 8192
+"""A program moves that much at a time, or a piece where that is less."""
 WARPS = 4
+
+PLACES = 128
+"""Launches whose pairs may be on their way or in use: the layers of a deep model, begun at once. One more waits."""
+PLACE_PAIRS = 512
+"""Blocks that one launch copies at most. The ring takes 1 MiB of page-locked and as much device memory."""
+
 _WORDS: dict[int, Any] = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_ROW_WORDS = 4
+"""Words of a table's row, one of them unused: Triton compiles anew for a table that is aligned otherwise, and so all of
+them lie at multiples of 32 bytes."""
 
 
 @triton.jit(do_not_specialize=["pair_count", "piece_count"])  # type: ignore[untyped-decorator]
 def copy_pieces(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     pairs,  # int64 [pair_count, 2]: block, address of the slot's first byte
-    table,  # int64 [pieces, 3]: address in block 0, bytes from block to block, offset in the slot
+    table,  # int64 [pieces, ROW_WORDS]: address in block 0, bytes from block to block, offset in the slot
     pair_count,
     piece_count,
     TO_DEVICE: tl.constexpr,  # noqa: N803
@@ -40,6 +59,7 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     WORD: tl.constexpr,  # noqa: N803
     WORD_BYTES: tl.constexpr,  # noqa: N803
     ALIGNMENT: tl.constexpr,  # noqa: N803
+    ROW_WORDS: tl.constexpr,  # noqa: N803
 ):
     """Copy `pair_count × piece_count` pieces of `PIECE_BYTES`, each in chunks of up to `CHUNK` words."""
     words: tl.constexpr = PIECE_BYTES // WORD_BYTES
@@ -52,9 +72,9 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton reads the annotations
         pair = unit // (chunks * piece_count)
         block = tl.load(pairs + 2 * pair)
         slot = tl.load(pairs + 2 * pair + 1)
-        origin = tl.load(table + 3 * piece)
-        stride = tl.load(table + 3 * piece + 1)
-        offset = tl.load(table + 3 * piece + 2)
+        origin = tl.load(table + ROW_WORDS * piece)
+        stride = tl.load(table + ROW_WORDS * piece + 1)
+        offset = tl.load(table + ROW_WORDS * piece + 2)
         start = chunk * (CHUNK * WORD_BYTES)
         on_device = tl.multiple_of((origin + block * stride + start).to(tl.pointer_type(WORD)), ALIGNMENT)
         on_host = tl.multiple_of((slot + offset + start).to(tl.pointer_type(WORD)), ALIGNMENT)
@@ -72,26 +92,74 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton reads the annotations
 
 
 class KernelCopy:
-    """`copy_pieces`, with each layout's tables kept on the device. `device` may be the CPU under the interpreter."""
+    """`copy_pieces`, with the tables of all layouts on the device. That may be the CPU under the interpreter."""
 
     name = "kernel"
 
-    def __init__(self, device: torch.device, programs: int = PROGRAMS) -> None:
+    def __init__(self, driver: Driver, device: Device, programs: int = PROGRAMS) -> None:
+        self._driver = driver
         self._device = device
         self._programs = programs
         self._tables: dict[int, tuple[Pieces, list[_Table]]] = {}  # by identity, which the entry keeps alive
+        self._alignment = common_alignment()
+        self._kept: list[torch.Tensor] = []
+        self._ring: _Ring | None = None
+        self._sent: Any = None
 
-    def begin(self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: int) -> None:
-        """Begin the copies on torch's current stream, which must be the one of that handle."""
-        del stream  # Triton launches on the current one
-        if id(pieces) not in self._tables:
-            self._tables[id(pieces)] = pieces, _tables(pieces, self._device)
-        placed = [(block, slots.address + slot * slots.row_bytes) for block, slot in pairs]
-        on_device = _sent(torch.tensor(placed, dtype=torch.int64), self._device)
-        alignment = common_alignment(pieces.alignment, slots.address, slots.row_bytes)
+    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
+        """Send these pieces' tables to the device on that stream. Raises KvbmError where it has no room for them."""
+        rows = [_rows_by_size(pieces) for pieces in layouts]
+        table = np.concatenate([part for one in rows for part in one.values()])
         try:
-            for table in self._tables[id(pieces)][1]:
-                table.launch(on_device, len(placed), self._programs, alignment, to_device=to_device)
+            if self._ring is None:
+                self._ring = _Ring(self._driver, self._device)
+            host = self._device.pinned(1, table.nbytes)
+            memory = self._device.scratch(table.nbytes)
+            # It may have been the engine's a moment ago, with work under way that still uses it.
+            stream.wait(self._device.mark())
+            if self._sent is not None:
+                stream.wait(self._sent)
+            host.numpy()[0] = table.reshape(-1).view(np.uint8)
+            _send(self._driver, memory, host, table.nbytes, stream)
+            self._sent = stream.record()
+        except RuntimeError as error:
+            raise KvbmError(f"memory for the copy kernel's tables: {first_line(error)}") from error
+        self._kept += host, memory
+        on_device = memory.view(torch.int64).view(-1, _ROW_WORDS)
+        # One alignment for all layouts: each further one would be compiled when a copy is begun.
+        self._alignment = common_alignment(self._alignment, *(pieces.alignment for pieces in layouts))
+        first = 0
+        for pieces, by_size in zip(layouts, rows, strict=True):
+            tables = []
+            for size, part in by_size.items():
+                tables.append(_Table(on_device[first : first + len(part)], size))
+                first += len(part)
+            self._tables[id(pieces)] = pieces, tables
+
+    def begin(
+        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
+    ) -> None:
+        """Begin the copies on the stream. Raises KvbmError or RuntimeError; some of them may be begun then."""
+        assert self._ring is not None, "nothing was learned"
+        tables = self._tables[id(pieces)][1]
+        alignment = common_alignment(self._alignment, slots.address, slots.row_bytes)
+        stream.wait(self._sent)
+        for first in range(0, len(pairs), PLACE_PAIRS):
+            some = pairs[first : first + PLACE_PAIRS]
+            place = self._ring.send(some, slots, stream)
+            launch = partial(self._launch, tables, place, len(some), alignment, to_device)
+            try:
+                stream.run(launch)
+            finally:
+                self._ring.used(stream)
+
+    def _launch(
+        self, tables: list[_Table], pairs: torch.Tensor, pair_count: int, alignment: int, to_device: bool
+    ) -> None:
+        """Start the kernel on torch's current stream, for each size of piece."""
+        try:
+            for table in tables:
+                table.launch(pairs, pair_count, self._programs, alignment, to_device=to_device)
         except (RuntimeError, AssertionError):
             raise
         except Exception as error:
@@ -100,7 +168,7 @@ class KernelCopy:
 
 
 class _Table:
-    """The pieces of one size: `rows` is int64 `[pieces, 3]`, see `copy_pieces`."""
+    """The pieces of one size: `rows` is int64 `[pieces, _ROW_WORDS]` on the device, see `copy_pieces`."""
 
     def __init__(self, rows: torch.Tensor, piece_bytes: int) -> None:
         self._rows = rows
@@ -124,23 +192,55 @@ class _Table:
             WORD=_WORDS[word_bytes],
             WORD_BYTES=word_bytes,
             ALIGNMENT=alignment,
+            ROW_WORDS=_ROW_WORDS,
             num_warps=WARPS,
         )
 
 
-def _tables(pieces: Pieces, device: torch.device) -> list[_Table]:
-    """One table per size of piece: a kernel is compiled for a size."""
-    tables = []
-    for size in sorted(set(pieces.size.tolist())):
-        chosen = pieces.size == size
-        columns = (pieces.device[chosen], pieces.block_stride[chosen], pieces.slot_offset[chosen])
-        rows = torch.stack([torch.from_numpy(column.astype("int64")) for column in columns], dim=1)
-        tables.append(_Table(rows.contiguous().to(device), size))
-    return tables
+class _Ring:
+    """Places for the pairs of launches: page-locked rows that the host writes, and device rows that the kernel reads.
+
+    A place is used again when the launch that read it is over, on whatever stream it was.
+    """
+
+    def __init__(self, driver: Driver, device: Device) -> None:
+        place_bytes = PLACE_PAIRS * 2 * 8
+        self._driver = driver
+        self._host = device.pinned(PLACES, place_bytes)
+        self._memory = device.scratch(PLACES * place_bytes)
+        self._written = self._host.numpy().view(np.int64).reshape(PLACES, PLACE_PAIRS, 2)
+        self._read = self._memory.view(torch.int64).view(PLACES, PLACE_PAIRS, 2)
+        self._over: list[Any] = [None] * PLACES
+        self._place = 0
+
+    def send(self, pairs: Pairs, slots: SlotRows, stream: Stream) -> torch.Tensor:
+        """int64 `[PLACE_PAIRS, 2]` on the device, see `copy_pieces`; later work of the stream finds `pairs` in front.
+
+        Waits, asleep, where all places are in use. Call `used` next, whatever happened to the launch.
+        """
+        if (over := self._over[self._place]) is not None:
+            over.synchronize()
+        rows = self._written[self._place]
+        rows[: len(pairs)] = pairs
+        rows[: len(pairs), 1] = slots.address + rows[: len(pairs), 1] * slots.row_bytes
+        _send(self._driver, self._read[self._place], self._host[self._place], len(pairs) * 16, stream)
+        return self._read[self._place]
+
+    def used(self, stream: Stream) -> None:
+        """The work on that stream up to now is all that reads the place which was sent last."""
+        self._over[self._place] = stream.record()
+        self._place = (self._place + 1) % PLACES
 
 
-def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small table on the device, sent ahead of the kernel on the same stream without waiting for it."""
-    if device.type == "cpu":
-        return table
-    return table.pin_memory().to(device, non_blocking=True)
+def _rows_by_size(pieces: Pieces) -> dict[int, npt.NDArray[np.int64]]:
+    """The rows of a layout's tables, by the size of the pieces: a kernel is compiled for a size."""
+    rows = np.zeros((len(pieces.size), _ROW_WORDS), dtype=np.int64)
+    for column, values in enumerate((pieces.device, pieces.block_stride, pieces.slot_offset)):
+        rows[:, column] = values
+    return {size: rows[pieces.size == size] for size in sorted(set(pieces.size.tolist()))}
+
+
+def _send(driver: Driver, target: torch.Tensor, source: torch.Tensor, size: int, stream: Stream) -> None:
+    """Begin to copy page-locked bytes to the device."""
+    targets, sources, sizes = np.array([[target.data_ptr()], [source.data_ptr()], [size]], dtype=np.uint64)
+    driver.copy_each(targets, sources, sizes, stream.handle)

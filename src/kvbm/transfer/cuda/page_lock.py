@@ -71,6 +71,11 @@ class PageLocks:
         """The engine runs: pages may be locked from now on."""
         self._begun.set()
 
+    def wait_for_begin(self) -> bool:
+        """Wait until the engine runs; False where it never will."""
+        self._begun.wait()
+        return not self._closing.is_set()
+
     def run(self) -> None:
         """Lock all that can be locked; returns early when `close` was called."""
         self._begun.wait()

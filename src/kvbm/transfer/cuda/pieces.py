@@ -33,6 +33,11 @@ class Pieces(NamedTuple):
         return int(self.size.min())
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest piece."""
+        return int(self.size.max())
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of all pieces."""
         return int(self.size.sum())

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
-from typing import NamedTuple
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
-from kvbm.errors import SettingsError
-from kvbm.testing.kv_views import separate, stacked
+from kvbm.errors import KvbmError, SettingsError
+from kvbm.testing.kv_views import SLOTS, separate, stacked
+from kvbm.transfer.copier import Pairs
 from kvbm.transfer.cuda import choice as cuda_choice
-from kvbm.transfer.cuda.pieces import pieces_of
-from rigs.cuda_bench import Bench, check_loads, check_stores, lose, new_bench, warnings
+from kvbm.transfer.cuda.device import Stream
+from kvbm.transfer.cuda.pieces import Pieces, SlotRows, pieces_of
+from rigs.cuda_bench import (
+    BLOCKS,
+    Bench,
+    check_loads,
+    check_stores,
+    lose,
+    new_bench,
+    wait_for_lock_call,
+    warnings,
+)
 from rigs.cuda_model import DEADLINE_S, Model
 
 
@@ -40,21 +55,132 @@ def test_auto_takes_the_fastest_for_each_direction(store: str, load: str) -> Non
     bench.close()
 
 
-class _Named(NamedTuple):
-    name: str
+class _Kernel:
+    """Stands for the kernel, which needs an interpreter here: what it was asked for, directions as `to_device`."""
 
-    def begin(self, *args: object, **more: object) -> None:
-        raise AssertionError("nothing is copied here")
+    name = "kernel"
+
+    def __init__(self) -> None:
+        self.learned: list[Pieces] = []
+        self.begun: list[bool] = []
+
+    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
+        self.learned += layouts
+
+    def begin(
+        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
+    ) -> None:
+        assert any(known is pieces for known in self.learned)
+        self.begun.append(to_device)
+        stream.run(lambda: None)
 
 
-@pytest.mark.parametrize(("kernel", "taken"), [(1.04, "batch"), (1.06, "kernel")])
-def test_the_kernel_is_taken_where_it_is_clearly_faster(kernel: float, taken: str) -> None:
-    """It takes compute units from the engine's step."""
-    engines, own = (
-        cuda_choice.Measured(_Named(name), rate, rate) for name, rate in (("batch", 1.0), ("kernel", kernel))
+def offer_kernel(model: Model, monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    """A device on which the kernel is twice as fast as what else is offered."""
+    kernel, methods = _Kernel(), cuda_choice.methods
+    monkeypatch.setattr(
+        cuda_choice, "methods", lambda driver, device: {**methods(driver, device), "kernel": kernel}
     )
-    choice = cuda_choice.best([engines, own], cuda_choice.Choice(engines.method, engines.method))
-    assert (choice.store.name, choice.load.name) == (taken, taken)
+    model.seconds = {"kernel": (0.5, 0.5)}
+    return kernel
+
+
+@pytest.mark.parametrize(("kernel", "taken"), [(1.19, "rows"), (1.21, "kernel")])
+def test_the_kernel_is_taken_for_loads_where_it_is_clearly_faster(kernel: float, taken: str) -> None:
+    """It takes compute units from the engine's step."""
+    batch, rows, own = (
+        cuda_choice.Measured(cast("cuda_choice.Method", SimpleNamespace(name=name)), store, load)
+        for name, store, load in (("batch", 2.0, 0.5), ("rows", 1.0, 1.0), ("kernel", None, kernel))
+    )
+    choice = cuda_choice.best([batch, own, rows], cuda_choice.everywhere(batch.method))
+    assert [method.name for method in choice] == ["batch", taken, "rows"]
+
+
+def test_where_only_the_kernel_could_be_measured_nothing_changes() -> None:
+    kernel = cuda_choice.Measured(_Kernel(), None, 9.0)
+    before = cuda_choice.everywhere(cast("cuda_choice.Method", SimpleNamespace(name="batch")))
+    assert cuda_choice.best([kernel], before) == before
+
+
+def test_the_kernel_is_measured_for_loads_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    kernel = offer_kernel(model, monkeypatch)
+    with caplog.at_level(logging.INFO, "kvbm"):
+        bench = new_bench(model, cuda_choice.AUTO).prepared()
+    assert kernel.begun
+    assert all(kernel.begun)
+    assert [method.name for method in bench.copier.choice] == ["batch", "kernel", "batch"]
+    (line,) = (record.getMessage() for record in caplog.records if "copies by" in record.getMessage())
+    assert line.startswith("copies by batch down and kernel up; pieces from ")
+    assert re.search(r"kernel –/\d+\.\d$", line)
+    bench.close()
+
+
+@pytest.mark.parametrize(("piece_bytes", "tried"), [(28 * 1024 - 8, True), (28 * 1024, False)])
+def test_the_kernel_is_tried_for_small_pieces_alone(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, tried: bool
+) -> None:
+    """Of several sizes the largest counts."""
+    model = Model()
+    kernel = offer_kernel(model, monkeypatch)
+    views = {
+        "layer.0": torch.zeros(BLOCKS, 1, 1, piece_bytes, dtype=torch.uint8),
+        "layer.1": torch.zeros(BLOCKS, 1, 1, 64, dtype=torch.uint8),
+    }
+    bench = Bench(views, model, cuda_choice.AUTO).prepared()
+    assert bool(kernel.learned) == bool(kernel.begun) == tried
+    assert (bench.copier.choice.load.name == "kernel") == tried
+    bench.close()
+
+
+def test_a_load_of_few_pieces_goes_by_the_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its blocks' pieces count; of one layer that layer's alone."""
+    model = Model()
+    kernel = offer_kernel(model, monkeypatch)
+    bench = new_bench(model, cuda_choice.AUTO, separate((BLOCKS, 1, 4, 16), torch.float32)).prepared()
+    assert len(bench.copier._pieces.size) == 3
+    for blocks, layer, by_kernel in ((5, None, False), (6, None, True), (6, "layer.0", False)):
+        kernel.begun.clear()
+        bench.copier.begin_load([(block, block) for block in range(blocks)], layer=layer).wait()
+        assert bool(kernel.begun) == by_kernel
+    kernel.begun.clear()
+    bench.copier.store([(block, block) for block in range(9)])
+    assert kernel.begun == []
+    bench.close()
+
+
+def test_the_kernel_that_is_named_copies_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    kernel = offer_kernel(model, monkeypatch)
+    views = {"layer.0": torch.zeros(BLOCKS, 1, 1, 64 * 1024, dtype=torch.uint8)}
+    bench = Bench(views, model, "kernel").prepared()
+    bench.copier.store([(0, 0)])
+    bench.copier.load([(0, 0)])
+    bench.copier.begin_load([(0, 0)], layer="layer.0").wait()
+    assert kernel.begun == [False, True, True]
+    assert model.calls == []
+    bench.close()
+
+
+def test_a_kernel_without_room_for_its_tables_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    kernel = offer_kernel(model, monkeypatch)
+
+    def learn(*_: object) -> None:
+        raise KvbmError("memory for the copy kernel's tables: CUDA out of memory")
+
+    monkeypatch.setattr(kernel, "learn", learn)
+    bench = new_bench(model, cuda_choice.AUTO)
+    assert chosen(bench) == ("batch", "batch")
+    (line,) = warnings(caplog)
+    assert line == "copies by kernel are not used: memory for the copy kernel's tables: CUDA out of memory"
+    bench.close()
+    with pytest.raises(KvbmError, match="memory for the copy kernel's tables"):
+        new_bench(Model(), "kernel")
 
 
 def test_a_way_that_fails_is_left_out_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +198,7 @@ def test_a_way_that_fails_is_left_out_with_one_line(caplog: pytest.LogCaptureFix
 def test_a_way_that_fails_without_a_word_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
 
-    def copy_batch(*args: object) -> None:
+    def copy_batch(*args: object, **more: object) -> None:
         raise NotImplementedError
 
     model.driver.copy_batch = copy_batch  # type: ignore[method-assign]
@@ -88,6 +214,37 @@ def test_where_every_way_fails_the_first_one_stays() -> None:
     assert chosen(bench) == ("batch", "batch")
     model.failing = {}
     check_stores(bench)
+    bench.close()
+
+
+def test_nothing_is_measured_before_the_first_copy() -> None:
+    """A start measures memory and captures graphs: scratch memory would stand in its way."""
+    model = Model()
+    model.seconds = {"rows": (0.5, 0.5)}
+    bench = new_bench(model, cuda_choice.AUTO, running=False)
+    bench.copier._preparation.join(0.05)
+    assert (model.calls, "cudaMalloc" in model.unsafe_calls) == ([], False)
+    bench.copier.load([(0, 0)])
+    assert chosen(bench) == ("rows", "rows")
+    bench.close()
+
+
+def test_a_copier_that_never_copied_has_measured_nothing() -> None:
+    model = Model()
+    new_bench(model, cuda_choice.AUTO, running=False).close()
+    assert (model.calls, "cudaMalloc" in model.unsafe_calls) == ([], False)
+
+
+def test_pages_are_locked_when_all_is_measured() -> None:
+    """Locking holds the driver's locks, and would be measured with the copies."""
+    model = Model()
+    model.seconds = {"rows": (0.5, 0.5)}
+    model.lock_gate = threading.Semaphore(0)
+    bench = new_bench(model, cuda_choice.AUTO)
+    wait_for_lock_call(model, 1)
+    assert bench.copier.choice.load.name == "rows"
+    model.lock_gate.release(SLOTS)
+    bench.prepared()
     bench.close()
 
 

@@ -142,16 +142,18 @@ def test_structures_are_laid_out_as_in_cuda_h() -> None:
     assert offsets == [0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120]
 
 
-def test_a_batch_is_handed_over_as_it_is(library: Library) -> None:
+@pytest.mark.parametrize(("read_early", "order"), [(False, 1), (True, 3)], ids=["stream", "any"])
+def test_a_batch_is_handed_over_as_it_is(library: Library, read_early: bool, order: int) -> None:
     driver = CudaDriver()
     assert driver.has_batch
     assert library.seen == [("cuGetProcAddress", b"cuMemcpyBatchAsync", 12080, 0)]
     high = 0x7F00_0000_1000
-    driver.copy_batch(addresses(high, 2, 3), addresses(4, 5, 6), addresses(7, 8, 9), stream=0x55)
+    arrays = addresses(high, 2, 3), addresses(4, 5, 6), addresses(7, 8, 9)
+    driver.copy_batch(*arrays, stream=0x55, read_early=read_early)
     name, targets, sources, sizes, hints, attributes_from, attribute_count, stream = library.seen[-1]
     assert (name, targets, sources, sizes) == ("batch", [high, 2, 3], [4, 5, 6], [7, 8, 9])
-    # In the order of the stream, no hints about places, beside kernels; one set of attributes from piece 0 on.
-    assert np.frombuffer(hints, dtype=np.int32).tolist() == [1, 0, 0, 0, 0, 1]
+    # When sources are read, no hints about places, beside kernels; one set of attributes from piece 0 on.
+    assert np.frombuffer(hints, dtype=np.int32).tolist() == [order, 0, 0, 0, 0, 1]
     assert (attributes_from, attribute_count, stream) == (0, 1, 0x55)
 
 
@@ -230,7 +232,7 @@ def test_what_a_device_can_do(library: Library) -> None:
 
 
 def begin_batch(driver: CudaDriver) -> None:
-    driver.copy_batch(addresses(1, 2), addresses(3, 4), addresses(5, 6), 7)
+    driver.copy_batch(addresses(1, 2), addresses(3, 4), addresses(5, 6), 7, read_early=False)
 
 
 def begin_each(driver: CudaDriver) -> None:
@@ -322,4 +324,4 @@ def test_a_driver_that_does_not_answer_is_an_error(library: Library) -> None:
 )
 def test_arrays_of_another_form_are_a_programmers_error(library: Library, arrays: tuple[Any, ...]) -> None:
     with pytest.raises(AssertionError):
-        CudaDriver().copy_batch(*arrays, 0)
+        CudaDriver().copy_batch(*arrays, 0, read_early=False)

@@ -6,15 +6,16 @@ kernels are interpreted in a process of their own, once for the module; tests lo
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,12 +23,15 @@ import torch
 from kvbm.errors import KvbmError
 from kvbm.testing.kv_views import PAIRS
 from kvbm.transfer import DeviceCache
-from kvbm.transfer.cuda.pieces import SlotRows, batch_of, pieces_of
+from kvbm.transfer.cuda.pieces import Pieces, SlotRows, batch_of, pieces_of
 from rigs.checkout import ROOT
 from rigs.cuda_bench import BLOCKS, LAYOUTS
-from rigs.kernel_checks import (
-    CHECKS,
-)
+from rigs.cuda_model import Model
+from rigs.kernel_checks import CHECKS
+
+if TYPE_CHECKING:
+    from kvbm.transfer.cuda.kernel import KernelCopy
+    from rigs.cuda_streams import ModelStream
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -55,6 +59,16 @@ def test_the_interpreted_kernel(found: dict[str, str], check: str) -> None:
     assert found[check] == "", found[check]
 
 
+def learned(model: Model, layouts: Sequence[Pieces]) -> tuple[KernelCopy, ModelStream]:
+    """The kernel on a model of a device, and a stream of its."""
+    from kvbm.transfer.cuda.kernel import KernelCopy
+
+    model.use()
+    method, stream = KernelCopy(model.driver, model.device), model.new_stream()
+    method.learn(layouts, stream)
+    return method, stream
+
+
 class Launches:
     """Stands for the kernel, and keeps what it was started with."""
 
@@ -63,10 +77,21 @@ class Launches:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(pairs: torch.Tensor, table: torch.Tensor, *counts: int, **constants: Any) -> None:
-            assert counts == (len(pairs), len(table))
-            self.seen.append((grid[0], pairs, table, constants))
+            pair_count, piece_count = counts
+            assert piece_count == len(table)
+            self.seen.append((grid[0], pairs[:pair_count].clone(), table, constants))
 
         return launch
+
+
+class SeenTables:
+    """Stands for the kernel, and reads the tables in the stream's turn."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return lambda pairs, table, *counts, **constants: self.seen.append(table.tolist())
 
 
 @pytest.mark.parametrize(
@@ -83,8 +108,10 @@ def test_the_kernel_is_told_what_is_true_of_every_address(
     views = LAYOUTS[layout]()
     pieces = pieces_of(DeviceCache.from_tensors(views, BLOCKS).regions)
     batch = batch_of(pieces, PAIRS, slots)
-    method = cuda_kernel.KernelCopy(torch.device("cpu"))
-    method.begin(pieces, PAIRS, slots, to_device=True, stream=0)
+    model = Model()
+    method, stream = learned(model, [pieces])
+    method.begin(pieces, PAIRS, slots, to_device=True, stream=stream)
+    model.drain()
     covered = []
     for programs, pairs, table, constants in launches.seen:
         assert 1 <= programs <= cuda_kernel.PROGRAMS
@@ -93,7 +120,9 @@ def test_the_kernel_is_told_what_is_true_of_every_address(
         assert constants["WORD"] is cuda_kernel._WORDS[word]
         assert constants["CHUNK"] * word <= cuda_kernel.CHUNK_BYTES
         for block, slot in pairs.tolist():
-            covered += [(first + block * step, slot + offset, size) for first, step, offset in table.tolist()]
+            covered += [
+                (first + block * step, slot + offset, size) for first, step, offset, _ in table.tolist()
+            ]
     assert sorted(covered) == sorted(zip(*(column.tolist() for column in batch), strict=True))
     (alignment,) = {constants["ALIGNMENT"] for *_, constants in launches.seen}
     assert all(value % alignment == 0 for copy in covered for value in copy)
@@ -119,10 +148,77 @@ def test_a_kernel_that_cannot_be_started_is_an_error_of_copies(
 
     monkeypatch.setattr(cuda_kernel, "copy_pieces", {(1,): launch})
     pieces = pieces_of(DeviceCache.from_tensors({"a": torch.zeros(BLOCKS, 8)}, BLOCKS).regions)
-    method = cuda_kernel.KernelCopy(torch.device("cpu"))
+    model = Model()
+    method, stream = learned(model, [pieces])
+    monkeypatch.setattr(stream, "run", lambda begin: begin())  # a launch that fails does so at once
     with pytest.raises(expected) as caught:
-        method.begin(pieces, [(0, 0)], SlotRows(4096, 4096), to_device=False, stream=0)
+        method.begin(pieces, [(0, 0)], SlotRows(4096, 4096), to_device=False, stream=stream)
     assert str(caught.value) == text
+
+
+def test_more_pairs_than_a_place_holds_are_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbm.transfer.cuda import kernel as cuda_kernel
+
+    monkeypatch.setattr(cuda_kernel, "copy_pieces", launches := Launches())
+    pieces = pieces_of(DeviceCache.from_tensors({"a": torch.zeros(BLOCKS, 8)}, BLOCKS).regions)
+    model = Model(seed=3)
+    method, stream = learned(model, [pieces])
+    count = 2 * cuda_kernel.PLACE_PAIRS + 7
+    pairs = [(number % BLOCKS, number) for number in range(count)]
+    method.begin(pieces, pairs, SlotRows(1 << 40, 4096), to_device=True, stream=stream)
+    model.drain()
+    sent = [found.tolist() for _, found, *_ in launches.seen]
+    assert [len(some) for some in sent] == [cuda_kernel.PLACE_PAIRS] * 2 + [7]
+    assert [*itertools.chain(*sent)] == [[block, (1 << 40) + slot * 4096] for block, slot in pairs]
+
+
+def test_beginning_allocates_nothing_and_waits_for_nothing_while_there_is_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer's tables are there from the start, as aligned as the others: Triton compiles no second kernel."""
+    from kvbm.transfer.cuda import kernel as cuda_kernel
+
+    monkeypatch.setattr(cuda_kernel, "copy_pieces", launches := Launches())
+    cache = DeviceCache.from_tensors(LAYOUTS["two-sizes"](), BLOCKS)
+    layouts = [pieces_of(cache.regions), *(pieces_of([region]) for region in cache.layers.values())]
+    model = Model(seed=3)
+    method, stream = learned(model, layouts)
+    model.unsafe_calls.clear()
+    for number in range(cuda_kernel.PLACES):
+        pieces = layouts[number % len(layouts)]
+        method.begin(pieces, [(0, number)], SlotRows(1 << 40, 4096), to_device=True, stream=stream)
+    assert (model.unsafe_calls, launches.seen) == ({}, []), "the stream has not even begun"
+    method.begin(layouts[0], [(0, 0)], SlotRows(1 << 40, 4096), to_device=True, stream=stream)
+    assert model.unsafe_calls == {"cudaEventSynchronize": 1}, "now the first place is used again"
+    model.drain()
+    assert len({constants["ALIGNMENT"] for *_, constants in launches.seen}) == 1
+    assert {table.data_ptr() % 16 for _, _, table, _ in launches.seen} == {0}
+
+
+def test_tables_are_on_the_device_before_a_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent on one stream, and not written into memory that the engine's stream still uses."""
+    from kvbm.transfer.cuda import kernel as cuda_kernel
+
+    pieces = pieces_of(DeviceCache.from_tensors({"a": torch.zeros(BLOCKS, 8)}, BLOCKS).regions)
+    for seed in range(12):
+        monkeypatch.setattr(cuda_kernel, "copy_pieces", launches := SeenTables())
+        model = Model(seed)
+        copied_before: list[int] = []
+        model.engine.work(lambda model=model, seen=copied_before: seen.append(model.pieces_copied))
+        method, _ = learned(model, [pieces])
+        method.begin(pieces, [(0, 0)], SlotRows(1 << 40, 4096), to_device=True, stream=model.new_stream())
+        model.drain()
+        assert launches.seen == [[[int(pieces.device[0]), int(pieces.block_stride[0]), 0, 0]]]
+        assert copied_before == [0]
+
+
+def test_tables_that_have_no_room_are_an_error_of_copies() -> None:
+    pieces = pieces_of(DeviceCache.from_tensors({"a": torch.zeros(BLOCKS, 8)}, BLOCKS).regions)
+    model = Model()
+    model.refuse_pinned = True
+    with pytest.raises(KvbmError) as caught:
+        learned(model, [pieces])
+    assert str(caught.value) == "memory for the copy kernel's tables: CUDA error: out of memory"
 
 
 def compiled(
@@ -134,7 +230,7 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvbm.transfer.cuda.kernel import _WORDS, CHUNK_BYTES, WARPS, copy_pieces
+    from kvbm.transfer.cuda.kernel import _ROW_WORDS, _WORDS, CHUNK_BYTES, WARPS, copy_pieces
 
     word_bytes = min(alignment, 8)
     assert tl.int64 is _WORDS[8]
@@ -148,6 +244,7 @@ def compiled(
             "WORD": _WORDS[word_bytes],
             "WORD_BYTES": word_bytes,
             "ALIGNMENT": alignment,
+            "ROW_WORDS": _ROW_WORDS,
         },
     )
     options = {"num_warps": WARPS}

@@ -107,9 +107,12 @@ def test_a_batch_call_takes_a_bounded_number_of_pieces(to_device: bool) -> None:
     pieces = pieces_of(bench.cache.regions)
     assert len(pieces.size) == 188
     pairs = [(number, number) for number in range(256)]
-    driver = SimpleNamespace(has_batch=True, copy_batch=lambda t, s, n, stream: begun.append(len(n)))
+    driver = SimpleNamespace(
+        has_batch=True, copy_batch=lambda t, s, n, stream, read_early: begun.append(len(n))
+    )
     slots = SlotRows(bench.arena.data_ptr(), bench.arena.stride(0))
-    BatchCopy(driver).begin(pieces, pairs, slots, to_device=to_device, stream=1)  # type: ignore[arg-type]
+    stream = model.new_stream()
+    BatchCopy(driver).begin(pieces, pairs, slots, to_device=to_device, stream=stream)  # type: ignore[arg-type]
     assert sum(begun) == 48_128
     assert max(begun) <= BATCH_PIECES_MAX == model.batch_pieces_max
     assert len(begun) <= 13

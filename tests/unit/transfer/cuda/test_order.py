@@ -6,11 +6,14 @@ Every law is shown to be tested: without the event that it rests on, some seed g
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+import torch
 
-from rigs.cuda_bench import BLOCKS, Bench
-from rigs.cuda_model import ModelEvent
+from kvbm.testing.kv_views import stacked
+from rigs.cuda_bench import BLOCKS, MOVED, Bench, check_loads, check_stores
+from rigs.cuda_model import Model, ModelDriver
 from rigs.cuda_order import (
     SEEDS,
     SLOTS,
@@ -21,6 +24,7 @@ from rigs.cuda_order import (
     slots_hold,
     stores_are_right,
 )
+from rigs.cuda_streams import ModelEvent
 
 METHODS = ["batch", "rows", "each"]
 
@@ -43,6 +47,39 @@ def test_loads_come_after_the_mark_and_before_what_is_held(method: str, by_layer
 
 def test_without_hold_a_block_may_be_read_before_it_is_loaded() -> None:
     assert not all(loads_are_right(seed, "batch", not_held, by_layer=False) for seed in SEEDS)
+
+
+def test_a_block_that_may_be_read_early_may_be_stored_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Why the sources of stores are read in the stream's order, and proof that the model notices."""
+    copy_batch = ModelDriver.copy_batch
+
+    def copy_early(*arguments: Any, read_early: bool) -> None:
+        copy_batch(*arguments, read_early=True)
+
+    monkeypatch.setattr(ModelDriver, "copy_batch", copy_early)
+    assert not all(stores_are_right(seed, "batch", held) for seed in SEEDS)
+
+
+def test_locked_memory_may_be_read_early_and_the_engines_never() -> None:
+    bench, _ = both_ways(1, "batch")
+    calls = bench.model.calls
+    assert {(call.to_device, call.read_early) for call in calls} == {(True, True), (False, False)}
+    bench.close()
+
+
+def test_staging_rows_that_may_be_read_early_are_not_refilled_before_they_are_copied() -> None:
+    for seed in SEEDS:
+        model = Model(seed)
+        model.refuse_locks_from = 0
+        bench = Bench(stacked("BHLNC", torch.uint8), model, "batch").prepared()
+        bench.copier._staging._rows = bench.copier._staging._rows[:2]
+        model.calls.clear()
+        check_stores(bench)  # the same rows hold other blocks' bytes before
+        check_loads(bench)
+        assert len([call for call in model.calls if call.read_early]) == -(-len(MOVED) // 2)
+        bench.close()
 
 
 def test_with_an_earlier_mark_a_block_may_be_loaded_while_it_is_read() -> None:
