@@ -59,8 +59,14 @@ class EngineProcess:
         self._connection.send((function, arguments, keywords))
 
     def receive(self, timeout_s: float) -> Any:
-        """The result of the call that `send` began."""
-        if not self._connection.poll(timeout_s):
+        """The result of the call that `send` began. A call that is broken off, as by the test's time limit, ends the
+        process: its answer would be taken for that of the next call."""
+        try:
+            in_time = self._connection.poll(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        if not in_time:
             if self.alive:
                 os.kill(self.pid, signal.SIGUSR1)
                 time.sleep(0.5)

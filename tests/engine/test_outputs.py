@@ -143,6 +143,7 @@ def test_loading_only_what_is_faster(launcher: Launcher, reference: Reference, t
     launcher.assert_nothing_held()
 
 
+@pytest.mark.timeout(300)  # three processes start, on two cores
 def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     """tensor_parallel_size=2: a block is one shard per rank, and only what both have copied is found."""
     engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
