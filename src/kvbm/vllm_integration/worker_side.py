@@ -93,7 +93,11 @@ class WorkerSide:
             layout=layout,
         )
         map_arena = partial(
-            WorkerMapping, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
+            WorkerMapping,
+            cache=cache,
+            cuda_method=settings.cuda_copy,
+            numa_node=hello.numa_node,
+            huge_pages=settings.huge_pages,
         )
         self.mover = Mover(self._finder, hello, map_arena)
         self.worker = Worker(
