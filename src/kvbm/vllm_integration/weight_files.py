@@ -1,8 +1,8 @@
 """The digest of the files that vLLM loads: begun before the load, in the rank that needs it, and asked for after it.
 
 vLLM gives connectors nothing in a rank before the weights are loaded. Executors of all kinds call `init_device` of the
-rank's wrapper first, with the whole configuration, in the rank's own process: that call is watched. A rank in which it
-was not seen makes the digest after the load, as a rank does whose files changed.
+rank's wrapper first, with the whole configuration, in the rank's own process: that call is watched. Where it was not
+seen, all of the digest is made after the load.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def weights_name(vllm_config: Any, memo_path: Path) -> str:
         begun = beside is not None and beside.memo_path == memo_path
         digest = digest_by(beside.finish() if beside and begun else open_memo(memo_path), known)
     if digest is not None:
-        # Whatever was digested since this process began is what was loaded, if nothing has changed since then.
+        # Files that have not changed since this process began were loaded as they were digested, before it or after.
         young = changed_since(known, engine_start.engine_start_s())
     if digest is None or young is not None:
         log.warning(
