@@ -70,13 +70,18 @@ def read_private(path: str, secret: bool = False) -> bytes:
     # A pipe or a device must not hold us up.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EPERM, "it is no plain file")
-        refused = 0o077 if secret else 0o022
-        if not is_ourselves(status.st_uid) or stat.S_IMODE(status.st_mode) & refused:
-            raise OSError(errno.EPERM, f"user {status.st_uid} owns it, mode {stat.S_IMODE(status.st_mode):o}")
+        refuse_foreign(os.fstat(fd), secret)
         return file.read(_READ_BYTES_MAX)
+
+
+def refuse_foreign(status: os.stat_result, secret: bool = False) -> None:
+    """Raises OSError for an open file that others own or can write to, or read if it has a secret, and for anything but
+    a plain file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EPERM, "it is no plain file")
+    refused = 0o077 if secret else 0o022
+    if not is_ourselves(status.st_uid) or stat.S_IMODE(status.st_mode) & refused:
+        raise OSError(errno.EPERM, f"user {status.st_uid} owns it, mode {stat.S_IMODE(status.st_mode):o}")
 
 
 def replace_private(path: str, content: bytes) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
@@ -14,10 +15,13 @@ pytest.importorskip("torch", reason="the library copies torch tensors; torch is 
 import torch
 
 import kvbm
+from kvbm.admin_protocol import Describe, Description
+from kvbm.client.admin import Admin
 from kvbm.client.channel import Channel
 from kvbm.errors import ManagerUnavailable
 from kvbm.library.attachment import Attachment
 from kvbm.settings import Settings
+from rigs.huge_pages import REFUSED, WANTED, advice, advised, needs_huge_pages
 from rigs.library import BLOCK_TOKENS, NAMESPACE, content, layout, new_cache
 
 DEADLINE_S = 60.0
@@ -87,6 +91,21 @@ def test_ranks_of_a_deployment_share_the_manager_that_the_first_one_started(site
         until(lambda: site.gone("two"))
         with first.match(TOKENS) as hit:
             assert hit.blocks == 6, "one of its clients is left"
+    until(lambda: site.gone("one"))
+
+
+@needs_huge_pages
+@pytest.mark.parametrize(("wanted", "asked"), [(True, WANTED), (False, REFUSED)])
+def test_huge_pages_are_asked_for_or_refused_by_the_manager_and_its_clients(
+    tmp_path: Path, wanted: bool, asked: str
+) -> None:
+    left, site = advised(), Site(tmp_path)
+    site.settings = msgspec.structs.replace(site.settings, huge_pages=wanted)
+    attachment = site.attachment("one")
+    with kvbm.BlockManager.attach(attachment, layout(), NAMESPACE, DEADLINE_S, DEADLINE_S):
+        with Admin(attachment.address.socket_path, site.settings) as admin:
+            manager = admin.ask(Describe(), Description).pid
+        assert advice(besides=left) == advice(manager) == {asked}
     until(lambda: site.gone("one"))
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import blake3
 import pytest
 
-from kvbm import weights
-from kvbm.weights import changed_since, process_start_s, weight_files, weights_digest
+from kvbm import weights, weights_memo
+from kvbm.weights import changed_since, digest_by, open_memo, process_start_s, weight_files, weights_digest
 from rigs.other_user import NOBODY
 
 YEAR_2020 = 1_577_836_800
@@ -75,7 +77,7 @@ def test_a_single_file_is_a_model_too(model: Path) -> None:
 
 
 def test_a_file_that_has_settled_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(weights_memo, "_SETTLED_S", -1.0)
     before = digest(model)
     monkeypatch.setattr(weights, "blake3", None)
     assert digest(model) == before
@@ -102,7 +104,7 @@ def test_a_memo_that_cannot_be_read_only_costs_time(model: Path, content: bytes)
 def test_a_memo_that_cannot_be_written_only_costs_time(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(weights_memo, "_SETTLED_S", -1.0)
     (tmp_path / "file").write_text("no directory")
     assert weights_digest([model], tmp_path / "file" / "memo.json") == digest(model)
 
@@ -158,7 +160,7 @@ def test_a_planted_memo_is_neither_believed_nor_touched(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(weights_memo, "_SETTLED_S", -1.0)
     right = weights_digest([model], tmp_path / "fresh" / "memo.json")
     memo = tmp_path / "run" / "memo.json"
     memo.parent.mkdir(mode=0o700)
@@ -177,15 +179,77 @@ def test_a_planted_memo_is_neither_believed_nor_touched(
 
 
 def test_a_memo_is_for_its_owner_alone(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(weights_memo, "_SETTLED_S", -1.0)
     before = os.umask(0)
     try:
         weights_digest([model], tmp_path / "run" / "memo.json")
     finally:
         os.umask(before)
-    assert os.listdir(tmp_path / "run") == ["memo.json"], "nothing is left of how it was written"
+    assert sorted(os.listdir(tmp_path / "run")) == ["memo.json", "memo.lock"], (
+        "nothing is left of how it was written"
+    )
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "run" / "memo.json").stat().st_mode & 0o777 == 0o600
+    for name in ("memo.json", "memo.lock"):
+        assert (tmp_path / "run" / name).stat().st_mode & 0o777 == 0o600
+
+
+TENSOR_BYTES = 9_000_000
+"""More than are read in one piece beside a load, and from so many on all processors are used otherwise."""
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> Path:
+    """A safetensors file of two tensors, and some bytes that belong to none."""
+    header = json.dumps(
+        {
+            name: {"dtype": "U8", "shape": [TENSOR_BYTES], "data_offsets": [start, start + TENSOR_BYTES]}
+            for name, start in (("a", 0), ("b", TENSOR_BYTES + 1))
+        }
+    ).encode()
+    path = tmp_path / "model.safetensors"
+    content = random.Random(1).randbytes(2 * TENSOR_BYTES + 1)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+    return path
+
+
+def test_digests_beside_a_load_are_the_same(tensors: Path, model: Path, tmp_path: Path) -> None:
+    for location in (tensors, model):
+        memo = open_memo(tmp_path / "beside.json", beside=lambda: True)
+        assert digest_by(memo, [location]) == digest(location)
+
+
+def test_the_digest_of_a_checkpoint_is_the_same_for_ever(tensors: Path) -> None:
+    """Blocks on disk are found by it."""
+    assert digest(tensors) == "47f684b68a0750ca356e097b7c9a85c11709a08acdef1301c0e668536af28185"
+
+
+def test_beside_a_load_one_thread_works_and_all_do_from_its_end_on(
+    tensors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noting(max_threads: int) -> blake3.blake3:
+        threads.append(max_threads)
+        return blake3.blake3(max_threads=max_threads)
+
+    noting.AUTO = blake3.blake3.AUTO  # type: ignore[attr-defined]
+    monkeypatch.setattr(weights, "blake3", noting)
+    loading = iter((True, False))
+    digest_by(open_memo(tmp_path / "memo.json", beside=lambda: next(loading)), [tensors])
+    assert threads == [1, blake3.blake3.AUTO]
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_beside_a_load_is_an_error(
+    tensors: Path, tmp_path: Path
+) -> None:
+    """A mapped one would end the process."""
+
+    def cut_off() -> bool:
+        os.truncate(tensors, 1000)
+        return True
+
+    with pytest.raises(OSError, match="cut off"):
+        digest_by(open_memo(tmp_path / "memo.json", beside=cut_off), [tensors])
 
 
 def test_files_younger_than_a_moment_are_found(model: Path) -> None:

@@ -15,8 +15,8 @@ from kvbm.cli.doctor_device import check_device_round_trip
 from kvbm.cli.doctor_disk import check_disk, existing_part
 from kvbm.cli.doctor_machine import (
     check_device,
-    check_locked_memory,
     check_memory,
+    check_page_locks,
     check_port,
     check_versions,
     gpu_bytes,
@@ -30,6 +30,7 @@ from kvbm.present.tables import json_text
 from kvbm.settings import (
     LoadedSettings,
     available_memory_bytes,
+    container_free_bytes,
     load_settings,
     parse_size,
     parse_socket_path,
@@ -100,7 +101,9 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
     `block_bytes` of 0 is that of a manager that runs.
     """
     settings = loaded.settings
-    free_bytes, on_gpus = available_memory_bytes(), gpu_bytes()
+    # Of the machine, and beside what this container uses already.
+    free = (available_memory_bytes(), container_free_bytes())
+    free_bytes, on_gpus = min((part for part in free if part is not None), default=None), gpu_bytes()
     managers = check_managers(settings)
     block_bytes = block_bytes or min(managers.block_bytes, BLOCK_BYTES_MAX) or BLOCK_BYTES
     there = existing_part(Path(settings.disk_dir)) if settings.disk_on else None
@@ -114,7 +117,7 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
         *_check_settings(loaded, managers.answering > 0),
         check_memory(settings, block_bytes, free_bytes),
         check_device(settings, block_bytes, device_bytes, on_gpus),
-        check_locked_memory(settings, block_bytes, on_gpus),
+        check_page_locks(settings, block_bytes, on_gpus),
         *disk,
         check_device_round_trip(block_bytes, on_gpus),
         *check_round_trip(settings, block_bytes, usable),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -28,7 +27,9 @@ COMFORTABLE_SHARE = 0.9
 """Above this share of a container's memory, the engine beside KVBM is likely to be killed for want of memory."""
 
 NEWEST_TESTED = (0, 32)
-_IPC_LOCK = 1 << 14
+_VERSION = Path("/proc/version")
+_WSL = "microsoft"
+"""In the version of a kernel of WSL2."""
 _NVIDIA_SMI_TIMEOUT_S = 10.0
 _LIBRARIES = ("blake3", "msgspec", "numpy", "typer", "xxhash")
 
@@ -103,29 +104,32 @@ def check_device(settings: Settings, block_bytes: int, device_cache_bytes: int, 
     return advice(name, found, remedy, **numbers)
 
 
-def check_locked_memory(settings: Settings, block_bytes: int, on_gpus: int) -> Check:
-    """The limit of locked memory: copies between a GPU and memory that is not page-locked are slower."""
-    name, wanted = "locked memory", wanted_host_bytes(settings, block_bytes)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = "no limit" if limit == resource.RLIM_INFINITY else f"limit {format_bytes(limit)} (ulimit -l)"
+def check_page_locks(settings: Settings, block_bytes: int, on_gpus: int, version: Path = _VERSION) -> Check:
+    """What could refuse to lock host memory for a GPU's copies; whether there is enough of it `check_memory` says.
+
+    The limit of `ulimit -l` cannot: the driver pins pages without counting them there.
+    """
+    name = "page locks"
     if not on_gpus:
-        return ok(name, f"{found}; it matters on GPUs only")
-    if limit == resource.RLIM_INFINITY or limit >= wanted or _may_lock_all():
-        return ok(name, f"{found}, enough for {format_bytes(wanted)} of host memory")
-    remedy = (
-        "page-locking may be refused and copies be slower: ulimit -l unlimited, "
-        "or --ulimit memlock=-1 for the container"
+        return ok(name, "they matter on GPUs only")
+    wanted = format_bytes(wanted_host_bytes(settings, block_bytes))
+    kernel = version.read_text().strip() if version.exists() else ""
+    if _WSL in kernel.lower():
+        return advice(
+            name,
+            "this is WSL2, where the driver may refuse to lock memory that processes share",
+            "copies are slower where it does, and the engine's log says so: Linux itself has no such limit",
+        )
+    limit = container_limit_bytes()
+    if limit is None:
+        return ok(
+            name, f"{wanted} of host memory are locked for copies, which nothing but memory itself limits"
+        )
+    found = (
+        f"{wanted} of host memory are locked for copies, and count in full in this container's limit of "
+        f"{format_bytes(limit)}"
     )
-    return advice(name, f"{found}, {format_bytes(wanted)} of host memory", remedy, limit_bytes=limit)
-
-
-def _may_lock_all() -> bool:
-    """Whether this process has CAP_IPC_LOCK, for which the limit does not count."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return False
-    return any(int(line.split()[1], 16) & _IPC_LOCK for line in lines if line.startswith("CapEff:"))
+    return ok(name, found, limit_bytes=limit)
 
 
 def check_port(settings: Settings, managers_run: bool) -> Check:

@@ -42,7 +42,9 @@ def check_round_trip(
     layout = BlockLayout(block_tokens=16, shard_bytes=block_bytes)
     try:
         slots = 2 * max(1, HOST_SPAN_BYTES // 2 // layout.block_bytes)
-        arena = HostArena(layout, slots, 1, container_limit_bytes(), host_memory_field(settings))
+        arena = HostArena(
+            layout, slots, 1, container_limit_bytes(), host_memory_field(settings), settings.huge_pages
+        )
     except KvbmError as error:
         return [fault("host round trip", str(error), "free memory, or raise the container's limit")]
     content = hashlib.shake_128(b"kvbm doctor").digest(layout.block_bytes)

@@ -17,10 +17,12 @@ class MappedArena:
     """The mapped slots and their generations. Valid for `epoch` only.
 
     `numa_node` is where pages should lie that nobody has touched yet; -1 is anywhere. `fd` is a descriptor of the
-    slots' memory.
+    slots' memory. `huge_pages`: see `tiers.host.advise_huge_pages`.
     """
 
-    def __init__(self, welcome: Welcome, fds: Sequence[int], numa_node: int = -1) -> None:
+    def __init__(
+        self, welcome: Welcome, fds: Sequence[int], numa_node: int = -1, huge_pages: bool = True
+    ) -> None:
         """Takes the descriptors that came with the welcome over. Raises ManagerUntrusted and OSError."""
         self.epoch = welcome.epoch
         self.slot_count, self.slot_bytes = welcome.slot_count, welcome.slot_bytes
@@ -31,7 +33,9 @@ class MappedArena:
                 os.close(fd)
             raise
         try:
-            self.region, self._generation_map = open_arena(fds, welcome.slot_count, welcome.slot_bytes)
+            self.region, self._generation_map = open_arena(
+                fds, welcome.slot_count, welcome.slot_bytes, huge_pages
+            )
         except BaseException:
             self._close_fd()
             raise

@@ -321,9 +321,9 @@ class SharedSpace:
         """The leader's session beside the worker's. Raises KvbmError and OSError; `worker` is closed then."""
         opened: list[Channel | MappedArena] = [worker]
         try:
-            arena = MappedArena(welcome, worker.take_fds())
-            opened.append(arena)
             path, settings = self._attachment.address.socket_path, self._attachment.settings
+            arena = MappedArena(welcome, worker.take_fds(), huge_pages=settings.huge_pages)
+            opened.append(arena)
             leader = Channel.connect(path, settings.trusted_peer_uids)
             opened.append(leader)
             leader.introduce(self._leader_hello, timeout_s)

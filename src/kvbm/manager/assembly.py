@@ -159,7 +159,13 @@ class SpaceTable:
         # For all namespaces together: the last one to come must not end them all.
         refuse_beyond_memory(slots * layout.block_bytes * share, limit_bytes, field)
         with contextlib.ExitStack() as undo:
-            arena = HostArena(layout, slots, min(8, os.cpu_count() or 1), field=field)
+            arena = HostArena(
+                layout,
+                slots,
+                min(8, os.cpu_count() or 1),
+                field=field,
+                huge_pages=settings.huge_pages,
+            )
             undo.callback(arena.close)
             medium = self._open_disk(namespace, layout, events)
             if medium is not None:

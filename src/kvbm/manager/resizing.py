@@ -205,7 +205,13 @@ class Resizing:
         try:
             for space in spaces:
                 slots = host_bytes // space.layout.block_bytes // share
-                arena = HostArena(space.layout, slots, min(8, os.cpu_count() or 1), field=FIELD)
+                arena = HostArena(
+                    space.layout,
+                    slots,
+                    min(8, os.cpu_count() or 1),
+                    field=FIELD,
+                    huge_pages=self._spaces.settings.huge_pages,
+                )
                 try:
                     carryings.append(Carrying(space, arena, self._clock))
                 except BaseException:

@@ -177,6 +177,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting("DYN_MEMORY_DISABLE_NUMA", inverted=True, reader="engine"),
         "place each rank's host memory next to its GPU",
     ] = True
+    huge_pages: Annotated[
+        bool,
+        Setting("DYN_KVBM_HUGE_PAGES", "--huge-pages", ours=True, reader="both"),
+        "ask the kernel for huge pages of host memory, or, when off, for none: each process asks for its own view, so "
+        "set it for the manager and for the engines",
+    ] = True
     staging_bytes: Annotated[
         int,
         Setting("DYN_KVBM_DISK_STAGING_GB", "--disk-staging", Kind.SIZE, minimum=1, ours=True, needs="disk"),

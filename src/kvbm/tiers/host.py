@@ -44,8 +44,9 @@ class HostArena:
         touch_threads: int = 2,
         limit_bytes: int | None = None,
         field: str = "slot_count",
+        huge_pages: bool = True,
     ) -> None:
-        """Creates the regions; nothing is touched before `touch`.
+        """Creates the regions; nothing is touched before `touch`. `huge_pages`: see `advise_huge_pages`.
 
         `limit_bytes` is what this process may use of the machine's memory, when less than all of it. Raises
         SettingsError, which names `field`, when more is asked for than there is.
@@ -66,7 +67,7 @@ class HostArena:
                 os.ftruncate(fds[-1], size)
             maps = [mmap.mmap(fd, size) for fd, size in zip(fds, sizes, strict=True)]
             for region in maps:
-                ask_for_huge_pages(region)
+                advise_huge_pages(region, huge_pages)
             for fd in fds[:-1]:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
             fds[-1] = _seal_for_reading(fds[-1])
@@ -210,19 +211,21 @@ def populate(region: mmap.mmap, start: int, length: int) -> bool:
     return populate_at(ctypes.addressof(ctypes.c_char.from_buffer(region, start)), length)
 
 
-def ask_for_huge_pages(region: mmap.mmap) -> None:
-    """Huge pages for a mapping, where the administrator lets shared memory have them on request.
+def advise_huge_pages(region: mmap.mmap, wanted: bool) -> None:
+    """Huge pages for a mapping, where the administrator lets shared memory have them on request; or none.
 
-    That is `advise` or more in /sys/kernel/mm/transparent_hugepage/shmem_enabled; elsewhere nothing changes.
+    On request is `advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled. With `always` there they come unless
+    they are refused, and so they are refused where none are wanted. A page is what the process that touches it first
+    asked for.
     """
     try:
-        region.madvise(mmap.MADV_HUGEPAGE)
+        region.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE)
     except (AttributeError, OSError) as error:
-        log.debug("no huge pages: %s", error)
+        log.debug("this kernel takes no advice about huge pages: %s", error)
 
 
 def open_arena(
-    fds: Sequence[int], slot_count: int | None = None, slot_bytes: int = 0
+    fds: Sequence[int], slot_count: int | None = None, slot_bytes: int = 0, huge_pages: bool = True
 ) -> tuple[mmap.mmap, mmap.mmap]:
     """A worker's side: map its shard's region and the generation table from received descriptors (closes them).
 
@@ -237,7 +240,7 @@ def open_arena(
         if sizes != expected or not all(sizes):
             raise ManagerUntrusted(f"the manager's memory has {sizes} bytes: expected are {expected}")
         region = mmap.mmap(fds[0], sizes[0])
-        ask_for_huge_pages(region)
+        advise_huge_pages(region, huge_pages)
         generations = mmap.mmap(fds[1], sizes[1], prot=mmap.PROT_READ)
     finally:
         for fd in fds:

@@ -6,11 +6,9 @@ ranks, and the manager refuses a rank that differs. The weights are named by the
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 from kvbm import engine_start
 from kvbm.errors import KvbmError
 from kvbm.layout import Namespace
-from kvbm.runtime_dir import make_runtime_dir, open_lock
 from kvbm.trtllm_integration.engine_facts import KIND, EngineFacts, model_location
 from kvbm.weights import changed_since, weights_digest
 
@@ -72,7 +69,7 @@ def _weights(llm_args: Any, facts: EngineFacts, runtime_dir: str) -> tuple[str, 
     if dummy:
         why = "are made up (load_format)"
     elif location is not None:
-        digest = _digest_in_turn(location, runtime_dir)
+        digest = weights_digest([location], Path(runtime_dir) / "weights.json")
     young = changed_since([location], engine_start.engine_start_s()) if digest and location else None
     if digest is not None and young is None:
         return digest, False
@@ -84,17 +81,6 @@ def _weights(llm_args: Any, facts: EngineFacts, runtime_dir: str) -> tuple[str, 
         )
     log.warning("weights of %s %s: its blocks are kept for this engine only", facts.model, why)
     return f"unknown-{facts.engine}", True
-
-
-def _digest_in_turn(location: Path, runtime_dir: str) -> str | None:
-    """One rank reads the files; those that wait for it find its digest remembered."""
-    make_runtime_dir(runtime_dir)
-    lock = open_lock(os.path.join(runtime_dir, "weights.lock"))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return weights_digest([location], Path(runtime_dir) / "weights.json")
-    finally:
-        os.close(lock)
 
 
 def _plain(value: Any) -> str:

@@ -136,7 +136,11 @@ class WorkerSide:
             ),
         )
         map_arena = partial(
-            WorkerMapping, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
+            WorkerMapping,
+            cache=cache,
+            cuda_method=settings.cuda_copy,
+            numa_node=hello.numa_node,
+            huge_pages=settings.huge_pages,
         )
         mover = Mover(self._finder, hello, map_arena, reports=True)
         worker = Worker(mover, cache, stores_here=not replicated or facts.tensor_rank == 0)

@@ -16,18 +16,21 @@ from typing import Any
 import msgspec
 import torch
 
-from kvbm import engine_start
 from kvbm.errors import KvbmError
 from kvbm.groups import Group, GroupKind
 from kvbm.layout import Namespace
 from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.ranks import block_tokens, context_parallel, gather
 from kvbm.vllm_integration.rotary import rotary_digest, rotary_modules
-from kvbm.weights import canonical_config, changed_since, local_files, weights_digest
+from kvbm.vllm_integration.weight_files import (
+    UNKNOWN_WEIGHTS,
+    reads_the_files,
+    this_start,
+    weights_name,
+)
+from kvbm.weights import canonical_config
 
 log = logging.getLogger("kvbm.vllm")
-
-UNKNOWN_WEIGHTS = "unknown-"
 
 _ATTENTION_FACTS = (
     "num_heads",
@@ -52,22 +55,6 @@ _ENCODER_FACTS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
-_FILE_FORMATS = (
-    "auto",
-    "hf",
-    "safetensors",
-    "fastsafetensors",
-    "instanttensor",
-    "runai_streamer",
-    "pt",
-    "npcache",
-    "mistral",
-    "sharded_state",
-    "gguf",
-    "bitsandbytes",
-)
-"""Loaders that read the model's own files. Only this engine can name the weights of another loader."""
-
 _QUANTIZED_KERNELS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
 _QUANTIZING_VARIABLES = ("QUANT", "FP4", "FP8", "INT4", "W4A8", "MARLIN")
 """Parts of the names of vLLM's variables that choose how quantized weights are multiplied: some kernels quantize
@@ -100,14 +87,13 @@ def engine_namespace(
     the facts of some rank could not be found out.
     """
     parallel = vllm_config.parallel_config
-    rank, rank_count = int(parallel.rank), int(parallel.world_size)
     try:
         part = _rank_part(vllm_config, kv_cache_config, device_layout)
-        if rank % rank_count == 0:  # the files are the same for all: one reads them
-            part = msgspec.structs.replace(part, weights=_weights(vllm_config, memo_path))
+        if reads_the_files(parallel):
+            part = msgspec.structs.replace(part, weights=weights_name(vllm_config, memo_path))
     except Exception as error:  # another rank waits for our part, whatever happened
         log.debug("the facts of this rank could not be found out", exc_info=True)
-        part = RankPart(error=f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}")
+        part = RankPart(error=f"rank {parallel.rank}: {type(error).__name__}: {' '.join(str(error).split())}")
     parts = tuple(
         msgspec.json.decode(each, type=RankPart) for each in gather(parallel, msgspec.json.encode(part))
     )
@@ -160,7 +146,7 @@ def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]
     own_scales = bool(getattr(cache, "calculate_kv_scales", False))
     ephemeral = weights.startswith(UNKNOWN_WEIGHTS) or own_scales
     if own_scales:
-        fields.append(("computed_kv_scales", _instance(vllm_config)))
+        fields.append(("computed_kv_scales", this_start(vllm_config)))
     name = str(model.served_model_name or model.model)
     return Namespace(model=name, fields=tuple(fields), ephemeral=ephemeral)
 
@@ -328,40 +314,6 @@ def _facts(config: Any, names: Iterable[str]) -> str:
         return ""
     found = [(name, str(getattr(config, name))) for name in names if getattr(config, name, None) is not None]
     return _digest(repr(found))
-
-
-def _weights(vllm_config: Any, memo_path: Path) -> str:
-    """The digest of all weights that shape KV: the model's and, with one, the draft model's."""
-    model = vllm_config.model_config
-    loader = str(vllm_config.load_config.load_format).rpartition(".")[2].lower()
-    if loader == "dummy":
-        return f"dummy-seed-{model.seed}"
-    models = [(getattr(model, "model_weights", "") or model.model, model.revision)]
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    if draft is not None and draft.model != model.model:
-        models.append((draft.model, draft.revision))
-    downloads = vllm_config.load_config.download_dir
-    locations = [local_files(name, revision, downloads) for name, revision in models]
-    if loader not in _FILE_FORMATS:
-        locations = [None]
-    known = [location for location in locations if location is not None]
-    digest = weights_digest(known, memo_path) if len(known) == len(locations) else None
-    young = changed_since(known, engine_start.engine_start_s()) if digest is not None else None
-    if digest is None or young is not None:
-        log.warning(
-            "weights of %s %s: its blocks are kept for this engine only",
-            ", ".join(name for name, _ in models),
-            f"may have changed while they were loaded ({young})"
-            if young is not None
-            else "are in no local file that could be digested",
-        )
-        return f"{UNKNOWN_WEIGHTS}{_instance(vllm_config)}"
-    return digest
-
-
-def _instance(vllm_config: Any) -> str:
-    """This start of the engine, the same on all its ranks; its name alone may be a fixed one of the user's."""
-    return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
 def _on_cpu() -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's plug-in: makes the connector known by name, in every process of vLLM.
+"""vLLM's plug-in: makes the connector known by name, in every process of vLLM, and watches for ranks that load weights.
 
 Called by `openkvbm.entry`, the `vllm.general_plugins` entry point, once it knows whose files these are.
 """
@@ -27,3 +27,11 @@ def register() -> None:
             KVConnectorFactory.register_connector(name, "kvbm.vllm_integration.connector", name)
         except ValueError:
             pass  # registered by an earlier load
+    try:
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        from kvbm.vllm_integration.weight_files import begin_before_loading
+
+        begin_before_loading(WorkerWrapperBase)
+    except Exception:  # vLLM may run without us, and its classes differ between releases
+        log.debug("weights are digested after they are loaded", exc_info=True)

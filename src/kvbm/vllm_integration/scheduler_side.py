@@ -27,6 +27,7 @@ from kvbm.vllm_integration.kv_events import EventForm, events_wanted, says_of
 from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.request_facts import answer, asker_of, told_of
 from kvbm.vllm_integration.support import answers_are_merged, layerwise_is_free, layerwise_refusal
+from kvbm.vllm_integration.weight_files import MEMO
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -56,7 +57,7 @@ class SchedulerSide:
             self.block_tokens = block_tokens(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
             self._request_blocks = -(-int(vllm_config.model_config.max_model_len) // self.block_tokens)
         self._own_hashes = not hashes_are_deterministic(vllm_config)
-        self._adapters = Adapters(Path(settings.runtime_dir) / "weights.json", time.monotonic)
+        self._adapters = Adapters(Path(settings.runtime_dir) / MEMO, time.monotonic)
         self._requests: dict[str, Any] = {}
         # Requests whose adapter's digest is not made yet.
         self._unnamed: dict[str, Any] = {}

@@ -64,9 +64,9 @@ _updates = 0
 def listen(listener: WeightsListener, core: type) -> None:
     """Notify this listener, as long as it lives, of changes that engine cores of this class make."""
     _listeners.add(listener)
-    _wrap(core, "collective_rpc", _watched_call)
-    _wrap(core, "reset_prefix_cache", _watched_reset)
-    _wrap(core, "set_weight_version", _noted_version)
+    watch(core, "collective_rpc", _watched_call)
+    watch(core, "reset_prefix_cache", _watched_reset)
+    watch(core, "set_weight_version", _noted_version)
 
 
 def count_updates(worker_side: Any, rank: type) -> None:
@@ -75,10 +75,10 @@ def count_updates(worker_side: Any, rank: type) -> None:
     _before_sleep.add(worker_side)
     for kind in (rank, *rank.__subclasses__()):
         for name in UPDATES:
-            _wrap(kind, name, _counted_update)
+            watch(kind, name, _counted_update)
         for name in MEMORY_CALLS:
-            _wrap(kind, name, _quiet_first)
-        _wrap(kind, BEFORE_SERVING, _sampled_first)
+            watch(kind, name, _quiet_first)
+        watch(kind, BEFORE_SERVING, _sampled_first)
 
 
 def updates_seen() -> int:
@@ -86,7 +86,7 @@ def updates_seen() -> int:
     return _updates
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[..., Callable[..., Any]]) -> None:
+def watch(owner: type, name: str, wrapper: Callable[..., Callable[..., Any]]) -> None:
     """Wrap a method that the class itself defines, once; where it defines none there is nothing to watch."""
     original = vars(owner).get(name)
     if original is not None and not hasattr(original, "kvbm_watches"):

@@ -24,6 +24,7 @@ from kvbm.vllm_integration.kv_events import events_wanted
 from kvbm.vllm_integration.namespace import engine_namespace
 from kvbm.vllm_integration.ranks import block_tokens, largest_shard
 from kvbm.vllm_integration.support import kv_replicas
+from kvbm.vllm_integration.weight_files import MEMO
 from kvbm.worker import Mapping as WorkerMapping
 from kvbm.worker import Mover, Worker
 
@@ -71,7 +72,7 @@ class WorkerSide:
         config, settings = self._vllm_config, self._settings
         rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
         replicas = kv_replicas(config, self._kv_cache_config)
-        memo_path = Path(settings.runtime_dir) / "weights.json"
+        memo_path = Path(settings.runtime_dir) / MEMO
         try:
             namespace = engine_namespace(config, self._kv_cache_config, cache.description, memo_path)
         except KvbmError as error:
@@ -92,7 +93,11 @@ class WorkerSide:
             layout=layout,
         )
         map_arena = partial(
-            WorkerMapping, cache=cache, cuda_method=settings.cuda_copy, numa_node=hello.numa_node
+            WorkerMapping,
+            cache=cache,
+            cuda_method=settings.cuda_copy,
+            numa_node=hello.numa_node,
+            huge_pages=settings.huge_pages,
         )
         self.mover = Mover(self._finder, hello, map_arena)
         self.worker = Worker(

@@ -25,8 +25,9 @@ class Mapping(MappedArena):
         cache: DeviceCache,
         cuda_method: str = "auto",
         numa_node: int = -1,
+        huge_pages: bool = True,
     ) -> None:
-        super().__init__(welcome, fds, numa_node)
+        super().__init__(welcome, fds, numa_node, huge_pages)
         self.layers = tuple(cache.layers)
         arena = arena_tensor(self.region, self.slot_count, self.slot_bytes)
         try:

@@ -79,7 +79,7 @@ def test_everything_is_tried_and_nothing_is_left_behind(doctor: Doctor, tmp_path
     assert json.loads(out)["faults"] == 0
     checks = by_name(out)
     assert {
-        "settings", "host memory", "device cache", "locked memory", "disk directory", "disk space", "O_DIRECT",
+        "settings", "host memory", "device cache", "page locks", "disk directory", "disk space", "O_DIRECT",
         "disk admission", "host round trip", "disk round trip", "metrics port", "vLLM", "libraries", "managers",
     } <= checks.keys()  # fmt: skip
     assert checks["settings"]["found"].startswith("3 from the file ")

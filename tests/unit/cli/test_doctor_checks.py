@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvbm.cli import doctor
 from kvbm.cli import doctor_disk as storage
 from kvbm.cli import doctor_machine as machine
 from kvbm.cli.doctor import line_of
 from kvbm.cli.doctor_check import Check
 from kvbm.cli.doctor_round_trip import check_round_trip
-from kvbm.settings import Settings
+from kvbm.settings import LoadedSettings, Settings
 from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 
 MB = 1_000_000
@@ -39,6 +40,18 @@ def test_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = machine.check_memory(Settings(disk_bytes=10**9), 4096, None)
     assert staging.measured["wanted_bytes"] == Settings().staging_bytes
     assert machine.wanted_host_bytes(Settings(host_blocks=3), 4096) == 3 * 4096
+
+
+def test_what_a_container_uses_already_is_not_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = Settings(host_bytes=30 * MB, runtime_dir=str(tmp_path / "run"))
+    loaded = LoadedSettings(settings=settings, origins={}, warnings=[], notices=[])
+    monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 50 * MB)
+    for left, free in ((20 * MB, 20 * MB), (None, 50 * MB)):
+        monkeypatch.setattr(doctor, "container_free_bytes", lambda left=left: left)
+        checks = doctor.examine(loaded, 4096, 0)
+        memory = next(check for check in checks if check.name == "host memory")
+        assert memory.measured["available_bytes"] == free
+        assert memory.state == ("advice" if free < 30 * MB else "ok")
 
 
 def test_device_cache() -> None:
@@ -68,15 +81,23 @@ def test_the_memory_of_all_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert machine.gpu_bytes() == size
 
 
-def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(host_bytes=10 * MB)
-    monkeypatch.setattr(machine, "_may_lock_all", lambda: False)
-    for limit, on_gpus, state in ((MB, 1, "advice"), (MB, 0, "ok"), (-1, 1, "ok"), (10 * MB, 1, "ok")):
-        monkeypatch.setattr(machine.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert machine.check_locked_memory(settings, 4096, on_gpus).state == state
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (MB, MB))
-    monkeypatch.setattr(machine, "_may_lock_all", lambda: True)
-    assert machine.check_locked_memory(settings, 4096, 1).state == "ok"
+def test_page_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    version.write_text("Linux version 6.8.0-45-generic\n")
+
+    def check(on_gpus: int = 1, limit: int | None = None) -> Check:
+        monkeypatch.setattr(machine, "container_limit_bytes", lambda: limit)
+        return machine.check_page_locks(Settings(host_bytes=10 * MB), 4096, on_gpus, version)
+
+    assert (check().state, "nothing but memory" in check().found) == ("ok", True)
+    contained = check(limit=20 * MB)
+    assert (contained.state, contained.measured) == ("ok", {"limit_bytes": 20 * MB})
+    assert "10 MB of host memory" in contained.found
+    version.write_text("Linux version 5.15.167.4-microsoft-standard-WSL2\n")
+    assert (check().state, "WSL2" in check().found) == ("advice", True)
+    assert check(on_gpus=0).state == "ok"
+    version.unlink()
+    assert check().state == "ok"
 
 
 def test_the_port_of_the_metrics() -> None:
