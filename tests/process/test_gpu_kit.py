@@ -10,7 +10,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from benchmarks.gpu_kit import building, cases, outputs, selection, table
 from benchmarks.gpu_kit.building import Refused
 from benchmarks.gpu_kit.cases import Case
