@@ -2,7 +2,7 @@
 
 python3 -m benchmarks.gpu_kit build [--rehearse]        writes build/gpu-kit/part-*.tar.xz
 python3 -m benchmarks.gpu_kit unpack PART…              brings parts together in .gpu-kit
-python3 -m benchmarks.gpu_kit step NAME… --output DIR   runs what is left of these steps
+python3 -m benchmarks.gpu_kit step [NAME…] --output DIR runs what is left of these steps, or of all
 python3 -m benchmarks.gpu_kit status                    what is there and what is left
 """
 
@@ -62,7 +62,11 @@ def step(options: argparse.Namespace) -> int:
     if missing:
         raise building.Refused(f"unpack first; missing parts: {', '.join(missing)}")
     ledger = Ledger(options.folder, options.output, options.earlier)
-    cases = [case for case in all_cases() if case.step in options.name and _meant(case, options.only)]
+    unknown = [name for name in options.name if name not in STEPS]
+    if unknown:
+        raise building.Refused(f"step {unknown[0]!r}: accepted are {', '.join(STEPS)}")
+    steps = options.name or STEPS
+    cases = [case for case in all_cases() if case.step in steps and _meant(case, options.only)]
     runner = Runner(options.folder, ledger, say)
     left = runner.run(cases, options.budget, options.again)
     return finish(options, ledger, left)
@@ -109,10 +113,10 @@ def main() -> int:
     unpacker.add_argument("part", type=Path, nargs="+")
     unpacker.set_defaults(run=unpack)
     stepper = commands.add_parser("step", help="run what is left of some steps")
-    stepper.add_argument("name", nargs="+", choices=STEPS)
+    stepper.add_argument("name", nargs="*", metavar="NAME", help=f"all in turn, or of: {', '.join(STEPS)}")
     stepper.add_argument("--budget", type=float, default=BUDGET_S, help="seconds that this call may take")
     stepper.add_argument("--only", nargs="+", default=[], help="cases whose name contains one of these")
-    stepper.add_argument("--again", action="store_true", help="also cases that failed or ran out of time")
+    stepper.add_argument("--again", action="store_true", help="also cases that were not right")
     stepper.set_defaults(run=step)
     teller = commands.add_parser("status", help="what is there and what is left")
     teller.set_defaults(run=status)
@@ -123,6 +127,9 @@ def main() -> int:
             "--earlier", type=Path, help="results.jsonl of another call, for a fresh machine"
         )
     options = parser.parse_args()
+    if "folder" in options:
+        # Cases run elsewhere.
+        options.folder = options.folder.absolute()
     try:
         return int(options.run(options))
     except building.Refused as refused:

@@ -17,7 +17,7 @@ DEVICE_BLOCKS = 48
 """Of 32 tokens: twice a request of the longest kind, so blocks are evicted all the time."""
 ROOMY_TIMES = 16
 HOST_BLOCKS = 800
-TIGHT_HOST_BLOCKS = 60
+TIGHT_HOST_BLOCKS = 30
 SHAPE_LAYERS = 4
 
 

@@ -20,8 +20,8 @@ from benchmarks.gpu_kit.shapes import CONFIGS, write_shape
 from kvbm.testing.tiny_model import SHAPES
 
 REPEATS, REHEARSED_REPEATS = 6, 2
-REHEARSED_PART = 16
-"""A rehearsal asks prompts of a sixteenth of the length."""
+REHEARSED_TOKENS_MAX = 8192
+"""A rehearsal asks prompts of half the length, and not of more. Shorter ones are too few blocks to tell tiers apart."""
 KEPT_PROMPTS = ttft.COLD_PROMPTS + 2
 FILES_UNCHECKED = "vLLM's own files are not verified when they are read"
 
@@ -29,7 +29,7 @@ FILES_UNCHECKED = "vLLM's own files are not verified when they are read"
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """The row of one engine, in milliseconds. Raises RuntimeError when a request came from somewhere else."""
     options, rehearse = request["options"], request["rehearse"]
-    tokens = options["tokens"] // (REHEARSED_PART if rehearse else 1)
+    tokens = min(options["tokens"] // 2, REHEARSED_TOKENS_MAX) if rehearse else options["tokens"]
     model, more = engine_model(Path(request["folder"]), rehearse)
     blocks = tokens // BLOCK_TOKENS
     block_bytes = kv_bytes_per_token(rehearse) * BLOCK_TOKENS

@@ -34,9 +34,11 @@ class Ledger:
         self._write()
 
     def done(self, case: str, again: bool = False) -> bool:
-        """Whether a case need not run; with `again` one that failed or ran out of time has to."""
+        """Whether a case need not run. What was left out is looked at anew; with `again` all that was not right is."""
         row = self.rows.get(case)
-        return row is not None and not (again and row["state"] in (FAILED, LATE))
+        if row is None or row["state"] == LEFT_OUT:
+            return False
+        return row["state"] == RIGHT or not again
 
     def _write(self) -> None:
         text = "".join(json.dumps(row) + "\n" for row in self.rows.values())

@@ -116,7 +116,8 @@ def judge(
     if reference is not None:
         differ = differences(reference["answers"], data["answers"], ended if fails else set())
         data["different"] = len(differ)
-        data["likelihoods off by"] = farthest(reference["likelihoods"], data["likelihoods"])
+        if not fails:
+            data["likelihoods off by"] = farthest(reference["likelihoods"], data["likelihoods"])
         if fault == "damage" and not differ:
             wrong.append("damaged KV changed no answer: equal answers prove nothing here")
         if fault != "damage" and differ:
