@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 
-from venvs import ROOT, Venv, find_pythons, fingerprint, install_torch_cpu, say
+from venvs import ROOT, Venv, find_pythons, fingerprint, install_torch_cpu
 
 VERSION = (3, 12)
 FOLDER = ROOT / ".gpu-kit-rehearsal"

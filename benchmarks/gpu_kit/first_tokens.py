@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ceilings, ttft
+from benchmarks import ttft
 from benchmarks.engine import BLOCK_TOKENS, Scenario
 from benchmarks.gpu_kit.engines import set_environment
 from benchmarks.gpu_kit.ledger import RIGHT
@@ -46,8 +46,6 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     if times["tier"]:
         pairs = zip(times["tier"], times["device"], strict=True)
         data["on top ms"] = round(statistics.median(tier - device for tier, device in pairs) * 1e3, 2)
-        rate = ceilings.copy_bytes_per_s(min(blocks * block_bytes, 1 << 30), block_bytes)
-        data["host memcpy GB/s"] = round(rate / 1e9, 1)
     data["all s"] = {kind: [round(value, 4) for value in values] for kind, values in times.items()}
     if chosen.name == "native-fs":
         data["note"] = FILES_UNCHECKED
