@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test sglang-test sglang-table reference clean
+.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test sglang-test sglang-table gpu-kit reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -59,11 +59,14 @@ sglang-table: setup  ## what becomes of wrong KV under SGLang: its own files and
 	@$(BIN)/python scripts/sglang_venv.py
 	@$(BIN)/python scripts/sglang_table.py $(ARGS)
 
+gpu-kit: setup  ## parts to carry to a CUDA machine without a network; ARGS=--rehearse runs all of it here
+	@$(BIN)/python scripts/gpu_kit.py $(ARGS)
+
 reference: setup  ## write the generated pages of docs/reference, and the dashboard
 	@$(BIN)/python -m kvbm.settings.reference > docs/reference/settings.md
 	@$(BIN)/python -m kvbm.observe.reference > docs/reference/metrics.md
 	@$(BIN)/python scripts/dashboard.py > deploy/grafana/kvbm.json
 
 clean:  ## remove environments, caches and build results
-	rm -rf $(VENV) .venvs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venvs .gpu-kit .gpu-kit-rehearsal build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

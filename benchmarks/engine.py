@@ -93,9 +93,10 @@ class Engine:
         dtype: str = "bfloat16",
         requests: int = 1,
         groups: int = 1,
+        more: dict[str, Any] | None = None,
     ) -> None:
         """The device has room for `requests` requests of `prompt_tokens` at once, and a little. A model of several
-        `groups` takes as many blocks of each."""
+        `groups` takes as many blocks of each. `more` are arguments of vLLM's own, in place of those here."""
         self._scenario = scenario
         prepare_environment(scenario)
         from vllm import LLM, SamplingParams
@@ -106,15 +107,13 @@ class Engine:
             arguments["kv_transfer_config"] = scenario.transfer_config
         self._llm = LLM(
             model,
-            dtype=dtype,
-            enforce_eager=True,
             max_model_len=blocks * BLOCK_TOKENS,
             max_num_seqs=max(2, requests),
             block_size=BLOCK_TOKENS,
             # With one request: a device hit right after it, and nothing older.
             num_gpu_blocks_override=requests * groups * blocks + 4,
             disable_log_stats=False,
-            **arguments,
+            **{"dtype": dtype, "enforce_eager": True, **arguments, **(more or {})},
         )
         self._sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 

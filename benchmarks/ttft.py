@@ -83,7 +83,13 @@ def scenario(name: str, roomy: int, tight: int, block_bytes: int, scratch: Path)
 
 
 def measure(
-    model: str, chosen: Scenario, tokens: int, repeats: int, dtype: str, groups: int = 1
+    model: str,
+    chosen: Scenario,
+    tokens: int,
+    repeats: int,
+    dtype: str,
+    groups: int = 1,
+    more: dict[str, Any] | None = None,
 ) -> dict[str, list[float]]:
     """Cold, tier-hit and device-hit times of one engine, in seconds, and KVBM's own share of a tier hit.
 
@@ -93,7 +99,7 @@ def measure(
     Raises RuntimeError when a request was not served from where it should have been.
     """
     times: dict[str, list[float]] = {"cold": [], "tier": [], "loading": [], "device": []}
-    with Engine(model, chosen, prompt_tokens=tokens, dtype=dtype, groups=groups) as engine:
+    with Engine(model, chosen, prompt_tokens=tokens, dtype=dtype, groups=groups, more=more) as engine:
         for number in range(COLD_PROMPTS + 1):
             seconds = _timed(engine, chosen, prompt(number, tokens), "cold")
             engine.wait_until_stored()
