@@ -13,11 +13,14 @@ _NAMED_MAX = 16_384
 
 
 class Fences:
-    """The fences of a session. `store in fences`: it must not begin."""
+    """The fences of a session; true while one is not answered. `store in fences`: it must not begin."""
 
     def __init__(self) -> None:
         self._named: dict[int, None] = {}
         self._open: deque[tuple[int, frozenset[int]]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
 
     def __contains__(self, store: int) -> bool:
         return store in self._named

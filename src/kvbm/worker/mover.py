@@ -3,7 +3,8 @@
 Jobs come in through a queue, results leave through another; nothing here is shared. Stores go first, because the
 engine may wait for them; loads are copied in pieces as their blocks become ready (`loading`), so a store never waits
 for long. On a device that copies by itself this thread only begins copies, and looks now and then which are over: it
-never waits for one, so that stores, loads and fences do not wait for one another.
+waits for none, so that stores, loads and fences do not wait for one another. (A copier may: see `CudaCopier` on slots
+that are not page-locked yet.)
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from kvbm.worker.storing import Storing
 log = logging.getLogger("kvbm.worker")
 
 ADOPT_RETRY_S = 5.0
-COPYING_POLL_S = 0.001
-"""While copies are under way, how often it is looked which are over."""
+LOADING_POLL_S, STORING_POLL_S = 0.001, 0.004
+"""While copies are under way, how often it is looked which are over: requests wait for loads, nobody for a store."""
 _RECONNECT_POLL_S = 0.25
 _WELCOME_TIMEOUT_S = 10.0
 
@@ -186,7 +187,7 @@ class Mover:
         self._loading.advance(interrupted=self._has_jobs)
         self._earlier.expire(self._clock(), bool(self._loading))
         self._storing.collect()
-        if self._channel is not None:
+        if self._channel is not None and self._fences:
             for fence in self._fences.passed(self._storing.under_way):
                 self._channel.send(FenceDone(fence=fence))
         self.reporting.send(self._channel)
@@ -197,8 +198,10 @@ class Mover:
         """How long to wait for something to happen."""
         if self._loading.may_begin or self._has_jobs():
             return 0.0  # also jobs whose wake-up a turn took that failed
-        if self._loading.under_way or self._storing:
-            return COPYING_POLL_S
+        if self._loading.under_way:
+            return LOADING_POLL_S
+        if self._storing:
+            return STORING_POLL_S
         return 1.0 if self._channel else _RECONNECT_POLL_S
 
     def _has_jobs(self) -> bool:

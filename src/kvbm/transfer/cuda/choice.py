@@ -9,7 +9,8 @@ pieces vLLM found copy engines to be faster, and they leave all compute units to
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +32,9 @@ ROUNDS = 3
 COPIES_A_ROUND = 4
 """One behind the other: the earlier copies hide the cost of beginning the later ones, as in a long copy."""
 KERNEL = "kernel"
+ENGINE_LEAD = 1.05
+"""So much faster must another way of asking the copy engines be than the first: two measurements of one way differ by
+less."""
 KERNEL_LEAD = 1.2
 """So much faster must the kernel be than the copy engines: it takes compute units from the step beside it, which the
 measurement does not show, and which slows every request while a faster load helps one."""
@@ -160,29 +164,45 @@ def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> li
     stream = device.new_stream(LOAD_PRIORITY)
     # The scratch may have been the engine's a moment ago, with work under way that still uses it.
     stream.wait(device.mark())
-    table = []
-    for method in offered.values():
+    moved = COPIES_A_ROUND * blocks * block_bytes
+    times: dict[tuple[str, bool], list[float]] = {}
+    able = dict(offered)
+    # By turns: the engine's own traffic, which grows and falls meanwhile, meets all of them alike.
+    for number in range(ROUNDS + 1):
+        for name, method in list(able.items()):
 
-        def copy(to_device: bool, method: Method = method) -> float:
-            def begin() -> None:
+            def begin(to_device: bool, method: Method = method) -> None:
                 for _ in range(COPIES_A_ROUND):
                     method.begin(sample, pairs, slots, to_device=to_device, stream=stream)
 
-            times = [device.seconds(stream, begin) for _ in range(ROUNDS + 1)]
-            return COPIES_A_ROUND * blocks * block_bytes / min(times[1:])
+            try:
+                if number == 0:
+                    method.learn([sample], stream)
+                for to_device in _directions(name):
+                    taken_s = device.seconds(stream, partial(begin, to_device))
+                    if number:  # the first round pays for what is made once
+                        times.setdefault((name, to_device), []).append(taken_s)
+            except Exception as error:
+                if isinstance(error, CudaError) and error.lost:
+                    raise
+                # A compiler that is missing shows here in many ways; copies then go without that method.
+                _not_used(method, error)
+                del able[name]
+                # Copies that it began before it failed must not outlive the scratch.
+                stream.record().synchronize()
 
-        try:
-            method.learn([sample], stream)
-            store = copy(False) if method.name != KERNEL else None
-            table.append(Measured(method, store, copy(True)))
-        except Exception as error:
-            if isinstance(error, CudaError) and error.lost:
-                raise
-            # A compiler that is missing shows here in many ways; copies then go without that method.
-            _not_used(method, error)
-            # Copies that it began before it failed must not outlive the scratch.
-            stream.record().synchronize()
-    return table
+    def bytes_per_s(name: str, to_device: bool) -> float | None:
+        taken_s = times.get((name, to_device))
+        return moved / min(taken_s) if taken_s else None
+
+    return [
+        Measured(method, bytes_per_s(name, False), bytes_per_s(name, True) or 0.0)
+        for name, method in able.items()
+    ]
+
+
+def _directions(name: str) -> tuple[bool, ...]:
+    return (True,) if name == KERNEL else (False, True)
 
 
 def _spaced(pieces: Pieces) -> tuple[Addresses, int]:
@@ -199,15 +219,22 @@ def _spaced(pieces: Pieces) -> tuple[Addresses, int]:
 
 
 def best(table: Sequence[Measured], otherwise: Choice) -> Choice:
-    """The fastest copy engines for each direction; the kernel for loads where it leads clearly."""
+    """The copy engines asked in the first way, or in the one that is clearly faster, for each direction; the kernel for
+    loads where it leads clearly."""
     engines = [line for line in table if line.method.name != KERNEL]
     if not engines:
         return otherwise
-    store = max(engines, key=lambda line: line.store_bytes_per_s or 0.0)
-    load = max(engines, key=lambda line: line.load_bytes_per_s)
+    store = _leading(engines, lambda line: line.store_bytes_per_s or 0.0)
+    load = _leading(engines, lambda line: line.load_bytes_per_s)
     kernel = next((line for line in table if line.method.name == KERNEL), load)
     leads = kernel.load_bytes_per_s >= KERNEL_LEAD * load.load_bytes_per_s
     return Choice(store.method, kernel.method if leads else load.method, load.method)
+
+
+def _leading(lines: Sequence[Measured], speed: Callable[[Measured], float]) -> Measured:
+    """The fastest, if it leads the first one by more than measurements differ."""
+    fastest = max(lines, key=speed)
+    return fastest if speed(fastest) >= ENGINE_LEAD * speed(lines[0]) else lines[0]
 
 
 def describe(table: Sequence[Measured], pieces: Pieces) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +61,9 @@ class CudaCopier:
     used. Slots that are not locked yet are copied through a bounded page-locked buffer, and so are all of them where
     the driver refuses to lock. Pages that were never touched before lie on `numa_node` then (-1: anywhere). `turns` are
     those of the arena's memory; `close` closes them. Nothing that any thread does here ends the capture of a CUDA graph
-    that runs in the engine's. Copies are begun by one thread at a time. Beginning one waits for earlier ones
-    only where copies by the kernel fill its ring of pairs (`kernel.PLACES`).
+    that runs in the engine's. Copies are begun by one thread at a time. Beginning one waits for the device in two cases:
+    copies of slots that are not page-locked are over when the call returns, and copies by the kernel wait for earlier
+    ones where they fill its ring of pairs (`kernel.PLACES`).
 
     Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
     offered here.
@@ -91,7 +93,9 @@ class CudaCopier:
             self._store_stream = self._device.new_stream(STORE_PRIORITY)
             self._load_stream = self._device.new_stream(LOAD_PRIORITY)
             self._staging = self._make_staging()
-            self._choice, to_measure = self._first_choice(method)
+            # In a thread of ours: in the engine's, memory may come from a pool that the engine empties when it sleeps.
+            with ThreadPoolExecutor(1, "kvbm-cuda-tables") as ours:
+                self._choice, to_measure = ours.submit(self._first_choice, method).result()
         self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device, turns)
         self._turns = turns
         self._preparation = threading.Thread(
@@ -207,6 +211,11 @@ class CudaCopier:
 
     def _first_choice(self, name: str) -> tuple[Choice, dict[str, Method]]:
         """The ways in use from now on, and those to be measured once the engine runs."""
+        self._driver.adopt_thread(self._device.index)
+        with self._device.active():
+            return self._choose_first(name)
+
+    def _choose_first(self, name: str) -> tuple[Choice, dict[str, Method]]:
         offered = cuda_choice.methods(self._driver, self._device)
         layouts = [self._pieces, *self._layers.values()]
         if name != AUTO:
