@@ -56,6 +56,8 @@ class Model:
         self.early: list[Piece] = []
         """Their sources may be read from now on."""
         self.lost = False
+        self.engine_waits: threading.Event | None = None
+        """Set when the engine, which `hold_up` has stopped, goes on."""
         self.capturing = False
         """The engine captures a graph, in the mode that forbids all threads what might be unsafe."""
         self.unsafe_calls: dict[str, int] = {}
@@ -147,6 +149,19 @@ class Model:
             if stream.queue[0].step():
                 stream.queue.popleft()
             return True
+
+    def hold_up(self) -> threading.Event:
+        """The engine's stream gets no further until that event is set; who waits for it sleeps meanwhile."""
+        gate = self.engine_waits = threading.Event()
+        self.engine.put(Operation("work", lambda: True, gate.is_set))
+        return gate
+
+    def engine_goes_on(self) -> bool:
+        """Whether the engine was held up, and goes on by now; sleeps until then."""
+        gate = self.engine_waits
+        if gate is None or gate.is_set():
+            return False
+        return gate.wait(DEADLINE_S)
 
     def drain(self) -> None:
         """Run everything that was put in."""

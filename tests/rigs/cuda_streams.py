@@ -46,7 +46,9 @@ class ModelEvent:
         self._model.use()
         self._model.unsafe("cudaEventSynchronize")
         while not self.reached:
-            if not self._model.advance():
+            if self._model.advance() or self.reached:  # another thread may have got there meanwhile
+                continue
+            if not self._model.engine_goes_on():
                 self._model.complain("deadlock: the event cannot be reached")
 
 

@@ -68,7 +68,7 @@ class Copier(Protocol):
 
         The slots hold their content by now: a store into one of them is over. The caller must pass `after`, a mark
         behind all work that still uses the blocks' former content, under the same exceptions as for `begin_store`.
-        Loads are over in the order in which they were begun. Raises as `begin_store` does.
+        Raises as `begin_store` does.
         """
 
     def hold(self, copying: Copying) -> None:

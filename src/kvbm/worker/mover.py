@@ -3,8 +3,7 @@
 Jobs come in through a queue, results leave through another; nothing here is shared. Stores go first, because the
 engine may wait for them; loads are copied in pieces as their blocks become ready (`loading`), so a store never waits
 for long. On a device that copies by itself this thread only begins copies, and looks now and then which are over: it
-waits for none, so that stores, loads and fences do not wait for one another. (A copier may: see `CudaCopier` on slots
-that are not page-locked yet.)
+waits for none, so that stores, loads and fences do not wait for one another.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -26,30 +26,38 @@ from kvbm.transfer.cuda.driver import CudaDriver, CudaError, Driver
 from kvbm.transfer.cuda.lock_turns import LockTurns
 from kvbm.transfer.cuda.page_lock import PageLocks
 from kvbm.transfer.cuda.pieces import Pieces, SlotRows, pieces_of
+from kvbm.transfer.cuda.staging import Staging, drain
 from kvbm.transfer.device_cache import DeviceCache
 
 _log = logging.getLogger(__name__)
 
-STAGING_BYTES_MAX = 64 << 20
-
 
 class CudaCopying(NamedTuple):
-    """Copies that were begun: over when the device has got to `event`. See `Copying`.
+    """Copies that were begun: over when the device has got to `event`, and those of unlocked slots have been `staged`;
+    None where there are none of a kind. See `Copying`.
 
     An event fails only when work before it has cost the device its context: both raise DeviceLost then.
     """
 
-    event: Any
+    event: Any = None
+    staged: Future[None] | None = None
 
     def done(self) -> bool:
+        if self.staged is not None:
+            if not self.staged.done():
+                return False
+            _result(self.staged)
         try:
-            return bool(self.event.query())
+            return self.event is None or bool(self.event.query())
         except RuntimeError as error:
             raise DeviceLost(first_line(error)) from error
 
     def wait(self) -> None:
+        if self.staged is not None:
+            _result(self.staged)
         try:
-            self.event.synchronize()
+            if self.event is not None:
+                self.event.synchronize()
         except RuntimeError as error:
             raise DeviceLost(first_line(error)) from error
 
@@ -58,12 +66,11 @@ class CudaCopier:
     """See `Copier`. `method` is one that `choice.methods` offers, or `auto`: what was measured to be best.
 
     From the first copy on a thread measures, and then page-locks the arena. Until it has measured, copy engines are
-    used. Slots that are not locked yet are copied through a bounded page-locked buffer, and so are all of them where
-    the driver refuses to lock. Pages that were never touched before lie on `numa_node` then (-1: anywhere). `turns` are
-    those of the arena's memory; `close` closes them. Nothing that any thread does here ends the capture of a CUDA graph
-    that runs in the engine's. Copies are begun by one thread at a time. Beginning one waits for the device in two cases:
-    copies of slots that are not page-locked are over when the call returns, and copies by the kernel wait for earlier
-    ones where they fill its ring of pairs (`kernel.PLACES`).
+    used. Slots that are not locked yet are copied through a bounded page-locked buffer (`staging`), and so are all of
+    them where the driver refuses to lock. Pages that were never touched before lie on `numa_node` then (-1: anywhere).
+    `turns` are those of the arena's memory; `close` closes them. Nothing that any thread does here ends the capture of
+    a CUDA graph that runs in the engine's. Copies are begun by one thread at a time. Beginning one waits for earlier
+    ones only where copies by the kernel fill its ring of pairs (`kernel.PLACES`).
 
     Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
     offered here.
@@ -92,10 +99,10 @@ class CudaCopier:
         with self._device.active(), self._driver.beside_captures(self._device.index):
             self._store_stream = self._device.new_stream(STORE_PRIORITY)
             self._load_stream = self._device.new_stream(LOAD_PRIORITY)
-            self._staging = self._make_staging()
             # In a thread of ours: in the engine's, memory may come from a pool that the engine empties when it sleeps.
             with ThreadPoolExecutor(1, "kvbm-cuda-tables") as ours:
-                self._choice, to_measure = ours.submit(self._first_choice, method).result()
+                self._choice, to_measure, engines = ours.submit(self._first_choice, method).result()
+            self._staging = Staging(arena, self._driver, self._device, engines)
         self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device, turns)
         self._turns = turns
         self._preparation = threading.Thread(
@@ -131,9 +138,13 @@ class CudaCopier:
         return event
 
     def hold(self, copying: Copying) -> None:
-        """The calling thread's current stream waits; the thread does not."""
+        """The calling thread's current stream waits; the thread waits for copies of slots that are not locked."""
         assert isinstance(copying, CudaCopying), copying
-        self._device.hold(copying.event)
+        if copying.staged is not None:
+            # There is no event yet that the device could wait for. What became of it, its own waiters hear.
+            futures.wait([copying.staged])
+        if copying.event is not None:
+            self._device.hold(copying.event)
 
     def begin_store(self, pairs: Pairs, after: DeviceEvent | None = None) -> CudaCopying:
         """Device blocks → slots."""
@@ -162,6 +173,7 @@ class CudaCopier:
             return
         self._closed = True
         lost = False
+        self._staging.close()
         with contextlib.ExitStack() as relaxed:
             try:
                 relaxed.enter_context(self._device.active())
@@ -184,57 +196,42 @@ class CudaCopier:
         method = self._choice.of(len(pairs) * len(pieces.size), to_device=to_device)
         locked_slots = self._locks.locked_slots
         locked = [pair for pair in pairs if pair[1] < locked_slots]
+        unlocked = [pair for pair in pairs if pair[1] >= locked_slots]
         with self._device.active():
-            stream.wait(after if after is not None else self.mark())
+            after, event = after if after is not None else self.mark(), None
             try:
-                if locked:
+                if locked or not unlocked:
+                    stream.wait(after)
                     method.begin(pieces, locked, self._slots, to_device=to_device, stream=stream)
-                if len(locked) < len(pairs):
-                    unlocked = [pair for pair in pairs if pair[1] >= locked_slots]
-                    self._staging.copy(
-                        lambda batch, rows: method.begin(
-                            pieces, batch, rows, to_device=to_device, stream=stream
-                        ),
-                        stream,
-                        self._arena,
-                        unlocked,
-                        pieces.slot_span,
-                        to_device=to_device,
-                    )
-                return CudaCopying(stream.record())
+                    event = stream.record()
             except BaseException as error:
                 # Some copies may be under way: the caller frees their memory as soon as it gets the error.
-                _drain(stream)
+                drain(stream)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error
                 raise
+        # Last: nothing can fail any more, and so leave these copies under way behind an error.
+        staged = self._staging.begin(pieces, unlocked, after, to_device=to_device) if unlocked else None
+        return CudaCopying(event, staged)
 
-    def _first_choice(self, name: str) -> tuple[Choice, dict[str, Method]]:
-        """The ways in use from now on, and those to be measured once the engine runs."""
+    def _first_choice(self, name: str) -> tuple[Choice, dict[str, Method], Method]:
+        """The ways in use from now on, those to be measured once the engine runs, and the one for staging."""
         self._driver.adopt_thread(self._device.index)
         with self._device.active():
-            return self._choose_first(name)
-
-    def _choose_first(self, name: str) -> tuple[Choice, dict[str, Method]]:
-        offered = cuda_choice.methods(self._driver, self._device)
-        layouts = [self._pieces, *self._layers.values()]
-        if name != AUTO:
+            offered = cuda_choice.methods(self._driver, self._device)
+            layouts = [self._pieces, *self._layers.values()]
+            if name == AUTO:
+                candidates = cuda_choice.candidates(offered, self._pieces)
+                able = cuda_choice.learned(candidates, layouts, self._load_stream)
+                choice = cuda_choice.unmeasured(able)
+                return choice, able, choice.store
             choice = cuda_choice.named(name, offered)
+            engines = choice.store
+            if name == cuda_choice.KERNEL:
+                engines = cuda_choice.unmeasured(offered).store
+                engines.learn(layouts, self._load_stream)
             choice.load.learn(layouts, self._load_stream)
-            return choice, {}
-        candidates = cuda_choice.candidates(offered, self._pieces)
-        able = cuda_choice.learned(candidates, layouts, self._load_stream)
-        return cuda_choice.unmeasured(able), able
-
-    def _make_staging(self) -> _Staging:
-        row_bytes = self._arena.shape[1]
-        rows = max(1, min(STAGING_BYTES_MAX // row_bytes, self._arena.shape[0]))
-        try:
-            return _Staging(self._device.pinned(rows, row_bytes))
-        except RuntimeError as error:
-            raise KvbmError(
-                f"page-locking a buffer of {rows * row_bytes} bytes for copies: {first_line(error)}"
-            ) from error
+            return choice, {}, engines
 
     def _prepare(self, to_measure: dict[str, Method]) -> None:
         keep_thread_on(self._numa_node)
@@ -264,41 +261,11 @@ class CudaCopier:
             self._locks.run()
 
 
-class _Staging:
-    """A few page-locked rows that stand for slots which are not locked. Copies through it end before it returns."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self._rows = rows
-
-    def copy(
-        self,
-        begin: Callable[[Pairs, SlotRows], None],
-        stream: Stream,
-        arena: torch.Tensor,
-        pairs: Pairs,
-        span: slice,
-        *,
-        to_device: bool,
-    ) -> None:
-        """Copy `span` of the pairs' slots in batches of as many as there are rows; `begin` puts one on the stream."""
-        rows = SlotRows(self._rows.data_ptr(), self._rows.stride(0))
-        for start in range(0, len(pairs), len(self._rows)):
-            batch = pairs[start : start + len(self._rows)]
-            staged = [self._rows[row, span] for row in range(len(batch))]
-            slots = [arena[slot, span] for _, slot in batch]
-            if to_device:
-                torch._foreach_copy_(staged, slots)
-            begin([(block, row) for row, (block, _) in enumerate(batch)], rows)
-            # The rows are refilled by the next batch, and read below.
-            stream.record().synchronize()
-            if not to_device:
-                torch._foreach_copy_(slots, staged)
-
-
-def _drain(stream: Stream) -> None:
-    """Wait until nothing is under way on the stream."""
+def _result(staged: Future[None]) -> None:
+    """Wait for copies through rows, and raise what they raised."""
     try:
-        stream.record().synchronize()
-    except RuntimeError as error:
-        # The device is lost: nothing moves any more, and the error that led here says more.
-        _log.debug("waiting for copies that were begun: %s", first_line(error))
+        staged.result()
+    except CudaError as error:
+        if error.lost:
+            raise DeviceLost(str(error)) from error
+        raise

@@ -11,8 +11,7 @@ import threading
 import pytest
 
 from kvbm.testing.kv_views import SLOTS
-from kvbm.transfer.cuda import choice, page_lock
-from kvbm.transfer.cuda import copier as cuda
+from kvbm.transfer.cuda import choice, page_lock, staging
 from rigs.cuda_bench import Bench, check_loads, check_stores, new_bench, wait_for_lock_call
 from rigs.cuda_model import DEADLINE_S, PAGE, Model
 
@@ -23,7 +22,7 @@ PREPARING = {"cudaMalloc", "cudaHostAlloc", "cudaStreamCreate", "cuMemHostRegist
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several locks, and a buffer of a few slots."""
     monkeypatch.setattr(page_lock, "PIECE_BYTES", 2 * PAGE)
-    monkeypatch.setattr(cuda, "STAGING_BYTES_MAX", 3 * PAGE)
+    monkeypatch.setattr(staging, "STAGING_BYTES_MAX", 6 * PAGE)
 
 
 def on_another_thread(work: object, name: str = "kvbm-mover", adopt: Bench | None = None) -> None:
@@ -100,7 +99,10 @@ def test_copying_ends_no_capture(refused: bool) -> None:
     model.capturing = True
     on_another_thread(lambda: check_stores(bench), adopt=bench)
     on_another_thread(lambda: check_loads(bench), adopt=bench)
-    on_another_thread(lambda: bench.copier.begin_store([(0, 0)]).done(), adopt=bench)
+    copying = []
+    on_another_thread(lambda: copying.append(bench.copier.begin_store([(0, 0)])), adopt=bench)
+    on_another_thread(copying[0].wait, adopt=bench)
+    on_another_thread(copying[0].done, adopt=bench)
     assert model.unsafe_calls["cudaEventQuery"] > 0
     model.capturing = False
     bench.close()

@@ -15,8 +15,7 @@ from kvbm.clock import ManualClock
 from kvbm.errors import DeviceLost, KvbmError
 from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
-from kvbm.transfer.cuda import copier as cuda
-from kvbm.transfer.cuda import page_lock
+from kvbm.transfer.cuda import page_lock, staging
 from kvbm.transfer.cuda.copier import CudaCopier
 from kvbm.transfer.cuda.driver import CudaError
 from kvbm.transfer.cuda.pieces import SlotRows
@@ -29,9 +28,9 @@ STAGED_SLOTS = 3
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of two slots and a buffer for three: the arena here has slots of a page."""
+    """Pieces of two slots and a buffer for three each way: the arena here has slots of a page."""
     monkeypatch.setattr(page_lock, "PIECE_BYTES", PIECE_SLOTS * PAGE + 1)
-    monkeypatch.setattr(cuda, "STAGING_BYTES_MAX", STAGED_SLOTS * PAGE + 1)
+    monkeypatch.setattr(staging, "STAGING_BYTES_MAX", 2 * (STAGED_SLOTS * PAGE + 1))
 
 
 # Page locks
@@ -102,6 +101,29 @@ def test_slots_that_are_not_locked_yet_are_copied_through_the_buffer(method: str
     bench.close()
 
 
+def test_copies_of_slots_that_are_not_locked_keep_nobody_waiting() -> None:
+    """They wait for the engine's step, through few rows, and for one another; who begins them does not."""
+    model = Model()
+    model.refuse_locks_from = 2
+    bench = new_bench(model).prepared()
+    unlocked = [(block, 4 + block) for block in range(7)]
+    scramble(bench.views, seed=3)
+    before = bench.copier.mark()
+    gate = model.hold_up()
+    behind = bench.copier.mark()
+    staged = bench.copier.begin_store(unlocked, behind)
+    later = bench.copier.begin_store([(7, 3)], before)
+    later.wait()
+    assert not staged.done()
+    gate.set()
+    bench.copier.hold(staged)
+    assert staged.done()
+    for region in bench.cache.regions:
+        for block, slot in [*unlocked, (7, 3)]:
+            assert torch.equal(region.slots(bench.arena)[slot], region.device[block])
+    bench.close()
+
+
 def test_layers_are_loaded_through_the_buffer_too() -> None:
     model = Model()
     model.refuse_locks_from = 0
@@ -111,7 +133,7 @@ def test_layers_are_loaded_through_the_buffer_too() -> None:
     bench.cpu.load([(block, 8 - block) for block in range(9)])
     expected = bench.device_bytes()
     scramble(bench.views, seed=4)
-    rows = bench.copier._staging._rows
+    rows = bench.copier._staging._sides[True].rows
     for name in bench.views:
         rows.fill_(0xEE)
         bench.copier.begin_load([(block, 8 - block) for block in range(9)], layer=name).wait()
@@ -152,12 +174,12 @@ def test_the_buffer_is_bounded() -> None:
     model.refuse_locks_from = 0
     bench = new_bench(model).prepared()
     check_stores(bench)
-    assert model.pinned_asked == [STAGED_SLOTS * PAGE]
+    assert model.pinned_asked == [STAGED_SLOTS * PAGE] * 2
     bench.close()
 
 
 def test_a_slot_larger_than_the_buffer_may_be_still_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "STAGING_BYTES_MAX", 1)
+    monkeypatch.setattr(staging, "STAGING_BYTES_MAX", 1)
     monkeypatch.setattr(page_lock, "PIECE_BYTES", 1)
     model = Model()
     model.refuse_locks_from = 4
@@ -165,7 +187,7 @@ def test_a_slot_larger_than_the_buffer_may_be_still_has_a_row(monkeypatch: pytes
     assert len(model.locked) == 4
     check_stores(bench)
     check_loads(bench)
-    assert model.pinned_asked == [PAGE]
+    assert model.pinned_asked == [PAGE] * 2
     bench.close()
 
 
@@ -230,7 +252,7 @@ def test_a_copy_that_fails_half_way_raises_when_nothing_is_under_way(
     model.failing[method] = 4 * 3 + 2
     begin = getattr(bench.copier, f"begin_{direction}")
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE") as caught:
-        begin([(block, block) for block in range(9)])
+        begin([(block, block) for block in range(9)]).wait()
     assert len(model.calls) > 0
     assert not caught.value.lost
     assert not model.copies_under_way()

@@ -74,7 +74,8 @@ def test_staging_rows_that_may_be_read_early_are_not_refilled_before_they_are_co
         model = Model(seed)
         model.refuse_locks_from = 0
         bench = Bench(stacked("BHLNC", torch.uint8), model, "batch").prepared()
-        bench.copier._staging._rows = bench.copier._staging._rows[:2]
+        sides = bench.copier._staging._sides
+        sides.update({to_device: side._replace(rows=side.rows[:2]) for to_device, side in sides.items()})
         model.calls.clear()
         check_stores(bench)  # the same rows hold other blocks' bytes before
         check_loads(bench)

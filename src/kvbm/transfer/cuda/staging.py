@@ -1,0 +1,117 @@
+"""Copies of slots that are not page-locked: through a few page-locked rows, by a thread for each direction.
+
+The rows are few, and are used again when the device is through with them; that may wait for a step of the engine's. So
+it happens in threads of its own: whoever begins such a copy waits for nothing. Until the arena is locked these are the
+copies of the first seconds; where the driver refuses to lock, they are all that there are.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvbm.errors import KvbmError
+from kvbm.transfer.copier import DeviceEvent, Pairs
+from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, first_line
+from kvbm.transfer.cuda.driver import CudaError, Driver
+from kvbm.transfer.cuda.pieces import Pieces, SlotRows
+
+_log = logging.getLogger(__name__)
+
+STAGING_BYTES_MAX = 64 << 20
+"""Of both directions together, or a row for each where a slot has more."""
+
+
+class Method(Protocol):
+    """A way of copying that any thread may use at any time: by the copy engines."""
+
+    def begin(
+        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
+    ) -> None:
+        """See `choice.Method`."""
+
+
+class _Side(NamedTuple):
+    """One direction: who copies, on which stream, through which rows."""
+
+    thread: ThreadPoolExecutor
+    stream: Stream
+    rows: torch.Tensor
+
+
+class Staging:
+    """Begins copies of slots of `arena` in the order in which they come, for each direction. Close it once done.
+
+    Raises KvbmError where there is no page-locked memory.
+    """
+
+    def __init__(self, arena: torch.Tensor, driver: Driver, device: Device, method: Method) -> None:
+        row_bytes = arena.shape[1]
+        rows = max(1, min(STAGING_BYTES_MAX // 2 // row_bytes, arena.shape[0]))
+        self._arena = arena
+        self._device = device
+        self._method = method
+        self._sides = {
+            to_device: _Side(
+                ThreadPoolExecutor(1, f"kvbm-staged-{name}", driver.adopt_thread, (device.index,)),
+                device.new_stream(priority),
+                _pinned(device, rows, row_bytes),
+            )
+            for to_device, name, priority in (
+                (False, "stores", STORE_PRIORITY),
+                (True, "loads", LOAD_PRIORITY),
+            )
+        }
+
+    def begin(self, pieces: Pieces, pairs: Pairs, after: DeviceEvent, *, to_device: bool) -> Future[None]:
+        """Have the pairs copied behind `after`. What it raises, copies raise; nothing is under way then."""
+        side = self._sides[to_device]
+        return side.thread.submit(self._copy, pieces, pairs, after, side, to_device)
+
+    def close(self) -> None:
+        """Wait for copies under way. Idempotent."""
+        for side in self._sides.values():
+            side.thread.shutdown(wait=True)
+
+    def _copy(self, pieces: Pieces, pairs: Pairs, after: DeviceEvent, side: _Side, to_device: bool) -> None:
+        """In batches of as many as there are rows."""
+        _, stream, rows = side
+        places, span = SlotRows(rows.data_ptr(), rows.stride(0)), pieces.slot_span
+        with self._device.active():
+            try:
+                stream.wait(after)
+                for start in range(0, len(pairs), len(rows)):
+                    batch = pairs[start : start + len(rows)]
+                    staged = [rows[row, span] for row in range(len(batch))]
+                    slots = [self._arena[slot, span] for _, slot in batch]
+                    if to_device:
+                        torch._foreach_copy_(staged, slots)
+                    in_rows = [(block, row) for row, (block, _) in enumerate(batch)]
+                    self._method.begin(pieces, in_rows, places, to_device=to_device, stream=stream)
+                    # The rows are refilled by the next batch, and read below.
+                    stream.record().synchronize()
+                    if not to_device:
+                        torch._foreach_copy_(slots, staged)
+            except BaseException:
+                drain(stream)
+                raise
+
+
+def _pinned(device: Device, rows: int, row_bytes: int) -> torch.Tensor:
+    try:
+        return device.pinned(rows, row_bytes)
+    except RuntimeError as error:
+        size = rows * row_bytes
+        raise KvbmError(f"page-locking a buffer of {size} bytes for copies: {first_line(error)}") from error
+
+
+def drain(stream: Stream) -> None:
+    """Wait until nothing is under way on the stream."""
+    try:
+        stream.record().synchronize()
+    except (CudaError, RuntimeError) as error:
+        # The device is lost: nothing moves any more, and the error that led here says more.
+        _log.debug("waiting for copies that were begun: %s", first_line(error))
