@@ -1,7 +1,8 @@
 """Locks with names, all in one file: each name is a byte of it, which needs not exist.
 
-The kernel frees a lock when its holder ends, however that happens. These are locks of open files (`F_OFD_SETLK`,
-fcntl(2)), so two threads of one process exclude each other too. Two names on one byte only wait for each other.
+These are locks of open files (`open_file_locks`), so two threads of one process exclude each other too. The kernel
+frees the lock of a holder that is killed once no process has its open file: a child that the holder forked meanwhile
+keeps the lock until it ends or runs another program. Two names on one byte only wait for each other.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvbm.clock import Clock
+from kvbm.open_file_locks import set_lock
 from kvbm.runtime_dir import make_own_dir, open_lock, refuse_foreign
 
 POLL_S = 0.02
@@ -47,7 +48,7 @@ class ByteLocks:
         try:
             refuse_foreign(os.fstat(fd))
             place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") & _LAST_BYTE
-            while not _set(fd, fcntl.F_WRLCK, place):
+            while not set_lock(fd, fcntl.F_WRLCK, place):
                 if self._clock() >= until_s:
                     raise LockBusy(name)
                 self._sleep(POLL_S)
@@ -55,16 +56,6 @@ class ByteLocks:
                 yield
             finally:
                 # A child that was forked meanwhile has the same open file: closing ours would not free the lock.
-                _set(fd, fcntl.F_UNLCK, place)
+                set_lock(fd, fcntl.F_UNLCK, place)
         finally:
             os.close(fd)
-
-
-def _set(fd: int, kind: int, place: int) -> bool:
-    """Whether the byte's lock is as asked for now."""
-    flock = struct.pack("hhqqi", kind, os.SEEK_SET, place, 1, 0)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)
-    except BlockingIOError:
-        return False
-    return True

@@ -93,7 +93,7 @@ def weights_digest(locations: Iterable[Path], memo_path: Path) -> str | None:
 
 def open_memo(path: Path, beside: Callable[[], bool] = lambda: False) -> WeightsMemo:
     """The memo of digests of files' contents. While `beside` answers True, others on this machine have work to do:
-    digests are made in the calling thread alone, without mapping files (`_digest_of`)."""
+    digests are made in the calling thread alone, without mapping files (`_digest_of`). It is asked for each piece."""
     return WeightsMemo(path, functools.partial(_content_digest, beside=beside))
 
 
@@ -146,39 +146,56 @@ def _content_digest(file: BinaryIO, name: str, beside: Callable[[], bool]) -> st
     size = os.fstat(file.fileno()).st_size
     tensors = list(_tensors(file, size)) if name.endswith(".safetensors") else []
     if not tensors:
-        return _digest_of(file, (f"file\0{name}\0", 0, size), beside()).hex()
-    total = sum(int.from_bytes(_digest_of(file, tensor, beside()), "big") for tensor in tensors)
+        return _digest_of(file, (f"file\0{name}\0", 0, size), beside).hex()
+    total = sum(int.from_bytes(_digest_of(file, tensor, beside), "big") for tensor in tensors)
     return (total % (1 << _SUM_BITS)).to_bytes(_SUM_BITS // 8, "big").hex()
 
 
-def _digest_of(file: BinaryIO, part: tuple[str, int, int], beside: bool) -> bytes:
+def _digest_of(file: BinaryIO, part: tuple[str, int, int], beside: Callable[[], bool]) -> bytes:
     """The digest of some text, and of the file's bytes from one place to another.
 
-    Otherwise the bytes are mapped, and all processors work on them. Beside a load that would not do: its threads want
-    the processors, mapped pages count as this process's memory, from which vLLM computes the size of a CPU's KV
-    cache, and a file that is cut off meanwhile would end the process (SIGBUS) where reading it is an error.
+    Beside a load one thread reads them piece by piece. A digest that was begun by one thread cannot go on with several:
+    when the load ends, all processors begin anew with this part, if they are done sooner than the thread would be.
     """
     text, start, end = part
-    many = not beside and end - start >= _THREADS_FROM_BYTES
-    digest = blake3(max_threads=blake3.AUTO if many else 1)
+    digest = blake3(max_threads=1)
     digest.update(text.encode())
-    if many:
-        base = start - start % mmap.ALLOCATIONGRANULARITY
-        with (
-            mmap.mmap(file.fileno(), end - base, prot=mmap.PROT_READ, offset=base) as mapped,
-            memoryview(mapped) as content,
-            content[start - base :] as wanted,
-        ):
-            digest.update(wanted)
-        return digest.digest()
     buffer = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
-    while start < end:
-        count = os.preadv(file.fileno(), [buffer[: end - start]], start)
+    at = start
+    while at < end:
+        sooner_anew = end - start < (end - at) * _processors()
+        if end - start >= _THREADS_FROM_BYTES and not beside() and sooner_anew:
+            return _digest_by_all_processors(file, part)
+        count = os.preadv(file.fileno(), [buffer[: end - at]], at)
         if count == 0:
             raise OSError(errno.EIO, f"{file.name} was cut off while it was read")
         digest.update(buffer[:count])
-        start += count
+        at += count
     return digest.digest()
+
+
+def _digest_by_all_processors(file: BinaryIO, part: tuple[str, int, int]) -> bytes:
+    """The same digest, of bytes that are mapped.
+
+    Beside a load that would not do: its threads want the processors, mapped pages count as this process's memory, from
+    which vLLM computes the size of a CPU's KV cache, and a file that is cut off meanwhile would end the process
+    (SIGBUS) where reading it is an error.
+    """
+    text, start, end = part
+    digest = blake3(max_threads=blake3.AUTO)
+    digest.update(text.encode())
+    base = start - start % mmap.ALLOCATIONGRANULARITY
+    with (
+        mmap.mmap(file.fileno(), end - base, prot=mmap.PROT_READ, offset=base) as mapped,
+        memoryview(mapped) as content,
+        content[start - base :] as wanted,
+    ):
+        digest.update(wanted)
+    return digest.digest()
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _tensors(file: BinaryIO, file_bytes: int) -> Iterator[tuple[str, int, int]]:

@@ -1,7 +1,7 @@
 """Digests of weight files that are made in a thread, while the engine loads the same files.
 
-Both read through the page cache, so a device below is read once. One thread only, because loading wants the processors.
-What it has not done when the engine has loaded is done then, with all processors.
+For loaders that read through the page cache: a device below is read once then. One thread only, because loading wants
+the processors. What it has not done when the engine has loaded is done then, with all processors.
 
 The thread decides nothing. It fills a memo, in which every file counts with its identity at that moment: whoever asks
 the memo later gets a digest only for files that still are what they were.

@@ -27,8 +27,8 @@ from kvbm.runtime_dir import is_ours, make_own_dir, read_private, replace_privat
 log = logging.getLogger("kvbm.weights")
 
 WAIT_S = 120.0
-"""For so long the digests that others make are waited for, all together. It is time for 12 GB at 100 MB/s; whoever
-takes longer hangs, or reads from a device that two readers would not make slower."""
+"""For so long one memo waits for the digests that others make, all of its waits together. It is time for 12 GB at
+100 MB/s; whoever takes longer hangs, or reads from a device that two readers would not make slower."""
 
 _ENTRIES_MAX = 10_000
 _VERSION = "2"
@@ -63,6 +63,7 @@ class WeightsMemo:
         self._locks = ByteLocks(path.with_suffix(".lock"), clock, sleep)
         self._known: dict[str, str] = {}
         self._merge_wait_s = _MERGE_WAIT_S
+        self._wait_left_s = WAIT_S
         self._in_use = True
         self._read()
 
@@ -75,16 +76,25 @@ class WeightsMemo:
                 found[path] = self._digest(path, self._clock())
             except LockBusy:
                 busy.append(path)
-        until_s = self._clock() + WAIT_S
         for path in busy:
-            try:
-                found[path] = self._digest(path, until_s)
-            except LockBusy:
-                log.warning(
-                    "another process makes the digest of %s for %g s; not waiting for it", path, WAIT_S
-                )
-                found[path] = self._made(path)
+            found[path] = self._awaited(path)
         return [found[path] for path in paths]
+
+    def _awaited(self, path: Path) -> str:
+        """A digest that another process makes, or that is made here once this memo has waited for long enough."""
+        began_s = self._clock()
+        try:
+            return self._digest(path, began_s + self._wait_left_s)
+        except LockBusy:
+            log.warning(
+                "another process makes the digest of %s, and others were waited for %g s: it is made here too",
+                path,
+                WAIT_S,
+            )
+            self._wait_left_s = 0.0
+            return self._made(path)
+        finally:
+            self._wait_left_s = max(0.0, self._wait_left_s - (self._clock() - began_s))
 
     def _digest(self, path: Path, until_s: float) -> str:
         """Raises LockBusy when another process still makes this digest at `until_s`."""

@@ -190,6 +190,7 @@ def test_a_call_that_changes_nothing_costs_nothing(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_updates_of_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
     """Each rank samples and counts its own weights. Their shards are overwritten alike, so the texts are their own."""
 

@@ -21,6 +21,7 @@ import kvbm
 from kvbm.observe.metric_kinds import MetricKind
 from kvbm.observe.metric_table import TABLE
 from kvbm.protocol import Lookup, LookupReply
+from kvbm.settings import variable
 from rigs.admin import Engine
 from rigs.checkout import ROOT
 from rigs.library import NAMESPACE, layout
@@ -111,8 +112,8 @@ def answers(prometheus: Prometheus, panel: Panel) -> list[list[float]]:
     """The values behind each query of a panel, as Grafana would ask for them."""
     chosen = {"$job": ".*", "$instance": ".*", WINDOW: "30s"}
     asked = [query.expression for query in panel.queries]
-    for variable, value in chosen.items():
-        asked = [expression.replace(variable, value) for expression in asked]
+    for placeholder, value in chosen.items():
+        asked = [expression.replace(placeholder, value) for expression in asked]
     return [prometheus.query(expression) for expression in asked]
 
 
@@ -190,6 +191,23 @@ def test_compose_mounts_what_is_there() -> None:
     assert json.loads(transfer)["kv_connector_module_path"] == "kvbm.vllm_integration.connector"
     for path in ("provisioning/datasources/prometheus.yml", "provisioning/dashboards/kvbm.yml"):
         assert yaml.safe_load((DEPLOY / "grafana" / path).read_text())["apiVersion"] == 1
+
+
+@pytest.mark.parametrize(("name", "engines"), [("compose.yml", 1), ("dynamo.yml", 2)])
+def test_digests_of_weights_outlive_the_containers_of_compose(name: str, engines: int) -> None:
+    """The runtime directory is a folder in a named volume: the volume itself has a mode that we do not choose."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    composed = yaml.safe_load((DEPLOY / "compose" / name).read_text())
+    set_in = [
+        service
+        for service in composed["services"].values()
+        if "DYN_KVBM_CPU_CACHE_GB" in service.get("environment", ())
+    ]
+    assert len(set_in) == engines
+    for service in set_in:
+        mounts = {path: volume for volume, _, path in (mount.partition(":") for mount in service["volumes"])}
+        runtime_dir = Path(service["environment"][variable("runtime_dir")])
+        assert mounts[str(runtime_dir.parent)] in composed["volumes"]
 
 
 def test_compose_with_dynamo_is_whole() -> None:

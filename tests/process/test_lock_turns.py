@@ -18,6 +18,7 @@ import pytest
 
 from kvbm.clock import ManualClock
 from kvbm.errors import KvbmError
+from kvbm.open_file_locks import set_lock
 from kvbm.protocol import PROTOCOL_VERSION, Welcome
 from kvbm.transfer.cuda import lock_turns
 from kvbm.transfer.cuda.lock_turns import TURN_S_MAX, LockTurns
@@ -212,13 +213,13 @@ def test_a_lock_on_what_was_handed_over_would_exclude_nobody(memory: int) -> Non
         own = LockTurns(memory)
         assert not own.take(lock_turns.TURN)
         own.close()
-    lock = lock_turns._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, lock_turns.TURN, 1, 0)
-    script = f"import fcntl; fcntl.fcntl({memory}, fcntl.F_OFD_SETLK, {lock!r}); print('mine')"
-    fcntl.fcntl(memory, fcntl.F_OFD_SETLK, lock)
+    lock = (memory, fcntl.F_WRLCK, lock_turns.TURN)
+    script = f"from kvbm.open_file_locks import set_lock; print(set_lock(*{lock!r}))"
+    assert set_lock(*lock)
     child = subprocess.run(
         [sys.executable, "-c", script], pass_fds=[memory], capture_output=True, timeout=DEADLINE_S, check=True
     )
-    assert child.stdout == b"mine\n"
+    assert child.stdout == b"True\n"
 
 
 def test_a_rank_on_a_cuda_device_takes_turns_at_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from itertools import chain, repeat
 from pathlib import Path
 
 import blake3
@@ -223,19 +224,57 @@ def test_the_digest_of_a_checkpoint_is_the_same_for_ever(tensors: Path) -> None:
     assert digest(tensors) == "47f684b68a0750ca356e097b7c9a85c11709a08acdef1301c0e668536af28185"
 
 
-def test_beside_a_load_one_thread_works_and_all_do_from_its_end_on(
-    tensors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[int] = []
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each digest that is begun, in how many threads it is made. This machine has four processors."""
+    begun: list[int] = []
 
     def noting(max_threads: int) -> blake3.blake3:
-        threads.append(max_threads)
+        begun.append(max_threads)
         return blake3.blake3(max_threads=max_threads)
 
     noting.AUTO = blake3.blake3.AUTO  # type: ignore[attr-defined]
     monkeypatch.setattr(weights, "blake3", noting)
-    loading = iter((True, False))
-    digest_by(open_memo(tmp_path / "memo.json", beside=lambda: next(loading)), [tensors])
+    monkeypatch.setattr(weights, "_processors", lambda: 4)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("piece_bytes", "pieces_beside", "anew"),
+    [(2_000_000, 2, True), (2_000_000, 4, False), (TENSOR_BYTES, 1, False)],
+    ids=["most of it is left", "little of it is left", "nothing of it is left"],
+)
+def test_a_load_that_ends_while_a_tensor_is_read(
+    piece_bytes: int,
+    pieces_beside: int,
+    anew: bool,
+    tensors: Path,
+    tmp_path: Path,
+    threads: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One thread works beside the load. From its end on all do, unless the thread is done sooner."""
+    right = digest(tensors)
+    threads.clear()
+    monkeypatch.setattr(weights, "_PIECE_BYTES", piece_bytes)
+    loading = chain(repeat(True, pieces_beside), repeat(False))
+    memo = open_memo(tmp_path / "beside.json", beside=lambda: next(loading))
+    assert digest_by(memo, [tensors]) == right
+    first, second = [1, blake3.blake3.AUTO] if anew else [1], [1, blake3.blake3.AUTO]
+    assert threads == first + second
+
+
+def test_a_load_that_ends_while_a_file_of_another_form_is_read(
+    tmp_path: Path, threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(random.Random(2).randbytes(TENSOR_BYTES))
+    right = digest(path)
+    threads.clear()
+    monkeypatch.setattr(weights, "_PIECE_BYTES", 1_000_000)
+    loading = chain(repeat(True, 3), repeat(False))
+    memo = open_memo(tmp_path / "beside.json", beside=lambda: next(loading))
+    assert digest_by(memo, [path]) == right
     assert threads == [1, blake3.blake3.AUTO]
 
 

@@ -155,6 +155,18 @@ def test_a_holder_that_hangs_is_waited_for_so_long_and_no_longer(
     assert str(files[0]) in caplog.text
 
 
+def test_all_waits_of_a_memo_together_are_bounded(
+    holder: subprocess.Popen[str], memo_path: Path, files: list[Path]
+) -> None:
+    """As for a model and its draft model, whose files are asked for one location after the other."""
+    maker, clock = Maker(), ManualClock()
+    memo = WeightsMemo(memo_path, maker, clock, clock.advance)
+    with ByteLocks(memo_path.with_suffix(".lock")).held(weights_memo._identity(files[1].stat()), 0.0):
+        assert [*memo.digests(files[:1]), *memo.digests(files[1:])] == right(files)
+    assert maker.made == ["one", "two"]
+    assert WAIT_S <= clock() < WAIT_S + 1
+
+
 def test_entries_of_two_processes_that_began_together_are_all_kept(
     memo_path: Path, files: list[Path]
 ) -> None:

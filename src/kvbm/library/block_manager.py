@@ -51,6 +51,9 @@ class BlockManager:
     that works, else the log says why not; `"off"`; `"GDS"` or `"GDS_MT"`, directly or not at all; `"POSIX"`, the same
     path with plain memory, for KV caches on the CPU. `device` names the GPU, "" the present one.
 
+    `huge_pages` asks the kernel for huge pages of host memory, or, when False, for none; `DYN_KVBM_HUGE_PAGES` says
+    nothing here.
+
     Raises SettingsError when a size, a directory, a policy or a backend cannot be used.
     """
 
@@ -68,6 +71,7 @@ class BlockManager:
         staging: str | int = "512MB",
         disk_direct: str = "auto",
         device: str = "",
+        huge_pages: bool = True,
         clock: Clock = monotonic,
     ) -> None:
         if disk is not None and namespace is None:
@@ -85,6 +89,7 @@ class BlockManager:
             staging=staging,
             disk_direct=disk_direct,
             device=device,
+            huge_pages=huge_pages,
         )
         self._begin(layout, namespace or Namespace(model="library", fields=(("layout", repr(layout)),)))
         self._backend: Backend | None = LocalSpace(options, layout, self.namespace, self.metrics, clock)

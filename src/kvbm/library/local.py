@@ -60,6 +60,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     staging: str | int
     disk_direct: str
     device: str
+    huge_pages: bool
 
 
 @dataclass(eq=False)
@@ -106,6 +107,7 @@ class LocalSpace:
             setting=DiskSetting(root="disk_dir", size="disk", as_set=options.disk, unowned=""),
             direct=options.disk_direct,
             device=options.device,
+            huge_pages=options.huge_pages,
         )
         arena, tier, self._device_slots = self._open_tiers(wanted, options.host, options.disk)
         try:
@@ -250,7 +252,13 @@ class LocalSpace:
             raise SettingsError(
                 "disk_direct", wanted.direct, "with host=None: else blocks lie in host memory anyway"
             )
-        arena = HostArena(self._layout, wanted.slot_count, limit_bytes=container_limit_bytes(), field="host")
+        arena = HostArena(
+            self._layout,
+            wanted.slot_count,
+            limit_bytes=container_limit_bytes(),
+            field="host",
+            huge_pages=wanted.huge_pages,
+        )
         arena.touch(0)
         if disk is None:
             return arena, None, None

@@ -42,6 +42,7 @@ class StagingOptions(msgspec.Struct, frozen=True, kw_only=True):
     setting: DiskSetting = AS_PARAMETERS
     direct: str
     device: str
+    huge_pages: bool = True
 
 
 class Staging(NamedTuple):
@@ -128,7 +129,13 @@ def _open_direct(
 def _open_through_host(
     options: StagingOptions, layout: BlockLayout, namespace: Namespace, clock: Clock
 ) -> Staging:
-    arena = HostArena(layout, options.slot_count, limit_bytes=container_limit_bytes(), field="staging")
+    arena = HostArena(
+        layout,
+        options.slot_count,
+        limit_bytes=container_limit_bytes(),
+        field="staging",
+        huge_pages=options.huge_pages,
+    )
     arena.touch(0)
     try:
         tier = open_disk_tier(

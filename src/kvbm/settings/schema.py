@@ -181,7 +181,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting("DYN_KVBM_HUGE_PAGES", "--huge-pages", ours=True, reader="both"),
         "ask the kernel for huge pages of host memory, or, when off, for none: each process asks for its own view, so "
-        "set it for the manager and for the engines",
+        "set it for the manager and for the engines (a program's own BlockManager has the argument huge_pages)",
     ] = True
     staging_bytes: Annotated[
         int,

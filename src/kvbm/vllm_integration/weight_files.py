@@ -46,6 +46,10 @@ _FILE_FORMATS = (
 )
 """Loaders that read the model's own files. Only this engine can name the weights of another loader."""
 
+_PAST_THE_PAGE_CACHE = frozenset({"fastsafetensors", "instanttensor", "runai_streamer"})
+"""Those of them that may read past the page cache. Digests made beside such a load would read the device a second time,
+while the load wants all of it."""
+
 _beside: WeightsBeside | None = None
 """Of the engine that this process loads now, or loaded last."""
 
@@ -70,7 +74,9 @@ def begin(vllm_config: Any) -> None:
     """Begin to digest the weights, if this rank will be asked for the digest and they lie in files."""
     global _beside
     extra = next(_extra_configs(vllm_config.kv_transfer_config), None)
-    if extra is None or not reads_the_files(vllm_config.parallel_config) or _loader(vllm_config) == "dummy":
+    if extra is None or not reads_the_files(vllm_config.parallel_config):
+        return
+    if _loader(vllm_config) in ("dummy", *_PAST_THE_PAGE_CACHE):
         return
     _, locations = _files(vllm_config)
     known = [location for location in locations if location is not None]

@@ -375,3 +375,23 @@ def test_which_device_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_device("cuda:1") == torch.device("cuda", 1)
     assert cuda_device("cpu") == "cpu is no CUDA device"
     assert "gpu9" in str(cuda_device("gpu9"))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("host", ["1MB", None], ids=["host memory", "staging"])
+def test_huge_pages_are_asked_for_or_refused(
+    host: str | None, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[bool] = set()
+    monkeypatch.setattr("kvbm.tiers.host.advise_huge_pages", lambda region, wanted: asked.add(wanted))
+    kvbm.BlockManager(
+        layout(),
+        host=host,
+        disk="4MB",
+        disk_dir=str(tmp_path),
+        namespace=NAMESPACE,
+        staging="1MB",
+        disk_direct="off",
+        huge_pages=wanted,
+    ).close()
+    assert asked == {wanted}

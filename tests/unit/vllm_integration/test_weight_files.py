@@ -121,6 +121,17 @@ def test_a_rank_that_will_not_be_asked_begins_nothing(
     assert made == []
 
 
+@pytest.mark.parametrize("load_format", ["fastsafetensors", "instanttensor", "runai_streamer"])
+def test_beside_a_loader_that_reads_past_the_page_cache_nothing_is_begun(
+    load_format: str, model: Path, tmp_path: Path, made: list[str]
+) -> None:
+    """The device would be read twice at one time. After the load the files are digested as ever."""
+    assert not initialized(config(model, load_format=load_format))
+    assert made == []
+    name = weights_name(config(model, load_format=load_format), tmp_path / "run" / "weights.json")
+    assert name == weights_digest([model], tmp_path / "fresh" / "weights.json")
+
+
 def test_a_configuration_that_we_cannot_read_does_not_end_the_rank() -> None:
     assert not initialized(SimpleNamespace())
 

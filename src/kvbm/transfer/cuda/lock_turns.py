@@ -13,13 +13,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvbm.clock import Clock
+from kvbm.open_file_locks import set_lock
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ POLL_S = 0.01
 
 TURN, NEXT = 0, 1
 """The bytes whose locks are the turn, and the place of the process that is next."""
-_FLOCK = struct.Struct("hhqqi4x")
-"""The kernel's `struct flock`: type, whence, first byte, bytes, and a process, which locks of open files leave 0."""
 
 
 class LockTurns:
@@ -89,17 +87,11 @@ class LockTurns:
     def take(self, place: int) -> bool:
         """Take the lock of TURN or of NEXT, if no other process has it."""
         try:
-            self._set(fcntl.F_WRLCK, place)
-        except BlockingIOError:
-            return False
+            return set_lock(self._fd, fcntl.F_WRLCK, place)
         except OSError as error:
             _log.debug("pages are locked without taking turns: %s", error)
             self.close()
             return False
-        return True
 
     def _unlock(self, place: int) -> None:
-        self._set(fcntl.F_UNLCK, place)
-
-    def _set(self, kind: int, place: int) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0))
+        set_lock(self._fd, fcntl.F_UNLCK, place)
