@@ -66,7 +66,7 @@ PARTS: dict[str, Part] = {
     "two-processes": Part(check_two_processes, 120, advice="give each engine a manager of its own"),
     "copies": Part(time_copies, 120),
     "both-ways": Part(time_both_ways, 60),
-    "loads-busy": Part(time_loads, 120),
+    "loads-busy": Part(time_loads, 180),
     "decode-mover": Part(time_decode, 120),
     "stores": Part(time_stores, 120),
     "layers": Part(check_layerwise, 90, advice="leave DYN_KVBM_ONBOARD_MODE unset"),

@@ -11,6 +11,7 @@ import torch
 
 from gpu_beside import Steps, kv_of, large_model, step_of
 from gpu_rig import PREPARED_S, Sizes, Trial, shared_arena, untouched_arena, views
+from gpu_rows import Result
 from kvbm.transfer import Copier, DeviceCache
 from kvbm.transfer.cuda.copier import CudaCopier
 
@@ -116,6 +117,7 @@ def time_replays(trial: Trial) -> None:
     arena = untouched_arena(sizes.arena_bytes // sizes.block_bytes, sizes.block_bytes)
     replays = REPLAYS if rig.cuda else 20
     alone = seconds_of(steps, replays, lambda: False)
+    tell_steps(result, "alone", alone)
     # By a way that is named nothing is measured at the start: only the page locks are beside the steps.
     with rig.copier(cache, arena, rig.methods[0], prepared=False) as copier:
         copier.begin_store([(0, 0)], copier.mark()).wait()
@@ -123,13 +125,15 @@ def time_replays(trial: Trial) -> None:
         beside = seconds_of(steps, LOCKING_REPLAYS_MAX if rig.cuda else replays, all_locked(copier))
         took_s = time.perf_counter() - begun_s
         if isinstance(copier, CudaCopier):
+            if copier.locks.refusal:
+                result.leave_out("decode steps beside page locks", copier.locks.refusal)
+                return
             result.add("steps beside page locks, that took", took_s, "s")
             result.add("steps beside page locks, locked", copier.locks.locked_slots, f"of {len(arena)} slots")
             result.check("there were steps while pages were locked", len(beside) > 10)
-    for title, times in (("alone", alone), ("beside page locks", beside)):
-        result.add(f"decode step {title}, median", quantile(times, 0.5) * 1e3, "ms")
-        result.add(f"decode step {title}, 99th percentile", quantile(times, 0.99) * 1e3, "ms")
-        result.add(f"decode step {title}, slowest", max(times) * 1e3, "ms")
+    if not beside:
+        return
+    tell_steps(result, "beside page locks", beside)
     result.add(
         "decode step beside page locks, median", quantile(beside, 0.5) / quantile(alone, 0.5), "× alone"
     )
@@ -156,7 +160,14 @@ def seconds_of(steps: Steps, most: int, over: Callable[[], bool]) -> list[float]
         begun_s = time.perf_counter()
         steps.run(1)
         times.append(time.perf_counter() - begun_s)
-    return times or [float("nan")]
+    return times
+
+
+def tell_steps(result: Result, title: str, times: Sequence[float]) -> None:
+    """What the steps took."""
+    result.add(f"decode step {title}, median", quantile(times, 0.5) * 1e3, "ms")
+    result.add(f"decode step {title}, 99th percentile", quantile(times, 0.99) * 1e3, "ms")
+    result.add(f"decode step {title}, slowest", max(times) * 1e3, "ms")
 
 
 def quantile(times: Sequence[float], share: float) -> float:

@@ -27,7 +27,8 @@ DELAY_CYCLES = 5_000_000  # some 3 ms
 class Sizes:
     """How much is moved. `blocks` of `layers × heads × piece` bytes, in a cache and an arena of twice as many.
 
-    `load_blocks` are those of one long load, and `repeats` is how often the same copy is begun.
+    `load_blocks` are those of one long load, on a card several windows of `kvbm.worker.loading`. `repeats` is how often
+    the same copy is begun.
     """
 
     layers: int = 28
@@ -36,7 +37,7 @@ class Sizes:
     blocks: int = 64
     arena_bytes: int = 8 << 30
     untouched_bytes: int = 1 << 30
-    load_blocks: int = 512
+    load_blocks: int = 2048
     repeats: int = 100
     tokens: int = 2000
     steps: int = 30

@@ -1,17 +1,18 @@
 """How fast loads go while the engine's thread needs the interpreter too: the rank's own copying thread, over a link
 that is simulated.
 
-The link moves 50 GB/s, one piece behind the other. Beginning a piece takes 0.3 µs for each run of bytes in it, without
-the interpreter, as a call into a driver does. A load has 4 GB, in blocks of 2 MB. What is measured is how this thread
-and the engine's take turns; it needs no GPU, and says nothing about one.
+The link moves 50 GB/s, one copy behind the other. Addresses are made, and cut into calls, as for a CUDA driver that
+takes batches; a call takes 0.3 µs for each run of bytes in it, without the interpreter. A load has 4 GB, in blocks of
+2 MB. What is measured is how this thread and the engine's take turns; it needs no GPU, and says nothing about one.
 
-python -m benchmarks.load_windows [--runs 32] [--rounds 7] [--piece-mb 16 64 256]
+python -m benchmarks.load_windows [--rounds 7] [--runs 1 32] [--piece-mb 64 256] [--window-mb 1024]
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import statistics
 import sys
@@ -20,12 +21,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from kvbm.client.finder import ManagerFinder
 from kvbm.present.tables import console, plain_table, save_json
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
 from kvbm.step_plan import LoadPlan
+from kvbm.transfer.cuda.driver import BATCH_PIECES_MAX
+from kvbm.transfer.cuda.pieces import Pieces, SlotRows, batches_of
 from kvbm.worker import Mover, loading
 from kvbm.worker.jobs import LoadJob
 from kvbm.worker.mapping import Mapping, Mark
@@ -54,6 +59,19 @@ class OnLink:
         time.sleep(max(0.0, self._end_s - time.perf_counter()))
 
 
+def block_of(runs: int) -> Pieces:
+    """A block in so many runs of bytes of one size, as far apart on the device as if every layer had them."""
+    size = BLOCK_BYTES // runs
+    offset = np.arange(runs, dtype=np.uint64) * np.uint64(size)
+    return Pieces(
+        device=offset * np.uint64(LOAD_BLOCKS),
+        block_stride=np.full(runs, size, dtype=np.uint64),
+        slot_offset=offset,
+        size=np.full(runs, size, dtype=np.uint64),
+        region=np.zeros(runs, dtype=np.uint64),
+    )
+
+
 class SimulatedDevice:
     """A mapping and its copier; `runs` of bytes make up a block."""
 
@@ -63,7 +81,7 @@ class SimulatedDevice:
 
     def __init__(self, runs: int) -> None:
         self.copier = self
-        self._runs = runs
+        self._block = block_of(runs)
         self._free_s = 0.0
 
     def adopt_thread(self) -> None:
@@ -74,9 +92,10 @@ class SimulatedDevice:
         return sum(generation == 0 for _, generation in zip(slots, generations, strict=True))
 
     def begin_load(self, pairs: Sequence[tuple[int, int]], after: Any, layer: str | None = None) -> OnLink:
-        _without_interpreter.usleep(int(len(pairs) * self._runs * BEGIN_RUN_S * 1e6))
-        begun_s = max(self._free_s, time.perf_counter())
-        self._free_s = begun_s + len(pairs) * BLOCK_BYTES / LINK_BYTES_PER_S
+        for batch in batches_of(self._block, pairs, SlotRows(0, BLOCK_BYTES), BATCH_PIECES_MAX):
+            _without_interpreter.usleep(int(len(batch.size) * BEGIN_RUN_S * 1e6))
+            begun_s = max(self._free_s, time.perf_counter())
+            self._free_s = begun_s + int(batch.size.sum()) / LINK_BYTES_PER_S
         return OnLink(self._free_s)
 
     def close(self) -> None:
@@ -187,36 +206,58 @@ def measure(engine: Callable[[], None], runs: int, rounds: int) -> float:
             beside.join()
 
 
-def main() -> int:
-    """Measure and print."""
+class Case(NamedTuple):
+    """One way to load; `runs` of bytes make up a block."""
+
+    runs: int
+    piece_mb: int
+    window_mb: int
+
+
+def measure_all(cases: Sequence[Case], rounds: int) -> Iterator[tuple[Case, dict[str, float]]]:
+    """The share of the link's speed that each case reaches, beside each kind of engine's thread."""
+    first = loading.FIRST_PIECE_BYTES
+    for case in cases:
+        loading.PIECE_BYTES = case.piece_mb << 20
+        loading.FIRST_PIECE_BYTES = min(first, loading.PIECE_BYTES)
+        loading.WINDOW_BYTES = case.window_mb << 20
+        yield (
+            case,
+            {name: measure(engine, case.runs, rounds) / LINK_BYTES_PER_S for name, engine in ENGINES.items()},
+        )
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--runs", type=int, default=32, help="runs of bytes in a block (default: %(default)s)"
-    )
+    pieces, windows = [loading.PIECE_BYTES >> 20], [loading.WINDOW_BYTES >> 20]
     parser.add_argument("--rounds", type=int, default=7, help="loads each (default: %(default)s)")
-    pieces = [loading.PIECE_BYTES >> 20]
+    parser.add_argument("--runs", type=int, nargs="+", default=[32], help="runs of bytes in a block")
     parser.add_argument("--piece-mb", type=int, nargs="+", default=pieces, help="sizes of pieces, in MiB")
+    parser.add_argument("--window-mb", type=int, nargs="+", default=windows, help="windows, in MiB")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
-    options = parser.parse_args()
-    rows: dict[str, dict[str, float]] = {}
-    for piece in options.piece_mb:
-        loading.PIECE_BYTES = piece << 20
-        loading.FIRST_PIECE_BYTES = min(loading.FIRST_PIECE_BYTES, piece << 20)
-        rows[f"{piece} MiB"] = {
-            name: measure(engine, options.runs, options.rounds) / LINK_BYTES_PER_S
-            for name, engine in ENGINES.items()
-        }
-    title = f"loads of 4 GB, of the simulated link's speed ({options.runs} runs of bytes in a block)"
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure every combination and print."""
+    options = parsed()
+    cases = [Case(*case) for case in itertools.product(options.runs, options.piece_mb, options.window_mb)]
+    words = ("runs of", "pieces of", "window of")
     table = plain_table(
-        ("pieces of", *(f"engine {name}" for name in ENGINES)), words=("pieces of",), title=title
+        (*words, *ENGINES), words=words, title="loads of 4 GB, of the simulated link's speed, by engine"
     )
-    for piece, values in rows.items():
-        table.add_row(piece, *(f"{value:.2f}" for value in values.values()))
+    rows: list[dict[str, Any]] = []
+    for case, shares in measure_all(cases, options.rounds):
+        run_kb = BLOCK_BYTES // case.runs >> 10
+        sizes = (f"{run_kb} KiB", f"{case.piece_mb} MiB", f"{case.window_mb} MiB")
+        table.add_row(*sizes, *(f"{share:.2f}" for share in shares.values()))
+        rows.append({**case._asdict(), "of the link": shares})
     console().print(table)
     if options.output:
-        save_json({"runs": options.runs, "of the link": rows}, options.output)
+        save_json({"rows": rows}, options.output)
     return 0
 
 

@@ -106,7 +106,8 @@ def test_with_our_dependencies_it_runs_the_worker_and_the_engine_too(tmp_path: P
     assert values["first token after 128 tokens, from host memory"] > 0
     assert values["24 blocks loaded by the worker, the engine's thread bound to Python"] > 0
     assert "decode step, 8 blocks stored beside each by the worker, 4 KiB pieces (LHBNC)" in values
-    assert parts["loads-busy"]["checks"] == 2
+    assert parts["loads-busy"]["checks"] == 4
+    assert values["24 blocks loaded by the worker, 4 KiB pieces (LHBNC), the engine's thread idle"] > 0
     # The verdict is on what a busy interpreter leaves, and on long loads alone.
     barred = [row["what"] for row in parts["loads-busy"]["rows"] if row["bar"] is not None]
     assert barred == [

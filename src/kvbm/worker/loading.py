@@ -1,11 +1,11 @@
 """Loads that are being copied: all that is ready is begun at once, as far as a window of bytes allows.
 
-A load is copied in pieces, each with an end of its own, so that a slot that changed hands costs the blocks behind it
-and no more, and so that the window moves on before all of it has been copied. Pieces are large: the thread that begins
-them needs the interpreter again after each, and an engine that computes in Python lets go of it every few milliseconds
-(`docs/decisions/0033-windows-of-bytes.md` has what that costs). The first one is smaller, so that the link begins to
-move bytes while the second one is being begun. Nothing here waits for a copy, but for `end_all`. Owned by the mover's
-thread.
+A load is copied in pieces, each with an end of its own, so that the window moves on before all of it has been copied.
+Pieces are large: the thread that begins them needs the interpreter again after each, and an engine that computes in
+Python lets go of it every few milliseconds (`docs/decisions/0033-windows-of-bytes.md` has what that costs). Whatever
+their size, slots are looked at one by one, and one that changed hands costs the blocks behind it and no more. The first
+piece is smaller, so that the link begins to move bytes while the second one is being begun. Nothing here waits for a
+copy, but for `end_all`. Owned by the mover's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ log = logging.getLogger("kvbm.worker")
 FIRST_PIECE_BYTES = 64 << 20
 """Begun in one go where nothing is under way; so are all pieces on a CPU, where beginning one is copying it."""
 PIECE_BYTES = 256 << 20
-"""Begun in one go behind others. At 50 GB/s that is 5 ms, in which this thread has the interpreter again."""
+"""Begun in one go behind others: where runs of bytes have 64 KiB that is one full call into the driver, so larger ones
+gain nothing. At 50 GB/s it is 5 ms of copying. A thread that computes in Python all the time holds this one up for
+longer than that, so beside it a load is slower than the link."""
 WINDOW_BYTES = 1 << 30
 """Begun and not over yet, of all loads together."""
 LOAD_STALL_S = 20.0
