@@ -39,7 +39,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(
 ) -> None:
     """The engine then serves without us."""
     monkeypatch.setattr(namespace, "_rank_part", lambda *_: RankPart())
-    monkeypatch.setattr(namespace, "_weights", lambda *_: "digest")
+    monkeypatch.setattr(namespace, "weights_name", lambda *_: "digest")
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, world_size=1))
     with pytest.raises(KvbmError, match="could not be found out: AttributeError"):
         engine_namespace(config, SimpleNamespace(), "layout", tmp_path / "memo")

@@ -40,6 +40,7 @@ class Runner:
             epoch=1,
             layers=layers,
             copier=self.bench.copier,
+            slot_bytes=self.bench.arena.stride(0),
             intact=lambda slots, generations: len(slots),
             close=lambda: None,
         )
