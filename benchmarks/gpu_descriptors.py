@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -40,8 +41,8 @@ def sweep_descriptors(trial: Trial) -> None:
             what = f"{count} pieces of {size // 1024} KiB, {method}"
             with rig.copier(cache, arena, method) as copier:
                 for direction, begin in (
-                    ("down", lambda: copier.begin_store(pairs)),  # noqa: B023  # called in this turn
-                    ("up", lambda: copier.begin_load(pairs)),  # noqa: B023
+                    ("down", partial(copier.begin_store, pairs)),
+                    ("up", partial(copier.begin_load, pairs)),
                 ):
                     title = f"{what}, {direction}"
                     result.begin(title)

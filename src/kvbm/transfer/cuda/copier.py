@@ -43,23 +43,26 @@ class CudaCopying(NamedTuple):
     staged: Future[None] | None = None
 
     def done(self) -> bool:
-        if self.staged is not None:
-            if not self.staged.done():
-                return False
-            _result(self.staged)
+        if self.staged is not None and not self.staged.done():
+            return False
         try:
-            return self.event is None or bool(self.event.query())
+            if self.event is not None and not self.event.query():
+                return False
         except RuntimeError as error:
             raise DeviceLost(first_line(error)) from error
+        # Last: whoever hears of an error takes it that nothing is under way.
+        _raise_of(self.staged)
+        return True
 
     def wait(self) -> None:
         if self.staged is not None:
-            _result(self.staged)
+            futures.wait([self.staged])
         try:
             if self.event is not None:
                 self.event.synchronize()
         except RuntimeError as error:
             raise DeviceLost(first_line(error)) from error
+        _raise_of(self.staged)
 
 
 class CudaCopier:
@@ -198,20 +201,20 @@ class CudaCopier:
         locked = [pair for pair in pairs if pair[1] < locked_slots]
         unlocked = [pair for pair in pairs if pair[1] >= locked_slots]
         with self._device.active():
-            after, event = after if after is not None else self.mark(), None
+            after, event, staged = after if after is not None else self.mark(), None, None
             try:
                 if locked or not unlocked:
                     stream.wait(after)
                     method.begin(pieces, locked, self._slots, to_device=to_device, stream=stream)
                     event = stream.record()
+                if unlocked:
+                    staged = self._staging.begin(pieces, unlocked, after, to_device=to_device)
             except BaseException as error:
                 # Some copies may be under way: the caller frees their memory as soon as it gets the error.
                 drain(stream)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error
                 raise
-        # Last: nothing can fail any more, and so leave these copies under way behind an error.
-        staged = self._staging.begin(pieces, unlocked, after, to_device=to_device) if unlocked else None
         return CudaCopying(event, staged)
 
     def _first_choice(self, name: str) -> tuple[Choice, dict[str, Method], Method]:
@@ -261,10 +264,11 @@ class CudaCopier:
             self._locks.run()
 
 
-def _result(staged: Future[None]) -> None:
-    """Wait for copies through rows, and raise what they raised."""
+def _raise_of(staged: Future[None] | None) -> None:
+    """Raise what copies through rows, which are over, have raised."""
     try:
-        staged.result()
+        if staged is not None:
+            staged.result()
     except CudaError as error:
         if error.lost:
             raise DeviceLost(str(error)) from error

@@ -124,6 +124,32 @@ def test_copies_of_slots_that_are_not_locked_keep_nobody_waiting() -> None:
     bench.close()
 
 
+def test_when_copies_through_the_buffer_fail_the_others_are_over_before_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever hears of it overwrites the blocks: a copy that still ran would write into what comes next."""
+    model = Model()
+    model.refuse_locks_from = 2
+    bench = new_bench(model).prepared()
+
+    def fail(*_: object, **__: object) -> None:
+        raise CudaError("cuMemcpyBatchAsync", 1, "CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(bench.copier._staging, "_copy", fail)
+    gate = model.hold_up()
+    mixed = bench.copier.begin_load([(0, 0), (1, 7)], bench.copier.mark())
+    assert mixed.staged is not None
+    assert mixed.staged.exception(DEADLINE_S) is not None
+    assert mixed.done() is False, "the slot that is locked is being copied"
+    gate.set()
+    with pytest.raises(CudaError):
+        mixed.wait()
+    assert not model.copies_under_way()
+    with pytest.raises(CudaError):
+        mixed.done()
+    bench.close()
+
+
 def test_layers_are_loaded_through_the_buffer_too() -> None:
     model = Model()
     model.refuse_locks_from = 0
