@@ -31,6 +31,9 @@ from kvbm.transfer.device_cache import DeviceCache
 
 _log = logging.getLogger(__name__)
 
+HOLD_S_MAX = 60.0
+"""So long the engine's thread waits for copies that its stream cannot wait for."""
+
 
 class CudaCopying(NamedTuple):
     """Copies that were begun: over when the device has got to `event`, and those of unlocked slots have been `staged`;
@@ -141,11 +144,14 @@ class CudaCopier:
         return event
 
     def hold(self, copying: Copying) -> None:
-        """The calling thread's current stream waits; the thread waits for copies of slots that are not locked."""
+        """The calling thread's current stream waits; the thread waits for copies of slots that are not locked.
+
+        Raises RuntimeError where these take longer than `HOLD_S_MAX`.
+        """
         assert isinstance(copying, CudaCopying), copying
-        if copying.staged is not None:
-            # There is no event yet that the device could wait for. What became of it, its own waiters hear.
-            futures.wait([copying.staged])
+        # There is no event yet that the device could wait for. What became of it, its own waiters hear.
+        if copying.staged is not None and futures.wait([copying.staged], HOLD_S_MAX).not_done:
+            raise RuntimeError(f"copies of slots that are not page-locked take over {HOLD_S_MAX:g} s")
         if copying.event is not None:
             self._device.hold(copying.event)
 

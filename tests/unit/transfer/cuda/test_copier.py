@@ -15,6 +15,7 @@ from kvbm.clock import ManualClock
 from kvbm.errors import DeviceLost, KvbmError
 from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
+from kvbm.transfer.cuda import copier as cuda
 from kvbm.transfer.cuda import page_lock, staging
 from kvbm.transfer.cuda.copier import CudaCopier
 from kvbm.transfer.cuda.driver import CudaError
@@ -147,6 +148,21 @@ def test_when_copies_through_the_buffer_fail_the_others_are_over_before_it_is_to
     assert not model.copies_under_way()
     with pytest.raises(CudaError):
         mixed.done()
+    bench.close()
+
+
+def test_the_engine_waits_for_the_buffer_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "HOLD_S_MAX", 0.0)
+    model = Model()
+    model.refuse_locks_from = 0
+    bench = new_bench(model).prepared()
+    gate = model.hold_up()
+    staged = bench.copier.begin_store([(0, 0)], bench.copier.mark())
+    with pytest.raises(RuntimeError, match="not page-locked take over 0 s"):
+        bench.copier.hold(staged)
+    gate.set()
+    staged.wait()
+    bench.copier.hold(staged)
     bench.close()
 
 
