@@ -1,0 +1,1 @@
+"""G4: blocks in stores that many managers share, and in other managers' host memory."""
