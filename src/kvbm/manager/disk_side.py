@@ -16,9 +16,10 @@ from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
-from kvbm.manager.onboard import Onboarder
+from kvbm.manager.onboard import Onboarder, Rising
 from kvbm.manager.pool import TIER_OFF, SlotPool
 from kvbm.manager.slot_facts import SlotFacts
+from kvbm.manager.sources import DiskSource
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
@@ -32,9 +33,8 @@ CLOSE_S_MAX = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Retired:
-    """Host memory that was replaced, and the queues that wait for the reads and writes under way there."""
+    """The queues of host memory that was replaced, which wait for the reads and writes under way there."""
 
-    arena: HostArena
     onboarder: Onboarder
     offloader: Offloader[BlockKey]
 
@@ -61,6 +61,7 @@ class DiskSide:
     arena: HostArena
     names: EngineNames
     host_facts: SlotFacts
+    rising: dict[int, Rising]
     admission: AdmissionPolicy
     departures: Departures | None
     eviction: str
@@ -154,7 +155,7 @@ class DiskSide:
 
     def advance(self) -> bool:
         """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
-        self._end_retired()
+        self._retired = [each for each in self._retired if each.in_flight]
         again = self.onboarder.pump()
         if self.departures is not None:
             self.departures.advance(self.clock())
@@ -186,33 +187,25 @@ class DiskSide:
                 break
         self.void_emptied()
         self.medium.close(keep)
-        for each in self._retired:
-            each.arena.close()
 
     def replace_host(self, host: HostSide) -> None:
-        """Go over to other host memory. Reads and writes under way end in the memory before, which is closed then.
+        """Go over to other host memory. Reads and writes under way end in the memory before.
 
         No lease waits for a read. Blocks that wait to be written are, where they were carried over.
         """
         onboarder, offloader = self.onboarder, self.offloader
         onboarder.give_up()
-        self._retired.append(_Retired(self.arena, onboarder, offloader))
+        self._retired.append(_Retired(onboarder, offloader))
         self.host_pool, self.arena, self.names = host.pool, host.arena, host.names
-        self.host_facts, self.departures = host.facts, host.departures
+        self.host_facts, self.departures, self.rising = host.facts, host.departures, host.rising
         self._make_queues()
         self.offloader.queue.update(offloader.queue)
         offloader.queue.clear()
-        self._end_retired()
 
     @property
     def moving_out(self) -> bool:
         """Reads or writes are still under way in host memory that was replaced."""
-        return bool(self._retired)
-
-    def _end_retired(self) -> None:
-        for each in [each for each in self._retired if not each.in_flight]:
-            self._retired.remove(each)
-            each.arena.close_beside()
+        return any(each.in_flight for each in self._retired)
 
     def _index_anew(self) -> None:
         """Index what a medium that works again has brought back; what it has not is evicted."""
@@ -240,11 +233,11 @@ class DiskSide:
         self._make_queues()
 
     def _make_queues(self) -> None:
-        between = self.host_pool, self.pool
+        on_corrupt = lambda keys: self.departed.note(Tier.DISK, keys, CORRUPT)  # noqa: E731
         self.onboarder = Onboarder(
-            *between,
-            self.medium,
-            self.arena,
+            self.host_pool,
+            DiskSource(self.pool, self.medium, self.arena, on_corrupt),
+            self.rising,
             self.names,
             self.host_facts,
             self.metrics,
@@ -252,10 +245,10 @@ class DiskSide:
             self.on_progress,
             self._job_ids,
             self.brought_at_once,
-            lambda keys: self.departed.note(Tier.DISK, keys, CORRUPT),
         )
         self.offloader = Offloader(
-            *between,
+            self.host_pool,
+            self.pool,
             self,
             self.admission,
             self.metrics,

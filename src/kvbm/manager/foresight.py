@@ -180,8 +180,7 @@ class Foresight:
         return join_keys(grouping.keys(keys, grouping.run(end, start))) if start < end else b""
 
     def _read_s(self, session: KnownSession) -> float:
-        disk = self._tiers.disk
-        return disk.onboarder.read_s(len(session)) if disk is not None else 0.0
+        return self._tiers.below.read_s(len(session))
 
 
 def _beyond(session: KnownSession, keys: Sequence[BlockKey]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -11,6 +11,7 @@ from kvbm.block import BlockKey, Tier
 from kvbm.manager.departed import Departed
 from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.names import EngineNames
+from kvbm.manager.onboard import Rising
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.policy import make_policy
@@ -42,7 +43,8 @@ DEFAULT_OPTIONS = SpaceOptions()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSide:
-    """An arena with its index. `departures` is the policy of the pool where blocks are written on eviction."""
+    """An arena with its index. `departures` is the policy of the pool where blocks are written on eviction; `rising`
+    has the run that fills each slot out of a tier below."""
 
     arena: HostArena
     names: EngineNames
@@ -50,6 +52,7 @@ class HostSide:
     departures: Departures | None
     facts: SlotFacts
     held: HeldKeys
+    rising: dict[int, Rising] = field(default_factory=dict)
 
 
 def make_host_side(

@@ -1,4 +1,4 @@
-"""Lookups: find a chain in both tiers, pin what is in host memory, and bring up what is only on disk.
+"""Lookups: find a chain in all tiers, pin what is in host memory, and bring up what is only below it.
 
 A lookup of a long chain takes several turns of the manager's thread, so that nobody waits for it for long.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import or_
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ from kvbm.clock import Clock
 from kvbm.grouping import Grouping, sources_of_prompt
 from kvbm.hints import UNHINTED, ClientHint, Verdict
 from kvbm.layout import BlockLayout
-from kvbm.manager.disk_side import DiskSide
+from kvbm.manager.below import Below
 from kvbm.manager.hearing import word_of
 from kvbm.manager.leases import HoldTable, Lease, LeaseState, Owner
 from kvbm.manager.pool import SlotPool
@@ -70,7 +71,7 @@ class Lookups:
 
     layout: BlockLayout
     host_pool: SlotPool[BlockKey]
-    disk: DiskSide | None
+    below: Below
     leases: HoldTable[Lease]
     usage: Usage
     staging: bool
@@ -86,7 +87,7 @@ class Lookups:
     def begin(
         self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int, asker: ClientHint = UNHINTED
     ) -> LookingUp:
-        """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only on disk.
+        """Lease the longest run from `keys[skip]` on, and start bringing up its blocks that are only below.
 
         No lease when nothing was found, or the owner holds too many leases. While it is under way the lease can get
         shorter, and ends with its owner.
@@ -108,9 +109,9 @@ class Lookups:
         try:
             if lease.slots:
                 self.leases.add(lease)
-            if self.disk is not None:
-                for _ in self.disk.onboarder.bring_up(lease, wanted.before):
-                    self.disk.onboarder.pump()
+            if self.below:
+                for _ in self.below.bring_up(lease, wanted.before):
+                    self.below.pump()
                     yield
             if lease.slots and self.leases.get(owner, number) is not lease:  # it ended meanwhile
                 return Found(judged=judged)
@@ -121,8 +122,8 @@ class Lookups:
             self._note(wanted, kept, asker, lease.tenant)
             lease.boundary, lease.prompt_blocks = wanted.boundary, wanted.prompt_blocks or kept
             lease.advance()
-            if lease.slots and self.disk is not None:
-                self.disk.onboarder.pump()
+            if lease.slots:
+                self.below.pump()
         except BaseException:
             self._give_back(lease)
             raise
@@ -159,11 +160,11 @@ class Lookups:
             return None
         try:
             self.leases.add(lease)
-            if self.disk is not None:
-                for _ in self.disk.onboarder.bring_up(lease, before):
+            if self.below:
+                for _ in self.below.bring_up(lease, before):
                     pass
                 lease.advance()
-                self.disk.onboarder.pump()
+                self.below.pump()
         except BaseException:
             self._give_back(lease)
             raise
@@ -193,10 +194,7 @@ class Lookups:
     def _held(self, keys: list[BlockKey]) -> bytes:
         """Which of these blocks are resident in a tier, a byte each."""
         there = bytes(slot is not None for slot in self.host_pool.find_all(keys))
-        below = self.disk.pool_if_on if self.disk is not None else None
-        if below is not None:
-            there = bytes(map(or_, there, (slot is not None for slot in below.find_all(keys))))
-        return there
+        return bytes(map(or_, there, self.below.held(keys))) if self.below else there
 
     def _note(self, wanted: _Wanted, kept: int, asker: ClientHint, tenant: str | None) -> None:
         """Tell the policies of the request."""
@@ -220,8 +218,7 @@ class Lookups:
         self.leases.pop(lease.owner, lease.number)
         pinned = lease.pinned()
         lease.drop()
-        if self.disk is not None:
-            self.disk.onboarder.released()
+        self.below.released()
         with contextlib.suppress(Exception):  # what failed first is told
             self.host_pool.unlease_all(pinned)
 
@@ -230,35 +227,40 @@ class Lookups:
         slots = self.host_pool.find_leading(wanted)
         run = len(slots)
         sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
-        disk_pool = self.disk.pool_if_on if self.disk is not None else None
-        if run < len(wanted) and disk_pool is not None:
-            rest = wanted[run:]
-            on_host, on_disk = self.host_pool.find_all(rest), disk_pool.find_all(rest)
-            first = on_disk.index(None) if None in on_disk else len(rest)
-            if on_host.count(None) == len(rest):  # the common case without a step of Python per block
-                slots += [NO_SLOT] * first
-                sources += bytes((Tier.DISK,)) * first
-                states += bytes((LeaseState.ONBOARDING,)) * first
-                rest = []
-            for slot, below in zip(on_host, on_disk, strict=True) if rest else ():
-                if slot is None and below is None:
-                    break
-                slots.append(NO_SLOT if slot is None else slot)
-                sources.append(Tier.DISK if slot is None else Tier.HOST)
-                states.append(LeaseState.ONBOARDING if slot is None else LeaseState.PINNED)
+        rest = wanted[run:] if self.below else []
+        on_host = self.host_pool.find_all(rest)
+        # As few steps of Python as there are stretches of one kind.
+        start = 0
+        while start < len(rest):
+            absent = next((n for n in range(start, len(rest)) if on_host[n] is not None), len(rest))
+            tiers = self.below.leading(rest[start:absent])
+            slots += [NO_SLOT] * len(tiers)
+            sources += tiers
+            states += bytes((LeaseState.ONBOARDING,)) * len(tiers)
+            if start + len(tiers) < absent:
+                break
+            here = [slot for slot in takewhile(_is_here, on_host[absent:]) if slot is not None]
+            slots += here
+            sources += bytes((Tier.HOST,)) * len(here)
+            states += bytes((LeaseState.PINNED,)) * len(here)
+            start = absent + len(here)
         lease.keys, lease.slots = wanted[: len(slots)], slots
         lease.sources, lease.states = sources, states
         self.host_pool.lease_all(lease.pinned())
 
     def _account(self, sources: bytes, leased: bytes, queried: int) -> None:
         """Count a lookup: the prompt's blocks by `sources`, and the bytes of all blocks `leased` for them."""
-        hits, on_host = len(sources), sources.count(Tier.HOST)
+        hits = len(sources)
         self.metrics.add("kvbm_queried_blocks_total", queried)
         self.metrics.add("kvbm_lookups_total", outcome="hit" if hits else "miss")
-        for tier, blocks in (("host", on_host), ("disk", hits - on_host)):
-            self.metrics.add("kvbm_hit_blocks_total", blocks, tier=tier)
-        for tier, blocks in (("host", leased.count(Tier.HOST)), ("disk", leased.count(Tier.DISK))):
-            self.metrics.add("kvbm_hit_bytes_total", blocks * self.layout.block_bytes, tier=tier)
+        for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
+            name, size = tier.name.lower(), self.layout.block_bytes
+            self.metrics.add("kvbm_hit_blocks_total", sources.count(tier), tier=name)
+            self.metrics.add("kvbm_hit_bytes_total", leased.count(tier) * size, tier=name)
+
+
+def _is_here(slot: int | None) -> bool:
+    return slot is not None
 
 
 def advance(work: Generator[None, None, ResultT]) -> ResultT | None:

@@ -1,4 +1,4 @@
-"""Prefetches: blocks that are brought up from disk before an engine asks for them, below all that engines wait for.
+"""Prefetches: blocks that are brought up from below before an engine asks for them, below all that engines wait for.
 
 They queue apart from the reads of lookups. A *piece* of a few blocks at a time is read, and only while nobody waits for
 a read: so a lookup waits for one piece at most. Each piece is a lease of its own, which ends when it has arrived; from
@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
+from kvbm.manager.below import Below
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.leases import PREFETCHES, HoldTable, Lease, Owner
 from kvbm.manager.lookups import Lookups
@@ -62,6 +63,10 @@ class Tiers(Protocol):
         """The disk, if there is one."""
 
     @property
+    def below(self) -> Below:
+        """The tiers below host memory."""
+
+    @property
     def lookups(self) -> Lookups:
         """What finds and leases blocks."""
 
@@ -71,7 +76,7 @@ class Tiers(Protocol):
 
 class Needed(NamedTuple):
     """What a prompt needs: the blocks of its `run`, all of them held, stand for `blocks` of the prompt. `ready` of the
-    run are in host memory, `below` only on disk; the others are on their way."""
+    run are in host memory, `below` only below; the others are on their way."""
 
     run: list[BlockKey]
     blocks: int = 0
@@ -162,10 +167,8 @@ class Prefetching:
                 yield
             part = run[start : start + LOOKED_AT_ONCE]
             above = tiers.host_pool.held(part)
-            on_disk = self._on_disk(part)
-            missing = next(
-                (n for n, there in enumerate(above) if not there and on_disk[n] is None), len(part)
-            )
+            deeper = tiers.below.held(part)
+            missing = next((n for n, there in enumerate(above) if not there and not deeper[n]), len(part))
             held += missing
             below += above.count(0, 0, missing)
             ready += sum(slot is not None for slot in tiers.host_pool.find_all(part[:missing]))
@@ -215,10 +218,9 @@ class Prefetching:
             if next(self._planning, self._planning) is self._planning:
                 self._planning = None
             return True
-        disk = self._tiers.disk
-        if not self._jobs or disk is None or disk.onboarder.queued_count:
+        if not self._jobs or self._tiers.below.rising_count:
             return False  # engines wait for what is being read
-        return self._go_on(self._jobs[0], disk)
+        return self._go_on(self._jobs[0])
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         """An engine asks for these blocks."""
@@ -237,12 +239,7 @@ class Prefetching:
         if session.known and not session.running:
             self.begin(needed, cause, session)
 
-    def _on_disk(self, keys: list[BlockKey]) -> Sequence[int | None]:
-        disk = self._tiers.disk
-        pool = disk.pool_if_on if disk is not None else None
-        return pool.find_all(keys) if pool is not None else [None] * len(keys)
-
-    def _go_on(self, job: _Job, disk: DiskSide) -> bool:
+    def _go_on(self, job: _Job) -> bool:
         """Read the job's next piece. Whether there is something left to be done at once."""
         host = self._tiers.host_pool
         part = job.run[job.at : job.at + LOOKED_AT_ONCE]
@@ -257,8 +254,7 @@ class Prefetching:
             return True
         end = here.find(1, first)
         wanted = part[first : end if end >= 0 else len(part)][: min(PIECE_BLOCKS, job.left)]
-        pool = disk.pool_if_on
-        wanted = wanted[: len(pool.find_leading(wanted))] if pool is not None else []
+        wanted = wanted[: len(self._tiers.below.leading(wanted))]
         job.at += first
         before = job.run[job.at - 1] if job.at else None
         lease = self._tiers.lookups.bring_piece(PREFETCHES, next(self._numbers), wanted, before)
@@ -270,7 +266,7 @@ class Prefetching:
         job.at += len(keys)
         job.left -= len(keys)
         self._piece = _Piece(job, keys, lease, set())
-        return lease.final  # the disk refused it at once
+        return lease.final  # it was refused at once
 
     def _arrived(self, piece: _Piece) -> bool:
         """Whether the piece has ended; its blocks are counted then."""

@@ -180,10 +180,8 @@ class Resizing:
         for namespace, space in self._spaces:
             if space.failure:
                 raise SettingsError(FIELD, value, f"a manager that works: namespace {namespace.short} is off")
-            if space.disk is not None and space.disk.moving_out:
-                accepted = (
-                    "a later moment: reads and writes of disk still use the memory of the resize before"
-                )
+            if space.below.moving_out:
+                accepted = "a later moment: reads and writes below still use the memory of the resize before"
                 raise SettingsError(FIELD, value, accepted)
             size = space.layout.block_bytes
             if host_bytes // size // share < 1:

@@ -303,6 +303,8 @@ class Server:
         self._door.open_again()
         self._pins.expire()
         self.membership.expire()
+        for _, space in self.spaces:
+            space.below.tick()
         self.membership.announce_tiers()
         self.membership.name_missing()
         self._publish()
@@ -378,11 +380,13 @@ class Server:
         self.spaces.drop(space, keep=not self.spaces.namespace_of(space).ephemeral)
 
     def _ignore_tier(self, space: Space) -> None:
-        if space.disk is not None and space.disk.medium.fileno() in self._selector.get_map():
-            self._selector.unregister(space.disk.medium.fileno())
+        for fd in space.below.filenos():
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
 
     def _watch_tier(self, space: Space) -> None:
-        if space.disk is None or space.failure:
+        if space.failure:
             return
-        if space.disk.medium.fileno() not in self._selector.get_map():
-            self.watch_descriptor(space.disk.medium.fileno(), lambda: None)
+        for fd in space.below.filenos():
+            if fd not in self._selector.get_map():
+                self.watch_descriptor(fd, lambda: None)

@@ -16,6 +16,7 @@ from kvbm.grouping import at_once
 from kvbm.groups import GroupKind
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout
+from kvbm.manager.below import Below
 from kvbm.manager.departed import RESET, Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.foresight import Decided, Foresight
@@ -26,6 +27,7 @@ from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
 from kvbm.manager.pool import EXPIRED, SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
+from kvbm.manager.remote_side import RemoteOptions, RemoteSide
 from kvbm.manager.retaining import Judging, Retaining
 from kvbm.manager.storing import Storing
 from kvbm.manager.usage import Usage
@@ -35,6 +37,7 @@ from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import REFUSED
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
+from kvbm.tiers.remote.contract import RemoteTier
 from kvbm.tiers.runs import with_runs
 
 
@@ -55,7 +58,9 @@ class Space:
         clock: Clock,
         on_progress: Callable[[Lease], None],
         options: SpaceOptions = DEFAULT_OPTIONS,
+        remotes: Sequence[tuple[RemoteTier, RemoteOptions, AdmissionPolicy]] = (),
     ) -> None:
+        """`remotes` are the remote tiers, first the one to be asked first, each with what is done with it."""
         self.layout = layout
         self.arena = arena
         self.options = options
@@ -65,7 +70,6 @@ class Space:
         self._metrics, self._clock = metrics, clock
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
-        self._usage = Usage(lambda: self.pools, lambda: self.disk.offloader if self.disk else None, clock)
         self.departed = Departed(clock, options.staging)
         self._full = moves_log.FullPool("host", clock)
         self._tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
@@ -84,6 +88,7 @@ class Space:
                 arena=arena,
                 names=self._names,
                 host_facts=host.facts,
+                rising=host.rising,
                 admission=admission,
                 departures=host.departures,
                 eviction=options.eviction,
@@ -98,13 +103,33 @@ class Space:
                 keeps_facts=options.keeps_facts,
                 salt_share=options.salt_share,
             )
+        self.remotes = tuple(
+            RemoteSide(
+                tier=tier,
+                host=host,
+                admission=policy,
+                options=remote_options,
+                brought_at_once=options.brought_at_once,
+                metrics=metrics,
+                clock=clock,
+                on_progress=on_progress,
+            )
+            for tier, remote_options, policy in remotes
+        )
+        self._below = Below(host, self.disk, self.remotes, options.brought_at_once)
+        self._usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
         self._retaining = Retaining(layout, self._keeping_pools, clock)
         self._lookups = self._new_lookups(self.host_pool)
         self._storing = self._new_storing(host)
-        brings_up = self.disk is not None and not options.staging
+        brings_up = bool(self.below) and not options.staging
         self.foresight = Foresight(self, layout.groups, brings_up, metrics, clock)
         self.departed.on_left_host = self.foresight.prefetching.left
+
+    @property
+    def below(self) -> Below:
+        """The tiers below host memory."""
+        return self._below
 
     @property
     def lookups(self) -> Lookups:
@@ -121,6 +146,8 @@ class Space:
             host_pool=host.pool,
             names=host.names,
             disk=self.disk,
+            below=self.below,
+            downward=self.below.downward,
             reservations=self.reservations,
             usage=self._usage,
             deadlines=self._retaining.deadlines,
@@ -136,7 +163,7 @@ class Space:
         return Lookups(
             self.layout,
             host_pool,
-            self.disk,
+            self.below,
             self.leases,
             self._usage,
             self.options.staging,
@@ -168,17 +195,14 @@ class Space:
             self.release(lease.owner, lease.number)
         for reservation in list(self.reservations):
             self.reservations.pop(reservation.owner, reservation.number)
-        old, lookups, storing = self.arena, self._new_lookups(host.pool), self._new_storing(host)
+        lookups, storing = self._new_lookups(host.pool), self._new_storing(host)
         host.pool.evicted += self.host_pool.evicted
         host.pool.favouring.take_over(self.host_pool.favouring, self._clock())
         # All or nothing: what could fail was made before.
         self.life += 1
         self.arena, self._names, self.facts, self.held = host.arena, host.names, host.facts, host.held
         self.host_pool, self._lookups, self._storing = host.pool, lookups, storing
-        if self.disk is not None:
-            self.disk.replace_host(host)
-        else:
-            old.close_beside()
+        self.below.replace_host(host)
         return sum(not self._pin_again(pin, pins_max) for pin in pins)
 
     def _pin_again(self, pin: Lease, pins_max: int) -> bool:
@@ -227,7 +251,7 @@ class Space:
 
     def arrival_s(self, lease: Lease) -> float:
         """Expected seconds until the blocks of a lease that was just taken are all in host memory; 0 if unknown."""
-        return self.disk.onboarder.arrival_s(lease) if self.disk is not None else 0.0
+        return self.below.arrival_s(lease)
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""
@@ -244,8 +268,8 @@ class Space:
             pinned = lease.pinned()
             self.host_pool.unlease_all(pinned)
             moves_log.returned(len(pinned), "host")
-            if self.disk is not None and not lease.final:
-                self.disk.onboarder.released()
+            if not lease.final:
+                self.below.released()
             lease.drop()
         return lease
 
@@ -291,19 +315,18 @@ class Space:
     def pump(self) -> None:
         """Take all completions, tell the policies everything, and submit queued blocks; drop some of what is due."""
         self._drop_expired()
-        if self.disk is not None:
-            self.disk.collect()
+        self.below.collect()
         while self._usage.tell():
             pass
-        while self.disk is not None and (self.disk.advance() or self.foresight.advance()):
+        while self.below and (self.below.advance() or self.foresight.advance()):
             pass
 
     def move(self, until_s: float) -> bool:
         """Take completions until that time, one in any case, and submit queued blocks. Whether something is left."""
-        if self.disk is None:
+        if not self.below:
             return False
-        left = self.disk.collect(until_s)
-        left = self.disk.advance() or left
+        left = self.below.collect(until_s)
+        left = self.below.advance() or left
         return self.foresight.advance() or left
 
     def tell_policies(self) -> bool:
@@ -350,8 +373,8 @@ class Space:
 
     @property
     def busy(self) -> bool:
-        """Blocks are on their way between host memory and disk."""
-        return self.disk is not None and (self.disk.queued_count > 0 or bool(self._usage))
+        """Blocks are on their way between host memory and the tiers below."""
+        return bool(self.below) and (self.below.queued_count > 0 or bool(self._usage))
 
     @property
     def pools(self) -> tuple[SlotPool[BlockKey], ...]:
@@ -363,6 +386,8 @@ class Space:
         tiers = {} if self.options.staging else {"host": self.host_pool.slot_count}
         if (disk_pool := self._disk_pool_if_on()) is not None:
             tiers["disk"] = disk_pool.slot_count
+        if not all(remote.fault for remote in self.remotes):
+            tiers["remote"] = 1  # how many blocks are there is not known
         return tiers
 
     def describe(self) -> dict[str, object]:
@@ -384,9 +409,8 @@ class Space:
         self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
-        if self.disk is not None:
-            if keep:
-                self.disk.offer_all()
-            self.pump()
-            self.disk.close(keep)
+        if self.disk is not None and keep:
+            self.disk.offer_all()
+        self.pump()
+        self.below.close(keep)
         self.arena.close()

@@ -13,9 +13,11 @@ from operator import or_
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
+from kvbm.manager.below import Below
 from kvbm.manager.deadlines import Deadlines
 from kvbm.manager.departed import NO_SLOT, Departed
 from kvbm.manager.disk_side import DiskSide
+from kvbm.manager.downward import Downward
 from kvbm.manager.leases import HoldTable, Owner, Reservation
 from kvbm.manager.names import EngineNames
 from kvbm.manager.pool import SlotPool
@@ -36,6 +38,8 @@ class Storing:
     host_pool: SlotPool[BlockKey]
     names: EngineNames
     disk: DiskSide | None
+    below: Below
+    downward: Downward
     reservations: HoldTable[Reservation]
     usage: Usage
     deadlines: Deadlines
@@ -129,14 +133,14 @@ class Storing:
             source="device",
             target="host",
         )
-        if self.disk is not None:
+        if self.downward:
             keys, parents = [mine.keys[i] for i in good], [mine.parents[i] for i in good]
             # Blocks in a staging area are safe from eviction once they are queued: that cannot wait.
             if self.staging or len(keys) <= OFFERED_AT_ONCE:
-                self.disk.offloader.committed(keys, parents)
+                self.downward.committed(keys, parents)
             else:
                 self.usage.note_stored(keys, parents)
-            self.disk.offloader.pump()
+            self.downward.pump()
         return len(good)
 
     def abort(self, reservation: Reservation) -> None:
@@ -159,7 +163,9 @@ class Storing:
         return held
 
     def _held_anywhere(self, key: BlockKey) -> bool:
-        return self.host_pool.holds(key) or (self.disk is not None and self.disk.pool.holds(key))
+        if self.host_pool.holds(key) or (self.disk is not None and self.disk.pool.holds(key)):
+            return True
+        return any(self.below.held([key]))
 
     def _disk_pool_if_on(self) -> SlotPool[BlockKey] | None:
         return self.disk.pool_if_on if self.disk is not None else None

@@ -1,4 +1,4 @@
-"""What the policies still have to learn: requests, their ends, and blocks to be offered to disk.
+"""What the policies still have to learn: requests, their ends, and blocks to be offered to the tiers below.
 
 They learn it after the answers, in slices: telling them takes longer than the answers do, and the next request must
 not wait for it.
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
-from kvbm.manager.offload import Offloader
+from kvbm.manager.downward import Downward
 from kvbm.manager.pool import SlotPool
 from kvbm.policy.contract import ClientWord, tell_hint
 
 OFFERED_AT_ONCE = 512
-"""Blocks offered to disk in one slice, which takes about a millisecond where all of them are admitted."""
+"""Blocks offered to the tiers below in one slice, which takes about a millisecond where all of them are admitted."""
 _PENDING_KEYS_MAX = 1 << 22
 
 
@@ -65,17 +65,17 @@ _News = _Requested | _Stored | _Ended | _Said
 class Usage:
     """News for the policies, in order; past `_PENDING_KEYS_MAX` keys the oldest are forgotten.
 
-    `pools` and `offloader` say what a space has now: a disk that was off and works again is indexed anew.
+    `pools` says what a space has now: a disk that was off and works again is indexed anew.
     """
 
     def __init__(
         self,
         pools: Callable[[], Sequence[SlotPool[BlockKey]]],
-        offloader: Callable[[], Offloader[BlockKey] | None],
+        downward: Downward,
         clock: Clock,
     ) -> None:
         self._pools = pools
-        self._offloader = offloader
+        self._downward = downward
         self._clock = clock
         self._pending: deque[_News] = deque()
         self._pending_keys = 0
@@ -149,14 +149,13 @@ class Usage:
                 yield
         end = news.found if isinstance(news, _Requested) else len(keys)
         for start in range(0, end, OFFERED_AT_ONCE):
-            offloader = self._offloader()
-            if offloader is None:
+            if not self._downward:
                 return
             stop = min(start + OFFERED_AT_ONCE, end)
             if isinstance(news, _Stored):
-                offloader.committed(keys[start:stop], news.parents[start:stop])
+                self._downward.committed(keys[start:stop], news.parents[start:stop])
             else:
-                offloader.used(keys[start:stop], keys[start - 1] if start else None)
+                self._downward.used(keys[start:stop], keys[start - 1] if start else None)
             yield
-        if isinstance(news, _Requested) and news.taken_up and (offloader := self._offloader()) is not None:
-            offloader.used(news.tails[0], keys[end - 1] if end else None)
+        if isinstance(news, _Requested) and news.taken_up and self._downward:
+            self._downward.used(news.tails[0], keys[end - 1] if end else None)

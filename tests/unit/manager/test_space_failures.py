@@ -11,6 +11,7 @@ import pytest
 
 from kvbm.errors import TierError
 from kvbm.hashing import join_keys
+from kvbm.manager.below import Below
 from kvbm.protocol import (
     REFUSED,
     Commit,
@@ -181,23 +182,20 @@ def test_those_that_wait_for_blocks_of_a_failed_space_are_told(
         manager.step()
 
 
-def test_a_lookup_that_fails_half_way_gives_its_pins_back(make: Callable[..., SpaceBench]) -> None:
+def test_a_lookup_that_fails_half_way_gives_its_pins_back(
+    make: Callable[..., SpaceBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = make(host_slots=8, disk_slots=16)
     bench.store(KEYS[:4])
     bench.finish_all()
-    assert bench.space.disk is not None
-    onboarder = bench.space.disk.onboarder
 
     def fails(*args: object) -> None:
         raise RuntimeError("half-way")
 
-    def nothing(*args: object) -> None: ...
-
-    members = {"bring_up": fails, "pump": nothing, "released": nothing}
-    bench.space.disk.onboarder = type("Onboarder", (), members)()
-    with pytest.raises(RuntimeError):
-        bench.space.lookup(ME, 50, KEYS[:4], 0)
-    bench.space.disk.onboarder = onboarder
+    with monkeypatch.context() as patched:
+        patched.setattr(Below, "bring_up", fails)
+        with pytest.raises(RuntimeError):
+            bench.space.lookup(ME, 50, KEYS[:4], 0)
     assert bench.space.host_pool.counts().leased == 0
     assert bench.space.leases.get(ME, 50) is None
     assert bench.space.lookup(ME, 50, KEYS[:4], 0) is not None

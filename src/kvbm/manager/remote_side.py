@@ -1,0 +1,272 @@
+"""A remote tier of a space: the store, and the queues of blocks to it and from it.
+
+What lies there is the tier's own knowledge, shared with other nodes: there is no index of slots here, as there is of a
+disk. A tier that is off, or knows nothing, costs its hits and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+
+import msgspec
+
+from kvbm.block import BlockKey, Outcome, Tier
+from kvbm.clock import Clock
+from kvbm.manager.host_side import HostSide
+from kvbm.manager.leases import Lease
+from kvbm.manager.onboard import Onboarder
+from kvbm.manager.sources import distinct
+from kvbm.manager.write_behind import LINGER_S, WriteBehind
+from kvbm.observe.metrics import Metrics
+from kvbm.policy import AdmissionPolicy
+from kvbm.policy.admission.store_budget import StoreBudget
+from kvbm.tiers.contract import Completion
+from kvbm.tiers.host import HostArena
+from kvbm.tiers.remote.contract import NOWHERE, RemoteTier
+
+CLOSE_S_MAX = 5.0
+ASKED_AT_ONCE = 256
+
+
+class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a space does with a remote tier. `writes`: blocks are written to it; `bytes_per_hour` and
+    `requests_per_hour` bound that, 0 is no bound; `linger_s` is how long a block waits for the next ones of its chain.
+    """
+
+    writes: bool = True
+    linger_s: float = LINGER_S
+    bytes_per_hour: int = 0
+    requests_per_hour: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RemoteSource:
+    """A remote tier as `sources.Source`. What a host slot is filled with needs no neighbours."""
+
+    remote: RemoteTier
+    arena: HostArena
+    metrics: Metrics
+    tier: Tier = Tier.REMOTE
+    scattered: bool = True
+
+    @property
+    def run_blocks_max(self) -> int:
+        """As `Source`."""
+        return self.remote.load_blocks_max
+
+    @property
+    def room(self) -> int:
+        """As `Source`. A tier that is off refuses at once what waits for it."""
+        return self.remote.load_room or bool(self.remote.fault)
+
+    def leading(self, keys: list[BlockKey]) -> list[int]:
+        """As `Source`."""
+        if self.remote.fault:
+            return []
+        places = list[int]()
+        while len(places) < len(keys):
+            part = self.remote.places(keys[len(places) : len(places) + ASKED_AT_ONCE])
+            known = part.index(NOWHERE) if NOWHERE in part else len(part)
+            places += part[:known]
+            if known < len(part):
+                break
+        if places:
+            tail = self.remote.tail(places[0])
+            odd = (n for n, place in enumerate(places) if self.remote.tail(place) != tail)
+            places = places[: next(odd, len(places))]
+        return distinct(places)
+
+    def is_tail(self, place: int) -> bool:
+        """As `Source`."""
+        return self.remote.tail(place)
+
+    def pin(self, places: Sequence[int]) -> None:
+        """Nothing: a store is shared, and what goes meanwhile is a miss."""
+
+    def unpin(self, places: Sequence[int]) -> None:
+        """Nothing, as `pin`."""
+
+    def submit(
+        self,
+        job_id: int,
+        keys: Sequence[BlockKey],
+        place: int,
+        host_slots: Sequence[int],
+        tenant: str | None,
+    ) -> Outcome:
+        """As `Source`."""
+        targets = [self.arena.slot_views(slot) for slot in host_slots]
+        return self.remote.submit_load(job_id, keys, place, targets, tenant)
+
+    def missed(self, place: int, key: BlockKey, corrupt: bool) -> None:
+        """As `Source`: the tier itself forgets what is not there."""
+        self.metrics.add("kvbm_object_read_failures")
+
+    def expected_s(self, blocks: int) -> float:
+        """As `Source`."""
+        return self.remote.expected_s(blocks * self.arena.layout.block_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queues:
+    """The queues between one host memory and the store."""
+
+    onboarder: Onboarder
+    writer: WriteBehind | None
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks that are being moved."""
+        return self.onboarder.queued_count + (self.writer.in_flight_count if self.writer is not None else 0)
+
+    def completed(self, completion: Completion) -> bool:
+        """Take a completion; False when it is not of here."""
+        if self.onboarder.completed(completion):
+            return True
+        return self.writer is not None and self.writer.completed(completion)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RemoteSide:
+    """One remote tier of a space. Owned by the manager's thread."""
+
+    tier: RemoteTier
+    host: HostSide
+    admission: AdmissionPolicy
+    options: RemoteOptions
+    brought_at_once: int
+    metrics: Metrics
+    clock: Clock
+    on_progress: Callable[[Lease], None]
+    on_refused: Callable[[Sequence[BlockKey], str], None] | None = None
+    _queues: _Queues = field(init=False)
+    _budget: StoreBudget = field(init=False)
+    _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
+    _ended: deque[Completion] = field(default_factory=deque, init=False)
+    _retired: list[_Queues] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self._budget = StoreBudget(options.bytes_per_hour, options.requests_per_hour, self.clock())
+        self._queues = self._make_queues()
+
+    @property
+    def onboarder(self) -> Onboarder:
+        """The queue of blocks on their way up."""
+        return self._queues.onboarder
+
+    @property
+    def writer(self) -> WriteBehind | None:
+        """The queue of blocks on their way down, None where nothing is written."""
+        return self._queues.writer
+
+    @property
+    def fault(self) -> str:
+        """Empty while the tier works; otherwise one line saying why it is off."""
+        return self.tier.fault
+
+    @property
+    def queued_count(self) -> int:
+        """Blocks on their way between host memory and the store."""
+        waiting = self.writer.queued_count if self.writer is not None else 0
+        return self.onboarder.queued_count + waiting + sum(each.in_flight for each in self._retired)
+
+    def holds(self, keys: list[BlockKey]) -> bytes:
+        """Which of these blocks the store is believed to have, a byte each; none while it is off."""
+        if self.tier.fault:
+            return bytes(len(keys))
+        return bytes(place != NOWHERE for place in self.tier.places(keys))
+
+    def collect(self, until_s: float = inf) -> bool:
+        """Take the completions; until that time, but one in any case. Whether there are some left."""
+        self._ended += self.tier.poll()
+        while self._ended:
+            completion = self._ended.popleft()
+            if not self._queues.completed(completion):
+                any(each.completed(completion) for each in self._retired)
+            if self.clock() >= until_s:
+                break
+        return bool(self._ended)
+
+    def advance(self) -> bool:
+        """Submit queued blocks. Whether it is to be called again."""
+        self._retired = [each for each in self._retired if each.in_flight]
+        again = self.onboarder.pump()
+        if self.writer is not None:
+            again = self.writer.advance() or again
+        return again
+
+    def tick(self) -> None:
+        """Called about twice a second."""
+        self.tier.tick()
+
+    def replace_host(self, host: HostSide) -> None:
+        """Go over to other host memory. What is under way ends in the memory before; what waits is written out of the
+        new one, where it was carried over."""
+        before = self._queues
+        before.onboarder.give_up()
+        self._retired.append(before)
+        self.host = host
+        self._queues = self._make_queues()
+        if before.writer is not None and self.writer is not None:
+            waiting = before.writer.waiting()
+            before.writer.give_up()
+            for parent, keys in waiting:
+                self.writer.committed(keys, (parent, *keys[:-1]))
+
+    @property
+    def moving_out(self) -> bool:
+        """Reads or writes are still under way in host memory that was replaced."""
+        return any(each.in_flight for each in self._retired)
+
+    def close(self, keep: bool) -> None:
+        """Write what waits as long as the store takes it, at most for `CLOSE_S_MAX`, and let it go."""
+        deadline_s = self.clock() + CLOSE_S_MAX
+        if keep and self.writer is not None:
+            self.writer.flush()
+            while self.writer.queued_count and not self.fault and self.clock() < deadline_s:
+                self.advance()
+                if not self.tier.drain(max(0.0, deadline_s - self.clock())):
+                    break
+                before = self.writer.queued_count
+                self.collect()
+                if self.writer.queued_count >= before:
+                    break
+        self.tier.close()
+        self.collect()
+
+    def _make_queues(self) -> _Queues:
+        host = self.host
+        onboarder = Onboarder(
+            host.pool,
+            RemoteSource(self.tier, host.arena, self.metrics),
+            host.rising,
+            host.names,
+            host.facts,
+            self.metrics,
+            self.clock,
+            self.on_progress,
+            self._job_ids,
+            self.brought_at_once,
+        )
+        if not self.options.writes:
+            return _Queues(onboarder, None)
+        writer = WriteBehind(
+            host.pool,
+            host.arena,
+            host.names,
+            host.facts,
+            self.tier,
+            self.admission,
+            self._budget,
+            self.metrics,
+            self.clock,
+            self._job_ids,
+            self.options.linger_s,
+            self.on_refused,
+        )
+        return _Queues(onboarder, writer)
