@@ -128,7 +128,7 @@ class Below:
             start = len(tiers)
             for slot, away in zip(
                 on_disk[start : start + ASKED_AT_ONCE],
-                self._away(keys[start : start + ASKED_AT_ONCE]),
+                self.away(keys[start : start + ASKED_AT_ONCE]),
                 strict=True,
             ):
                 if slot is None and not away:
@@ -144,11 +144,11 @@ class Below:
             held[:] = bytes(slot is not None for slot in pool.find_all(keys))
         if self.remotes and 0 in held:
             absent = bytes(1 - there for there in held)
-            away = iter(self._away(list(compress(keys, absent))))
+            away = iter(self.away(list(compress(keys, absent))))
             held[:] = bytes(there or next(away) for there in held)
         return bytes(held)
 
-    def _away(self, keys: list[BlockKey]) -> bytes:
+    def away(self, keys: list[BlockKey]) -> bytes:
         """Which of these blocks a remote tier that works has, a byte each."""
         away = bytearray(len(keys))
         for remote in self.remotes:

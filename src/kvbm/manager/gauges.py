@@ -61,6 +61,7 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
                 ages_s[queue] = max(ages_s.get(queue, 0.0), lane.oldest_s())
             faults["disk"] += bool(space.disk.fault or space.failure)
         faults["host"] += bool(space.failure)
+    _publish_remotes(spaces, metrics)
     metrics.set("kvbm_leases", sum(len(space.leases) for space in spaces))
     for tier in capacity:
         metrics.set("kvbm_pool_capacity_blocks", capacity[tier], tier=tier)
@@ -78,3 +79,19 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
     if hit_bytes := metrics.value("kvbm_hit_bytes_total", tier="disk"):
         written_bytes = metrics.value("kvbm_transfer_bytes_total", source="host", target="disk")
         metrics.set("kvbm_disk_write_bytes_per_hit_byte", written_bytes / hit_bytes)
+
+
+def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
+    """The queues between host memory and the remote tiers, and whether all of those work."""
+    sides = [(space, side) for space in spaces for side in space.remotes]
+    if not sides:
+        return
+    up = not any(side.fault or space.failure for space, side in sides)
+    metrics.set("kvbm_tier_up", int(up), tier="remote")
+    for queue, lanes in (
+        ("remote_onboard", [side.onboarder for _, side in sides]),
+        ("remote_offload", [side.writer for _, side in sides if side.writer is not None]),
+    ):
+        metrics.set("kvbm_queue_blocks", sum(lane.queued_count for lane in lanes), queue=queue)
+        oldest_s = max((lane.oldest_s() for lane in lanes), default=0.0)
+        metrics.set("kvbm_queue_age_seconds", oldest_s, queue=queue)

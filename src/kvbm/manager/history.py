@@ -65,6 +65,7 @@ class Request:
     on_device: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
     cut: int = 0
     loaded: int = 0
     lookups: int = 0
@@ -83,7 +84,7 @@ class Request:
     @property
     def found(self) -> int:
         """Blocks that were found in a tier, also those that host memory had no room to bring up."""
-        return self.host + self.disk + self.cut
+        return self.host + self.disk + self.remote + self.cut
 
     @property
     def unneeded(self) -> int:
@@ -92,10 +93,11 @@ class Request:
 
 
 class Held(NamedTuple):
-    """Of a chain's leading `blocks` that are held, `host` lie in host memory and the others on disk only.
+    """Of a chain's leading `blocks` that are held, `host` lie in host memory, `remote` in a remote tier only, and the
+    others on disk.
 
-    In host memory alone the chain reaches to `host_prefix`, on disk alone to `disk_prefix`. With several groups these
-    are boundaries, and `full` leading blocks are held, as far as all tokens go.
+    In host memory alone the chain reaches to `host_prefix`, on disk alone to `disk_prefix`, and so on. With several
+    groups these are boundaries, and `full` leading blocks are held, as far as all tokens go.
     """
 
     blocks: int = 0
@@ -103,6 +105,8 @@ class Held(NamedTuple):
     host_prefix: int = 0
     disk_prefix: int = 0
     full: int = 0
+    remote: int = 0
+    remote_prefix: int = 0
 
 
 class _Variant(NamedTuple):
@@ -156,6 +160,7 @@ class History:
         _note_place(asked, space, namespace)
         asked.blocks, asked.on_device = len(keys), message.skip
         asked.host, asked.disk, asked.cut = sources.count(Tier.HOST), sources.count(Tier.DISK), cut
+        asked.remote = sources.count(Tier.REMOTE)
         asked.over = False
         asked.missing, asked.differs = {}, []
         asked.left_host = asked.left_disk = None
@@ -216,7 +221,8 @@ class History:
         """Of a chain that nobody asked for now: what is held, and why the rest is not. Nothing is counted."""
         asked, namespace = Request("", self._clock()), self._namespace_of(space)
         _note_place(asked, space, namespace)
-        asked.blocks, asked.host, asked.disk = len(keys), held.host, held.blocks - held.host
+        asked.blocks, asked.host, asked.remote = len(keys), held.host, held.remote
+        asked.disk = held.blocks - held.host - held.remote
         first = held.blocks
         if first < held.full:
             asked.missing[NO_BOUNDARY], first = held.full - first, held.full
@@ -225,7 +231,7 @@ class History:
             if OTHER_EXTRAS in asked.missing and not asked.differs:
                 # The keys of a request with the same extras are others: these are in a form that is not the engine's.
                 asked.missing = {NEVER_SEEN: asked.missing[OTHER_EXTRAS]}
-        reach = {"host": held.host_prefix, "disk": held.disk_prefix}
+        reach = {"host": held.host_prefix, "disk": held.disk_prefix, "remote": held.remote_prefix}
         described = {
             **_described(asked, self._clock()),
             "prefix": {tier: reach[tier] for tier in asked.tiers},
@@ -380,6 +386,7 @@ def _described(asked: Request, now_s: float) -> dict[str, object]:
         "device": asked.on_device,
         "host": asked.host,
         "disk": asked.disk,
+        "remote": asked.remote,
         "no_room": asked.cut,
         "first_missing": found if found < asked.blocks else None,
         "missing": asked.missing,

@@ -49,7 +49,8 @@ _BACKLOG = 128
 
 def _tiers(settings: Settings) -> list[str]:
     """The tiers that keep blocks, as labels name them. Where disk is alone, host memory only passes blocks on."""
-    return [name for name, on in (("host", settings.host_on), ("disk", settings.disk_on)) if on]
+    on = {"host": settings.host_on, "disk": settings.disk_on, "remote": settings.remote_on}
+    return [name for name, there in on.items() if there]
 
 
 def serve(

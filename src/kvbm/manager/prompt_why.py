@@ -56,7 +56,7 @@ def count_held(space: Space, keys: list[BlockKey]) -> Generator[None, None, Held
     """
     if space.layout.groups:
         return (yield from _count_groups(space, Grouping(space.layout.groups), keys))
-    blocks = host = host_prefix = disk_prefix = 0
+    blocks = host = remote = host_prefix = disk_prefix = remote_prefix = 0
     for start in range(0, len(keys), FOUND_AT_ONCE):
         if start:
             yield
@@ -68,14 +68,18 @@ def count_held(space: Space, keys: list[BlockKey]) -> Generator[None, None, Held
         if space.options.staging:
             on_disk = [passes or under for passes, under in zip(on_host, on_disk, strict=True)]
             on_host = [False] * len(part)
-        run = _leading([above or under for above, under in zip(on_host, on_disk, strict=True)])
+        near = [above or under for above, under in zip(on_host, on_disk, strict=True)]
+        away = space.below.away(part)
+        run = _leading([here or bool(there) for here, there in zip(near, away, strict=True)])
         blocks += run
         host += sum(on_host[:run])
+        remote += near[:run].count(False)
         host_prefix += _leading(on_host) if host_prefix == start else 0
         disk_prefix += _leading(on_disk) if disk_prefix == start else 0
+        remote_prefix += _leading(list(map(bool, away))) if remote_prefix == start else 0
         if run < len(part):
             break
-    return Held(blocks, host, host_prefix, disk_prefix)
+    return Held(blocks, host, host_prefix, disk_prefix, remote=remote, remote_prefix=remote_prefix)
 
 
 def _count_groups(space: Space, grouping: Grouping, keys: list[BlockKey]) -> Generator[None, None, Held]:
@@ -94,21 +98,35 @@ def _count_groups(space: Space, grouping: Grouping, keys: list[BlockKey]) -> Gen
         return bytes(map(or_, there, on_host(wanted))) if space.options.staging else there
 
     def anywhere(wanted: list[BlockKey]) -> bytes:
-        return bytes(map(or_, on_host(wanted), on_disk(wanted)))
+        return bytes(map(or_, map(or_, on_host(wanted), on_disk(wanted)), away(wanted)))
 
+    away = space.below.away
     found, chain = yield from grouping.searching(keys, anywhere)
     in_host, in_disk = Reach(0, 0), Reach(0, 0)
     if not space.options.staging:
         in_host, _ = yield from grouping.searching(keys, on_host)
     if disk is not None:
         in_disk, _ = yield from grouping.searching(keys, on_disk)
+    in_store = Reach(0, 0)
+    if space.remotes:
+        in_store, _ = yield from grouping.searching(keys, away)
     needed = chain[: grouping.chain_length(found.boundary)]
     needed += grouping.keys(keys, grouping.tail(found.boundary))
-    where = bytes(Tier.HOST if there else Tier.DISK for there in on_host(needed))
-    if space.options.staging:
-        where = bytes((Tier.DISK,)) * len(needed)
+    above = bytes(len(needed)) if space.options.staging else on_host(needed)
+    where = bytes(
+        Tier.HOST if here else Tier.DISK if under else Tier.REMOTE
+        for here, under in zip(above, on_disk(needed), strict=True)
+    )
     sources = sources_of_prompt(where, found.boundary)
-    return Held(found.boundary, sources.count(Tier.HOST), in_host.boundary, in_disk.boundary, found.full)
+    return Held(
+        found.boundary,
+        sources.count(Tier.HOST),
+        in_host.boundary,
+        in_disk.boundary,
+        found.full,
+        sources.count(Tier.REMOTE),
+        in_store.boundary,
+    )
 
 
 def _leading(flags: list[bool]) -> int:

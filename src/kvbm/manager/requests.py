@@ -117,8 +117,9 @@ class Requests:
             count(verdicts, self._traffic.metrics)
         found = bytes(lease.sources) if lease is not None else b""
         counted, asked = space.prompt_sources(lease), len(keys) - message.skip
-        on_host, on_disk = counted.count(Tier.HOST), counted.count(Tier.DISK)
-        moves_log.matched(on_host, on_disk, asked, message.request)
+        moves_log.matched(
+            counted.count(Tier.HOST), len(counted) - counted.count(Tier.HOST), asked, message.request
+        )
         self._traffic.looked_up(engine.name, asked, counted)
         self._traffic.asked(engine.label, space.layout, asked, counted)
         why = self._history.looked_up(session.number, message, keys, space, counted, no_room + refused, full)
@@ -150,8 +151,7 @@ class Requests:
                 engine.space.layout, engine.space.counted_sources(loaded), message.seconds, message.prefill_s
             )
         if message.failed > 0:
-            on_disk = _failed_on_disk(engine.space, lease, message)
-            self._traffic.failed_load(engine.label, message.failed - on_disk, on_disk)
+            self._traffic.failed_load(engine.label, _failed_where(engine.space, lease, message))
         begun = max(0, message.loaded) + max(0, message.failed)
         self._traffic.matched(engine.space.layout, _of_prompt(lease, begun))
         self._traffic.unloaded(message.unloaded)
@@ -277,17 +277,17 @@ def _with_lease(reply: LookupReply, space: Space, lease: Lease, sources: bytes) 
     )
 
 
-def _failed_on_disk(space: Space, lease: Lease | None, message: Release) -> int:
-    """The number of promised blocks that did not reach the device and had been found on disk.
+def _failed_where(space: Space, lease: Lease | None, message: Release) -> bytes:
+    """The tiers in which the promised blocks had been found that did not reach the device, a byte each.
 
-    Blocks that a lease no longer names are disk's: a run is only cut where disk did not give a block. Of a lease that
-    ended before its load nothing is known, and its blocks count as host memory's, where that is a tier.
+    Blocks that a lease no longer names are of a tier below: a run is only cut where that did not give a block. Of a
+    lease that ended before its load nothing is known, and its blocks count as host memory's, where that is a tier.
     """
     first = message.first + max(0, message.loaded)
     found = bytes(lease.sources[first : first + message.failed]) if lease is not None else b""
-    nameless = Tier.DISK if lease is not None else space.counted_sources(bytes((Tier.HOST,)))[0]
-    lost = message.failed - len(found) if nameless == Tier.DISK else 0
-    return space.counted_sources(found).count(Tier.DISK) + lost
+    below = Tier.DISK if space.disk is not None else Tier.REMOTE
+    nameless = bytes((below if lease is not None else Tier.HOST,))
+    return space.counted_sources(found + nameless * (message.failed - len(found)))
 
 
 def _of_prompt(lease: Lease | None, blocks: int) -> int:

@@ -21,6 +21,7 @@ log = logging.getLogger("kvbm.traffic")
 
 SUMMARY_INTERVAL_S = 60.0
 _ENGINES_MAX = 64
+CACHES = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 PREFILL_S_MAX = 86400.0
 """No load saved more: a client that says so is not believed."""
 
@@ -55,6 +56,7 @@ class Traffic:
             queried_blocks=max(queried_blocks, len(sources)),
             host_blocks=sources.count(Tier.HOST),
             disk_blocks=sources.count(Tier.DISK),
+            remote_blocks=sources.count(Tier.REMOTE),
         )
         self._window.record(counts)
         if engine not in self._engines and len(self._engines) < _ENGINES_MAX:
@@ -66,8 +68,9 @@ class Traffic:
         """Count the same in tokens, for the engine of this name in metrics."""
         tokens = layout.block_tokens
         self.metrics.add("kvbm_queried_tokens_total", max(0, queried_blocks) * tokens, engine=label)
-        for tier, source in (("host", Tier.HOST), ("disk", Tier.DISK)):
-            self.metrics.add("kvbm_hit_tokens_total", sources.count(source) * tokens, engine=label, tier=tier)
+        for tier in CACHES:
+            found, name = sources.count(tier), tier.name.lower()
+            self.metrics.add("kvbm_hit_tokens_total", found * tokens, engine=label, tier=name)
         self.metrics.add("kvbm_recompute_fallbacks_total", 0, engine=label)
 
     def missed(self, reason: str) -> None:
@@ -93,10 +96,9 @@ class Traffic:
         have taken `prefill_s`."""
         if 0.0 < prefill_s < PREFILL_S_MAX:
             self.metrics.add("kvbm_saved_prefill_seconds_total", prefill_s)
-        on_host = sources.count(Tier.HOST)
-        on_disk = len(sources) - on_host
-        self.metrics.add("kvbm_onboard_blocks_h2d", on_host)
-        self.metrics.add("kvbm_onboard_blocks_d2d", on_disk)
+        self.metrics.add("kvbm_onboard_blocks_h2d", sources.count(Tier.HOST))
+        self.metrics.add("kvbm_onboard_blocks_d2d", sources.count(Tier.DISK))
+        self.metrics.add("kvbm_onboard_blocks_o2d", sources.count(Tier.REMOTE))
         size = len(sources) * layout.shard_bytes * layout.shard_count
         self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         self.metrics.observe("kvbm_transfer_seconds", seconds, source="host", target="device")
@@ -119,11 +121,11 @@ class Traffic:
             if reason in UNLOADED_REASONS and count > 0:
                 self.metrics.add("kvbm_unloaded_blocks_total", count, reason=reason)
 
-    def failed_load(self, label: str, on_host: int, on_disk: int) -> None:
+    def failed_load(self, label: str, found: bytes) -> None:
         """Blocks that were promised, by where they were found, did not reach the device; the engine computes them."""
         self.metrics.add("kvbm_recompute_fallbacks_total", engine=label)
-        self.metrics.add("kvbm_failures_total", on_host, tier="host", kind="load")
-        self.metrics.add("kvbm_failures_total", on_disk, tier="disk", kind="load")
+        for tier in CACHES:
+            self.metrics.add("kvbm_failures_total", found.count(tier), tier=tier.name.lower(), kind="load")
 
     def publish(self, roles: Sequence[str], engine_count: int) -> None:
         """Bring the gauges of sessions and hit rates up to date."""
@@ -133,6 +135,7 @@ class Traffic:
         totals = self._window.totals()
         self.metrics.set("kvbm_host_cache_hit_rate", totals.host_rate)
         self.metrics.set("kvbm_disk_cache_hit_rate", totals.disk_rate)
+        self.metrics.set("kvbm_object_cache_hit_rate", totals.remote_rate)
 
     def tick(self, engines: Collection[str]) -> None:
         """Log the lines that are due; `engines` are the present ones."""

@@ -15,6 +15,7 @@ class HitCounts(msgspec.Struct, frozen=True, kw_only=True):
     queried_blocks: int = 0
     host_blocks: int = 0
     disk_blocks: int = 0
+    remote_blocks: int = 0
 
     @property
     def host_rate(self) -> float:
@@ -25,6 +26,11 @@ class HitCounts(msgspec.Struct, frozen=True, kw_only=True):
     def disk_rate(self) -> float:
         """Share of the queried blocks found on disk, 0.0 to 1.0."""
         return self._share(self.disk_blocks)
+
+    @property
+    def remote_rate(self) -> float:
+        """Share of the queried blocks found in a remote tier, 0.0 to 1.0."""
+        return self._share(self.remote_blocks)
 
     def _share(self, blocks: int) -> float:
         return blocks / self.queried_blocks if self.queried_blocks else 0.0
@@ -37,13 +43,13 @@ class HitRateWindow:
         assert requests_max > 0
         self._requests: deque[HitCounts] = deque()
         self._requests_max = requests_max
-        self._queried = self._host = self._disk = 0
+        self._queried = self._host = self._disk = self._remote = 0
 
     def record(self, counts: HitCounts) -> None:
         """Add one finished request. A request that asked for no block is left out."""
         if counts.queried_blocks == 0:
             return
-        found = counts.host_blocks + counts.disk_blocks
+        found = counts.host_blocks + counts.disk_blocks + counts.remote_blocks
         assert 0 <= found <= counts.queried_blocks
         self._requests.append(counts)
         self._add(counts, 1)
@@ -54,10 +60,16 @@ class HitRateWindow:
         self._queried += sign * counts.queried_blocks
         self._host += sign * counts.host_blocks
         self._disk += sign * counts.disk_blocks
+        self._remote += sign * counts.remote_blocks
 
     def totals(self) -> HitCounts:
         """The sums over the window."""
-        return HitCounts(queried_blocks=self._queried, host_blocks=self._host, disk_blocks=self._disk)
+        return HitCounts(
+            queried_blocks=self._queried,
+            host_blocks=self._host,
+            disk_blocks=self._disk,
+            remote_blocks=self._remote,
+        )
 
 
 class HitRateLog:
@@ -83,9 +95,15 @@ class HitRateLog:
 
 
 def hit_rate_line(engine_id: str, totals: HitCounts) -> str:
-    """The same line as the original writes."""
+    """The same line as the original writes; behind it what was found in a remote tier, where anything was."""
+    remote = (
+        f", Remote: {totals.remote_rate:.1%} ({totals.remote_blocks}/{totals.queried_blocks})"
+        if totals.remote_blocks
+        else ""
+    )
     return (
         f"KVBM [worker-{engine_id}] Cache Hit Rates -"
         f" Host: {totals.host_rate:.1%} ({totals.host_blocks}/{totals.queried_blocks}),"
         f" Disk: {totals.disk_rate:.1%} ({totals.disk_blocks}/{totals.queried_blocks})"
+        f"{remote}"
     )

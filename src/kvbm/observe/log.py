@@ -92,7 +92,11 @@ def _value(value: object) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_ONBOARDED = {"host": "kvbm_onboard_blocks_h2d", "disk": "kvbm_onboard_blocks_d2d"}
+_ONBOARDED = {
+    "host": "kvbm_onboard_blocks_h2d",
+    "disk": "kvbm_onboard_blocks_d2d",
+    "remote": "kvbm_onboard_blocks_o2d",
+}
 _OFFLOADED = ("kvbm_offload_blocks_d2h", "kvbm_offload_blocks_d2d")
 
 
@@ -129,6 +133,10 @@ def traffic_line(before: Snapshot, after: Snapshot, seconds: float) -> str:
     if hit_bytes := rise("kvbm_hit_bytes_total", "disk"):
         written_bytes = rise("kvbm_transfer_bytes_total", "host", "disk")
         parts.append(f"disk wrote {written_bytes / hit_bytes:.2g} bytes per byte of hit")
+    if written := rise("kvbm_offload_blocks_d2o"):
+        parts.append(
+            f"{written} blocks written to remote ({format_bytes(rise('kvbm_transfer_bytes_total', 'host', 'remote'))})"
+        )
     parts.append(f"failures {failures}")
     parts.extend(f"{tier} {_fullness(after, tier):.0%} full" for tier in tiers)
     return f"last {seconds:.0f} s: " + ", ".join(parts)

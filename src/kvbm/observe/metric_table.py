@@ -8,7 +8,7 @@ from kvbm.observe.metric_kinds import Label, Metric, MetricKind
 TIERS = ("device", "host", "disk", "remote")
 """The names of the tiers in labels, from the top down."""
 
-CACHE_TIERS = ("host", "disk")
+CACHE_TIERS = ("host", "disk", "remote")
 """The tiers that a manager can have."""
 
 TIER_LABEL = "tier"
@@ -69,7 +69,7 @@ _CAUSE = Label("cause", PREFETCH_CAUSES)
 _SOURCE = Label("source", TIERS)
 _TARGET = Label("target", TIERS)
 _TIER = Label(TIER_LABEL, TIERS)
-_QUEUE = Label("queue", ("offload", "onboard"))
+_QUEUE = Label("queue", ("offload", "onboard", "remote_offload", "remote_onboard"))
 _ENGINE = Label("engine", (OTHER_ENGINES,), open=True)
 _NAMESPACE = Label("namespace", (OTHER_NAMESPACES,), open=True)
 
@@ -231,6 +231,14 @@ TABLE: tuple[Metric, ...] = (
         "beyond the day's write budget (budget), queue full, evicted before their turn, tier off; a block for which "
         "there was no room is offered again, and counts each time",
         labels=(Label("reason", ("full", "filter", "budget", "queue_full", "evicted", "tier_off")),),
+        at_zero=True,
+    ),
+    Metric(
+        name="kvbm_remote_skipped_blocks_total",
+        kind=_COUNTER,
+        help="Blocks that were not written to a remote store, by reason: refused by the admission policy (filter), "
+        "beyond the hour's budget of bytes or requests (budget), queue full, evicted before their turn, store off",
+        labels=(Label("reason", ("filter", "budget", "queue_full", "evicted", "tier_off")),),
         at_zero=True,
     ),
     Metric(
