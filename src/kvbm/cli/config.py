@@ -20,6 +20,7 @@ from kvbm.settings import (
     file_faults,
     load_settings,
     process_environment,
+    shown,
 )
 
 app = typer.Typer(rich_markup_mode=None)
@@ -70,7 +71,7 @@ def show(
         print(json.dumps(as_document(loaded), indent=2))
         return
     rows = [
-        (name, _readable(name, value), loaded.origins[name])
+        (name, _readable(name, shown(FIELDS[name], value)), loaded.origins[name])
         for name, value in msgspec.structs.asdict(loaded.settings).items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
@@ -124,7 +125,11 @@ def as_document(loaded: LoadedSettings) -> dict[str, object]:
     """The same for JSON: `settings.<field>` has the `value`, its `origin` and the `variable` that sets it."""
     return {
         "settings": {
-            name: {"value": value, "origin": loaded.origins[name], "variable": FIELDS[name].variable}
+            name: {
+                "value": shown(FIELDS[name], value),
+                "origin": loaded.origins[name],
+                "variable": FIELDS[name].variable,
+            }
             for name, value in msgspec.structs.asdict(loaded.settings).items()
         },
         "warnings": loaded.warnings,

@@ -14,7 +14,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -34,6 +34,8 @@ _HELLO_TIMEOUT_S = 30.0
 _WORDS_MAX = 4096
 
 PRIVATE_MANAGER = "kvbm.manager.process"
+FROM_STDIN = "-"
+"""In place of settings: there may be secrets in them, and everybody can read a command line."""
 """The module that a private manager runs; it stands in its command line, where `ps` shows it."""
 
 RUN_MODULE = (
@@ -218,17 +220,29 @@ class ManagerFinder:
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.socket_path + ERROR_SUFFIX)
-            settings = msgspec.json.encode(self._settings).decode()
             command = [sys.executable, "-c", RUN_MODULE, PRIVATE_MANAGER]
-            command += [self.address.socket_path, str(lock_fd), settings]
+            command += [self.address.socket_path, str(lock_fd), FROM_STDIN]
             if self._namespaces > 1:
                 command.append(str(self._namespaces))
-            self._child = subprocess.Popen(
-                command,
-                pass_fds=[lock_fd],
-                stdin=subprocess.DEVNULL,
-                env=self._environment,
-                start_new_session=True,
-            )
+            with _readable(msgspec.json.encode(self._settings)) as settings:
+                self._child = subprocess.Popen(
+                    command,
+                    pass_fds=[lock_fd],
+                    stdin=settings,
+                    env=self._environment,
+                    start_new_session=True,
+                )
         finally:
             os.close(lock_fd)
+
+
+@contextlib.contextmanager
+def _readable(text: bytes) -> Iterator[int]:
+    """A file without a name that holds this text, from its start."""
+    fd = os.memfd_create("kvbm-settings", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, text)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)

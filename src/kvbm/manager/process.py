@@ -221,7 +221,8 @@ def main(
 ) -> int:
     """Entry point of a private one: `python -m kvbm.manager.process SOCKET LOCK_FD SETTINGS [NAMESPACES [GRACE_S]]`.
 
-    An engine whose blocks have several sizes has a namespace for each.
+    An engine whose blocks have several sizes has a namespace for each. `-` stands for settings that come by stdin: a
+    command line is no place for secrets.
     """
     # Leave the engine's process tree: vLLM kills all of it when it stops, and we have blocks to write by then.
     if os.fork():
@@ -263,4 +264,5 @@ def _report_failure(socket_path: str, reason: str) -> None:
 
 if __name__ == "__main__":
     more = [kind(word) for kind, word in zip((int, float), sys.argv[4:], strict=False)]
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *more))
+    said = sys.stdin.read() if sys.argv[3] == FROM_STDIN else sys.argv[3]
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), said, *more))

@@ -27,7 +27,7 @@ from kvbm.settings.parse import (
     parse_socket_path,
 )
 from kvbm.settings.schema import CONSOLIDATOR_PORT_OFFSET, FIELDS, PORT_MAX, SCHEMA, Settings, variable
-from kvbm.settings.setting import Kind, Setting
+from kvbm.settings.setting import Kind, Setting, shown
 
 __all__ = [
     "CONSOLIDATOR_PORT_OFFSET",
@@ -60,6 +60,7 @@ __all__ = [
     "request_notices",
     "shared_manager_notices",
     "shared_request_notices",
+    "shown",
     "size_notices",
     "staging_slots",
     "variable",

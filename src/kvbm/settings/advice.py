@@ -127,6 +127,11 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         lines += _no_effect("without DYN_KVBM_METRICS", settings, origins, _needing("metrics"))
     if not settings.events_endpoint:
         lines += _no_effect("without DYN_KVBM_EVENTS_ENDPOINT", settings, origins, _needing("events"))
+    if not settings.object_on and not settings.remote:
+        lines += _no_effect("without a store (DYN_KVBM_REMOTE)", settings, origins, _needing("remote"))
+    if settings.remote or not settings.object_on:
+        why = "beside DYN_KVBM_REMOTE" if settings.remote else "without DYN_KVBM_OBJECT_ENABLED and a bucket"
+        lines += _no_effect(why, settings, origins, _needing("object"))
     if _disk_is_smaller(settings):
         lines.append(
             f"the disk tier ({format_bytes(settings.disk_bytes or 0)}) is smaller than the host tier"

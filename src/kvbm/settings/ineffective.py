@@ -38,7 +38,6 @@ INEFFECTIVE: tuple[Ineffective, ...] = (
         "DYN_KVBM_NIXL_BACKEND_*",
         "a manager needs no NIXL; kvbm.BlockManager finds its own",
     ),
-    Ineffective("DYN_KVBM_OBJECT_*", "this build has no object storage tier"),
 )
 """Variables of the original that are accepted without effect, with a warning."""
 

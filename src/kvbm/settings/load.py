@@ -235,6 +235,8 @@ _TEXTS: dict[Kind, Callable[[str, str], object]] = {
     Kind.USERS: parse.parse_user_ids,
     Kind.LISTEN: parse.parse_listen_address,
     Kind.ENDPOINT: parse.parse_endpoint,
+    Kind.STORE: parse.parse_store,
+    Kind.SECRET: parse.parse_secret,
 }
 
 

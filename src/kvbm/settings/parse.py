@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from kvbm.errors import SettingsError
+from kvbm.settings.setting import HIDDEN, without_credentials
 
 GB = 1_000_000_000
 """Bytes in one GB; the `…_GB` variables and `GB` on the command line both mean this."""
@@ -183,6 +184,30 @@ def parse_endpoint(field: str, text: str) -> str:
     match = _TCP.fullmatch(place) if kind == "tcp" else None
     if match is None or int(match[1]) >= 1 << 16:
         raise reject(field, text, "tcp://127.0.0.1:PORT, tcp://*:PORT (all interfaces) or ipc://PATH")
+    return word
+
+
+def parse_store(field: str, text: str) -> str:
+    """The URL of a store, as far as its form goes: a scheme and a place."""
+    word = text.strip()
+    scheme, slashes, place = word.partition("://")
+    if (
+        not (slashes and place and scheme.isascii() and scheme.isalnum() and word.isprintable())
+        or " " in word
+    ):
+        raise reject(
+            field,
+            without_credentials(text),
+            "a URL such as s3://bucket/prefix, redis://host:6379/0 or file:///path",
+        )
+    return word
+
+
+def parse_secret(field: str, text: str) -> str:
+    """A secret: one line; it is never printed."""
+    word = text.strip()
+    if not word or not word.isprintable():
+        raise reject(field, HIDDEN, "a printable text on one line")
     return word
 
 

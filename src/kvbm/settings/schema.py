@@ -11,6 +11,7 @@ import msgspec
 
 from kvbm.settings.parse import LOG_LEVELS
 from kvbm.settings.places import default_runtime_dir
+from kvbm.settings.remote_schema import RemoteSettings
 from kvbm.settings.setting import Kind, Setting, declared
 
 PREFIX = "DYN_KVBM_"
@@ -22,7 +23,7 @@ CONSOLIDATOR_PORT_OFFSET = 1000
 """The event consolidator listens this far above `leader_pub_port`, as in the original."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class Settings(RemoteSettings, frozen=True, kw_only=True):
     """Every setting, checked. Sizes are bytes, times are seconds.
 
     `None` for a tier's size means that the tier is off, unless its block count is set, which wins over bytes.
@@ -385,10 +386,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.peer_uids if self.manager else ()
 
 
+_HINTS = get_type_hints(Settings, include_extras=True)
 SCHEMA: tuple[Setting, ...] = tuple(
-    declared(field, hint) for field, hint in get_type_hints(Settings, include_extras=True).items()
+    declared(field, _HINTS[field])
+    for field in sorted(_HINTS, key=lambda field: field in RemoteSettings.__struct_fields__)
 )
-"""The settings that are declared above, in that order."""
+"""The settings that are declared above, in that order, and behind them those of the remote tier."""
 
 FIELDS: dict[str, Setting] = {setting.field: setting for setting in SCHEMA}
 """The same by field name."""

@@ -26,6 +26,8 @@ class Kind(enum.Enum):
     USERS = "user ids"
     LISTEN = "address of this machine"
     ENDPOINT = "ZMQ endpoint"
+    STORE = "URL of a store"
+    SECRET = "secret"
     LOG = "log filter"
 
 
@@ -53,11 +55,30 @@ class Setting(msgspec.Struct, frozen=True):
     default_text: str = ""
     inverted: bool = False
     ours: bool = False
-    needs: Literal["", "disk", "metrics", "events"] = ""
+    needs: Literal["", "disk", "metrics", "events", "remote", "object"] = ""
     reader: Literal["manager", "engine", "both"] = "manager"
     no_effect: str = ""
     field: str = ""
     meaning: str = ""
+
+
+def shown(setting: Setting, value: object) -> object:
+    """The value as it may be printed: without what nobody shall read."""
+    if not isinstance(value, str):
+        return value
+    if setting.kind is Kind.SECRET:
+        return HIDDEN
+    return without_credentials(value) if setting.kind is Kind.STORE else value
+
+
+def without_credentials(url: str) -> str:
+    """A URL, or what was meant to be one, without what stands before its host."""
+    scheme, slashes, rest = url.partition("://")
+    _, at, host = rest.rpartition("@") if slashes else url.rpartition("@")
+    return f"{scheme}{slashes}{HIDDEN}@{host}" if at else url
+
+
+HIDDEN = "***"
 
 
 def declared(field: str, hint: Any) -> Setting:
