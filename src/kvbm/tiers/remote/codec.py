@@ -93,8 +93,11 @@ class _ZstdShuffled:
             frame = self._zstandard.get_frame_parameters(stored)
             if frame.content_size != raw_bytes or raw_bytes % self._element_bytes:
                 return False
-            opener = self._zstandard.ZstdDecompressor(max_window_size=_WINDOW_MAX)
-            plain = opener.decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
+            if frame.window_size > max(raw_bytes, _WINDOW_MAX):
+                return False
+            plain = self._zstandard.ZstdDecompressor().decompress(
+                stored, max_output_size=raw_bytes, allow_extra_data=False
+            )
         except self._zstandard.ZstdError:
             return False
         if len(plain) != raw_bytes:
