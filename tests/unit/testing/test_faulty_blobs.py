@@ -38,7 +38,7 @@ def test_reads_are_spoilt_as_said() -> None:
     flipped = stores(BlobRule(fault=BlobFault.FLIPPED))[1].read_end("packs/a", 50)
     assert flipped is not None
     wrong = [ours ^ theirs for ours, theirs in zip(flipped[0], BLOB[150:], strict=True)]
-    assert sum(bin(bits).count("1") for bits in wrong) == 1
+    assert sum(bits.bit_count() for bits in wrong) == 1
     assert flipped[1] == 200
 
 
