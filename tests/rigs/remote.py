@@ -7,8 +7,8 @@ from kvbm.clock import ManualClock
 from kvbm.layout import BlockLayout
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
-from kvbm.manager.remote_side import RemoteOptions
 from kvbm.manager.space import Space
+from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, AdmitAll
 from kvbm.testing.fake_remote import FakeRemote, FakeStore
@@ -17,7 +17,7 @@ from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena
 from rigs.space import LAYOUT, ME
 
-OPTIONS = RemoteOptions(linger_s=10.0)
+OPTIONS = RemoteRules(linger_s=10.0)
 
 
 class RemoteBench:
@@ -28,7 +28,7 @@ class RemoteBench:
         store: FakeStore,
         host_slots: int = 8,
         disk_slots: int = 0,
-        options: RemoteOptions = OPTIONS,
+        options: RemoteRules = OPTIONS,
         admission: AdmissionPolicy | None = None,
         sealed: bool = False,
         layout: BlockLayout = LAYOUT,

@@ -16,6 +16,7 @@ from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
 from kvbm.manager.namespace_labels import NamespaceLabels
+from kvbm.manager.remote_opening import RemoteOpening
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
@@ -57,6 +58,7 @@ class SpaceTable:
         assert namespaces_max > 0
         refuse_eviction(variable("eviction"), settings.eviction)
         choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
+        self._remote = RemoteOpening(settings, clock)
         self.settings = settings
         self.namespaces_max = namespaces_max
         self._metrics = metrics
@@ -170,6 +172,9 @@ class SpaceTable:
             medium = self._open_disk(namespace, layout, events)
             if medium is not None:
                 undo.callback(medium.close, keep=True)
+            remotes = self._remote.open(namespace, layout, share)
+            for tier, _, _ in remotes:
+                undo.callback(tier.close)
             options = SpaceOptions(
                 staging=staging,
                 eviction=settings.eviction,
@@ -189,6 +194,7 @@ class SpaceTable:
                 self._clock,
                 self._on_progress,
                 options,
+                remotes,
             )
             undo.pop_all()
         on_disk = (medium.slot_count if medium is not None else 0) * layout.block_bytes

@@ -18,7 +18,7 @@ from functools import partial
 
 import msgspec
 
-from kvbm.client.finder import ERROR_SUFFIX
+from kvbm.client.finder import ERROR_SUFFIX, FROM_STDIN
 from kvbm.client.whereabouts import announced
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-import msgspec
-
 from kvbm.block import BlockKey, Outcome, Tier
 from kvbm.clock import Clock
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.onboard import Onboarder
 from kvbm.manager.sources import distinct
-from kvbm.manager.write_behind import LINGER_S, WriteBehind
+from kvbm.manager.write_behind import RemoteRules, WriteBehind
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.policy.admission.store_budget import StoreBudget
@@ -30,17 +28,6 @@ from kvbm.tiers.remote.contract import NOWHERE, RemoteTier
 
 CLOSE_S_MAX = 5.0
 ASKED_AT_ONCE = 256
-
-
-class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a space does with a remote tier. `writes`: blocks are written to it; `bytes_per_hour` and
-    `requests_per_hour` bound that, 0 is no bound; `linger_s` is how long a block waits for the next ones of its chain.
-    """
-
-    writes: bool = True
-    linger_s: float = LINGER_S
-    bytes_per_hour: int = 0
-    requests_per_hour: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +124,7 @@ class RemoteSide:
     tier: RemoteTier
     host: HostSide
     admission: AdmissionPolicy
-    options: RemoteOptions
+    rules: RemoteRules
     brought_at_once: int
     metrics: Metrics
     clock: Clock
@@ -150,8 +137,8 @@ class RemoteSide:
     _retired: list[_Queues] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        options = self.options
-        self._budget = StoreBudget(options.bytes_per_hour, options.requests_per_hour, self.clock())
+        rules = self.rules
+        self._budget = StoreBudget(rules.bytes_per_hour, rules.requests_per_hour, self.clock())
         self._queues = self._make_queues()
 
     @property
@@ -253,7 +240,7 @@ class RemoteSide:
             self._job_ids,
             self.brought_at_once,
         )
-        if not self.options.writes:
+        if not self.rules.writes:
             return _Queues(onboarder, None)
         writer = WriteBehind(
             host.pool,
@@ -266,7 +253,7 @@ class RemoteSide:
             self.metrics,
             self.clock,
             self._job_ids,
-            self.options.linger_s,
+            self.rules,
             self.on_refused,
         )
         return _Queues(onboarder, writer)

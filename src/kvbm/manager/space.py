@@ -27,10 +27,11 @@ from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
 from kvbm.manager.pool import EXPIRED, SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
-from kvbm.manager.remote_side import RemoteOptions, RemoteSide
+from kvbm.manager.remote_side import RemoteSide
 from kvbm.manager.retaining import Judging, Retaining
 from kvbm.manager.storing import Storing
 from kvbm.manager.usage import Usage
+from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
@@ -58,7 +59,7 @@ class Space:
         clock: Clock,
         on_progress: Callable[[Lease], None],
         options: SpaceOptions = DEFAULT_OPTIONS,
-        remotes: Sequence[tuple[RemoteTier, RemoteOptions, AdmissionPolicy]] = (),
+        remotes: Sequence[tuple[RemoteTier, RemoteRules, AdmissionPolicy]] = (),
     ) -> None:
         """`remotes` are the remote tiers, first the one to be asked first, each with what is done with it."""
         self.layout = layout
@@ -108,13 +109,13 @@ class Space:
                 tier=tier,
                 host=host,
                 admission=policy,
-                options=remote_options,
+                rules=rules,
                 brought_at_once=options.brought_at_once,
                 metrics=metrics,
                 clock=clock,
                 on_progress=on_progress,
             )
-            for tier, remote_options, policy in remotes
+            for tier, rules, policy in remotes
         )
         self._below = Below(host, self.disk, self.remotes, options.brought_at_once)
         self._usage = Usage(lambda: self.pools, self.below.downward, clock)

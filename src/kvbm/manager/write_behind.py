@@ -1,8 +1,8 @@
 """G2 → G4: blocks of host memory go to a shared store in packs, some time after they came.
 
 Requests to a store cost time and money, blocks do not: consecutive blocks of a chain are gathered until a pack is full,
-or has waited for `linger_s`. What waits is keys, not slots: a block that host memory evicts before its turn is skipped
-and counted, and with it those behind it, which could not be found without it.
+or has waited for `RemoteRules.linger_s`. What waits is keys, not slots: a block that host memory evicts before its turn
+is skipped and counted, and with it those behind it, which could not be found without it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock
@@ -30,6 +32,19 @@ LINGER_S = 10.0
 IN_FLIGHT_SHARE = 4
 """One part in this many of host memory may be held by writes to a store."""
 SUBMITTED_AT_ONCE = 4
+
+
+class RemoteRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What a space does with a remote tier. `writes`: blocks are written to it; `bytes_per_hour` and
+    `requests_per_hour` bound that, 0 is no bound; `linger_s` is how long a block waits for the next ones of its chain.
+    `known_tenants_only`: a block of which nobody knows whose it is stays here, as each tenant has a key of its own.
+    """
+
+    writes: bool = True
+    linger_s: float = LINGER_S
+    bytes_per_hour: int = 0
+    requests_per_hour: int = 0
+    known_tenants_only: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +71,7 @@ class WriteBehind:
     metrics: Metrics
     clock: Clock
     job_ids: Iterator[int]
-    linger_s: float = LINGER_S
+    rules: RemoteRules
     on_refused: Callable[[Sequence[BlockKey], str], None] | None = None
     _open: OrderedDict[int, _Pack] = field(default_factory=OrderedDict, init=False)
     _by_last: dict[BlockKey, _Pack] = field(default_factory=dict, init=False)
@@ -115,7 +130,7 @@ class WriteBehind:
         now_s = self.clock()
         while self._open:
             pack = next(iter(self._open.values()))
-            if now_s - pack.since_s < self.linger_s:
+            if now_s - pack.since_s < self.rules.linger_s:
                 break
             self._close(pack)
         if self.tier.fault:
@@ -207,6 +222,10 @@ class WriteBehind:
             pack.keys = pack.keys[: len(slots)]
         if not slots:
             return True
+        tenant = self.host_pool.favouring.tenant_of(slots[0])
+        if tenant is None and self.rules.known_tenants_only:
+            self._give_up(pack.keys, "no_tenant")
+            return True
         if not self.budget.spend(len(slots) * self.arena.layout.block_bytes, self.clock()):
             self._give_up(pack.keys, "budget")
             return True
@@ -215,7 +234,7 @@ class WriteBehind:
             fact = self.facts.of(slot)
             heads.append(BlockHead(key, before, *self.names.of(slot, key), fact.text() if fact else b""))
             before = key
-        job_id, tenant = next(self.job_ids), self.host_pool.favouring.tenant_of(slots[0])
+        job_id = next(self.job_ids)
         sources = [self.arena.slot_views(slot) for slot in slots]
         outcome = self.tier.submit_store(job_id, heads, sources, tenant, pack.tail)
         if outcome is Outcome.THROTTLED:

@@ -237,8 +237,9 @@ TABLE: tuple[Metric, ...] = (
         name="kvbm_remote_skipped_blocks_total",
         kind=_COUNTER,
         help="Blocks that were not written to a remote store, by reason: refused by the admission policy (filter), "
-        "beyond the hour's budget of bytes or requests (budget), queue full, evicted before their turn, store off",
-        labels=(Label("reason", ("filter", "budget", "queue_full", "evicted", "tier_off")),),
+        "beyond the hour's budget of bytes or requests (budget), queue full, evicted before their turn, store "
+        "off, or with encryption nobody knows whose they are (no_tenant)",
+        labels=(Label("reason", ("filter", "budget", "queue_full", "evicted", "tier_off", "no_tenant")),),
         at_zero=True,
     ),
     Metric(

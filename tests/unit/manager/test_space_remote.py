@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvbm.block import Tier
-from kvbm.manager.remote_side import RemoteOptions
+from kvbm.manager.write_behind import RemoteRules
 from kvbm.policy import make_admission
 from kvbm.testing.fake_remote import FakeStore
 from kvbm.tiers.host import HostArena
@@ -217,7 +217,7 @@ def test_what_is_expected_to_arrive_late_is_said(node: Callable[..., RemoteBench
 
 
 def test_writes_keep_to_the_hours_budget(node: Callable[..., RemoteBench]) -> None:
-    options = RemoteOptions(linger_s=1.0, requests_per_hour=24)
+    options = RemoteRules(linger_s=1.0, requests_per_hour=24)
     a = node(host_slots=32, options=options)
     for i in range(4):
         a.compute(KEYS[8 * i : 8 * i + 1])
@@ -234,6 +234,7 @@ def test_admission_chooses_what_is_shared(node: Callable[..., RemoteBench]) -> N
     a.compute(KEYS[:2])
     assert skipped(a) == {"filter": 2}
     a.space.lookup(ME, 1, KEYS[:2], 0)
+    a.settle()
     a.settle(10.0)
     assert a.remote.stores == [2], "what is asked for again is written"
 

@@ -1,0 +1,121 @@
+"""Settings → the remote tiers of a namespace. Nothing here waits for a store."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from kvbm.clock import Clock
+from kvbm.errors import SettingsError
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.choices import choose_admission
+from kvbm.manager.write_behind import RemoteRules
+from kvbm.policy import AdmissionPolicy
+from kvbm.settings import Settings, variable
+from kvbm.tiers.remote.blob_tier import open_blob_tier
+from kvbm.tiers.remote.blobs import BlobStore
+from kvbm.tiers.remote.contract import RemoteTier
+from kvbm.tiers.remote.drivers.credentials import NOBODY, Credentials
+from kvbm.tiers.remote.drivers.opening import object_url, open_blobs
+from kvbm.tiers.remote.options import RemoteOptions
+from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
+from kvbm.tiers.remote.sealing_keys import keys_from_command, keys_from_file
+
+KEY_COMMAND_S = 30.0
+REQUEST_S_MIN = 10.0
+"""A request may take this long, or as long as a read where that is longer: writes are large, and nobody waits."""
+
+
+class RemoteOpening:
+    """Opens the remote tier of each namespace that comes. Owned by the manager's thread."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        """Raises SettingsError for whatever of the settings cannot be used, before anything is opened."""
+        self._settings = settings
+        self._clock = clock
+        self._keys: list[MasterKey] = []
+        if not settings.remote_on:
+            return
+        choose_admission(variable("remote_admission"), settings.remote_admission, 1, clock())
+        self._keys = _keys(settings)
+        if self._keys:
+            Sealer(self._keys)
+        self._store().close()
+
+    def open(
+        self, namespace: Namespace, layout: BlockLayout, share: int
+    ) -> list[tuple[RemoteTier, RemoteRules, AdmissionPolicy]]:
+        """The remote tiers of a namespace, with what is done with each; it has one of `share` equal parts of all
+        bounds that are this manager's. An ephemeral one has none: nobody else could ever ask for its blocks."""
+        settings = self._settings
+        if not settings.remote_on or namespace.ephemeral:
+            return []
+        options = RemoteOptions(
+            load_deadline_s=settings.remote_deadline_ms / 1000,
+            catalogue_blocks=max(1, settings.remote_known_blocks // share),
+            codec=settings.remote_codec,
+            collect=settings.remote_collect,
+            ttl_s=settings.remote_ttl_hours * 3600.0,
+            capacity_bytes=settings.remote_bytes or None,
+        )
+        seal: Seal | None = Sealer(self._keys) if self._keys else None
+        tier = open_blob_tier(self._store(), layout, namespace, options, self._clock, seal=seal)
+        rules = RemoteRules(
+            writes=settings.remote_write,
+            linger_s=float(settings.remote_linger_s),
+            bytes_per_hour=settings.remote_write_bytes // share,
+            requests_per_hour=-(-settings.remote_requests // share),
+            known_tenants_only=seal is not None,
+        )
+        admission = choose_admission(
+            variable("remote_admission"),
+            settings.remote_admission,
+            options.catalogue_blocks,
+            self._clock(),
+        )
+        return [(tier, rules, admission)]
+
+    def _store(self) -> BlobStore:
+        settings = self._settings
+        credentials = NOBODY
+        if settings.object_access_key or settings.object_secret_key:
+            credentials = Credentials(settings.object_access_key or "", settings.object_secret_key or "")
+        return open_blobs(
+            settings.remote or _bucket_url(settings),
+            clock=self._clock,
+            deadline_s=max(REQUEST_S_MIN, settings.remote_deadline_ms / 1000),
+            credentials=credentials,
+            field=variable("remote" if settings.remote else "object_bucket"),
+        )
+
+
+def _bucket_url(settings: Settings) -> str:
+    """The store that the original's variables name. One bucket for all ranks, whose parts lie together."""
+    bucket = (settings.object_bucket or "").replace("{worker_id}", "0")
+    return object_url(bucket, endpoint=settings.object_endpoint or "", region=settings.object_region or "")
+
+
+def _keys(settings: Settings) -> list[MasterKey]:
+    """The keys that seal. Raises SettingsError."""
+    keys = list[MasterKey]()
+    if settings.remote_key_file:
+        keys += keys_from_file(settings.remote_key_file, variable("remote_key_file"))
+    if settings.remote_key_command:
+        field = variable("remote_key_command")
+        if keys:
+            raise SettingsError(field, settings.remote_key_command, f"without {variable('remote_key_file')}")
+        keys += keys_from_command(_words(field, settings.remote_key_command), KEY_COMMAND_S, field)
+    if keys and not settings.salt_share:
+        accepted = f"above 0 with {variable('remote_key_file')}: each tenant's blocks have a key of their own"
+        raise SettingsError(variable("salt_share"), settings.salt_share, accepted)
+    return keys
+
+
+def _words(field: str, command: str) -> Sequence[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise SettingsError(field, command, f"a program and its arguments ({error})") from None
+    if not words:
+        raise SettingsError(field, command, "a program and its arguments")
+    return words
