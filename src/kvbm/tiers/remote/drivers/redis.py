@@ -86,7 +86,8 @@ def connections(
     longer. A request is sent once more where the connection had been ended, by a restart of the server, say.
     """
     secure = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": ca} if tls else {}
-    return valkey.BlockingConnectionPool(
+    pool: Any = valkey.BlockingConnectionPool
+    made: valkey.ConnectionPool = pool(
         connection_class=valkey.SSLConnection if tls else valkey.Connection,
         max_connections=count,
         timeout=deadline_s,
@@ -102,6 +103,7 @@ def connections(
         retry_on_error=[exceptions.ConnectionError],
         **secure,
     )
+    return made
 
 
 class RedisBlobs:
@@ -118,7 +120,8 @@ class RedisBlobs:
         self.place = place
         self.blob_bytes_max = blob_bytes_max
         self.notes: tuple[str, ...] = ()
-        self._client = valkey.Valkey(connection_pool=pool)
+        # Its calls answer "perhaps an awaitable" to a type checker.
+        self._client: Any = valkey.Valkey(connection_pool=pool)
         self._pool = pool
         self._blob = prefix + "blob/"
         self._keys = (prefix + "names", prefix + "facts")
