@@ -145,7 +145,10 @@ def rclone(directory: Path) -> Iterator[S3Service]:
 def redis_server(
     directory: Path, *more: str, port: int = 0, tls: tuple[Path, Path] | None = None
 ) -> Iterator[RedisService]:
-    """A Redis server in memory, at a port of its own unless one is named. `tls`: its certificate and key; then it speaks nothing else at its port."""
+    """A Redis server in memory, at a port of its own unless one is named. `tls`: its certificate and key.
+
+    With TLS it speaks nothing else.
+    """
     server = program("redis-server", "Debian's redis-server")
     port = port or free_port()
     listen = ["--port", str(port)]
