@@ -1,4 +1,4 @@
-"""Real stores on loopback, started by the first test that asks and ended with the session: SeaweedFS, moto, rclone, Redis.
+"""Real stores on loopback, ended with the session of the tests: SeaweedFS, moto, rclone, Redis.
 
 Each is skipped with its reason where the program is not there. Buckets are made by hand: `make_bucket`.
 """
@@ -142,10 +142,15 @@ def rclone(directory: Path) -> Iterator[S3Service]:
 
 
 @contextmanager
-def redis_server(directory: Path, *more: str, tls: tuple[Path, Path] | None = None) -> Iterator[RedisService]:
-    """A Redis server in memory. `tls`: its certificate and key; then it speaks nothing else at its port."""
+def redis_server(
+    directory: Path, *more: str, port: int = 0, tls: tuple[Path, Path] | None = None
+) -> Iterator[RedisService]:
+    """A Redis server in memory, at a port of its own unless one is named. `tls`: its certificate and key.
+
+    With TLS it speaks nothing else.
+    """
     server = program("redis-server", "Debian's redis-server")
-    port = free_port()
+    port = port or free_port()
     listen = ["--port", str(port)]
     if tls is not None:
         listen = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]

@@ -1,4 +1,4 @@
-"""The contract of a store of named blobs as tests. Subclass `BlobContract`, say how to open your store, and run pytest::
+"""The contract of a store of named blobs as tests. Subclass `BlobContract`, say how to open a store, run pytest::
 
     class TestMyStore(BlobContract):
         def open_store(self, space, clock):
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvbm.clock import Clock, ManualClock
-from kvbm.tiers.remote.blobs import BlobStore, Put
+from kvbm.tiers.remote.blobs import BlobStore, Buffer, Put
 
 THREADS = 8
 CLOCK_SLACK_S = 2.5
@@ -85,7 +85,7 @@ class BlobContract(abc.ABC):
 
     def test_a_blob_comes_back_at_another_node(self, open_more: Callable[[], BlobStore]) -> None:
         blob = blob_bytes(1, self.large_bytes)
-        parts = [bytearray(blob[:1]), memoryview(blob)[1:70_000], b"", blob[70_000:]]
+        parts: list[Buffer] = [bytearray(blob[:1]), memoryview(blob)[1:70_000], b"", blob[70_000:]]
         assert open_more().put(blob_name(1), parts) is Put.CREATED
         found = open_more().read(blob_name(1), 0, len(blob))
         assert found is not None

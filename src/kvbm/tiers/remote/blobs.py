@@ -23,9 +23,8 @@ Buffer = bytes | bytearray | memoryview
 RESERVED = ("used", "now", "probe")
 """First parts of names that a driver has for itself: its marks of what is in use, its clock, its trials."""
 
-_NAME = re.compile(
-    r"(?!(?:%s)(?:/|$))(?:[a-z0-9_-][a-z0-9._-]*/)*[a-z0-9_-][a-z0-9._-]*" % "|".join(RESERVED)
-)
+_PART = "[a-z0-9_-][a-z0-9._-]*"
+_NAME = re.compile(rf"(?!(?:{'|'.join(RESERVED)})(?:/|$))(?:{_PART}/)*{_PART}")
 
 
 def valid_name(name: str) -> bool:

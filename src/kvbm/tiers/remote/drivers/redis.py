@@ -1,9 +1,9 @@
 """Blobs as values of one Redis or Valkey server.
 
-Keys: `<prefix>blob/<name>` for each blob, `<prefix>names` with the names in order, `<prefix>facts` with their sizes and
-times, by the server's clock. Each change of a blob and of what is known of it is one transaction or script, so they
-agree. Except where the server evicts: a value that has gone is not listed, and forgotten when it is looked for; where
-the names have gone, a put that finds its blob in place lists it again.
+Keys: `<prefix>blob/<name>` for each blob, and the *index* `<prefix>names`: for each blob a word of its name, size and
+time by the server's clock, in the order of the names. A blob and its word change in one transaction or script, so they
+agree. Where the server evicts: a blob that has gone is not listed, and its word goes when either is looked for; where
+the index has gone, a listing makes it again of the keys that are there.
 
 A cluster is refused: the keys of one store do not all lie on one of its nodes.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import valkey
@@ -27,44 +28,52 @@ BLOB_BYTES_MAX = 4 << 20
 """The server does nothing else while it copies a value."""
 PAGE = 500
 
-# Both take the keys of names and facts, and the prefix of the blobs.
+# A word is "name size seconds microseconds". A space comes before all letters of names, and `!` next: so words are in
+# the order of names, and those of one name lie between "name " and "name!".
+_COMPLETE = "!"
+"""A word of the index that says that it has all blobs: one that was begun after an eviction has it not."""
+
 _NOTE = """
-local blob = ARGV[1] .. ARGV[2]
-if redis.call('EXISTS', blob) == 0 then return 0 end
-if ARGV[3] == 'touch' or not redis.call('ZSCORE', KEYS[1], ARGV[2]) or redis.call('HEXISTS', KEYS[2], ARGV[2]) == 0 then
-  local time = redis.call('TIME')
-  redis.call('ZADD', KEYS[1], 0, ARGV[2])
-  redis.call('HSET', KEYS[2], ARGV[2], redis.call('STRLEN', blob) .. ' ' .. time[1] .. ' ' .. time[2])
-  if ARGV[3] == 'touch' then redis.call('TOUCH', blob) end
+for i = 3, #ARGV do
+  local blob, name = ARGV[1] .. ARGV[i], ARGV[i]
+  if redis.call('EXISTS', blob) == 1 then
+    local words = redis.call('ZRANGEBYLEX', KEYS[1], '[' .. name .. ' ', '(' .. name .. '!')
+    if ARGV[2] == 'touch' or #words == 0 then
+      for _, word in ipairs(words) do redis.call('ZREM', KEYS[1], word) end
+      local time = redis.call('TIME')
+      local size = redis.call('STRLEN', blob)
+      redis.call('ZADD', KEYS[1], 0, name .. ' ' .. size .. ' ' .. time[1] .. ' ' .. time[2])
+      redis.call('TOUCH', blob)
+    end
+  end
 end
 return 1
 """
-"""Write down a blob that is there, unless it is written down. `touch`: with the time of now."""
+"""Write down blobs that are there, unless they are written down. `touch`: with the time of now all the same."""
 
 _FORGET = """
 for i = 2, #ARGV do
   if redis.call('EXISTS', ARGV[1] .. ARGV[i]) == 0 then
-    redis.call('ZREM', KEYS[1], ARGV[i])
-    redis.call('HDEL', KEYS[2], ARGV[i])
+    redis.call('ZREMRANGEBYLEX', KEYS[1], '[' .. ARGV[i] .. ' ', '(' .. ARGV[i] .. '!')
   end
 end
 return 1
 """
-"""Forget the names of blobs that have gone."""
+"""Forget the words of blobs that have gone."""
 
 _PAGE = """
-local names = redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
-local found = {}
-for i, name in ipairs(names) do
-  found[2 * i - 1] = name
-  found[2 * i] = ''
-  if redis.call('EXISTS', ARGV[1] .. name) == 1 then
-    found[2 * i] = redis.call('HGET', KEYS[2], name) or ''
+local words = redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
+local found = {words[#words] or '', #words == tonumber(ARGV[4]) and 1 or 0}
+for _, word in ipairs(words) do
+  if redis.call('EXISTS', ARGV[1] .. string.match(word, '^[^ ]+')) == 1 then
+    found[#found + 1] = word
+  else
+    redis.call('ZREM', KEYS[1], word)
   end
 end
 return found
 """
-"""A page of names, each with its size and time, or with nothing where the blob has gone."""
+"""The last word of a page, whether there may be more, and the words of those blobs that are there."""
 
 _Answer = TypeVar("_Answer")
 
@@ -86,7 +95,8 @@ def connections(
     longer. A request is sent once more where the connection had been ended, by a restart of the server, say.
     """
     secure = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": ca} if tls else {}
-    return valkey.BlockingConnectionPool(
+    pool: Any = valkey.BlockingConnectionPool
+    made: valkey.ConnectionPool = pool(
         connection_class=valkey.SSLConnection if tls else valkey.Connection,
         max_connections=count,
         timeout=deadline_s,
@@ -102,6 +112,7 @@ def connections(
         retry_on_error=[exceptions.ConnectionError],
         **secure,
     )
+    return made
 
 
 class RedisBlobs:
@@ -118,10 +129,11 @@ class RedisBlobs:
         self.place = place
         self.blob_bytes_max = blob_bytes_max
         self.notes: tuple[str, ...] = ()
-        self._client = valkey.Valkey(connection_pool=pool)
+        # Its calls answer "perhaps an awaitable" to a type checker.
+        self._client: Any = valkey.Valkey(connection_pool=pool)
         self._pool = pool
         self._blob = prefix + "blob/"
-        self._keys = (prefix + "names", prefix + "facts")
+        self._names = prefix + "names"
         self._requests: Counter[str] = Counter()
         self._counting = threading.Lock()
 
@@ -132,7 +144,7 @@ class RedisBlobs:
         def both() -> Put:
             with self._client.pipeline(transaction=True) as together:
                 together.set(self._blob + name, b"".join(parts), nx=True)
-                together.eval(_NOTE, 2, *self._keys, self._blob, name, "put")
+                together.eval(_NOTE, 1, self._names, self._blob, "put", name)
                 created = together.execute()[0]
             return Put.CREATED if created else Put.EXISTS
 
@@ -161,25 +173,23 @@ class RedisBlobs:
     def listing(self, prefix: str) -> Iterator[BlobInfo]:
         """See `BlobStore`."""
         assert not prefix or prefix.endswith("/")
-        begin, end = (f"[{prefix}", f"({prefix[:-1]}0") if prefix else ("-", "+")  # "0" comes after "/"
-        while True:
-            page = self._do("list", prefix, lambda begin=begin: self._page(begin, end))  # type: ignore[misc]
-            names = [name.decode() for name in page[::2]]
-            facts = page[1::2]
-            gone = [name for name, fact in zip(names, facts, strict=True) if not fact]
-            for name, fact in zip(names, facts, strict=True):
-                if fact:
-                    size, seconds, micros = fact.split()
-                    yield BlobInfo(name, int(size), int(seconds) + int(micros) / 1e6)
-            if gone:
-                self._do("list", prefix, lambda gone=gone: self._eval(_FORGET, self._blob, *gone))  # type: ignore[misc]
-            if len(names) < PAGE:
-                return
-            begin = f"({names[-1]}"
+        if self._do("list", prefix, lambda: self._client.zscore(self._names, _COMPLETE)) is None:
+            self._complete()
+        begin, end = (
+            (f"[{prefix}", f"({prefix[:-1]}0") if prefix else (f"({_COMPLETE}", "+")
+        )  # "0" comes after "/"
+        more = True
+        while more:
+            last, more, *words = self._do("list", prefix, lambda begin=begin: self._page(begin, end))  # type: ignore[misc]
+            for word in words:
+                name, size, seconds, micros = word.decode().split()
+                yield BlobInfo(name, int(size), int(seconds) + int(micros) / 1e6)
+            # After every word of that name: one that is touched meanwhile gets another.
+            begin = f"({last.decode().partition(' ')[0]}!"
 
     def touch(self, name: str) -> None:
         """See `BlobStore`."""
-        self._do("put", name, lambda: self._eval(_NOTE, self._blob, name, "touch"))
+        self._do("put", name, lambda: self._eval(_NOTE, self._blob, "touch", name))
 
     def delete(self, names: Sequence[str]) -> None:
         """See `BlobStore`."""
@@ -189,7 +199,7 @@ class RedisBlobs:
             def together(some: Sequence[str] = some) -> None:
                 with self._client.pipeline(transaction=True) as transaction:
                     transaction.unlink(*(self._blob + name for name in some))
-                    transaction.eval(_FORGET, 2, *self._keys, self._blob, *some)
+                    transaction.eval(_FORGET, 1, self._names, self._blob, *some)
                     transaction.execute()
 
             self._do("delete", f"{some[0]} and {len(some) - 1} more", together)
@@ -214,17 +224,30 @@ class RedisBlobs:
         def both() -> bool:
             with self._client.pipeline(transaction=True) as together:
                 together.exists(self._blob + name)
-                together.eval(_FORGET, 2, *self._keys, self._blob, name)
+                together.eval(_FORGET, 1, self._names, self._blob, name)
                 return bool(together.execute()[0])
 
         return self._do("get", name, both)
 
-    def _page(self, begin: str, end: str) -> list[bytes]:
-        found: list[bytes] = self._eval(_PAGE, self._blob, begin, end, str(PAGE))
+    def _complete(self) -> None:
+        """Write down every blob that is there: the index is new, or the server has evicted the one that was."""
+        cursor = 0
+        while True:
+            some = partial(self._client.scan, cursor, match=f"{self._blob}*", count=PAGE)
+            cursor, keys = self._do("list", "", some)
+            if keys:
+                names = [key.decode()[len(self._blob) :] for key in keys]
+                self._do("list", "", partial(self._eval, _NOTE, self._blob, "put", *names))
+            if not cursor:
+                break
+        self._do("list", "", lambda: self._client.zadd(self._names, {_COMPLETE: 0}))
+
+    def _page(self, begin: str, end: str) -> list[Any]:
+        found: list[Any] = self._eval(_PAGE, self._blob, begin, end, str(PAGE))
         return found
 
     def _eval(self, script: str, *words: str) -> Any:
-        return self._client.eval(script, 2, *self._keys, *words)
+        return self._client.eval(script, 1, self._names, *words)
 
     def _do(self, kind: str, name: str, ask: Callable[[], _Answer]) -> _Answer:
         """One round trip, counted. Raises StoreError."""
