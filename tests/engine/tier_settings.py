@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 HOST_BLOCKS = 600
@@ -16,6 +17,11 @@ BLOCK_BYTES = 65_536
 def host(blocks: int = HOST_BLOCKS) -> dict[str, str]:
     """A host tier alone."""
     return {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(blocks)}
+
+
+def remote(store: Mapping[str, str], host_blocks: int = HOST_BLOCKS) -> dict[str, str]:
+    """A host tier above a store that others use too. What is computed is written to it without much waiting."""
+    return {**host(host_blocks), **store, "DYN_KVBM_REMOTE_LINGER_SECS": "1"}
 
 
 def disk(directory: Path, host_blocks: int = 0) -> dict[str, str]:

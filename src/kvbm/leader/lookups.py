@@ -60,7 +60,7 @@ class Lookups:
         self._unloaded = Unloaded(link)
         self.unloaded = self._unloaded.by_reason
         """Blocks that the device lacked, that were found, and that were computed all the same, by reason."""
-        self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0}
+        self.loaded_blocks = {Tier.HOST: 0, Tier.DISK: 0, Tier.REMOTE: 0}
         self.failed_blocks = 0
         """Blocks that reached the device, by tier, and those that were promised and did not."""
 

@@ -137,6 +137,7 @@ def _span(request: str, told: _Told, outcome: str, over_s: float, offset_ns: int
         "kvbm.asked_tokens": last.wanted * block_tokens,
         "kvbm.found_host_tokens": last.found.count(Tier.HOST) * block_tokens,
         "kvbm.found_disk_tokens": last.found.count(Tier.DISK) * block_tokens,
+        "kvbm.found_remote_tokens": last.found.count(Tier.REMOTE) * block_tokens,
         "kvbm.loaded_tokens": last.arrived * block_tokens,
     }
     for reason, blocks in last.unloaded.items():

@@ -16,6 +16,7 @@ from kvbm.protocol import UNLOADED_REASONS
 COUNTERS = {
     "loaded_host_blocks": "Blocks that KVBM loaded from host memory",
     "loaded_disk_blocks": "Blocks that KVBM loaded from disk",
+    "loaded_remote_blocks": "Blocks that KVBM loaded from a remote store",
     "failed_blocks": "Blocks that KVBM had promised and that were computed instead",
 }
 """The counters, and their descriptions in vLLM's /metrics."""
@@ -93,6 +94,7 @@ class Counted:
         now = Counter({name: self._leader.lookups.unloaded[reason] for name, reason in UNLOADED.items()})
         now["loaded_host_blocks"] = self._leader.lookups.loaded_blocks[Tier.HOST]
         now["loaded_disk_blocks"] = self._leader.lookups.loaded_blocks[Tier.DISK]
+        now["loaded_remote_blocks"] = self._leader.lookups.loaded_blocks[Tier.REMOTE]
         now["failed_blocks"] = self._leader.lookups.failed_blocks
         rise, self._last = now - self._last, now
         # Reasons without blocks are left out: vLLM's log line repeats everything that is in.

@@ -22,7 +22,7 @@ from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.catalogue import Catalogue
 from kvbm.tiers.remote.collector import Collector
-from kvbm.tiers.remote.contract import Buffers, News
+from kvbm.tiers.remote.contract import NOWHERE, Buffers, News
 from kvbm.tiers.remote.discovery import Discovery, LearnedQueue
 from kvbm.tiers.remote.exchange import Exchange, Job, LoadJob, StoreJob
 from kvbm.tiers.remote.health import StoreHealth
@@ -151,7 +151,10 @@ class BlobTier:
     # ---- where blocks are
 
     def places(self, keys: Sequence[BlockKey]) -> list[int]:
-        return self._catalogue.places(keys)
+        places = self._catalogue.places(keys)
+        if NOWHERE in places:
+            self._upkeep.active()  # somebody asks for what others may have written by now
+        return places
 
     def tail(self, place: int) -> bool:
         return self._catalogue.tail(place)
