@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import NamedTuple, Protocol, TypeAlias
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError
+from kvbm.tiers.remote.blobs import Buffer
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -66,47 +68,72 @@ PLAIN: Codec = _Plain()
 
 
 class _ZstdShuffled:
-    """zstd over the bytes of the elements, plane by plane."""
+    """zstd over the bytes of the elements, plane by plane.
+
+    A code is the length of each plane's code, 8 bytes little-endian each, then these codes: a frame of zstd, or the
+    plane as it is where that does not get smaller. So the noisy planes cost nothing to decode, and do not share a table
+    of symbols with the others.
+    """
 
     def __init__(self, zstandard: ModuleType, element_bytes: int, level: int) -> None:
         self.name = f"zstd-{element_bytes}"
         self._zstandard = zstandard
         self._element_bytes = element_bytes
+        self._lengths = struct.Struct(f"<{element_bytes}Q")
         self._level = level
 
     def encode(self, parts: Sequence[memoryview]) -> bytes | None:
         raw_bytes = sum(part.nbytes for part in parts)
         if raw_bytes % self._element_bytes:
             return None
-        planes = np.empty(raw_bytes, np.uint8)
+        planes = np.empty(raw_bytes, np.uint8).reshape(self._element_bytes, -1)
         for start, part in self._places(parts):
-            for plane, column in zip(self._planes(planes), self._columns(part), strict=True):
+            for plane, column in zip(planes, self._columns(part), strict=True):
                 np.copyto(plane[start : start + len(column)], column)
-        # One for each call: it must not be used by two threads, and costs little beside a block.
-        coded: bytes = self._zstandard.ZstdCompressor(level=self._level).compress(planes)
+        # One for each call: it must not be used by two threads at once.
+        compressor = self._zstandard.ZstdCompressor(level=self._level)
+        codes = []
+        for plane in planes:
+            code = compressor.compress(plane)
+            codes.append(code if len(code) < len(plane) else plane.data)
+        coded = b"".join((self._lengths.pack(*map(len, codes)), *codes))
         return coded if len(coded) < raw_bytes else None
 
     def decode(self, stored: memoryview, targets: Sequence[memoryview]) -> bool:
         raw_bytes = sum(target.nbytes for target in targets)
-        try:
-            # zstd takes the frame's word for how much memory to use, so that word is read first.
-            frame = self._zstandard.get_frame_parameters(stored)
-            if frame.content_size != raw_bytes or raw_bytes % self._element_bytes:
-                return False
-            if frame.window_size > max(raw_bytes, _WINDOW_MAX):
-                return False
-            plain = self._zstandard.ZstdDecompressor().decompress(
-                stored, max_output_size=raw_bytes, allow_extra_data=False
-            )
-        except self._zstandard.ZstdError:
+        if raw_bytes % self._element_bytes or stored.nbytes < self._lengths.size:
             return False
-        if len(plain) != raw_bytes:
+        lengths = self._lengths.unpack_from(stored)
+        if sum(lengths) != stored.nbytes - self._lengths.size:
             return False
-        planes = self._planes(np.frombuffer(plain, np.uint8))
+        planes: list[Bytes] = []
+        start = self._lengths.size
+        for length in lengths:
+            plane = self._plane(stored[start : start + length], raw_bytes // self._element_bytes)
+            if plane is None:
+                return False
+            planes.append(plane)
+            start += length
         for start, target in self._places(targets):
             for plane, column in zip(planes, self._columns(target), strict=True):
                 np.copyto(column, plane[start : start + len(column)])
         return True
+
+    def _plane(self, code: memoryview, plane_bytes: int) -> Bytes | None:
+        """A plane of so many bytes; None where this is no code of one."""
+        if code.nbytes == plane_bytes:
+            return _bytes_of(code)
+        try:
+            # zstd takes the frame's word for how much memory to use, so that word is read first.
+            frame = self._zstandard.get_frame_parameters(code)
+            if frame.content_size != plane_bytes or frame.window_size > max(plane_bytes, _WINDOW_MAX):
+                return None
+            plain = self._zstandard.ZstdDecompressor().decompress(
+                code, max_output_size=plane_bytes, allow_extra_data=False
+            )
+        except self._zstandard.ZstdError:
+            return None
+        return _bytes_of(plain) if len(plain) == plane_bytes else None
 
     def _places(self, parts: Sequence[memoryview]) -> Iterable[tuple[int, memoryview]]:
         """Each part, and in which element of a plane it begins."""
@@ -116,16 +143,12 @@ class _ZstdShuffled:
             yield start, part
             start += part.nbytes // self._element_bytes
 
-    def _planes(self, flat: Bytes) -> Bytes:
-        """`[element_bytes, elements]`"""
-        return flat.reshape(self._element_bytes, -1)
-
     def _columns(self, part: memoryview) -> Bytes:
         """`[element_bytes, elements of the part]`, as they lie in it."""
         return _bytes_of(part).reshape(-1, self._element_bytes).T
 
 
-def _bytes_of(part: memoryview) -> Bytes:
+def _bytes_of(part: Buffer) -> Bytes:
     return np.frombuffer(part, np.uint8)
 
 

@@ -78,7 +78,7 @@ def test_what_was_coded_comes_back_in_buffers_of_other_sizes(
 
 
 def test_bytes_like_those_of_a_model_get_smaller_when_shuffled() -> None:
-    raw = memoryview(like_bf16(128 << 10))
+    raw = memoryview(like_bf16(32 << 10))
     shuffled, as_they_lie = zstd_shuffled(2).encode([raw]), zstd_shuffled(1).encode([raw])
     assert shuffled is not None and as_they_lie is not None
     assert len(shuffled) < 0.72 * raw.nbytes < len(as_they_lie)
@@ -115,6 +115,11 @@ def bombs() -> Iterator[tuple[str, bytes]]:
     yield "a wide window", frame_of_zeros(window_log=31)
 
 
+def one_plane(frame: bytes) -> memoryview:
+    """A code of elements of one byte."""
+    return memoryview(len(frame).to_bytes(8, "little") + frame)
+
+
 def frame_of_zeros(window_log: int) -> bytes:
     """A frame of `SIZE` zeros, made by hand (RFC 8878, 3.1.1): its size takes two bytes, its one block is a run."""
     header = b"\x28\xb5\x2f\xfd\x40" + bytes([(window_log - 10) << 3]) + (SIZE - 256).to_bytes(2, "little")
@@ -123,7 +128,7 @@ def frame_of_zeros(window_log: int) -> bytes:
 
 def test_the_frame_that_is_made_by_hand_is_a_good_one() -> None:
     buffers = [memoryview(bytearray(b"x" * SIZE))]
-    assert zstd_shuffled().decode(memoryview(frame_of_zeros(window_log=16)), buffers)
+    assert zstd_shuffled(1).decode(one_plane(frame_of_zeros(window_log=16)), buffers)
     assert buffers == [bytes(SIZE)]
 
 
@@ -132,16 +137,31 @@ def test_decoding_takes_no_more_memory_than_the_block(bomb: bytes) -> None:
     buffers = targets(SIZE)
     tracemalloc.start()
     try:
-        assert not zstd_shuffled().decode(memoryview(bomb), buffers)
+        assert not zstd_shuffled(1).decode(one_plane(bomb), buffers)
         assert tracemalloc.get_traced_memory()[1] < 64 << 10
     finally:
         tracemalloc.stop()
 
 
-@given(st.binary(max_size=200), st.booleans())
-def test_foreign_bytes_never_raise(data: bytes, with_magic: bool) -> None:
+@given(st.binary(max_size=200), st.booleans(), st.booleans())
+def test_foreign_bytes_never_raise(data: bytes, with_magic: bool, with_length: bool) -> None:
     stored = (b"\x28\xb5\x2f\xfd" if with_magic else b"") + data
-    zstd_shuffled().decode(memoryview(stored), targets(SIZE))
+    zstd_shuffled(1).decode(one_plane(stored) if with_length else memoryview(stored), targets(SIZE))
+
+
+def test_lengths_of_planes_are_not_believed() -> None:
+    code = bytearray(zstd_shuffled().encode([memoryview(bytes(SIZE))]) or b"")
+    first, second = struct.unpack_from("<2Q", code)
+    assert zstd_shuffled().decode(memoryview(code), targets(SIZE))
+    for lengths in (
+        (first + 1, second - 1),
+        (0, first + second),
+        (first + second, 0),
+        (2**64 - 1, second),
+        (0, 0),
+    ):
+        struct.pack_into("<2Q", code, 0, *lengths)
+        assert not zstd_shuffled().decode(memoryview(code), targets(SIZE)), lengths
 
 
 def test_codecs_are_known_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import sys
 
@@ -74,6 +75,15 @@ def test_each_seal_takes_a_new_nonce_from_the_source_it_was_given() -> None:
     assert first[:12] == (1).to_bytes(12, "big") and second[:12] == (2).to_bytes(12, "big")
     assert first[12:] != second[12:]
     assert seal(sealer()) != seal(sealer())
+
+
+def test_each_tenant_and_each_master_key_has_a_key_of_its_own() -> None:
+    """Derived as RFC 5869 says, here with the standard library's HMAC."""
+    both = sealer("one", "two")
+    keys = {both._tenant_key(master, tenant).key for master in ("one", "two") for tenant in ("ann", "bob")}
+    assert len(keys) == 4
+    extracted = hmac.digest(bytes(32), b"one" * 10 + b"on", "sha256")
+    assert both._tenant_key("one", "ann").key == hmac.digest(extracted, b"kvbm seal 1 key\0ann\1", "sha256")
 
 
 def test_nothing_shows_a_secret() -> None:
