@@ -83,8 +83,14 @@ metrics_port: {{ .Values.metrics.port }}
 {{- default (add $drain 10) $asked -}}
 {{- end -}}
 
-{{- /* Host memory is charged to the manager, which touches it first. Without any, blocks pass through staging memory. */ -}}
+{{- /* Host memory is charged to whoever touches it first, mostly the manager. Without any, blocks pass through staging. */ -}}
 {{- define "kvbm.memory" -}}
 {{- $passing := ternary 0.6 0.0 (eq (float64 .Values.hostMemoryGB) 0.0) -}}
 {{- default (printf "%dM" (int64 (ceil (mulf 1000 (addf .Values.hostMemoryGB .Values.overheadGB $passing))))) .Values.resources.memory -}}
+{{- end -}}
+
+{{- /* Engines hold the memory of a manager that crashed until they have the next one's, and the pod answers for both. */ -}}
+{{- define "kvbm.memoryLimit" -}}
+{{- $held := ternary 0.6 (float64 .Values.hostMemoryGB) (eq (float64 .Values.hostMemoryGB) 0.0) -}}
+{{- default (printf "%dM" (int64 (ceil (mulf 1000 (addf (mulf 2 $held) .Values.overheadGB))))) .Values.resources.memoryLimit -}}
 {{- end -}}
