@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +47,6 @@ from kvbm.settings import Settings
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import open_arena
 from rigs.manager import KEYS, worker_hello
-from rigs.manager_probe import free_port, wait_for
 
 DEADLINE_S = 60.0
 GRACE_S = "0.05"
@@ -343,15 +340,6 @@ def serve_shared(node: Node, path: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", SERVE, path, settings])
 
 
-def page(port: int, path: str) -> tuple[int, str]:
-    """The status and the text of a page of the manager at this port."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5.0) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def test_sigterm_writes_what_waits_for_disk_and_exits_cleanly(
     make: Callable[..., Node], tmp_path: Path
 ) -> None:
@@ -389,38 +377,6 @@ def test_sigterm_writes_what_waits_for_disk_and_exits_cleanly(
     assert len(found.slots) == count, "not all that was committed reached the disk"
     manager.send_signal(signal.SIGINT)
     assert manager.wait(DEADLINE_S) == 0
-
-
-def test_a_manager_says_that_it_is_ready_and_which_disk_is_not(
-    make: Callable[..., Node], tmp_path: Path
-) -> None:
-    """Through the whole process: the pages that an orchestrator asks are beside the metrics."""
-    disk, port = tmp_path / "disk", free_port()
-    node = make(disk_blocks=8, disk_dir=str(disk), metrics=True, metrics_host="127.0.0.1", metrics_port=port)
-    path = str(tmp_path / "run" / "shared.sock")
-    node.address = ManagerAddress(socket_path=path, private=False)
-    manager = serve_shared(node, path)
-    try:
-        node.join()
-        wait_for(
-            lambda: page(port, "/ready") == (200, "ready\nhost: works\ndisk: works\n"),
-            DEADLINE_S,
-            "not ready",
-        )
-        assert page(port, "/live") == (200, "live\n")
-        # It notices that its files are gone; a file in the directory's place keeps it from making others.
-        shutil.rmtree(disk)
-        disk.touch()
-        wait_for(
-            lambda: "\ndisk: namespace " in page(port, "/ready")[1],
-            DEADLINE_S,
-            lambda: str(page(port, "/ready")),
-        )
-        assert page(port, "/ready")[0] == 503
-        assert page(port, "/live")[0] == 200
-    finally:
-        manager.send_signal(signal.SIGTERM)
-        assert manager.wait(DEADLINE_S) == 0
 
 
 def test_of_two_shared_managers_at_one_path_the_second_is_refused(tmp_path: Path) -> None:
