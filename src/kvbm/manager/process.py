@@ -27,6 +27,7 @@ from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.controller import controller
 from kvbm.manager.event_stream import publishing
 from kvbm.manager.garbage import collected_when_idle
+from kvbm.manager.probes import LIVE_PATH, READY_PATH, Probes
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
 from kvbm.manager.traffic import Traffic
@@ -70,6 +71,7 @@ def serve(
     """
     metrics = Metrics(_tiers(settings))
     traffic, scrapes = Traffic(metrics, settings, clock), Scrapes(metrics, clock)
+    probes = Probes(settings, clock)
     if not settings.manager:
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
     peer_uids = settings.trusted_peer_uids
@@ -77,7 +79,7 @@ def serve(
     mode = 0o666 if peer_uids else 0o600
     with (
         contextlib.closing(scrapes),
-        _scraped(settings, scrapes, private) as metrics_port,
+        _scraped(settings, scrapes, probes, private) as metrics_port,
         admin_page(settings, os.path.abspath(socket_path), private) as start_page,
         controller(settings, os.path.abspath(socket_path)) as start_controller,
         publishing(settings, private) as publisher,
@@ -111,12 +113,14 @@ def serve(
             while not signals.received:
                 server.step()
                 turn_ended(server.idle)
+                probes.turn_ended(server.spaces)
                 seen_engine = seen_engine or server.engine_count > 0
                 # An engine that was refused does not start: no other one will come.
                 patience_s = grace_s if seen_engine or server.refused_count else PRIVATE_FIRST_ENGINE_S
                 idle_s = clock() - max(server.last_busy_s, started_s)
                 if private and idle_s > patience_s and not server.engine_count:
                     break
+        probes.stopping()
         traffic.summarize()
         server.close(keep=settings.disk_persist)
         log.info("stop role=manager pid=%d", os.getpid())
@@ -151,8 +155,8 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _scraped(settings: Settings, scrapes: Scrapes, private: bool) -> Iterator[int | None]:
-    """`/metrics`, while the manager serves; its port, or None without.
+def _scraped(settings: Settings, scrapes: Scrapes, probes: Probes, private: bool) -> Iterator[int | None]:
+    """`/metrics`, and what an orchestrator asks, while the manager serves and ends; the port, or None without.
 
     A shared manager takes the port that its operator names, or fails. A private one takes another port, or none.
     """
@@ -160,9 +164,11 @@ def _scraped(settings: Settings, scrapes: Scrapes, private: bool) -> Iterator[in
         yield None
         return
     page, host, port = scrapes.page, settings.metrics_host, settings.metrics_port
-    exporter = (
-        bind_nearby(page, host, port, METRICS_PORTS_MAX) if private else MetricsServer(page, host, port)
-    )
+    beside = {LIVE_PATH: probes.live, READY_PATH: probes.ready}
+    if private:
+        exporter = bind_nearby(page, host, port, METRICS_PORTS_MAX, beside)
+    else:
+        exporter = MetricsServer(page, host, port, beside)
     if exporter is None:
         taken = f"{PORT_FIELD}={port} is in use, and so are the next {METRICS_PORTS_MAX - 1}"
         log.warning("%s: no metrics are served", taken)

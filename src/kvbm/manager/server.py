@@ -192,14 +192,15 @@ class Server:
             self._scrapes.turn_ended(unread, (space for _, space in self.spaces), self._publish)
 
     def close(self, keep: bool) -> None:
-        """Write the queued blocks, release every tier and every session."""
+        """Let nobody in any more, write the queued blocks, release every tier and every session."""
+        # First: an engine that came now would wait for an answer as long as blocks are written.
+        self._door.close()
         self._scrapes.close()
         for session in self.sessions.values():
             session.close()
         for _, space in list(self.spaces):
             self.spaces.drop(space, keep)
         self._selector.close()
-        self._door.close()
 
     def _answer(self, until_s: float) -> bool:
         """Handle messages until that time, one in any case: one of each session in turn. Whether there was one."""

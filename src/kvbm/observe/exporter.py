@@ -1,4 +1,4 @@
-"""Serves `/metrics` over HTTP, on threads of its own."""
+"""Serves `/metrics`, and other pages beside it, over HTTP, on threads of its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import errno
 import socket
 import socketserver
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 
 from kvbm.errors import SettingsError
 from kvbm.settings import variable
@@ -19,6 +20,17 @@ CLIENT_TIMEOUT_S = 5.0
 
 PORTS = 1 << 16
 _STOP_POLL_S = 0.05
+
+
+class Answer(NamedTuple):
+    """The status and the text of a page."""
+
+    status: int
+    text: str
+
+
+Pages = Mapping[str, Callable[[], Answer]]
+"""Pages by path."""
 
 
 def metrics_url(host: str, port: int) -> str:
@@ -37,10 +49,13 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 4 * CONNECTIONS_MAX
 
     def __init__(
-        self, family: socket.AddressFamily, address: tuple[str, int], render: Callable[[], str]
+        self,
+        family: socket.AddressFamily,
+        address: tuple[str, int],
+        pages: Pages,
     ) -> None:
         self.address_family = family
-        self.render = render
+        self.pages = pages
         self._connections = threading.BoundedSemaphore(CONNECTIONS_MAX)
         super().__init__(address, _Handler)
 
@@ -76,9 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        found = self.path.partition("?")[0] == "/metrics"
-        body = (self.server.render() if found else "not found; the metrics are at /metrics\n").encode()
-        self.send_response(200 if found else 404)
+        page = self.server.pages.get(self.path.partition("?")[0], _not_found)
+        status, text = page()
+        body = text.encode()
+        self.send_response(status)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -89,19 +105,24 @@ class _Handler(BaseHTTPRequestHandler):
         """Do not log scrapes."""
 
 
+def _not_found() -> Answer:
+    return Answer(404, "not found; the metrics are at /metrics\n")
+
+
 class MetricsServer:
-    """Serves `render()` at `http://host:port/metrics`; every other path is 404.
+    """Serves `render()` at `http://host:port/metrics`, and `beside` at their own paths; every other path is 404.
 
     The constructor binds the socket, so that a port in use is found before anything else starts; `start` begins to
-    answer. `render` is called on the server's threads.
+    answer. `render` and the others are called on the server's threads.
     """
 
-    def __init__(self, render: Callable[[], str], host: str, port: int) -> None:
+    def __init__(self, render: Callable[[], str], host: str, port: int, beside: Pages | None = None) -> None:
+        pages = {**(beside or {}), "/metrics": lambda: Answer(200, render())}
         try:
             family, _, _, _, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            self._server = _Server(family, (str(address[0]), int(address[1])), render)
+            self._server = _Server(family, (str(address[0]), int(address[1])), pages)
         except OSError as error:
             raise _bind_error(error, host, port) from None
         self._thread: threading.Thread | None = None
@@ -134,14 +155,16 @@ class MetricsServer:
         self._server.server_close()
 
 
-def bind_nearby(render: Callable[[], str], host: str, port: int, tries: int) -> MetricsServer | None:
+def bind_nearby(
+    render: Callable[[], str], host: str, port: int, tries: int, beside: Pages | None = None
+) -> MetricsServer | None:
     """A `MetricsServer` at the first free port of the `tries` ports from `port` on; None if all are in use.
 
     Raises SettingsError, as the constructor does, for an address or a port that cannot be used at all.
     """
     for candidate in range(port, min(port + tries, PORTS)):
         try:
-            return MetricsServer(render, host, candidate)
+            return MetricsServer(render, host, candidate, beside)
         except PortTaken:
             continue
     return None

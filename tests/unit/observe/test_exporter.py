@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from kvbm.errors import SettingsError
-from kvbm.observe.exporter import CONNECTIONS_MAX, MetricsServer, bind_nearby
+from kvbm.observe.exporter import CONNECTIONS_MAX, Answer, MetricsServer, bind_nearby
 from kvbm.observe.exposition import render
 from kvbm.observe.metrics import Metrics
 from kvbm.settings import Settings
@@ -51,6 +51,19 @@ def test_the_page_as_the_original_serves_it():
 def test_other_paths_are_not_found(path):
     with serving() as server:
         assert ask(server, path)[0] == 404
+
+
+def test_pages_beside_the_metrics_have_a_status_of_their_own():
+    beside = {"/ready": lambda: Answer(503, "not ready: x\n"), "/metrics": lambda: Answer(500, "")}
+    for make in (MetricsServer, lambda *a: bind_nearby(*a[:2], 0, 1, a[3])):
+        server = make(lambda: "a 1\n", "127.0.0.1", 0, beside)
+        server.start()
+        try:
+            assert ask(server, "/ready?verbose")[::2] == (503, "not ready: x\n")
+            assert ask(server)[::2] == (200, "a 1\n")
+            assert ask(server, "/live")[0] == 404
+        finally:
+            server.close()
 
 
 def test_a_query_is_ignored_and_head_has_no_body():

@@ -1,0 +1,96 @@
+{{- define "kvbm.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 52 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kvbm.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 52 | trimSuffix "-" -}}
+{{- else if contains (include "kvbm.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 52 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "kvbm.name" .) | trunc 52 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvbm.selector" -}}
+app.kubernetes.io/name: {{ include "kvbm.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "kvbm.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/component: manager
+{{ include "kvbm.selector" . }}
+{{- end -}}
+
+{{- define "kvbm.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "kvbm.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvbm.socket" -}}
+{{ .Values.socket.hostPath }}/manager.sock
+{{- end -}}
+
+{{- define "kvbm.diskMount" -}}
+/var/lib/kvbm
+{{- end -}}
+
+{{- /* What other values of the chart say, by the names of the settings file. */ -}}
+{{- define "kvbm.ownSettings" -}}
+manager: {{ include "kvbm.socket" . | quote }}
+runtime_dir: {{ .Values.socket.hostPath | quote }}
+host_bytes: {{ printf "%vGB" .Values.hostMemoryGB | quote }}
+disk_bytes: {{ printf "%vGB" .Values.disk.sizeGB | quote }}
+{{- if .Values.disk.sizeGB }}
+disk_dir: {{ include "kvbm.diskMount" . | quote }}
+{{- end }}
+metrics: true
+metrics_port: {{ .Values.metrics.port }}
+{{- end -}}
+
+{{- /* The settings file. Text of JSON is text of TOML; numbers come as floats, and whole ones are written as such. */ -}}
+{{- define "kvbm.toml" -}}
+{{- $own := include "kvbm.ownSettings" . | fromYaml -}}
+{{- range $name := keys .Values.settings | sortAlpha -}}
+{{- if or (hasKey $own $name) (has $name (list "disk_dir" "host_blocks" "disk_blocks")) -}}
+{{- fail (printf "settings.%s cannot be used: other values of this chart say it" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $all := merge (deepCopy .Values.settings) $own -}}
+{{- range $name := keys $all | sortAlpha -}}
+{{- $value := get $all $name -}}
+{{ $name }} = {{ if or (kindIs "string" $value) (kindIs "bool" $value) }}{{ $value | toJson }}{{ else if eq (floor $value) (float64 $value) }}{{ $value | int64 }}{{ else }}{{ $value }}{{ end }}
+{{ end -}}
+{{- end -}}
+
+{{- /* The most that a stop takes: for each namespace, 5 s of writing and 30 s for a device that does not answer. */ -}}
+{{- define "kvbm.drainSeconds" -}}
+{{- mul 35 .Values.namespaces -}}
+{{- end -}}
+
+{{- define "kvbm.graceSeconds" -}}
+{{- $drain := include "kvbm.drainSeconds" . | int -}}
+{{- $asked := int .Values.terminationGracePeriodSeconds -}}
+{{- if and $asked (le $asked $drain) -}}
+{{- fail (printf "terminationGracePeriodSeconds=%d cannot be used: more than the %d that a stop may take" $asked $drain) -}}
+{{- end -}}
+{{- default (add $drain 10) $asked -}}
+{{- end -}}
+
+{{- /* Host memory is charged to whoever touches it first, mostly the manager. Without any, blocks pass through staging. */ -}}
+{{- define "kvbm.memory" -}}
+{{- $passing := ternary 0.6 0.0 (eq (float64 .Values.hostMemoryGB) 0.0) -}}
+{{- default (printf "%dM" (int64 (ceil (mulf 1000 (addf .Values.hostMemoryGB .Values.overheadGB $passing))))) .Values.resources.memory -}}
+{{- end -}}
+
+{{- /* Engines hold the memory of a manager that crashed until they have the next one's, and the pod answers for both. */ -}}
+{{- define "kvbm.memoryLimit" -}}
+{{- $held := ternary 0.6 (float64 .Values.hostMemoryGB) (eq (float64 .Values.hostMemoryGB) 0.0) -}}
+{{- default (printf "%dM" (int64 (ceil (mulf 1000 (addf (mulf 2 $held) .Values.overheadGB))))) .Values.resources.memoryLimit -}}
+{{- end -}}
