@@ -43,8 +43,11 @@ OPTIONAL = (
     "kvbm/observe/otel.py",
     "kvbm/present/axes.py",
     "kvbm/sim/scale/picture.py",
+    "kvbm/tiers/remote/drivers/",
+    "kvbm/tiers/remote/sealing.py",
+    "kvbm/fleet/",
 )
-"""Modules that draw or trace may import packages of an extra: a user who asks for that gets its name."""
+"""Modules that draw, trace or reach beyond this machine may import packages of an extra: a user who asks for that gets its name."""
 IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""
 IMPORT_NAMES = {

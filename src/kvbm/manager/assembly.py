@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
@@ -16,7 +17,6 @@ from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
 from kvbm.manager.namespace_labels import NamespaceLabels
-from kvbm.manager.remote_opening import RemoteOpening
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
@@ -36,6 +36,9 @@ from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
+
+if TYPE_CHECKING:
+    from kvbm.manager.remote_opening import RemoteOpening
 
 log = logging.getLogger("kvbm.manager")
 
@@ -58,7 +61,7 @@ class SpaceTable:
         assert namespaces_max > 0
         refuse_eviction(variable("eviction"), settings.eviction)
         choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
-        self._remote = RemoteOpening(settings, clock)
+        self._remote = _remote_opening(settings, clock)
         self.settings = settings
         self.namespaces_max = namespaces_max
         self._metrics = metrics
@@ -172,7 +175,7 @@ class SpaceTable:
             medium = self._open_disk(namespace, layout, events)
             if medium is not None:
                 undo.callback(medium.close, keep=True)
-            remotes = self._remote.open(namespace, layout, share)
+            remotes = self._remote.open(namespace, layout, share) if self._remote is not None else []
             for tier, _, _ in remotes:
                 undo.callback(tier.close)
             options = SpaceOptions(
@@ -251,6 +254,15 @@ class SpaceTable:
             keeps_facts=events,
             clock=self._clock,
         )
+
+
+def _remote_opening(settings: Settings, clock: Clock) -> RemoteOpening | None:
+    """What opens remote tiers; None where there are none. Raises SettingsError."""
+    if not settings.remote_on:
+        return None
+    from kvbm.manager.remote_opening import RemoteOpening  # its packages are not everywhere, and take a while
+
+    return RemoteOpening(settings, clock)
 
 
 def _refuse_small_staging(settings: Settings, layout: BlockLayout, share: int) -> None:

@@ -23,6 +23,7 @@ TURN_S_MAX = 300.0
 system has no fallocate, all of the disk is filled with zeros."""
 LOOK_S = 0.5
 """How often the loop looks at its tiers for us."""
+REMOTE = "remote"
 STOPPING = "it is stopping; queued blocks are being written"
 
 
@@ -42,7 +43,8 @@ class Probes:
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self._disk_dir = settings.disk_dir if settings.disk_on else ""
-        self._tiers = [name for name, on in (("host", settings.host_on), ("disk", settings.disk_on)) if on]
+        on = {"host": settings.host_on, "disk": settings.disk_on, REMOTE: settings.remote_on}
+        self._tiers = [name for name, there in on.items() if there]
         self._clock = clock
         self._turned_at_s = clock()
         self._look_at_s = 0.0
@@ -58,7 +60,10 @@ class Probes:
         return Answer(200, "live\n")
 
     def ready(self) -> Answer:
-        """200 while engines can come and all tiers work; else 503, with a line for each reason."""
+        """200 while engines can come and all tiers of this node work; else 503, with a line for each reason.
+
+        A store of many nodes that is away has a line and makes none of them unready: its hits are missing, and no more.
+        """
         seen = self._seen
         if seen.why:
             return Answer(503, f"not ready: {seen.why}\n")
@@ -68,7 +73,8 @@ class Probes:
         off = {tier for tier, _ in faults}
         lines = [f"{tier}: {fault}" for tier, fault in faults]
         lines += [f"{tier}: works" for tier in self._tiers if tier not in off]
-        return Answer(503 if faults else 200, "\n".join(["not ready" if faults else "ready", *lines, ""]))
+        unready = bool(off - {REMOTE})
+        return Answer(503 if unready else 200, "\n".join(["not ready" if unready else "ready", *lines, ""]))
 
     # ---- the manager's thread
 
@@ -90,8 +96,9 @@ class Probes:
         """(tier, why it does not work). A space that failed has no tier left."""
         if space.failure:
             return [(tier, f"namespace {namespace.short} is off: {space.failure}") for tier in self._tiers]
-        disk_fault = space.disk.fault if space.disk is not None else ""
-        return [("disk", f"namespace {namespace.short}: {disk_fault}")] if disk_fault else []
+        faults = [("disk", space.disk.fault)] if space.disk is not None else []
+        faults += [(REMOTE, remote.fault) for remote in space.remotes]
+        return [(tier, f"namespace {namespace.short}: {fault}") for tier, fault in faults if fault]
 
 
 def _unwritable(directory: str) -> str:

@@ -31,13 +31,11 @@ class RemoteOpening:
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         """Raises SettingsError for whatever of the settings cannot be used, before anything is opened."""
+        assert settings.remote_on
         self._settings = settings
         self._clock = clock
-        self._keys: list[MasterKey] = []
-        if not settings.remote_on:
-            return
         choose_admission(variable("remote_admission"), settings.remote_admission, 1, clock())
-        self._keys = _keys(settings)
+        self._keys: list[MasterKey] = _keys(settings)
         if self._keys:
             Sealer(self._keys)
         self._store().close()
@@ -48,7 +46,7 @@ class RemoteOpening:
         """The remote tiers of a namespace, with what is done with each; it has one of `share` equal parts of all
         bounds that are this manager's. An ephemeral one has none: nobody else could ever ask for its blocks."""
         settings = self._settings
-        if not settings.remote_on or namespace.ephemeral:
+        if namespace.ephemeral:
             return []
         options = RemoteOptions(
             load_deadline_s=settings.remote_deadline_ms / 1000,

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from kvbm.client.finder import SOCKET_NAME
+from kvbm.manager import remote_side
 from kvbm.manager.disk_side import CLOSE_S_MAX
 from kvbm.manager.probes import LIVE_PATH, READY_PATH
 from kvbm.settings import FIELDS, Settings, load_settings
 from kvbm.settings.parse import GB
 from kvbm.tiers.disk.tier import CLOSE_LIMIT_S
+from kvbm.tiers.remote import blob_tier
 from rigs.checkout import PROJECT, ROOT
 from rigs.kubernetes import (
     CHART,
@@ -246,7 +248,7 @@ def test_selectors_find_the_pods(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("namespaces", [1, 2, 64])
 def test_the_grace_period_is_longer_than_a_stop_can_take(namespaces: int) -> None:
     """Tiers of namespaces are closed one after the other."""
-    drain_s = namespaces * (CLOSE_S_MAX + CLOSE_LIMIT_S)
+    drain_s = namespaces * (CLOSE_S_MAX + CLOSE_LIMIT_S + remote_side.CLOSE_S_MAX + blob_tier.CLOSE_LIMIT_S)
     assert pod_of(render(namespaces=namespaces)["DaemonSet"])["terminationGracePeriodSeconds"] > drain_s
     assert f"at most {drain_s:.0f} s" in notes(namespaces=namespaces)
     longer = render(namespaces=namespaces, terminationGracePeriodSeconds=int(drain_s) + 1)

@@ -69,9 +69,9 @@ metrics_port: {{ .Values.metrics.port }}
 {{ end -}}
 {{- end -}}
 
-{{- /* The most that a stop takes: for each namespace, 5 s of writing and 30 s for a device that does not answer. */ -}}
+{{- /* The most that a stop takes: for each namespace, 5 s of writing and 30 s for a device that does not answer, and 8 s for a remote store. */ -}}
 {{- define "kvbm.drainSeconds" -}}
-{{- mul 35 .Values.namespaces -}}
+{{- mul 43 .Values.namespaces -}}
 {{- end -}}
 
 {{- define "kvbm.graceSeconds" -}}
