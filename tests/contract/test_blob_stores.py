@@ -88,6 +88,16 @@ class OnS3(BlobContract):
         url = f"s3://{BUCKET}/{space}?endpoint={self.service.endpoint}&region={REGION}"
         return open_blobs(url, clock=clock, credentials=KEYS, deadline_s=30.0)
 
+    def test_a_deleted_blob_leaves_no_mark(self, store: BlobStore) -> None:
+        from kvbm.tiers.remote.drivers.objects import ObjectBlobs
+
+        assert isinstance(store, ObjectBlobs)
+        store.put(blob_name(1), [b"x"])
+        store.touch(blob_name(1))
+        assert len(list(store._objects(""))) == 2
+        store.delete([blob_name(1)])
+        assert list(store._objects("")) == []
+
 
 @pytest.fixture(scope="session")
 def seaweed_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
@@ -116,14 +126,22 @@ def redis_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
         yield service
 
 
-class TestSeaweedFS(OnS3):
+class HonouringS3(OnS3):
+    """At an S3 server that does what it is asked."""
+
+    def test_nothing_is_noted(self, store: BlobStore) -> None:
+        store.put(blob_name(1), [b"x"])
+        assert store.notes == ()
+
+
+class TestSeaweedFS(HonouringS3):
     @pytest.fixture(autouse=True)
     def at(self, seaweed_service: S3Service) -> None:
         pytest.importorskip("obstore")
         self.service = seaweed_service
 
 
-class TestMoto(OnS3):
+class TestMoto(HonouringS3):
     # moto looks whether there is such an object and writes it without a lock.
     refuses_second = False
 

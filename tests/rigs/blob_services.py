@@ -101,7 +101,9 @@ def seaweedfs(directory: Path) -> Iterator[S3Service]:
         *("-s3", f"-s3.port={port}", f"-s3.config={config}", f"-s3.port.grpc={grpc[0]}"),
         *(f"-master.port={master}", f"-master.port.grpc={grpc[1]}", f"-volume.port={volume}"),
         *(f"-volume.port.grpc={grpc[2]}", f"-filer.port={filer}", f"-filer.port.grpc={grpc[3]}"),
-        *("-volume.max=200", "-master.volumeSizeLimitMB=1024", "-master.telemetry=false"),
+        # Two servers of one machine would meet at these two.
+        *("-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=200"),
+        *("-master.volumeSizeLimitMB=1024", "-master.telemetry=false"),
     ]
     endpoint = f"http://{HOST}:{port}"
     with _running(words, directory / "weed.log"):

@@ -15,7 +15,6 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
@@ -27,8 +26,6 @@ from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
-
-    from kvbm.tiers.remote.drivers.objects import Traits
 
 DEADLINE_S = 10.0
 REDIS_PORT = 6379
@@ -180,12 +177,13 @@ def _require_options(place: Place, shown: str, field: str) -> None:
 def _open_objects(
     place: Place, clock: Clock, deadline_s: float, credentials: Credentials, field: str
 ) -> BlobStore:
-    _package("obstore", place, field, "remote-objects")
-    clients = _package("kvbm.tiers.remote.drivers.object_clients", place, field, "remote-objects")
-    objects = _package("kvbm.tiers.remote.drivers.objects", place, field, "remote-objects")
-    probing = _package("kvbm.tiers.remote.drivers.probing", place, field, "remote-objects")
+    _require_package("obstore", place, field, "remote-objects")
+    from kvbm.tiers.remote.drivers import object_clients as clients
+    from kvbm.tiers.remote.drivers.objects import ObjectBlobs, Traits
+    from kvbm.tiers.remote.drivers.probing import find_traits
+
     client: ObjectStore
-    kind: Traits = objects.Traits()
+    kind = Traits()
     common = (place.host, place.path, place.options)
     try:
         if place.scheme == "s3":
@@ -205,10 +203,7 @@ def _open_objects(
         raise SettingsError(
             field, place.shown, f"{place.scheme} takes other values ({type(error).__name__})"
         ) from None
-    store: BlobStore = objects.ObjectBlobs(
-        client, place.shown, clock, kind=kind, find_traits=probing.find_traits
-    )
-    return store
+    return ObjectBlobs(client, place.shown, clock, kind=kind, find_traits=find_traits)
 
 
 def _open_redis(
@@ -218,12 +213,13 @@ def _open_redis(
     credentials: Credentials,
     field: str,
 ) -> BlobStore:
-    _package("valkey", place, field, "remote-redis")
-    redis = _package("kvbm.tiers.remote.drivers.redis", place, field, "remote-redis")
+    _require_package("valkey", place, field, "remote-redis")
+    from kvbm.tiers.remote.drivers.redis import RedisBlobs, connections
+
     prefix = place.options.get("prefix", "kvbm").strip("/") + "/"
     user = place.credentials.user or credentials.user
     secret = place.credentials.secret or credentials.secret
-    pool = redis.connections(
+    pool = connections(
         place.host.strip("[]"),
         place.port or REDIS_PORT,
         int(place.path or 0),
@@ -233,13 +229,12 @@ def _open_redis(
         deadline_s=deadline_s,
         count=REDIS_CONNECTIONS,
     )
-    store: BlobStore = redis.RedisBlobs(pool, place.shown, prefix)
-    return store
+    return RedisBlobs(pool, place.shown, prefix)
 
 
-def _package(name: str, place: Place, field: str, extra: str) -> ModuleType:
+def _require_package(name: str, place: Place, field: str, extra: str) -> None:
     try:
-        return importlib.import_module(name)
+        importlib.import_module(name)
     except ImportError as error:
         raise SettingsError(
             field,
