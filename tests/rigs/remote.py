@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbm.block import BlockKey
 from kvbm.clock import ManualClock
 from kvbm.layout import BlockLayout
-from kvbm.manager.host_side import SpaceOptions
+from kvbm.manager.host_side import DEFAULT_OPTIONS, SpaceOptions
 from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space
 from kvbm.manager.write_behind import RemoteRules
@@ -32,6 +32,7 @@ class RemoteBench:
         admission: AdmissionPolicy | None = None,
         sealed: bool = False,
         layout: BlockLayout = LAYOUT,
+        space_options: SpaceOptions = DEFAULT_OPTIONS,
     ) -> None:
         self.clock = ManualClock(100.0)
         self.store, self.layout = store, layout
@@ -49,7 +50,7 @@ class RemoteBench:
             self.metrics,
             self.clock,
             lambda lease: self.progress.append((lease.number, lease.ready, lease.final)),
-            SpaceOptions(),
+            space_options,
             [(self.remote, options, AdmitAll() if admission is None else admission)],
         )
         self._numbers = iter(range(1000, 2000))

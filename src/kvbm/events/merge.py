@@ -26,11 +26,11 @@ from kvbm.events.wire import Cleared, Event, Removed, Stored, cleared_fields, re
 log = logging.getLogger("kvbm.consolidator")
 
 Mode = Literal["dedup", "passthrough"]
-MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_TIER1", Tier.DISK: "CPU_TIER2"}
+MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_TIER1", Tier.DISK: "CPU_TIER2", Tier.REMOTE: "EXTERNAL"}
 """The names that the original publishes."""
 SEED = 1337
 """Of the hash that Dynamo's router makes of a block's tokens."""
-_SOURCES = {Tier.DEVICE: "Vllm", Tier.HOST: "Kvbm", Tier.DISK: "Kvbm"}
+_SOURCES = {Tier.DEVICE: "Vllm", Tier.HOST: "Kvbm", Tier.DISK: "Kvbm", Tier.REMOTE: "Kvbm"}
 _NAME_DIGITS = 16
 
 

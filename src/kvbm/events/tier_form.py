@@ -17,8 +17,9 @@ from kvbm.events.wire import name_of
 from kvbm.hashing import split_keys
 from kvbm.protocol import RemovedBlocks, StoredRun, TierEvents
 
-MEDIUMS = {int(Tier.HOST): "CPU", int(Tier.DISK): "STORAGE"}
-"""vLLM's own names (`vllm.distributed.kv_events`); Dynamo's router knows them."""
+MEDIUMS = {int(Tier.HOST): "CPU", int(Tier.DISK): "STORAGE", int(Tier.REMOTE): "EXTERNAL"}
+"""vLLM's own names (`vllm.distributed.kv_events`), which Dynamo's router knows; it has none for what lies beyond the
+node, for which SGLang says EXTERNAL."""
 TOKEN_BYTES = 4
 
 _Facts = tuple[int | None, str | None, list[Any] | None]

@@ -43,6 +43,10 @@ _TIERS = {
     "STORAGE": Tier.DISK,
     "DISK": Tier.DISK,
     "NVME": Tier.DISK,
+    "EXTERNAL": Tier.REMOTE,
+    "REMOTE": Tier.REMOTE,
+    "NETWORK": Tier.REMOTE,
+    "SHARED": Tier.REMOTE,
 }
 
 

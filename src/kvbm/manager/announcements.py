@@ -141,7 +141,8 @@ def told_tiers(space: Space) -> list[SlotFacts]:
     if space.failure:
         return []
     tiers = [] if space.options.staging else [space.facts]
-    return tiers + ([space.disk.facts] if space.disk is not None else [])
+    tiers += [space.disk.facts] if space.disk is not None else []
+    return tiers + [remote.facts.slots for remote in space.remotes]
 
 
 def next_events(

@@ -200,19 +200,7 @@ class SpaceTable:
                 remotes,
             )
             undo.pop_all()
-        on_disk = (medium.slot_count if medium is not None else 0) * layout.block_bytes
-        log.info(
-            "namespace %s (%s): block %d tokens, %d bytes in %d shard(s); %s %d blocks (%.2f GB); disk %s",
-            namespace.short,
-            namespace.model,
-            layout.block_tokens,
-            layout.block_bytes,
-            layout.shard_count,
-            "staging" if staging else "host",
-            slots,
-            slots * layout.block_bytes / 1e9,
-            f"{on_disk // layout.block_bytes} blocks ({on_disk / 1e9:.2f} GB)" if on_disk else "off",
-        )
+        _log_opened(namespace, space)
         return space
 
     def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
@@ -254,6 +242,24 @@ class SpaceTable:
             keeps_facts=events,
             clock=self._clock,
         )
+
+
+def _log_opened(namespace: Namespace, space: Space) -> None:
+    layout, slots = space.layout, space.arena.slot_count
+    on_disk = space.disk.medium.slot_count if space.disk is not None else 0
+    log.info(
+        "namespace %s (%s): block %d tokens, %d bytes in %d shard(s); %s %d blocks (%.2f GB); disk %s; remote %s",
+        namespace.short,
+        namespace.model,
+        layout.block_tokens,
+        layout.block_bytes,
+        layout.shard_count,
+        "staging" if space.options.staging else "host",
+        slots,
+        slots * layout.block_bytes / 1e9,
+        f"{on_disk} blocks ({on_disk * layout.block_bytes / 1e9:.2f} GB)" if on_disk else "off",
+        ", ".join(str(remote.tier.describe().get("place", "on")) for remote in space.remotes) or "off",
+    )
 
 
 def _remote_opening(settings: Settings, clock: Clock) -> RemoteOpening | None:

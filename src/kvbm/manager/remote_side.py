@@ -17,6 +17,7 @@ from kvbm.clock import Clock
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.onboard import Onboarder
+from kvbm.manager.remote_facts import RemoteFacts
 from kvbm.manager.sources import distinct
 from kvbm.manager.write_behind import RemoteRules, WriteBehind
 from kvbm.observe.metrics import Metrics
@@ -126,10 +127,12 @@ class RemoteSide:
     admission: AdmissionPolicy
     rules: RemoteRules
     brought_at_once: int
+    keeps_facts: bool
     metrics: Metrics
     clock: Clock
     on_progress: Callable[[Lease], None]
     on_refused: Callable[[Sequence[BlockKey], str], None] | None = None
+    facts: RemoteFacts = field(init=False)
     _queues: _Queues = field(init=False)
     _budget: StoreBudget = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
@@ -140,6 +143,7 @@ class RemoteSide:
         rules = self.rules
         self._budget = StoreBudget(rules.bytes_per_hour, rules.requests_per_hour, self.clock())
         self._queues = self._make_queues()
+        self.facts = RemoteFacts(self.host.arena.layout.block_tokens)
 
     @property
     def onboarder(self) -> Onboarder:
@@ -185,6 +189,8 @@ class RemoteSide:
         again = self.onboarder.pump()
         if self.writer is not None:
             again = self.writer.advance() or again
+        if self.keeps_facts:
+            self.facts.heard(self.tier.news(), self.host)
         return again
 
     def tick(self) -> None:

@@ -16,7 +16,7 @@ from kvbm.events.merge import MEDIUMS, Merge, sequence_hash
 from kvbm.events.wire import Cleared, Event, Removed, Stored
 
 NAMES, SIZE = 6, 2
-TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE)
 
 
 def stored(name: int, tier: Tier = Tier.DEVICE) -> Stored:
