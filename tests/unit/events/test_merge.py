@@ -70,8 +70,7 @@ def test_a_block_is_told_after_the_one_before_it() -> None:
     assert through(merge, stored(3, Tier.DISK), stored(2, Tier.DISK), stored(4, Tier.DISK)) == []
     assert through(merge, Removed(4, Tier.DISK)) == []
     assert through(merge, stored(1, Tier.DISK)) == [("BlockStored", name, None) for name in (1, 2, 3)]
-    assert through(merge, Removed(1, Tier.DISK)) == []
-    assert through(merge, Removed(1, Tier.REMOTE)) == [("BlockRemoved", 1, None)]
+    assert through(merge, Removed(1, Tier.DISK)) == [("BlockRemoved", 1, None)]
     assert names(merge.snapshot()) == [("AllBlocksCleared", None, None)], "nobody finds 2 and 3 without 1"
     assert through(merge, stored(1)) == [("BlockStored", name, None) for name in (1, 2, 3)]
 
