@@ -22,6 +22,8 @@ PARTS = {
     "simulator": "benchmarks.simulator",
     "groups": "benchmarks.groups",
     "modes": "benchmarks.modes",
+    "packs": "benchmarks.pack_codec",
+    "remote": "benchmarks.remote_loads",
 }
 
 

@@ -52,13 +52,14 @@ class Wanted(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Rising:
     """A run that is queued or being read: into these host slots, from the places from `place` on, for the leases that
-    want blocks of it, since when. `tenant` is whose it is, None where nobody knows."""
+    want blocks of it, since when; it is not begun after `until_s`. `tenant` is whose it is, None where nobody knows."""
 
     keys: list[BlockKey]
     host_slots: Sequence[int]
     place: int
     waiting: list[Wanted]
     since_s: float
+    until_s: float
     tenant: str | None = None
     queued: bool = True
     """Not being read yet."""
@@ -82,7 +83,9 @@ class Rising:
             if low < high:
                 waiting.append(Wanted(lease, start + low - place, low - first, high - low))
         slots = self.host_slots[first:end]
-        return Rising(self.keys[first:end], slots, self.place + first, waiting, self.since_s, self.tenant)
+        return Rising(
+            self.keys[first:end], slots, self.place + first, waiting, self.since_s, self.until_s, self.tenant
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -155,9 +158,12 @@ class Onboarder:
         self.source.pin(places)
         lease.slots[i : i + count] = host_slots
         moves_log.onboarding(count, self.source.tier.name.lower(), "host")
+        until_s = now_s + self.source.patience_s(self.read_s(self.queued_count + count))
         for first, end in _neighbours(host_slots, places, self.source.run_blocks_max, self.source.scattered):
             waiting = [Wanted(lease, i + first, 0, end - first)]
-            run = Rising(keys[first:end], host_slots[first:end], places[first], waiting, now_s, lease.tenant)
+            run = Rising(
+                keys[first:end], host_slots[first:end], places[first], waiting, now_s, until_s, lease.tenant
+            )
             self.rising.update(dict.fromkeys(run.host_slots, run))
             self._queue.append(run)
         self._blocks += count
@@ -173,6 +179,10 @@ class Onboarder:
             queued = self._queue.popleft()
             queued.queued = False
             if not queued.keys:
+                continue
+            if queued.until_s <= self.clock():  # whoever waits for it computes by now
+                self._finish(queued, [BlockEnd(Outcome.THROTTLED)] * len(queued.keys))
+                unread += len(queued.keys)
                 continue
             run = self._trimmed(queued)
             if run is None:

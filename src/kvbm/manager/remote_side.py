@@ -29,6 +29,8 @@ from kvbm.tiers.remote.contract import NOWHERE, RemoteTier
 
 CLOSE_S_MAX = 5.0
 ASKED_AT_ONCE = 256
+PATIENCE, PATIENCE_S = 2.0, 2.0
+"""A block is given up after so many times the expected seconds, and so many more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,10 @@ class RemoteSource:
     def expected_s(self, blocks: int) -> float:
         """As `Source`."""
         return self.remote.expected_s(blocks * self.arena.layout.block_bytes)
+
+    def patience_s(self, expected_s: float) -> float:
+        """As `Source`: it was promised for a time, and a store may get slower than it was."""
+        return PATIENCE * expected_s + PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True, eq=False)

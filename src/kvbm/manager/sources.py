@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier, alike
@@ -56,6 +57,9 @@ class Source(Protocol):
 
     def expected_s(self, blocks: int) -> float:
         """Expected seconds until a read of so many blocks that begins now has ended; 0 if unknown, or not worth it."""
+
+    def patience_s(self, expected_s: float) -> float:
+        """How long a block may wait in the queue that is expected after so many seconds; then it is given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +122,10 @@ class DiskSource:
     def expected_s(self, blocks: int) -> float:
         """As `Source`: what reads took so far says enough of a disk."""
         return 0.0
+
+    def patience_s(self, expected_s: float) -> float:
+        """As `Source`: a disk is waited for, because leases have deadlines of their own."""
+        return inf
 
 
 def distinct(places: list[int]) -> list[int]:

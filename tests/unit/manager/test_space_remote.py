@@ -268,3 +268,21 @@ def test_what_waits_is_written_at_the_end(store: FakeStore) -> None:
     a.compute(KEYS[:3])
     a.close()
     assert len(store.blocks) == 3
+
+
+def test_a_store_that_got_slower_is_not_waited_for(node: Callable[..., RemoteBench]) -> None:
+    """The first read is under way and never ends; those behind it are given up when they are long overdue."""
+    a, b = node(host_slots=32), node(host_slots=32)
+    a.shares(KEYS[:16])
+    b.remote.learn(KEYS[:16])
+    b.remote.seconds = 1.0
+    b.remote.pending_limit = 1
+    lease = b.look(1, KEYS[:16])
+    assert lease is not None
+    b.clock.advance(3.9)
+    b.space.pump()
+    assert not lease.final
+    b.clock.advance(0.2)
+    b.remote.release()
+    b.space.pump()
+    assert (lease.ready, lease.final, len(b.remote.loads)) == (4, True, 1)
