@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,6 +16,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.policy import make_policy
 from kvbm.policy.departures import Departures
+from kvbm.policy.last_copies import LastCopies
 from kvbm.tiers.host import HostArena
 
 
@@ -56,9 +57,14 @@ class HostSide:
 
 
 def make_host_side(
-    arena: HostArena, options: SpaceOptions, writes_on_eviction: bool, departed: Departed
+    arena: HostArena,
+    options: SpaceOptions,
+    writes_on_eviction: bool,
+    departed: Departed,
+    elsewhere: Callable[[BlockKey], bool] | None = None,
 ) -> HostSide:
-    """The index of an empty arena; `departed` learns what leaves it."""
+    """The index of an empty arena; `departed` learns what leaves it. `elsewhere` says whether a block is believed to
+    lie in a remote tier: such blocks go before others."""
     names = EngineNames(arena.slot_count)
     facts = SlotFacts(Tier.HOST, arena.slot_count, arena.layout.block_tokens)
 
@@ -74,6 +80,8 @@ def make_host_side(
     # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
     eviction, chained = ("lru", False) if options.staging else (options.eviction, True)
     policy = make_policy(eviction, arena.slot_count)
+    if elsewhere is not None:
+        policy = LastCopies(policy, lambda slot: elsewhere(pool.key_of(slot)))
     departures: Departures | None = None
     if writes_on_eviction:
         policy = departures = Departures(policy, arena.slot_count)

@@ -79,6 +79,7 @@ class Space:
         self.cleared = 0
         """How often blocks of host memory were dropped on request."""
         self._writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
+        self._has_remotes = bool(remotes)
         host = self.new_host(arena)
         self._names, self.host_pool, self.facts, self.held = host.names, host.pool, host.facts, host.held
         self.disk: DiskSide | None = None
@@ -181,7 +182,11 @@ class Space:
 
     def new_host(self, arena: HostArena) -> HostSide:
         """Index and policy of an empty arena. Raises for an installed policy that cannot be made of its size."""
-        return make_host_side(arena, self.options, self._writes_on_eviction, self.departed)
+        elsewhere = self._elsewhere if self._has_remotes else None
+        return make_host_side(arena, self.options, self._writes_on_eviction, self.departed, elsewhere)
+
+    def _elsewhere(self, key: BlockKey) -> bool:
+        return any(self.below.away([key]))
 
     def engine_name(self, slot: int, key: BlockKey) -> EngineName:
         """The engine's own name of the block in a slot of host memory."""
