@@ -1,4 +1,4 @@
-"""Nodes of a fleet in one process: a space whose memory is lent, the manager's loop around it, and a tier that reads."""
+"""Nodes of a fleet in one process: a space whose memory is lent, a loop like the manager's, and a tier that reads."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ class LendingNode:
         """With this lock held, the loop stands still."""
         return self._gate
 
-    def store(self, keys: Sequence[BlockKey], parent: BlockKey | None = None, wrong: bool = False) -> list[int]:
+    def store(
+        self, keys: Sequence[BlockKey], parent: BlockKey | None = None, wrong: bool = False
+    ) -> list[int]:
         """Store blocks; `wrong`: with the content of other blocks."""
         with self._gate:
             number = next(self._numbers)

@@ -168,8 +168,8 @@ def _peer(value: bytes) -> Peer | None:
 
 def _shown(endpoint: str) -> str:
     """Without a user and a password."""
-    parts = urlsplit(endpoint)
-    return f"{parts.scheme}://{parts.hostname}:{parts.port}"
+    scheme, _, rest = endpoint.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def open_etcd_directory(
@@ -187,9 +187,7 @@ def open_etcd_directory(
         except ValueError:
             usable = False
         if not usable or parts.username is not None:
-            raise SettingsError(
-                field, _shown(endpoint) if usable else endpoint, "http://host:port, without a user"
-            )
+            raise SettingsError(field, _shown(endpoint), "http://host:port, without a user")
     if not endpoints:
         raise SettingsError(field, "", "at least one endpoint, http://host:port")
     try:
