@@ -81,8 +81,8 @@ def lend(block_bytes: int, told: Told) -> None:
     told.send((statistics.median(turns), turns[int(0.99 * len(turns))], turns[-1]))
 
 
-def send(block_bytes: int, told: Told) -> None:
-    """A process that sends all blocks whenever a byte comes."""
+def send(told: Told) -> None:
+    """A process that sends all bytes whenever one comes."""
     memory = memoryview(bytearray(BYTES))
     memory[:] = bytes(range(256)) * (BYTES // 256)
     listener = socket.create_server((HOST, 0))
@@ -115,14 +115,13 @@ class Bare:
 def read(tier: PeerTier, keys: list[BlockKey], targets: list[memoryview]) -> None:
     """All blocks through the tier."""
     places = tier.places(keys)
-    waiting, number = set[int](), 0
-    for first in range(0, len(keys), AT_ONCE):
+    waiting = set[int]()
+    for number, first in enumerate(range(0, len(keys), AT_ONCE)):
         chosen = keys[first : first + AT_ONCE]
         blocks = [[target] for target in targets[first : first + AT_ONCE]]
         while tier.submit_load(number, chosen, places[first], blocks, None) is Outcome.THROTTLED:
             collect(tier, waiting)
         waiting.add(number)
-        number += 1
     while waiting:
         collect(tier, waiting)
 
@@ -143,9 +142,9 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     ends: list[Told] = []
     processes = []
-    for target in (lend, send):
+    for target, arguments in ((lend, (block_bytes,)), (send, ())):
         ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(block_bytes, theirs), daemon=True)
+        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
         process.start()
         ends.append(ours)
         processes.append(process)

@@ -336,7 +336,7 @@ def test_a_lender_killed_in_mid_read(tmp_path: Path) -> None:
     try:
         wait_until(lambda: knows(tier, KEYS), "the child's blocks")
         begun = [loads.begin(KEYS) for _ in range(8)]
-        wait_until(lambda: loads.collect() or loads.ended)
+        loads.wait_any()
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         for job, targets in begun:

@@ -81,7 +81,7 @@ def test_the_link_goes_down_in_mid_read(apart: Apart, tmp_path: Path) -> None:
             assert targets.block(7) == content(KEYS[7], big)
 
             begun = [loads.begin(KEYS) for _ in range(12)]
-            wait_until(lambda: loads.collect() or loads.ended)
+            loads.wait_any()
             apart.cable("down")
             ended = [loads.wait(job) for job, _ in begun]
             assert all(each.outcome in (Outcome.HIT, Outcome.RETRY) for each in ended)

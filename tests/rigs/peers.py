@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import select
 import selectors
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvbm.block import BlockKey, Outcome
@@ -26,6 +26,7 @@ from kvbm.tiers.host import HostArena
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.tier import PeerTier, open_peer_tier
 from kvbm.tiers.remote.contract import Buffers
+from rigs.manager_probe import wait_for
 
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=8192, shard_count=2)
 NAMESPACE = Namespace(model="test", fields=(("weights", "a"),))
@@ -43,10 +44,7 @@ def keys_of(count: int, seed: int = 0) -> list[BlockKey]:
 
 def wait_until(condition: Callable[[], object], what: str = "") -> None:
     """Poll, for a bounded time."""
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"never: {what or condition}"
-        time.sleep(0.002)
+    wait_for(lambda: bool(condition()), WAIT_S, lambda: f"never: {what or condition}")
 
 
 def content(key: BlockKey, layout: BlockLayout = LAYOUT) -> list[bytes]:
@@ -231,12 +229,15 @@ class Loads:
             self.ended[completion.job_id] = completion
 
     def wait(self, job: int) -> Completion:
-        def came() -> bool:
-            self.collect()
-            return job in self.ended
-
-        wait_until(came, f"load {job}")
+        while job not in self.ended:
+            self.wait_any()
         return self.ended[job]
+
+    def wait_any(self) -> None:
+        """Until another load ends."""
+        ready, _, _ = select.select([self.tier.fileno()], [], [], WAIT_S)
+        assert ready, f"no load ends; ended are {sorted(self.ended)}"
+        self.collect()
 
     def load(self, keys: Sequence[BlockKey]) -> tuple[Completion, Targets]:
         job, targets = self.begin(keys)

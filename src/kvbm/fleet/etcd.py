@@ -46,11 +46,14 @@ class Lease(Protocol):
 class Client(Protocol):
     """The part of `etcd3gw.Etcd3Client` that is used. Every call raises an exception of its own kind, or OSError."""
 
-    def lease(self, ttl: int) -> Lease: ...
+    def lease(self, ttl: int) -> Lease:
+        """A new lease of so many seconds."""
 
-    def put(self, key: str, value: str, lease: Lease) -> object: ...
+    def put(self, key: str, value: str, lease: Lease) -> object:
+        """An entry that goes with the lease."""
 
-    def entries(self, prefix: str, limit: int) -> list[bytes]: ...
+    def entries(self, prefix: str, limit: int) -> list[bytes]:
+        """The values of all keys that begin so, at most so many."""
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from kvbm.block import KEY_BYTES
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.fleet.tls import certified
 from kvbm.hashing import split_keys
-from kvbm.manager.lending import (
+from kvbm.manager.peer_messages import (
     Admitted,
     AskFor,
     Enter,
@@ -76,7 +76,10 @@ class _Refusing(KvbmError):
 
 
 class Digest(Protocol):
-    def update(self, data: memoryview) -> None: ...
+    """A checksum that grows."""
+
+    def update(self, data: memoryview) -> None:
+        """These bytes come next."""
 
 
 class PeerConnection:

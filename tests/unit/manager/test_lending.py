@@ -11,18 +11,8 @@ import pytest
 
 from kvbm.block import BlockKey
 from kvbm.layout import Namespace
-from kvbm.manager.lending import (
-    Admitted,
-    AskFor,
-    Enter,
-    GiveBack,
-    Leave,
-    Lending,
-    LendOptions,
-    Part,
-    Refused,
-    TellMore,
-)
+from kvbm.manager.lending import Lending, LendOptions
+from kvbm.manager.peer_messages import Admitted, AskFor, Enter, GiveBack, Leave, Part, Refused, TellMore
 from kvbm.manager.space import Space
 from kvbm.tiers.peers.known import unpacked
 from kvbm.tiers.peers.wire import Held
