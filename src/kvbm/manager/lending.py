@@ -23,7 +23,7 @@ import msgspec
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.layout import Namespace
-from kvbm.manager.leases import Lease, LeaseState, Owner
+from kvbm.manager.leases import READERS, Lease, LeaseState
 from kvbm.manager.peer_messages import (
     Admitted,
     AskFor,
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvbm.manager")
 
-READERS: Owner = -3
-"""Who holds the leases of readers."""
 TURN_S = 0.001
 PARTS_OUT_MAX = 2
 """Parts of asks that one reader has leased at a time: one that is sent, and the next."""

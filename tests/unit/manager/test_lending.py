@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import msgspec
@@ -255,18 +255,15 @@ def test_another_size_of_memory_is_told_from_the_start(shop: Shop) -> None:
     assert shop.leased == 0
 
 
-def test_a_turn_ends_in_time_and_comes_again() -> None:
-    """A clock that moves with each look at it stands for work that takes long."""
-    shop = Shop(share=1.0)
-    shop.bench.store(KEYS[:8])
+def late_clock() -> Callable[[], float]:
+    """A clock that moves with each look at it: all work takes long."""
+    now = count(start=100.0, step=0.002)
+    return lambda: next(now)
+
+
+def test_a_turn_takes_few_requests_when_they_take_long(shop: Shop) -> None:
     readers = [shop.enter() for _ in range(4)]
-    now = [0.0]
-
-    def late() -> float:
-        now[0] += 0.002
-        return now[0]
-
-    shop.lending._clock = late
+    shop.lending._clock = late_clock()
     for reader in readers:
         shop.lending.request(AskFor(reader, 1, KEYS[:1]))
     os.eventfd_read(shop.lending.fileno())
@@ -275,5 +272,17 @@ def test_a_turn_ends_in_time_and_comes_again() -> None:
     assert os.eventfd_read(shop.lending.fileno()), "the rest is for the next turn"
     shop.turns()
     assert [len(reader.parts()) for reader in readers] == [1, 1, 1, 1]
-    shop.lending.close()
-    shop.bench.close()
+
+
+def test_a_turn_leases_few_parts_when_that_takes_long(shop: Shop) -> None:
+    first, *others = [shop.enter() for _ in range(4)]
+    shop.ask(first, KEYS[:8])
+    for reader in others:
+        shop.ask(reader, KEYS[:1])
+    assert shop.leased == 8 and not any(reader.parts() for reader in others), "they wait for room"
+    shop.lending._clock = late_clock()
+    shop.lending.request(GiveBack(first, first.parts()[0].lease))
+    shop.lending.turn()
+    assert sum(len(reader.parts()) for reader in others) == 1
+    shop.turns()
+    assert [len(reader.parts()) for reader in others] == [1, 1, 1]
