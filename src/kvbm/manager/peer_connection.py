@@ -13,14 +13,16 @@ import select
 import socket
 import ssl
 import threading
-from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from kvbm.block import KEY_BYTES
+from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.fleet.tls import certified
 from kvbm.hashing import split_keys
+from kvbm.manager.lending import Lending
 from kvbm.manager.peer_messages import (
     Admitted,
     AskFor,
@@ -58,9 +60,6 @@ from kvbm.tiers.peers.wire import (
     tune,
 )
 
-if TYPE_CHECKING:
-    from kvbm.manager.peer_server import PeerServer
-
 log = logging.getLogger("kvbm.manager")
 
 GREET_S = 5.0
@@ -82,14 +81,43 @@ class Digest(Protocol):
         """These bytes come next."""
 
 
+class House:
+    """What all connections of a node share. `gone` is called by the thread of one that has ended."""
+
+    def __init__(
+        self,
+        tls: ssl.SSLContext | None,
+        fleet: str,
+        node: str,
+        lend: Lending,
+        clock: Clock,
+        gone: Callable[[PeerConnection], None],
+    ) -> None:
+        self.tls, self.fleet, self.node, self.lend, self.clock, self.gone = (
+            tls,
+            fleet,
+            node,
+            lend,
+            clock,
+            gone,
+        )
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """So many more of these."""
+        with self._lock:
+            self.counts[name] += number
+
+
 class PeerConnection:
     """See the module. `start`, `stop`, `join` and `describe` are the server's, `post` is the loop's."""
 
-    def __init__(self, server: PeerServer, connection: socket.socket, host: str) -> None:
+    def __init__(self, house: House, connection: socket.socket, host: str) -> None:
         self.host = host
         self.node = ""
-        self._server, self._connection, self._lend = server, connection, server.lend
-        self._clock = server.clock
+        self._house, self._connection, self._lend = house, connection, house.lend
+        self._clock = house.clock
         self._posted: deque[Admitted | Refused | Part | Held] = deque()
         self._parts: deque[Part] = deque()
         self._frames: deque[bytes] = deque()
@@ -150,25 +178,25 @@ class PeerConnection:
             if stream is not None:
                 stream.close()
             self._lend.request(Leave(self))
-            self._server.gone(self)
+            self._house.gone(self)
             with self._event_lock:
                 event, self._event = self._event, -1
                 os.close(event)
         level = logging.INFO if self._admitted else logging.WARNING
-        if self.node == self._server.node:
+        if self.node == self._house.node:
             level = logging.DEBUG
         elif not self._admitted:
-            self._server.counts["refused"] += 1
+            self._house.count("refused")
         log.log(level, "reader %s (%s): %s", self.host, self.node or "?", trouble)
 
     def _secured(self) -> Stream:
         """The connection behind its TLS handshake, if there is to be one. Raises OSError and KvbmError."""
-        if self._server.tls is None:
+        if self._house.tls is None:
             return Stream(self._connection)
         self._connection.settimeout(GREET_S)
-        secured: ssl.SSLSocket = self._server.tls.wrap_socket(self._connection, server_side=True)
+        secured: ssl.SSLSocket = self._house.tls.wrap_socket(self._connection, server_side=True)
         self._connection = secured
-        self.node = certified(secured, self._server.fleet).node
+        self.node = certified(secured, self._house.fleet).node
         return Stream(secured)
 
     def _serve(self, stream: Stream) -> None:
@@ -237,17 +265,17 @@ class PeerConnection:
         return True
 
     def _greeted(self, greeting: Greeting) -> None:
-        server = self._server
+        house = self._house
         if self._fingerprint:
             raise ProtocolError("a second Greeting")
         if greeting.version != WIRE_VERSION:
             raise _Refusing(f"version {greeting.version} of the wire is not spoken here, but {WIRE_VERSION}")
-        if greeting.fleet != server.fleet:
-            raise _Refusing(f"this is a node of the fleet {server.fleet!r}, not of {greeting.fleet!r}")
-        if server.tls is not None and greeting.node != self.node:
+        if greeting.fleet != house.fleet:
+            raise _Refusing(f"this is a node of the fleet {house.fleet!r}, not of {greeting.fleet!r}")
+        if house.tls is not None and greeting.node != self.node:
             raise _Refusing(f"the certificate is of node {self.node!r}, not of {greeting.node!r}")
         self.node, self._fingerprint = greeting.node, greeting.fingerprint
-        if greeting.node == server.node:
+        if greeting.node == house.node:
             # It reached itself, by a list that names all nodes: the answer tells it so.
             self._frames.append(self._welcome())
             return
@@ -257,7 +285,7 @@ class PeerConnection:
         self._lend.request(enter)
 
     def _welcome(self) -> bytes:
-        return framed(Welcome(version=WIRE_VERSION, fleet=self._server.fleet, node=self._server.node))
+        return framed(Welcome(version=WIRE_VERSION, fleet=self._house.fleet, node=self._house.node))
 
     def _asked(self, ask: Ask) -> None:
         if len(ask.keys) % KEY_BYTES:
@@ -272,7 +300,7 @@ class PeerConnection:
             message = self._posted.popleft()
             if isinstance(message, Admitted):
                 self._admitted = True
-                self._server.counts["readers"] += 1
+                self._house.count("readers")
                 log.info("reader %s (%s): let in", self.host, self.node)
                 self._frames.append(self._welcome())
             elif isinstance(message, Refused):
@@ -350,14 +378,13 @@ class PeerConnection:
         checksum = begun_checksum(self._fingerprint, block.key)
         for view in block.views:
             yield from self._send_all(stream, view, checksum)
-        counts = self._server.counts
         # The slot may have changed hands between the bytes' way out and their way into the checksum.
         if block.intact():
-            counts["blocks"] += 1
-            counts["bytes"] += size
+            self._house.count("blocks")
+            self._house.count("bytes", size)
             seal = bytes((WHOLE,)) + checksum.digest()
         else:
-            counts["broken"] += 1
+            self._house.count("broken")
             seal = bytes((BROKEN,)) + bytes(CHECKSUM_BYTES)
         yield from self._send_all(stream, memoryview(seal))
 

@@ -18,7 +18,7 @@ from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError
 from kvbm.fleet.directory import is_private, refuse_name, split_address
 from kvbm.manager.lending import Lending
-from kvbm.manager.peer_connection import PeerConnection
+from kvbm.manager.peer_connection import House, PeerConnection
 
 log = logging.getLogger("kvbm.manager")
 
@@ -48,9 +48,7 @@ class PeerServer:
         refuse_name("fleet", fleet)
         refuse_name("node", node)
         host, port = split_address(field, listen)
-        self.fleet, self.node, self.tls, self.clock, self.lend = fleet, node, tls, clock, lend
-        self.counts: Counter[str] = Counter()
-        """`readers` that were let in, `refused` ones, and of blocks sent `blocks`, `broken` and `bytes`."""
+        self._house = House(tls, fleet, node, lend, clock, self._gone)
         self._readers_max = readers_max
         self._listener = _listening(
             field, listen, host, port, plain_everywhere=allow_plain or tls is not None
@@ -62,11 +60,16 @@ class PeerServer:
         self._thread = threading.Thread(target=self._run, name="kvbm-peer-door", daemon=True)
         self._thread.start()
 
+    @property
+    def counts(self) -> Counter[str]:
+        """`readers` that were let in, `refused` ones, and of blocks sent `blocks`, `broken` and `bytes`."""
+        return self._house.counts
+
     def describe(self) -> dict[str, object]:
         """For operators."""
         with self._lock:
             readers = [connection.describe() for connection in self._connections]
-        return {"port": self.port, "tls": self.tls is not None, "readers": readers, **self.counts}
+        return {"port": self.port, "tls": self._house.tls is not None, "readers": readers, **self.counts}
 
     def close(self) -> None:
         """Let nobody in any more and end all connections. The loop takes no part: `Lending.close` comes after it."""
@@ -81,8 +84,7 @@ class PeerServer:
         self._listener.close()
         os.close(self._event)
 
-    def gone(self, connection: PeerConnection) -> None:
-        """Its thread has ended. Called by that thread."""
+    def _gone(self, connection: PeerConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
 
@@ -105,17 +107,17 @@ class PeerServer:
         with self._lock:
             full = len(self._connections) >= self._readers_max
             if not full:
-                connection = PeerConnection(self, accepted, host)
+                connection = PeerConnection(self._house, accepted, host)
                 self._connections.add(connection)
         if full:
-            self.counts["refused"] += 1
+            self._house.count("refused")
             accepted.close()
             return
         try:
             connection.start()
         except RuntimeError as error:  # no thread is to be had
             log.warning("no reader can be let in: %s", error)
-            self.gone(connection)
+            self._gone(connection)
             accepted.close()
 
 
