@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from kvbm.clock import Clock
-from kvbm.tiers.remote.blobs import BlobInfo, BlobStore, Buffer, Put, StoreError, StoreTrouble
+from kvbm.tiers.remote.blobs import BlobInfo, BlobStore, Buffer, Put, StoreError, StoreTrouble, valid_name
 
 BLOB_BYTES_MAX = 64 << 20
 
@@ -49,7 +49,7 @@ class MemoryBlobs:
     def put(self, name: str, parts: Sequence[Buffer]) -> Put:
         """See `BlobStore`."""
         blob = b"".join(parts)
-        assert len(blob) <= self.blob_bytes_max
+        assert valid_name(name) and 0 < len(blob) <= self.blob_bytes_max
         with self._lock:
             self._begin("put")
             if name in self.blobs:
@@ -65,7 +65,7 @@ class MemoryBlobs:
 
     def read(self, name: str, start: int, end: int) -> Buffer | None:
         """See `BlobStore`."""
-        assert 0 <= start <= end
+        assert 0 <= start < end
         with self._lock:
             self._begin("get")
             blob = self.blobs.get(name)

@@ -103,7 +103,7 @@ def test_memory_is_full_at_its_capacity_and_lists_by_name() -> None:
     assert memory.put("packs/b", [b"123", b"45"]) is Put.CREATED
     clock.advance(2.0)
     assert memory.put("packs/a", [b"6789"]) is Put.CREATED
-    assert memory.put("packs/a", [b""]) is Put.EXISTS
+    assert memory.put("packs/a", [b"x"]) is Put.EXISTS
     with pytest.raises(StoreError, match="full"):
         memory.put("packs/c", [b"12"])
     memory.touch("packs/b")
