@@ -15,6 +15,7 @@ from kvbm.testing.remote_contract import RemoteContract
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.contract import RemoteTier
+from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
 from kvbm.tiers.remote.options import RemoteOptions
 
 
@@ -55,6 +56,11 @@ class TestOverMemoryLargeBlocks(TestOverMemory):
     """A block is larger than a load of many would be: one for each load."""
 
     layout = BlockLayout(block_tokens=64, shard_bytes=9 << 20, shard_count=1)
+
+
+class TestOverDirectory(TestOverMemory):
+    def store(self, tmp_path: Path) -> BlobStore:
+        return DirectoryBlobs(tmp_path, time.monotonic)
 
 
 class TestOverFaultyStore(TestOverMemory):

@@ -167,8 +167,10 @@ class Catalogue:
     def places(self, keys: Sequence[BlockKey]) -> list[int]:
         """Where each block is believed to lie, or `NOWHERE`."""
         words = memoryview(b"".join(keys)).cast("Q")[:: KEY_BYTES // 8]
-        packs = [self._of_print.get(word >> _PRINT_SHIFT) for word in words.tolist()]
+        packs = list(map(self._of_print.get, [word >> _PRINT_SHIFT for word in words.tolist()]))
         wanted, total = words.tobytes(), len(packs)
+        if not any(packs):
+            return [NOWHERE] * total
         places: list[int] = []
         while (done := len(places)) < total:
             pack = packs[done]
