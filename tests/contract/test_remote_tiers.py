@@ -17,6 +17,7 @@ from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.contract import RemoteTier
 from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
 from kvbm.tiers.remote.options import RemoteOptions
+from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
 
 
 class KeptOpen(MemoryBlobs):
@@ -27,6 +28,8 @@ class KeptOpen(MemoryBlobs):
 
 
 class TestOverMemory(RemoteContract):
+    seal: Seal | None = None
+
     @pytest.fixture(autouse=True)
     def shared(self) -> None:
         self.blobs = KeptOpen(time.time)
@@ -45,7 +48,8 @@ class TestOverMemory(RemoteContract):
             poll_max_s=0.1,
             collect=False,
         )
-        return open_blob_tier(self.store(tmp_path), layout, namespace, options, jitter=random.Random())
+        blobs = self.store(tmp_path)
+        return open_blob_tier(blobs, layout, namespace, options, jitter=random.Random(), seal=self.seal)
 
 
 class TestOverMemoryOneShard(TestOverMemory):
@@ -56,6 +60,13 @@ class TestOverMemoryLargeBlocks(TestOverMemory):
     """A block is larger than a load of many would be: one for each load."""
 
     layout = BlockLayout(block_tokens=64, shard_bytes=9 << 20, shard_count=1)
+
+
+class TestOverMemorySealed(TestOverMemory):
+    @pytest.fixture(autouse=True)
+    def sealed(self, shared: None) -> None:
+        pytest.importorskip("cryptography")
+        self.seal = Sealer([MasterKey("a", bytes(range(32)))])
 
 
 class TestOverDirectory(TestOverMemory):

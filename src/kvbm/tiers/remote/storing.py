@@ -22,8 +22,8 @@ from kvbm.tiers.remote.catalogue import Catalogue
 from kvbm.tiers.remote.coding import Coding
 from kvbm.tiers.remote.exchange import Exchange, StoreJob
 from kvbm.tiers.remote.health import StoreHealth
-from kvbm.tiers.remote.loading import Effect, tenant_of
-from kvbm.tiers.remote.packs import INDEX_GUESS_BYTES, Packed, PackEntry, entry_of, pack
+from kvbm.tiers.remote.loading import Effect, read_entry, tenant_of
+from kvbm.tiers.remote.packs import Packed, PackEntry, pack
 from kvbm.tiers.remote.sealing import Seal
 from kvbm.tiers.remote.shared_log import LogWriter
 
@@ -127,20 +127,6 @@ class Storer:
                 return entry, False
             self._store.delete((name,))
         raise StoreError("failed", f"{self._store.place}: {name} can neither be written nor read")
-
-
-def read_entry(store: BlobStore, name: str) -> PackEntry | None:
-    """What a pack says of itself; None where there is none, or no pack. Raises StoreError."""
-    length = INDEX_GUESS_BYTES
-    for _ in range(2):
-        found = store.read_end(name, length)
-        if found is None:
-            return None
-        entry = entry_of(name, *found)
-        if not isinstance(entry, int):
-            return entry
-        length = entry
-    return None
 
 
 def _joined(parts: Sequence[Buffer], size: int) -> memoryview:

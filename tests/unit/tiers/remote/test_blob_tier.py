@@ -31,6 +31,7 @@ from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.packs import pack
 from kvbm.tiers.remote.prefixed import PrefixedBlobs
+from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
 
 WAIT_S = 20.0
 PREFIX = f"{NAMESPACE.fingerprint.hex()}/"
@@ -49,10 +50,10 @@ class Nodes:
         self.blobs = KeptOpen(self.clock)
         self.made: list[BlobTier] = []
 
-    def make(self, blobs: BlobStore | None = None, **options: object) -> BlobTier:
+    def make(self, blobs: BlobStore | None = None, seal: Seal | None = None, **options: object) -> BlobTier:
         chosen = RemoteOptions(**{"collect": False, "hedge": False, **options})  # type: ignore[arg-type]
         jitter = random.Random(len(self.made) + 1)
-        node = open_blob_tier(blobs or self.blobs, LAYOUT, NAMESPACE, chosen, self.clock, jitter)
+        node = open_blob_tier(blobs or self.blobs, LAYOUT, NAMESPACE, chosen, self.clock, jitter, seal)
         self.made.append(node)
         return settled(node)
 
@@ -242,8 +243,8 @@ def test_a_pack_that_is_there_is_believed_by_its_own_index_alone(nodes: Nodes) -
     blocks = chain(0, 3)
     zeros = [[memoryview(bytes(LAYOUT.slot_bytes))] * LAYOUT.shard_count] * 3
     packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, zeros, codec=zstd_shuffled())
-    nodes.blobs.put(PREFIX + packed.entry.name, packed.parts)
     node = nodes.make(codec="none")
+    nodes.blobs.put(PREFIX + packed.entry.name, packed.parts)
     sources = RemoteBuffers(LAYOUT, 3)
     assert node.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
     assert collect(node, 1)[1].outcome is Outcome.HIT
@@ -252,6 +253,42 @@ def test_a_pack_that_is_there_is_believed_by_its_own_index_alone(nodes: Nodes) -
     assert node.submit_load(2, keys_of(blocks), node.places(keys_of(blocks))[0], targets.views, None)
     assert collect(node, 1)[2].outcome is Outcome.HIT
     assert b"".join(targets.views[2]) == bytes(LAYOUT.block_bytes)
+
+
+def test_a_pack_that_was_written_again_otherwise_is_learned_anew_and_not_removed(nodes: Nodes) -> None:
+    blocks = chain(0, 3)
+    here = nodes.make(codec="none")
+    sources = RemoteBuffers(LAYOUT, 3)
+    assert here.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
+    collect(here, 1)
+    (name,) = nodes.packs()
+    nodes.blobs.delete([name])
+    packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, sources.views, codec=zstd_shuffled())
+    nodes.blobs.put(name, packed.parts)
+    place = here.places(keys_of(blocks))[0]
+    assert here.submit_load(2, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
+    assert collect(here, 1)[2].outcome is Outcome.MISS
+    nodes.pass_on(here)
+    assert nodes.packs() == [name]
+    place = here.places(keys_of(blocks))[0]
+    assert here.submit_load(3, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
+    assert collect(here, 1)[3].outcome is Outcome.HIT
+
+
+def test_what_one_tenant_sealed_is_a_miss_for_another_and_stays(nodes: Nodes) -> None:
+    pytest.importorskip("cryptography")
+    node, blocks = nodes.make(seal=Sealer([MasterKey("a", bytes(32))])), chain(0, 2)
+    store(node, LAYOUT, blocks, tenant="ours")
+    place = node.places(keys_of(blocks))[0]
+    assert load(node, LAYOUT, keys_of(blocks), place, tenant="ours").outcome is Outcome.HIT
+    theirs = load(node, LAYOUT, keys_of(blocks), place, tenant="theirs")
+    assert (theirs.outcome, theirs.corrupt) == (Outcome.MISS, False)
+    nodes.pass_on(node)
+    assert len(nodes.packs()) == 1
+    store(node, LAYOUT, blocks, tenant="theirs")
+    assert len(nodes.packs()) == 2
+    place = node.places(keys_of(blocks))[0]
+    assert load(node, LAYOUT, keys_of(blocks), place, tenant="theirs").outcome is Outcome.HIT
 
 
 def test_garbage_under_a_packs_name_is_replaced(nodes: Nodes) -> None:

@@ -55,6 +55,32 @@ def test_a_pack_is_learned_once_and_its_number_never_used_again() -> None:
     assert known.places(keys(0)) == [PLACES_PER_PACK]
 
 
+def test_of_a_name_that_is_known_the_last_word_counts() -> None:
+    known = Catalogue(100)
+    first = entry("a", 0, 1)
+    known.add(first, keys=keys(0, 1))
+    assert not known.add(first, keys=keys(0, 1)) and known.places(keys(0)) == [0]
+    other = PackEntry("a", first.prints, (0, 10, 20), 50, False)
+    assert known.add(other, keys=keys(0, 1))
+    assert known.places(keys(0)) == [PLACES_PER_PACK] and known.span(PLACES_PER_PACK, 2) == (
+        "a",
+        0,
+        20,
+        [0, 10, 20],
+    )
+    assert known.news() == (tuple(keys(0, 1)), ()) and known.block_count == 2
+    known.forget_block(PLACES_PER_PACK)
+    assert known.add(other, keys=keys(0, 1)), "the block that was wrong has been stored again"
+    assert known.places(keys(0, 1)) == [2 * PLACES_PER_PACK, 2 * PLACES_PER_PACK + 1]
+
+
+def test_a_pack_of_others_that_is_stored_again_is_seen() -> None:
+    known = Catalogue(100)
+    known.add(entry("a", 0, 1))
+    assert not known.add(entry("a", 0, 1), keys=keys(0, 1))
+    assert known.news() == (tuple(keys(0, 1)), ())
+
+
 def test_the_least_recently_used_pack_goes_first() -> None:
     known = Catalogue(4)
     known.add(entry("a", 0, 1))
