@@ -30,7 +30,13 @@ Buffers = Sequence[memoryview]
 
 
 class News(NamedTuple):
-    """Blocks that became known, and those that the tier knows to have gone, since the last call."""
+    """Blocks that this node has seen in the store since the last call, and those of them that it knows to have gone.
+
+    Seen are those that it stored or loaded. Of a block that others put there it knows no more than a part of its key
+    until it is loaded: `places` finds such a block, `came` does not name it. A block that is only forgotten to keep a
+    bound counts as gone. Both are bounded: what does not fit is left out, oldest first, and `gone` never names a block
+    that was in no `came` before.
+    """
 
     came: Sequence[BlockKey]
     gone: Sequence[BlockKey]
@@ -98,7 +104,7 @@ class RemoteTier(Protocol):
         """Expected seconds of a load of so many bytes that begins now: its latency and its transfer; 0 if unknown."""
 
     def news(self) -> News:
-        """What became known since the last call; bounded, so that the owner may have to call again."""
+        """What is new since the last call (see `News`); bounded, so that the owner may have to call again."""
 
     def poll(self) -> list[Completion]:
         """The completions since the last call; never blocks. Also takes in what the tier's threads have learned."""

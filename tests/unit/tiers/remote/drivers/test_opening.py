@@ -1,0 +1,111 @@
+"""URLs of stores: what is taken, and that errors name what is wrong and hold no secret."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+
+import pytest
+
+from kvbm.errors import SettingsError
+from kvbm.tiers.remote.blobs import valid_name
+from kvbm.tiers.remote.drivers.credentials import Credentials
+from kvbm.tiers.remote.drivers.opening import object_url, open_blobs, parsed
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ftp://host/x", "s3://"),
+        ("bucket/prefix", "s3://"),
+        ("s3://Bucket/x", "small letters"),
+        ("s3:///x", "bucket"),
+        ("s3://bucket/../x", "prefix"),
+        ("s3://bucket/x?regoin=a", "no option 'regoin'; s3 takes region, endpoint"),
+        ("s3://bucket/x?region=", "region is empty"),
+        ("s3://bucket?endpoint=host:9000", "endpoint is http"),
+        ("s3://bucket?endpoint=http://me:secret@host", "without credentials"),
+        ("s3://me:secret@bucket/x", "environment"),
+        ("s3://bucket?virtual-host=true", "yes or no"),
+        ("s3://bucket?ca=/no/such/file", "no file /no/such/file"),
+        ("gs://bucket?region=a", "no option 'region'; gs takes"),
+        ("file://host/path", "three slashes"),
+        ("file:///", "three slashes"),
+        ("redis://host/name", "number of the database"),
+        ("redis://:secret@host:port/0", "no URL"),
+        ("redis://me:secret@host/0?prefix=a b", "prefix is of letters"),
+        ("mooncake://host:50051", "Mooncake Store is not supported yet"),
+    ],
+)
+def test_what_cannot_be_used_is_named_without_secrets(url: str, said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        open_blobs(url, field="--remote")
+    assert str(caught.value).startswith("--remote=")
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "secret" not in repr(caught.value.value)
+
+
+def test_places_hold_no_secret() -> None:
+    pytest.importorskip("valkey")
+    url = "rediss://me:sec%40ret@host:7000/2?prefix=a/b"
+    assert parsed(url).credentials.user == "me"
+    assert parsed(url).credentials.secret == "sec@ret"
+    store = open_blobs(url)
+    assert store.place == "rediss://host:7000/2?prefix=a/b"
+    assert "sec" not in repr(parsed(url))
+    assert "sec" not in repr(Credentials("me", "secret"))
+
+
+def test_a_bucket_by_the_original_s_variables() -> None:
+    url = object_url("kv-cache", endpoint="http://minio:9000", region="eu-west-1", prefix="/a/b/")
+    assert url == "s3://kv-cache/a/b?region=eu-west-1&endpoint=http://minio:9000"
+    assert parsed(url).options == {"region": "eu-west-1", "endpoint": "http://minio:9000"}
+    assert object_url("kv-cache") == "s3://kv-cache"
+
+
+def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str) -> object:
+        raise ImportError("no", name=name)
+
+    monkeypatch.setattr("importlib.import_module", without)
+    with pytest.raises(SettingsError, match=r"pip install openkvbm\[remote-objects\]"):
+        open_blobs("s3://bucket")
+    with pytest.raises(SettingsError, match=r"pip install openkvbm\[remote-redis\]"):
+        open_blobs("redis://host")
+
+
+def test_a_directory_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *more: object) -> object:
+        assert name not in ("obstore", "valkey")
+        return real(name, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    store = open_blobs(f"file://{tmp_path}", blob_bytes_max=1 << 20)
+    assert store.blob_bytes_max == 1 << 20
+    store.put("packs/a", [b"x"])
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [
+        ("packs/ab/0123", True),
+        ("used-up/a", True),
+        ("a" * 200, True),
+        ("a" * 201, False),
+        ("used/packs/a", False),
+        ("now", False),
+        ("packs//a", False),
+        ("packs/../a", False),
+        ("packs/.hidden", False),
+        ("/packs", False),
+        ("packs/", False),
+        ("Packs", False),
+        ("packs/a\n", False),
+    ],
+)
+def test_names(name: str, valid: bool) -> None:
+    assert valid_name(name) is valid
