@@ -96,7 +96,7 @@ class PeerTier:
         return self._known.is_tail(place)
 
     def held_elsewhere(self, keys: Sequence[BlockKey]) -> bytes:
-        """Whether some peer is believed to hold each block, a byte each: 1 or 0. From memory: some 0.2 µs a key."""
+        """Whether some peer is believed to hold each block, a byte each: 1 or 0. From memory: about 1 µs a key."""
         return self._known.holds(prints_of(keys))
 
     def news(self) -> News:
