@@ -30,7 +30,7 @@ from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engines import Engine
 from kvbm.manager.event_stream import Publisher
-from kvbm.manager.leases import PINS
+from kvbm.manager.leases import PINS, READERS
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
@@ -156,7 +156,7 @@ class Administration:
 
     def _engine_of(self, owner: int) -> str:
         if owner < 0:
-            return "(pin)" if owner == PINS else "(prefetch)"
+            return {PINS: "(pin)", READERS: "(peer)"}.get(owner, "(prefetch)")
         session = self._sessions.get(owner)
         return session.hello.engine if session is not None and session.hello is not None else ""
 

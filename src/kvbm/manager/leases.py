@@ -19,6 +19,8 @@ Owner = int
 
 PINS: Owner = -1
 PREFETCHES: Owner = -2
+READERS: Owner = -3
+"""Those of readers on other nodes (see `lending`)."""
 
 
 class LeaseState(IntEnum):

@@ -21,6 +21,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.catalogue import Catalogue
+from kvbm.tiers.remote.coding import Coding
 from kvbm.tiers.remote.collector import Collector
 from kvbm.tiers.remote.contract import NOWHERE, Buffers, News
 from kvbm.tiers.remote.discovery import Discovery, LearnedQueue
@@ -67,7 +68,8 @@ def open_blob_tier(
 
     Its blobs lie under `<fingerprint, 64 hex>/`, and nothing else is read; only the collector goes through all of the
     store. The namespace must not be ephemeral: nobody else could ever name it. `jitter` must be seeded otherwise on
-    every node. Raises SettingsError where a block is too large for the store. It does not wait for the store.
+    every node. It does not wait for the store. Raises SettingsError where a block is too large for the store, KvbmError
+    where zstd is asked for and not installed.
     """
     assert not namespace.ephemeral, "an ephemeral namespace is of no use to others"
     return BlobTier(store, layout, namespace, options, clock, jitter or random.Random(), seal)
@@ -109,9 +111,10 @@ class BlobTier:
         self._loads = Workers("remote-load", options.load_threads, options.load_threads)
         self._stores = Workers("remote-store", options.store_threads, options.store_threads)
         self._scanners = Workers("remote-scan", options.scan_threads, 0)
+        self._coding = Coding(options.codec, options.element_bytes, clock)
         shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
         self._loader = Loader(*shared, clock)
-        self._storer = Storer(*shared, self._own_log, clock)
+        self._storer = Storer(*shared, self._own_log, self._touch, self._coding, clock)
         self._queue = LearnedQueue(4 * LEARNED_BLOCKS, exchange.signal)
         self._discovery = Discovery(
             part,
@@ -138,7 +141,6 @@ class BlobTier:
             self._loader,
             self.collector,
             health,
-            lambda: None,
             clock,
             jitter,
         )
@@ -289,7 +291,7 @@ class BlobTier:
             "write_bytes_per_s": writes,
             "hedged": health.hedged,
             "hanging": self._loads.hanging + self._stores.hanging,
-            "codec": self._storer.codec.name,
+            "codec": self._coding.current.name,
             "corrupt_blocks": self._loader.corrupt,
             "deleted_packs": self._loader.deleted,
             "existed": self._storer.existed,
@@ -340,6 +342,9 @@ class BlobTier:
         for shards in buffers:
             assert len(shards) == layout.shard_count, "one buffer per shard"
             assert all(shard.nbytes == layout.slot_bytes for shard in shards), "whole slots, padding included"
+
+    def _touch(self, name: str) -> None:
+        self._upkeep.touch(name)
 
     def _accept(self, job: LoadJob | StoreJob, task: Task, workers: Workers) -> None:
         self._exchange.accept(job)

@@ -61,6 +61,12 @@ class _Pack:
     def count(self) -> int:
         return len(self._offsets) - 1
 
+    def says(self, entry: PackEntry) -> bool:
+        """Whether this is what the entry says, and no block of it proved to be wrong."""
+        return (
+            self.prints == entry.prints and self.size == entry.size and tuple(self._offsets) == entry.offsets
+        )
+
     def find(self, wanted: bytes) -> int:
         """The position of the block whose key begins so, or -1."""
         found = self.prints.find(wanted)
@@ -121,14 +127,20 @@ class Catalogue:
     def add(
         self, entry: PackEntry, used_s: float = 0.0, keys: Sequence[BlockKey] = (), *, older: bool = False
     ) -> bool:
-        """Learn of a pack. False where it is known, or there is no room.
+        """Learn of a pack. False where it is known so already, or there is no room.
+
+        Of a name that is known, the last word counts: a pack that was removed may have been written again otherwise.
 
         `used_s`: when it was used last, as far as known. `keys`: those of its blocks, where this node has seen them.
         `older`: it is older than all others, so it goes first, and none goes for it.
         """
         count = entry.blocks
-        if entry.name in self._by_name:
-            return False
+        known = self._by_name.get(entry.name)
+        if known is not None:
+            if known.says(entry):
+                self._see_all(known, keys)
+                return False
+            self._forget(known)
         if not 0 < count <= PACK_BLOCKS_MAX or count + (self.block_count if older else 0) > self.blocks_max:
             self.forgotten_packs += 1
             return False
@@ -146,8 +158,7 @@ class Catalogue:
         if older:
             self._by_number.move_to_end(number, last=False)
         self.block_count += count
-        for position, key in enumerate(keys):
-            self._see(pack, position, key)
+        self._see_all(pack, keys)
         return True
 
     def _add_known(self, pack: _Pack, prints: Sequence[int], older: bool) -> None:
@@ -167,8 +178,10 @@ class Catalogue:
     def places(self, keys: Sequence[BlockKey]) -> list[int]:
         """Where each block is believed to lie, or `NOWHERE`."""
         words = memoryview(b"".join(keys)).cast("Q")[:: KEY_BYTES // 8]
-        packs = [self._of_print.get(word >> _PRINT_SHIFT) for word in words.tolist()]
+        packs = list(map(self._of_print.get, [word >> _PRINT_SHIFT for word in words.tolist()]))
         wanted, total = words.tobytes(), len(packs)
+        if not any(packs):
+            return [NOWHERE] * total
         places: list[int] = []
         while (done := len(places)) < total:
             pack = packs[done]
@@ -236,6 +249,10 @@ class Catalogue:
         self._came.clear()
         self._gone.clear()
         return news
+
+    def _see_all(self, pack: _Pack, keys: Sequence[BlockKey]) -> None:
+        for position, key in enumerate(keys):
+            self._see(pack, position, key)
 
     def _see(self, pack: _Pack, position: int, key: BlockKey) -> None:
         (number,) = _prints_of(key[:PRINT_BYTES])

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import BlobInfo, BlobStore, StoreError
+from kvbm.tiers.remote.loading import read_entry
 from kvbm.tiers.remote.packs import PACK_PREFIX, PackEntry
 from kvbm.tiers.remote.shared_log import (
     LOG_PREFIX,
@@ -24,7 +25,6 @@ from kvbm.tiers.remote.shared_log import (
     decode_segment,
     is_pack_name,
 )
-from kvbm.tiers.remote.storing import read_entry
 from kvbm.tiers.remote.workers import Workers
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
@@ -152,7 +152,7 @@ class Discovery:
                 continue
             self._reader.read(name)
             for entry in entries:
-                if entry.name not in told and not self._knows(entry.name):
+                if entry.name not in told:
                     told.add(entry.name)
                     self._queue.put(Learned(entry, self._clock(), False))
         return told

@@ -11,7 +11,7 @@ import random
 import threading
 
 from kvbm.clock import Clock
-from kvbm.tiers.remote.blobs import StoreError
+from kvbm.tiers.remote.blobs import StoreError, StoreTrouble
 from kvbm.tiers.remote.breaker import Breaker
 from kvbm.tiers.remote.hedging import Hedging
 from kvbm.tiers.remote.pace import Pace
@@ -85,23 +85,23 @@ class StoreHealth:
         """A read or a listing failed."""
         with self._lock:
             self.read_errors += 1
-        self._told(self.reading, error, "remote tier is off")
+        self._tell(self.reading, error.trouble, str(error))
 
     def write_failed(self, error: StoreError) -> None:
         """A write failed. What cannot be reached cannot be read from either."""
         with self._lock:
             self.write_errors += 1
-        self._told(self.writing, error, "remote tier takes no stores")
+        self._tell(self.writing, error.trouble, str(error))
         if error.trouble == "unreachable":
-            self._told(self.reading, error, "remote tier is off")
+            self._tell(self.reading, error.trouble, str(error))
 
     def read_late(self, deadline_s: float) -> None:
         """A read did not end within its deadline."""
-        self.reading.late(f"{self._place} did not answer a read within {deadline_s:g} s")
+        self._tell(self.reading, None, f"{self._place} did not answer a read within {deadline_s:g} s")
 
     def write_late(self, deadline_s: float) -> None:
         """A write did not end within its deadline."""
-        self.writing.late(f"{self._place} did not answer a write within {deadline_s:g} s")
+        self._tell(self.writing, None, f"{self._place} did not answer a write within {deadline_s:g} s")
 
     def hedge_delay_s(self, byte_count: int) -> float | None:
         """See `Hedging.delay_s`."""
@@ -113,11 +113,15 @@ class StoreHealth:
         with self._lock:
             return self._hedging.take()
 
-    def _told(self, breaker: Breaker, error: StoreError, what: str) -> None:
+    def _tell(self, breaker: Breaker, trouble: StoreTrouble | None, line: str) -> None:
+        """Tell a breaker of trouble; None: it was late."""
         before = breaker.openings
-        breaker.failed(error.trouble, str(error))
+        if trouble is None:
+            breaker.late(line)
+        else:
+            breaker.failed(trouble, line)
         if breaker.openings != before:
-            log.warning("%s", self._line(what, breaker))
+            log.warning("%s", self.store_fault)
 
     def _line(self, what: str, breaker: Breaker) -> str:
         return "" if breaker.closed else f"{what} ({breaker.trouble}): {breaker.line}"

@@ -20,7 +20,7 @@ from kvbm.tiers.remote.blobs import BlobStore, StoreError
 from kvbm.tiers.remote.catalogue import Catalogue
 from kvbm.tiers.remote.exchange import Exchange, LoadJob
 from kvbm.tiers.remote.health import StoreHealth
-from kvbm.tiers.remote.packs import unpack
+from kvbm.tiers.remote.packs import INDEX_GUESS_BYTES, PRINT_BYTES, PackEntry, entry_of, unpack
 from kvbm.tiers.remote.sealing import Seal
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
@@ -140,12 +140,17 @@ class Loader:
     def settle_doubts(self) -> None:
         """Read again what did not verify, and delete the packs in which it still does not. Raises StoreError.
 
-        Until then nobody could store these blocks again: a pack of that name is there. In a thread of its own.
+        Until then nobody could store these blocks again: a pack of that name is there. It may also be another one than
+        was believed: then it is learned anew. In a thread of its own.
         """
         while self._doubts:
             name, start, end, key, tenant = self._doubts.popleft()
             found = self._store.read(name, start, end)
             if found is None:
+                continue
+            entry = read_entry(self._store, name)
+            if entry is not None and not _lies_at(entry, key, start, end):
+                self._effects.append(partial(self._catalogue.add, entry, self._clock()))
                 continue
             size = self._layout.slot_bytes
             scratch = [memoryview(bytearray(size)) for _ in range(self._layout.shard_count)]
@@ -163,6 +168,27 @@ class Loader:
                 self._store.delete((name,))
                 self.deleted += 1
                 self._effects.append(partial(self._catalogue.forget_pack, name))
+
+
+def _lies_at(entry: PackEntry, key: BlockKey, start: int, end: int) -> bool:
+    """Whether the pack has this block in just these bytes."""
+    numbers = [number for number in range(entry.blocks) if entry.offsets[number : number + 2] == (start, end)]
+    prints = [entry.prints[number * PRINT_BYTES :][:PRINT_BYTES] for number in numbers]
+    return prints == [key[:PRINT_BYTES]]
+
+
+def read_entry(store: BlobStore, name: str) -> PackEntry | None:
+    """What a pack says of itself; None where there is none, or no pack. Raises StoreError."""
+    length = INDEX_GUESS_BYTES
+    for _ in range(2):
+        found = store.read_end(name, length)
+        if found is None:
+            return None
+        entry = entry_of(name, *found)
+        if not isinstance(entry, int):
+            return entry
+        length = entry
+    return None
 
 
 def tenant_of(tenant: str | None, seal: Seal | None) -> str | None:

@@ -27,6 +27,9 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     catalogue_blocks: int = 1 << 20
     """Of so many blocks a node remembers where they lie: about 100 bytes each."""
     codec: CodecWanted = "auto"
+    """How blocks are stored: as it pays by measurements, as they are, or with zstd."""
+    element_bytes: int = 2
+    """Of the numbers that the KV is made of: zstd gains more when it knows."""
     hedge: bool = True
     collect: bool = True
     """Whether this node takes its turns in removing packs."""

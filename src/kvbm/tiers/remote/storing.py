@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,11 +19,11 @@ from kvbm.layout import BlockLayout
 from kvbm.tiers.contract import BlockEnd
 from kvbm.tiers.remote.blobs import BlobStore, Buffer, Put, StoreError
 from kvbm.tiers.remote.catalogue import Catalogue
-from kvbm.tiers.remote.codec import PLAIN, Codec
+from kvbm.tiers.remote.coding import Coding
 from kvbm.tiers.remote.exchange import Exchange, StoreJob
 from kvbm.tiers.remote.health import StoreHealth
-from kvbm.tiers.remote.loading import Effect, tenant_of
-from kvbm.tiers.remote.packs import INDEX_GUESS_BYTES, Packed, PackEntry, entry_of, pack
+from kvbm.tiers.remote.loading import Effect, read_entry, tenant_of
+from kvbm.tiers.remote.packs import Packed, PackEntry, pack
 from kvbm.tiers.remote.sealing import Seal
 from kvbm.tiers.remote.shared_log import LogWriter
 
@@ -31,7 +31,8 @@ log = logging.getLogger("kvbm.tiers.remote.tier")
 
 
 class Storer:
-    """Runs stores in threads, several at once. `effects` are the owner's to run; `codec` may be changed at any time."""
+    """Runs stores in threads, several at once. `effects` are the owner's to run. `touch` tells the store later that a
+    pack is in use."""
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class Storer:
         catalogue: Catalogue,
         effects: deque[Effect],
         own_log: LogWriter,
+        touch: Callable[[str], None],
+        coding: Coding,
         clock: Clock,
     ) -> None:
         self._store = store
@@ -55,8 +58,9 @@ class Storer:
         self._catalogue = catalogue
         self._effects = effects
         self._own_log = own_log
+        self._touch = touch
+        self._coding = coding
         self._clock = clock
-        self.codec: Codec = PLAIN
         self.existed = 0
         """So many packs were in the store already."""
 
@@ -93,13 +97,15 @@ class Storer:
             known()  # too late for whoever waited, but it is there
 
     def _packed(self, job: StoreJob) -> Packed:
+        self._coding.told_store(*reversed(self._health.bandwidths))
+        self._coding.look_at(job.sources[0])
         packed = pack(
             self._layout,
             self._fingerprint,
             job.blocks,
             job.sources,
             tail=job.tail,
-            codec=self.codec,
+            codec=self._coding.current,
             seal=self._seal,
             tenant=tenant_of(job.tenant, self._seal),
         )
@@ -117,24 +123,10 @@ class Storer:
             entry = read_entry(self._store, name)
             if entry is not None and entry.prints == packed.entry.prints:
                 self.existed += 1
-                self._store.touch(name)
+                self._touch(name)
                 return entry, False
             self._store.delete((name,))
         raise StoreError("failed", f"{self._store.place}: {name} can neither be written nor read")
-
-
-def read_entry(store: BlobStore, name: str) -> PackEntry | None:
-    """What a pack says of itself; None where there is none, or no pack. Raises StoreError."""
-    length = INDEX_GUESS_BYTES
-    for _ in range(2):
-        found = store.read_end(name, length)
-        if found is None:
-            return None
-        entry = entry_of(name, *found)
-        if not isinstance(entry, int):
-            return entry
-        length = entry
-    return None
 
 
 def _joined(parts: Sequence[Buffer], size: int) -> memoryview:

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import BlobStore, StoreError
@@ -42,7 +42,6 @@ class Upkeep:
         loader: Loader,
         collector: Collector,
         health: StoreHealth,
-        measured: Callable[[], None],
         clock: Clock,
         jitter: random.Random,
     ) -> None:
@@ -53,7 +52,6 @@ class Upkeep:
         self._loader = loader
         self._collector = collector
         self._health = health
-        self._measured = measured
         self._clock = clock
         self._jitter = jitter
         self._touch_lock = threading.Lock()
@@ -65,6 +63,7 @@ class Upkeep:
         self._found = False
         self._collect_s = self._next_collection()
         self._probes = 0
+        self.touch_errors = 0
         self.touched = 0
         """So many packs were touched."""
         self.collected: Collected | None = None
@@ -184,8 +183,10 @@ class Upkeep:
                 self._store.touch(name)
                 self.touched += 1
             except StoreError as error:
-                self._health.write_failed(error)
-                return  # they are used again, or are not worth it
+                # No reason to store nothing: that may be allowed. They are used again, or not worth it.
+                self.touch_errors += 1
+                log.debug("remote tier: touching %s: %s", name, error)
+                return
 
     def _run_mend(self) -> None:
         try:
@@ -210,7 +211,6 @@ class Upkeep:
                 self._health.write_failed(error)
         except StoreError as error:
             self._health.read_failed(error)
-        self._measured()
 
     def _timed_read(self, name: str, byte_count: int) -> None:
         begun_s = self._clock()

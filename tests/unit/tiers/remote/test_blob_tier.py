@@ -1,0 +1,472 @@
+"""The tier over blobs on bad days: silence, damage, full stores, other nodes' packs and nodes that clean up."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbm.block import Outcome
+from kvbm.clock import ManualClock
+from kvbm.errors import SettingsError
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
+from kvbm.testing.remote_contract import (
+    RemoteBuffers,
+    chain,
+    collect,
+    content,
+    keys_of,
+    load,
+    load_each,
+    store,
+)
+from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
+from kvbm.tiers.remote.blob_tier import LOAD_BYTES_MAX, PACK_BYTES_MAX, BlobTier, open_blob_tier
+from kvbm.tiers.remote.blobs import BlobStore
+from kvbm.tiers.remote.codec import zstd_shuffled
+from kvbm.tiers.remote.contract import NOWHERE
+from kvbm.tiers.remote.options import RemoteOptions
+from kvbm.tiers.remote.packs import pack
+from kvbm.tiers.remote.prefixed import PrefixedBlobs
+from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
+
+WAIT_S = 20.0
+PREFIX = f"{NAMESPACE.fingerprint.hex()}/"
+
+
+class KeptOpen(MemoryBlobs):
+    def close(self) -> None:
+        pass
+
+
+class Nodes:
+    """Nodes over one store, all with one clock that stands still."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.blobs = KeptOpen(self.clock)
+        self.made: list[BlobTier] = []
+
+    def make(self, blobs: BlobStore | None = None, seal: Seal | None = None, **options: object) -> BlobTier:
+        chosen = RemoteOptions(**{"collect": False, "hedge": False, **options})  # type: ignore[arg-type]
+        jitter = random.Random(len(self.made) + 1)
+        node = open_blob_tier(blobs or self.blobs, LAYOUT, NAMESPACE, chosen, self.clock, jitter, seal)
+        self.made.append(node)
+        return settled(node)
+
+    def packs(self) -> list[str]:
+        return [name for name in self.blobs.blobs if name.startswith(f"{PREFIX}packs/")]
+
+    def pass_on(self, *nodes: BlobTier, seconds: float = 60.0) -> None:
+        """Time goes by, and each node does what is due."""
+        self.clock.advance(seconds)
+        for node in nodes:
+            node.tick()
+            settled(node)
+
+
+def settled(node: BlobTier) -> BlobTier:
+    assert node.settle(WAIT_S)
+    assert node.poll() == []
+    return node
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    for node in nodes.made:
+        node.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_a_silent_store_costs_a_deadline_and_touches_nothing_afterwards(nodes: Nodes) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty)
+    blocks = chain(0, 2)
+    store(node, LAYOUT, blocks)
+    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="read", name="packs/"))
+    targets = RemoteBuffers(LAYOUT, 2)
+    place = node.places(keys_of(blocks))[0]
+    assert node.submit_load(5, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
+    assert faulty.wait_silent(1)
+    assert node.poll() == []
+    nodes.clock.advance(2.0)
+    (completion,) = collect(node, 1).values()
+    assert completion.outcome is Outcome.RETRY and "did not answer" in completion.error
+    targets.fill(0x33)
+    faulty.disarm()
+    faulty.release()
+    until(lambda: node.describe()["hanging"] == 0 and node._loads.running == 0)
+    assert b"".join(targets.views[0]) == b"\x33" * LAYOUT.block_bytes, (
+        "bytes that come too late are thrown away"
+    )
+    assert node.poll() == []
+    assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 2
+
+
+def test_sources_may_change_once_a_store_has_ended_although_the_store_still_reads(nodes: Nodes) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty, store_deadline_s=10.0)
+    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="put", name="packs/"))
+    blocks = chain(0, 2)
+    sources = RemoteBuffers.of(keys_of(blocks), LAYOUT)
+    assert node.submit_store(5, blocks, sources.views, None) is Outcome.PENDING
+    assert faulty.wait_silent(1)
+    nodes.clock.advance(10.0)
+    assert collect(node, 1)[5].outcome is Outcome.RETRY
+    sources.fill(0x33)
+    faulty.disarm()
+    faulty.release()
+    until(lambda: bool(nodes.packs()))
+    until(lambda: node.poll() == [] and node.places(keys_of(blocks))[0] != NOWHERE)
+    assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 2
+
+
+def test_hanging_loads_are_replaced_and_then_the_tier_is_off(nodes: Nodes) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty, load_threads=2, pending_limit=16)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    place = node.places(keys_of(blocks))[0]
+    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="read", name="packs/", times=2))
+    targets = [RemoteBuffers(LAYOUT, 1) for _ in range(3)]
+    for job in range(3):
+        assert node.submit_load(job, keys_of(blocks), place, targets[job].views, None) is Outcome.PENDING
+    assert faulty.wait_silent(2)
+    nodes.clock.advance(2.0)
+    assert {completion.outcome for completion in collect(node, 3).values()} == {Outcome.RETRY}
+    assert "slow" in node.fault and "memory:" in node.fault
+    assert node.submit_load(9, keys_of(blocks), place, targets[0].views, None) is Outcome.RETRY
+    assert node.submit_store(9, blocks, targets[0].views, None) is Outcome.RETRY
+    nodes.clock.advance(1.0)
+    node.tick()
+    until(lambda: node.fault == "")
+    assert load(node, LAYOUT, keys_of(blocks), place).outcome is Outcome.HIT, "in a thread in their place"
+    faulty.release()
+
+
+@pytest.mark.parametrize("fault", [BlobFault.FULL, BlobFault.REFUSED])
+def test_a_store_that_takes_nothing_still_gives(nodes: Nodes, fault: BlobFault) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty)
+    store(node, LAYOUT, chain(0, 2))
+    faulty.arm(BlobRule(fault=fault, operation="put"))
+    assert store(node, LAYOUT, chain(10, 2)).outcome is Outcome.RETRY
+    sources = RemoteBuffers(LAYOUT, 1)
+    assert node.submit_store(3, chain(20, 1), sources.views, None) is Outcome.RETRY
+    assert node.fault == "" and fault.value in str(node.describe()["store_fault"])
+    assert load_each(node, LAYOUT, keys_of(chain(0, 2))) == [Outcome.HIT] * 2
+    nodes.pass_on(node, seconds=1.0)
+    assert node.describe()["writing"] == "open", "the probe was refused too"
+    faulty.disarm()
+    nodes.pass_on(node, seconds=2.0)
+    assert store(node, LAYOUT, chain(10, 2)).outcome is Outcome.HIT
+
+
+def test_refused_reads_turn_it_off_and_it_comes_back(nodes: Nodes) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    faulty.arm(BlobRule(fault=BlobFault.REFUSED, operation="read"))
+    assert load(node, LAYOUT, keys_of(blocks), node.places(keys_of(blocks))[0]).outcome is Outcome.RETRY
+    assert "refused" in node.fault
+    for seconds in (1.0, 2.0, 4.0):
+        nodes.pass_on(node, seconds=seconds)
+        assert node.fault
+    faulty.disarm()
+    nodes.pass_on(node, seconds=8.0)
+    assert node.fault == ""
+
+
+def test_a_pack_that_is_gone_is_forgotten_whole(nodes: Nodes) -> None:
+    node = nodes.make()
+    blocks = chain(0, 3)
+    store(node, LAYOUT, blocks)
+    assert len(node.news().came) == 3
+    nodes.blobs.delete(nodes.packs())
+    assert load(node, LAYOUT, [blocks[1].key], node.places([blocks[1].key])[0]).outcome is Outcome.MISS
+    assert node.places(keys_of(blocks)) == [NOWHERE] * 3
+    assert sorted(node.news().gone) == sorted(keys_of(blocks))
+
+
+def damage(nodes: Nodes, block: int) -> None:
+    (name,) = nodes.packs()
+    spoilt = bytearray(nodes.blobs.blobs[name])
+    found = spoilt.find(content(chain(block, 1)[0].key, LAYOUT)[:64])
+    assert found > 0
+    spoilt[found] ^= 1
+    nodes.blobs.blobs[name] = bytes(spoilt)
+
+
+def test_a_damaged_block_is_a_miss_and_its_pack_is_removed_so_that_it_can_be_stored_again(
+    nodes: Nodes,
+) -> None:
+    node = nodes.make()
+    blocks = chain(0, 3)
+    store(node, LAYOUT, blocks)
+    damage(nodes, 1)
+    loaded = load(node, LAYOUT, keys_of(blocks), node.places(keys_of(blocks))[0])
+    ends = [(end.outcome, end.corrupt) for end in loaded.blocks]
+    assert ends == [(Outcome.HIT, False), (Outcome.MISS, True), (Outcome.HIT, False)]
+    assert [place == NOWHERE for place in node.places(keys_of(blocks))] == [False, True, False]
+    nodes.pass_on(node)
+    assert nodes.packs() == [] and node.describe()["deleted_packs"] == 1
+    assert node.places(keys_of(blocks)) == [NOWHERE] * 3
+    assert store(node, LAYOUT, blocks).outcome is Outcome.HIT
+    assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 3
+
+
+def test_a_block_that_was_damaged_on_its_way_costs_no_pack(nodes: Nodes) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    faulty.arm(BlobRule(fault=BlobFault.TRUNCATED, operation="read", name="packs/", times=1))
+    loaded = load(node, LAYOUT, keys_of(blocks), node.places(keys_of(blocks))[0])
+    assert loaded.corrupt
+    nodes.pass_on(node)
+    assert len(nodes.packs()) == 1
+
+
+def test_a_pack_that_is_there_is_believed_by_its_own_index_alone(nodes: Nodes) -> None:
+    blocks = chain(0, 3)
+    zeros = [[memoryview(bytes(LAYOUT.slot_bytes))] * LAYOUT.shard_count] * 3
+    packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, zeros, codec=zstd_shuffled())
+    node = nodes.make(codec="none")
+    nodes.blobs.put(PREFIX + packed.entry.name, packed.parts)
+    sources = RemoteBuffers(LAYOUT, 3)
+    assert node.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
+    assert collect(node, 1)[1].outcome is Outcome.HIT
+    targets = RemoteBuffers(LAYOUT, 3)
+    targets.fill(1)
+    assert node.submit_load(2, keys_of(blocks), node.places(keys_of(blocks))[0], targets.views, None)
+    assert collect(node, 1)[2].outcome is Outcome.HIT
+    assert b"".join(targets.views[2]) == bytes(LAYOUT.block_bytes)
+
+
+def test_a_pack_that_was_written_again_otherwise_is_learned_anew_and_not_removed(nodes: Nodes) -> None:
+    blocks = chain(0, 3)
+    here = nodes.make(codec="none")
+    sources = RemoteBuffers(LAYOUT, 3)
+    assert here.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
+    collect(here, 1)
+    (name,) = nodes.packs()
+    nodes.blobs.delete([name])
+    packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, sources.views, codec=zstd_shuffled())
+    nodes.blobs.put(name, packed.parts)
+    place = here.places(keys_of(blocks))[0]
+    assert here.submit_load(2, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
+    assert collect(here, 1)[2].outcome is Outcome.MISS
+    nodes.pass_on(here)
+    assert nodes.packs() == [name]
+    place = here.places(keys_of(blocks))[0]
+    assert here.submit_load(3, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
+    assert collect(here, 1)[3].outcome is Outcome.HIT
+
+
+def test_what_one_tenant_sealed_is_a_miss_for_another_and_stays(nodes: Nodes) -> None:
+    pytest.importorskip("cryptography")
+    node, blocks = nodes.make(seal=Sealer([MasterKey("a", bytes(32))])), chain(0, 2)
+    store(node, LAYOUT, blocks, tenant="ours")
+    place = node.places(keys_of(blocks))[0]
+    assert load(node, LAYOUT, keys_of(blocks), place, tenant="ours").outcome is Outcome.HIT
+    theirs = load(node, LAYOUT, keys_of(blocks), place, tenant="theirs")
+    assert (theirs.outcome, theirs.corrupt) == (Outcome.MISS, False)
+    nodes.pass_on(node)
+    assert len(nodes.packs()) == 1
+    store(node, LAYOUT, blocks, tenant="theirs")
+    assert len(nodes.packs()) == 2
+    place = node.places(keys_of(blocks))[0]
+    assert load(node, LAYOUT, keys_of(blocks), place, tenant="theirs").outcome is Outcome.HIT
+
+
+def test_garbage_under_a_packs_name_is_replaced(nodes: Nodes) -> None:
+    node, blocks = nodes.make(), chain(0, 2)
+    store(node, LAYOUT, blocks)
+    (name,) = nodes.packs()
+    nodes.blobs.blobs[name] = b"garbage" * 100
+    assert store(nodes.make(), LAYOUT, blocks).outcome is Outcome.HIT
+    assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 2
+
+
+def test_nodes_learn_by_the_log_and_not_by_lookups(nodes: Nodes) -> None:
+    here, there = nodes.make(), nodes.make()
+    for first in range(0, 40, 4):
+        store(here, LAYOUT, chain(first, 4))
+    nodes.pass_on(here, seconds=1.0)
+    before = nodes.blobs.requests()
+    nodes.pass_on(there)
+    keys = keys_of(chain(0, 40))
+    assert NOWHERE not in there.places(keys)
+    after = nodes.blobs.requests()
+    assert {kind: after[kind] - before[kind] for kind in after} == {
+        "put": 0,
+        "get": 1,
+        "list": 1,
+        "delete": 0,
+    }
+
+
+def test_a_torn_segment_is_skipped_and_a_gap_is_made_good_by_a_listing(nodes: Nodes) -> None:
+    here, there = nodes.make(), nodes.make()
+    for number in range(3):
+        store(here, LAYOUT, chain(10 * number, 2))
+        nodes.pass_on(here, seconds=1.0)
+        segments = sorted(name for name in nodes.blobs.blobs if "/log/" in name)
+        if number == 0:
+            nodes.blobs.blobs[segments[0]] = b"torn"
+        elif number == 1:
+            nodes.blobs.delete(segments[-1:])
+    nodes.pass_on(there)
+    nodes.pass_on(there)
+    assert there.describe()["log"] == {**there.describe()["log"], "gaps": 1, "skipped": 1}  # type: ignore[dict-item]
+    for number in range(3):
+        assert NOWHERE not in there.places(keys_of(chain(10 * number, 2)))
+
+
+def test_a_new_node_reads_the_ends_of_the_newest_packs_first(nodes: Nodes) -> None:
+    here = nodes.make()
+    for first in range(0, 60, 2):
+        store(here, LAYOUT, chain(first, 2))
+        nodes.clock.advance(1.0)
+    nodes.blobs.delete([name for name in nodes.blobs.blobs if "/log/" in name])
+    there = nodes.make(catalogue_blocks=20)
+    nodes.pass_on(there)
+    known = [first for first in range(0, 60, 2) if there.places(keys_of(chain(first, 2)))[0] != NOWHERE]
+    assert known == list(range(40, 60, 2))
+    assert load_each(there, LAYOUT, keys_of(chain(40, 20))) == [Outcome.HIT] * 20
+
+
+def test_a_quiet_node_looks_less_often(nodes: Nodes) -> None:
+    node = nodes.make(poll_s=5.0, poll_max_s=40.0)
+    looks = []
+    for _ in range(300):
+        before = nodes.blobs.requests()["list"]
+        nodes.pass_on(node, seconds=1.0)
+        looks.append(nodes.blobs.requests()["list"] - before)
+    assert sum(looks[200:]) <= 3
+    store(node, LAYOUT, chain(0, 1))
+    before = nodes.blobs.requests()["list"]
+    nodes.pass_on(node, seconds=5.0)
+    assert nodes.blobs.requests()["list"] > before
+
+
+def test_used_packs_are_touched_now_and_then(nodes: Nodes) -> None:
+    node = nodes.make(ttl_s=1000.0)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    (name,) = nodes.packs()
+    written_s = nodes.blobs.modified_s[name]
+    for passed_s, touched in ((249.0, False), (2.0, True), (100.0, False)):
+        nodes.clock.advance(passed_s)
+        before_s = nodes.blobs.modified_s[name]
+        load_each(node, LAYOUT, keys_of(blocks))
+        nodes.pass_on(node, seconds=2.0)
+        assert (nodes.blobs.modified_s[name] != before_s) is touched
+    assert nodes.blobs.modified_s[name] > written_s
+
+
+def test_nodes_collect_in_turn(nodes: Nodes) -> None:
+    here, there = (nodes.make(collect=True, ttl_s=5000.0, collect_period_s=1000.0) for _ in range(2))
+    store(here, LAYOUT, chain(0, 2))
+    for _ in range(20):
+        nodes.pass_on(here, there, seconds=200.0)
+    assert nodes.packs()
+    for _ in range(20):
+        nodes.pass_on(here, there, seconds=200.0)
+    assert nodes.packs() == []
+    done = [node.describe()["collected"] for node in (here, there)]
+    assert None not in done
+
+
+def test_a_slow_read_is_asked_a_second_time_and_the_first_answer_wins(nodes: Nodes) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty, hedge=True)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    place = node.places(keys_of(blocks))[0]
+    for job in range(25):
+        assert load(node, LAYOUT, keys_of(blocks), place, job_id=job).outcome is Outcome.HIT
+    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="read", name="packs/", times=1))
+    targets = RemoteBuffers(LAYOUT, 1)
+    assert node.submit_load(99, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
+    assert faulty.wait_silent(1)
+    nodes.clock.advance(0.06)
+    assert collect(node, 1)[99].outcome is Outcome.HIT
+    assert targets.holds(0, blocks[0].key) and node.describe()["hedged"] == 1
+    targets.fill(7)
+    faulty.release()
+    until(lambda: node._loads.running == 0)
+    assert node.poll() == [] and b"".join(targets.views[0]) == b"\7" * LAYOUT.block_bytes
+
+
+def test_closing_beside_a_silent_store_is_bounded(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbm.tiers.remote.blob_tier.CLOSE_LIMIT_S", 0.1)
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    faulty.arm(BlobRule(fault=BlobFault.SILENT))
+    targets = RemoteBuffers(LAYOUT, 1)
+    assert node.submit_load(7, keys_of(blocks), node.places(keys_of(blocks))[0], targets.views, None)
+    assert faulty.wait_silent(1)
+    node.close()
+    assert [(done.job_id, done.outcome) for done in node.poll()] == [(7, Outcome.RETRY)]
+    faulty.release()
+
+
+def test_what_is_drained_is_in_the_log(nodes: Nodes) -> None:
+    node = nodes.make()
+    store(node, LAYOUT, chain(0, 1))
+    assert not [name for name in nodes.blobs.blobs if "/log/" in name]
+    assert node.drain(WAIT_S)
+    assert [name for name in nodes.blobs.blobs if "/log/" in name]
+
+
+def test_ephemeral_namespaces_are_refused(nodes: Nodes) -> None:
+    with pytest.raises(AssertionError, match="ephemeral"):
+        open_blob_tier(nodes.blobs, LAYOUT, Namespace(model="m", fields=(), ephemeral=True))
+
+
+@pytest.mark.parametrize("block_bytes", [4 << 10, 128 << 10, 2 << 20, 5 << 20, 40 << 20])
+@pytest.mark.parametrize("blob_bytes_max", [48 << 20, 5 << 30])
+def test_sizes_of_packs_and_loads(nodes: Nodes, block_bytes: int, blob_bytes_max: int) -> None:
+    layout = BlockLayout(block_tokens=16, shard_bytes=block_bytes)
+    blobs = MemoryBlobs(nodes.clock, blob_bytes_max=blob_bytes_max)
+    node = open_blob_tier(
+        blobs, layout, NAMESPACE, RemoteOptions(collect=False), nodes.clock, random.Random(1)
+    )
+    nodes.made.append(node)
+    assert node.load_blocks_max == max(1, LOAD_BYTES_MAX // block_bytes)
+    size = node.store_blocks_max * block_bytes
+    assert size <= min(blob_bytes_max, PACK_BYTES_MAX)
+    assert size >= 8 << 20 or node.store_blocks_max == 1024
+    if 17 * block_bytes <= min(blob_bytes_max, PACK_BYTES_MAX):
+        assert node.store_blocks_max >= 16
+
+
+def test_a_block_that_no_blob_can_hold_is_refused(nodes: Nodes) -> None:
+    with pytest.raises(SettingsError, match="at most 4096 bytes"):
+        open_blob_tier(MemoryBlobs(nodes.clock, blob_bytes_max=4096), LAYOUT, NAMESPACE)
+
+
+def test_a_prefix_hides_everything_else(nodes: Nodes) -> None:
+    part = PrefixedBlobs(nodes.blobs, "a/")
+    nodes.blobs.put("b/x", [b"1"])
+    part.put("x", [b"12"])
+    assert [info.name for info in part.listing("")] == ["x"]
+    assert part.read("x", 0, 9) == b"12" and part.read_end("x", 1) == (b"2", 2)
+    part.delete(["x"])
+    assert list(nodes.blobs.blobs) == ["b/x"]
+    assert part.place == "memory://a/"
