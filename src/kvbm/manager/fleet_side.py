@@ -1,0 +1,133 @@
+"""A manager's part in a fleet: it reads blocks out of other nodes' host memory, and lends its own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvbm.clock import Clock
+from kvbm.errors import SettingsError
+from kvbm.fleet.certificates import node_files
+from kvbm.fleet.directory import Directory, Peer, refuse_name, split_address
+from kvbm.fleet.etcd import open_etcd_directory
+from kvbm.fleet.static import StaticDirectory
+from kvbm.fleet.tls import TlsFiles, lending_context, reading_context
+from kvbm.layout import BlockLayout, Namespace
+from kvbm.manager.lending import Lending, LendOptions
+from kvbm.manager.peer_server import PeerServer
+from kvbm.manager.space import Space
+from kvbm.settings import Settings, variable
+from kvbm.tiers.peers.options import PeerOptions
+from kvbm.tiers.peers.tier import PeerTier, open_peer_tier
+
+log = logging.getLogger("kvbm.manager")
+
+_ANYWHERE = ("0.0.0.0", "::")
+
+
+class FleetSide:
+    """Owned by the manager's thread. `close` comes before the spaces are closed."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        """Raises SettingsError for whatever cannot be used; no other node need be there."""
+        assert settings.fleet
+        self._settings, self._clock = settings, clock
+        self.node = settings.fleet_node or socket.gethostname()
+        refuse_name(variable("fleet"), settings.fleet)
+        refuse_name(variable("fleet_node"), self.node)
+        self._files = self._certificates()
+        self._reading: ssl.SSLContext | None = reading_context(self._files) if self._files else None
+        self.directory = self._directory()
+        self.lending: Lending | None = None
+        self.server: PeerServer | None = None
+
+    def reads(self, namespace: Namespace, layout: BlockLayout) -> PeerTier:
+        """The tier of this namespace's blocks in other nodes' memory."""
+        settings = self._settings
+        assert settings.fleet
+        options = PeerOptions(
+            fleet=settings.fleet, node=self.node, deadline_s=settings.remote_deadline_ms / 1000
+        )
+        return open_peer_tier(self.directory, layout, namespace, options, self._clock, self._reading)
+
+    def lend(self, spaces: Iterable[tuple[Namespace, Space]], private: bool) -> Lending | None:
+        """Let other nodes read these spaces' blocks, where the settings say so.
+
+        Raises SettingsError where the address cannot be had. A private manager does without: engines beside one another
+        mostly name the same one.
+        """
+        settings = self._settings
+        if not settings.fleet_listen or not settings.fleet:
+            return None
+        lending = Lending(spaces, self._clock, LendOptions(share=settings.fleet_share))
+        try:
+            self.server = PeerServer(
+                settings.fleet_listen,
+                lending_context(self._files) if self._files else None,
+                settings.fleet,
+                self.node,
+                lending,
+                settings.fleet_plain,
+                clock=self._clock,
+                field=variable("fleet_listen"),
+            )
+        except SettingsError as error:
+            lending.close()
+            if not private:
+                raise
+            log.warning("this manager lends no blocks to other nodes: %s", error)
+            return None
+        self.lending = lending
+        return lending
+
+    def stop_lending(self) -> None:
+        """Every reader is sent away."""
+        if self.server is not None:
+            self.server.close()
+        if self.lending is not None:
+            self.lending.close()
+        self.server = self.lending = None
+
+    def close(self) -> None:
+        """Leave the fleet."""
+        self.stop_lending()
+        self.directory.close()
+
+    def _certificates(self) -> TlsFiles | None:
+        where = self._settings.fleet_certs
+        if where is None:
+            return None
+        files = node_files(Path(where), self.node)
+        for path in files:
+            if not path.is_file():
+                raise SettingsError(
+                    variable("fleet_certs"), where, f"a directory with {path.name} (kvbm fleet cert makes it)"
+                )
+        return files
+
+    def _directory(self) -> Directory:
+        settings = self._settings
+        assert settings.fleet
+        if bool(settings.fleet_peers) == bool(settings.fleet_etcd):
+            field, value = variable("fleet"), settings.fleet
+            accepted = f"one of {variable('fleet_peers')} and {variable('fleet_etcd')} beside it"
+            raise SettingsError(field, value, accepted)
+        if settings.fleet_peers:
+            return StaticDirectory(settings.fleet_peers, variable("fleet_peers"))
+        endpoints = [part.strip() for part in (settings.fleet_etcd or "").split(",") if part.strip()]
+        return open_etcd_directory(endpoints, settings.fleet, self._entry(), self._clock)
+
+    def _entry(self) -> Peer | None:
+        """Our own entry in a directory; None where we lend nothing."""
+        address = self._settings.fleet_address or self._settings.fleet_listen
+        if not self._settings.fleet_listen or address is None:
+            return None
+        field = variable("fleet_address" if self._settings.fleet_address else "fleet_listen")
+        host, _ = split_address(field, address)
+        if host in _ANYWHERE:
+            accepted = f"an address that others can reach, or {variable('fleet_address')} beside it"
+            raise SettingsError(field, address, accepted)
+        return Peer(address, self.node)

@@ -1,0 +1,75 @@
+"""The settings of a fleet: nodes that read blocks out of each other's host memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvbm.settings.setting import Kind, Setting
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of `Settings` that is about other nodes' managers."""
+
+    fleet: Annotated[
+        str | None,
+        Setting("DYN_KVBM_FLEET", "--fleet", metavar="NAME", ours=True),
+        "name of the fleet: managers that read blocks out of each other's host memory. Unset is off",
+    ] = None
+    fleet_node: Annotated[
+        str | None,
+        Setting(
+            "DYN_KVBM_FLEET_NODE",
+            "--fleet-node",
+            metavar="NAME",
+            default_text="the host's name",
+            ours=True,
+            needs="fleet",
+        ),
+        "this node's name, which no other node of the fleet has",
+    ] = None
+    fleet_listen: Annotated[
+        str | None,
+        Setting("DYN_KVBM_FLEET_LISTEN", "--fleet-listen", metavar="ADDRESS", ours=True, needs="fleet"),
+        "address where other nodes read from this one: 10.0.0.7:7400. Unset, this node reads and lends nothing",
+    ] = None
+    fleet_address: Annotated[
+        str | None,
+        Setting(
+            "DYN_KVBM_FLEET_ADDRESS",
+            "--fleet-address",
+            metavar="ADDRESS",
+            default_text="where it listens",
+            ours=True,
+            needs="fleet",
+        ),
+        "address by which other nodes reach that, where it is another one",
+    ] = None
+    fleet_peers: Annotated[
+        str | None,
+        Setting("DYN_KVBM_FLEET_PEERS", "--fleet-peers", metavar="ADDRESSES", ours=True, needs="fleet"),
+        "the other nodes, separated by commas: 10.0.0.7:7400,10.0.0.8:7400. All nodes may have the same list",
+    ] = None
+    fleet_etcd: Annotated[
+        str | None,
+        Setting("DYN_KVBM_FLEET_ETCD", "--fleet-etcd", metavar="URLS", ours=True, needs="fleet"),
+        "etcd that keeps that list instead: http://host:2379, several separated by commas; an entry lasts as long as its "
+        "node",
+    ] = None
+    fleet_certs: Annotated[
+        str | None,
+        Setting("DYN_KVBM_FLEET_CERTS", "--fleet-certs", Kind.PATH, metavar="DIR", ours=True, needs="fleet"),
+        "directory with this node's certificate as `kvbm fleet cert` makes it: both ends show one. Unset, blocks cross the "
+        "network as they are, on private addresses only",
+    ] = None
+    fleet_plain: Annotated[
+        bool,
+        Setting("DYN_KVBM_FLEET_PLAIN", "--fleet-plain", ours=True, needs="fleet"),
+        "without certificates, listen on any address: whoever reaches it reads all blocks",
+    ] = False
+    fleet_share: Annotated[
+        float,
+        Setting("DYN_KVBM_FLEET_SHARE", "--fleet-share", ours=True, needs="fleet"),
+        "part of host memory that readers on other nodes may hold at a time",
+    ] = 0.05
