@@ -16,6 +16,8 @@ from kvbm.tiers.remote.blobs import StoreTrouble
 
 
 class BreakerState(Enum):
+    """Where a breaker stands."""
+
     CLOSED = "closed"
     """All is well, or not bad enough."""
     OPEN = "open"
