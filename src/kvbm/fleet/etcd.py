@@ -224,7 +224,7 @@ class _Gateway:
         return lease
 
     def put(self, key: str, value: str, lease: Lease) -> object:
-        return self._client.put(key, value, lease)  # type: ignore[arg-type]  # one of its own leases
+        return self._client.put(key, value, lease)
 
     def entries(self, prefix: str, limit: int) -> list[bytes]:
         # From the prefix to before the first name that does not begin with it.

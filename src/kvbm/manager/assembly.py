@@ -18,8 +18,9 @@ from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
 from kvbm.manager.namespace_labels import NamespaceLabels
 from kvbm.manager.space import Space
+from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmissionPolicy
+from kvbm.policy import AdmissionPolicy, AdmitAll
 from kvbm.settings import (
     Settings,
     admission_name,
@@ -36,6 +37,7 @@ from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
+from kvbm.tiers.remote.contract import RemoteTier
 
 if TYPE_CHECKING:
     from kvbm.manager.remote_opening import RemoteOpening
@@ -56,8 +58,11 @@ class SpaceTable:
         metrics: Metrics,
         clock: Clock,
         on_progress: Callable[[Lease], None],
+        peers: Callable[[Namespace, BlockLayout], RemoteTier] | None = None,
     ) -> None:
-        """Raises SettingsError for an eviction or admission policy that is not known or cannot be made."""
+        """`peers` makes the tier of a namespace's blocks in other nodes' host memory.
+
+        Raises SettingsError for an eviction or admission policy that is not known or cannot be made."""
         assert namespaces_max > 0
         refuse_eviction(variable("eviction"), settings.eviction)
         choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
@@ -67,6 +72,7 @@ class SpaceTable:
         self._metrics = metrics
         self._clock = clock
         self._on_progress = on_progress
+        self._peers = peers
         self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
         self._labels = NamespaceLabels()
         # The largest request, in blocks, for which each was compared with its memory: every rank asks.
@@ -175,7 +181,7 @@ class SpaceTable:
             medium = self._open_disk(namespace, layout, events)
             if medium is not None:
                 undo.callback(medium.close, keep=True)
-            remotes = self._remote.open(namespace, layout, share) if self._remote is not None else []
+            remotes = self._open_remotes(namespace, layout)
             for tier, _, _ in remotes:
                 undo.callback(tier.close)
             options = SpaceOptions(
@@ -202,6 +208,25 @@ class SpaceTable:
             undo.pop_all()
         _log_opened(namespace, space)
         return space
+
+    def _open_remotes(
+        self, namespace: Namespace, layout: BlockLayout
+    ) -> list[tuple[RemoteTier, RemoteRules, AdmissionPolicy]]:
+        """Other nodes' memory, which is nearer, and then the store; none for an ephemeral namespace: nobody else could
+        ever ask for its blocks."""
+        if namespace.ephemeral:
+            return []
+        remotes = list[tuple[RemoteTier, RemoteRules, AdmissionPolicy]]()
+        if self._peers is not None:
+            remotes.append((self._peers(namespace, layout), RemoteRules(writes=False), AdmitAll()))
+        if self._remote is not None:
+            try:
+                remotes += self._remote.open(namespace, layout, self.namespaces_max)
+            except BaseException:
+                for tier, _, _ in remotes:
+                    tier.close()
+                raise
+        return remotes
 
     def _make_admission(self, layout: BlockLayout) -> AdmissionPolicy:
         """The admission policy of one namespace's disk tier, within its share of the write budget."""

@@ -25,6 +25,8 @@ from kvbm.tiers.peers.tier import PeerTier, open_peer_tier
 
 log = logging.getLogger("kvbm.manager")
 
+READS_MAX = 8
+"""What is submitted has a deadline, and so shall not wait for others in the tier; it waits in the queue before it."""
 _ANYWHERE = ("0.0.0.0", "::")
 
 
@@ -49,7 +51,10 @@ class FleetSide:
         settings = self._settings
         assert settings.fleet
         options = PeerOptions(
-            fleet=settings.fleet, node=self.node, deadline_s=settings.remote_deadline_ms / 1000
+            fleet=settings.fleet,
+            node=self.node,
+            deadline_s=settings.remote_deadline_ms / 1000,
+            pending_limit=READS_MAX,
         )
         return open_peer_tier(self.directory, layout, namespace, options, self._clock, self._reading)
 

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -37,6 +38,9 @@ from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
 from kvbm.settings import Settings, variable
 
+if TYPE_CHECKING:
+    from kvbm.manager.fleet_side import FleetSide
+
 log = logging.getLogger("kvbm.manager")
 
 PRIVATE_GRACE_S = 0.2
@@ -50,7 +54,7 @@ _BACKLOG = 128
 
 def _tiers(settings: Settings) -> list[str]:
     """The tiers that keep blocks, as labels name them. Where disk is alone, host memory only passes blocks on."""
-    on = {"host": settings.host_on, "disk": settings.disk_on, "remote": settings.remote_on}
+    on = {"host": settings.host_on, "disk": settings.disk_on, "remote": settings.beyond_on}
     return [name for name, there in on.items() if there]
 
 
@@ -83,13 +87,17 @@ def serve(
         admin_page(settings, os.path.abspath(socket_path), private) as start_page,
         controller(settings, os.path.abspath(socket_path)) as start_controller,
         publishing(settings, private) as publisher,
+        _fleet(settings, clock) as fleet,
         _listening(socket_path, mode) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
     ):
         # Where nothing is published, engines need not say what blocks are.
         tiers = settings if publisher is not None else msgspec.structs.replace(settings, events_endpoint=None)
-        make_spaces = partial(SpaceTable, tiers, namespaces, metrics, clock)
+        reads = fleet.reads if fleet is not None else None
+        make_spaces = partial(SpaceTable, tiers, namespaces, metrics, clock, peers=reads)
         server = Server(listener, make_spaces, traffic, clock, peer_uids, scrapes, publisher)
+        if fleet is not None and (lending := fleet.lend(server.spaces, private)) is not None:
+            server.lend(lending)
         signals = _Signals(server)
         log.info(
             start_line(
@@ -121,9 +129,24 @@ def serve(
                 if private and idle_s > patience_s and not server.engine_count:
                     break
         probes.stopping()
+        if fleet is not None:
+            server.stop_lending()
+            fleet.stop_lending()
         traffic.summarize()
         server.close(keep=settings.disk_persist)
         log.info("stop role=manager pid=%d", os.getpid())
+
+
+@contextlib.contextmanager
+def _fleet(settings: Settings, clock: Clock) -> Iterator[FleetSide | None]:
+    """Our part in the fleet that the settings name, until the end; None without one. Raises SettingsError."""
+    if not settings.fleet:
+        yield None
+        return
+    from kvbm.manager.fleet_side import FleetSide  # who is in none needs none of it
+
+    with contextlib.closing(FleetSide(settings, clock)) as fleet:
+        yield fleet
 
 
 def _size(size_bytes: int | None, blocks: int | None) -> str | None:

@@ -37,6 +37,7 @@ from kvbm.manager.followers import Followers
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.history import History
 from kvbm.manager.leases import Lease
+from kvbm.manager.lending import Lending
 from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
 from kvbm.manager.prompt_why import PromptQuestions
@@ -124,6 +125,7 @@ class Server:
         self._unfinished = False
         self._turns_untold = self._told_last = 0
         self._failed: list[Space] = []
+        self._lending: Lending | None = None
         self._tick_at_s = clock()
         # Each takes the message of its type. One that takes long leaves the rest to an iterator, in slices.
         self._handlers: dict[type, Callable[[Session, Any], Iterator[None] | None]] = {
@@ -153,6 +155,11 @@ class Server:
     def watch_descriptor(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back, in the loop, when `fd` is readable (a signal's wake-up pipe)."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def lend(self, lending: Lending) -> None:
+        """From now on readers on other nodes have their turns too."""
+        self._lending = lending
+        self.watch_descriptor(lending.fileno(), lending.turn)
 
     # ---- the loop
 
@@ -190,6 +197,12 @@ class Server:
             self._tick()
         if self._scrapes.open_count:
             self._scrapes.turn_ended(unread, (space for _, space in self.spaces), self._publish)
+
+    def stop_lending(self) -> None:
+        """Readers have no turns any more; call it before `Lending.close`."""
+        if self._lending is not None:
+            self._selector.unregister(self._lending.fileno())
+            self._lending = None
 
     def close(self, keep: bool) -> None:
         """Let nobody in any more, write the queued blocks, release every tier and every session."""
@@ -306,6 +319,8 @@ class Server:
         self.membership.expire()
         for _, space in self.spaces:
             space.below.tick()
+        if self._lending is not None:
+            self._lending.turn()
         self.membership.announce_tiers()
         self.membership.name_missing()
         self._publish()

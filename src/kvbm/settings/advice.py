@@ -129,6 +129,8 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         lines += _no_effect("without DYN_KVBM_EVENTS_ENDPOINT", settings, origins, _needing("events"))
     if not settings.object_on and not settings.remote:
         lines += _no_effect("without a store (DYN_KVBM_REMOTE)", settings, origins, _needing("remote"))
+    if not settings.fleet:
+        lines += _no_effect("without a fleet (DYN_KVBM_FLEET)", settings, origins, _needing("fleet"))
     if settings.remote or not settings.object_on:
         why = "beside DYN_KVBM_REMOTE" if settings.remote else "without DYN_KVBM_OBJECT_ENABLED and a bucket"
         lines += _no_effect(why, settings, origins, _needing("object"))

@@ -54,14 +54,14 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     fleet_etcd: Annotated[
         str | None,
         Setting("DYN_KVBM_FLEET_ETCD", "--fleet-etcd", metavar="URLS", ours=True, needs="fleet"),
-        "etcd that keeps that list instead: http://host:2379, several separated by commas; an entry lasts as long as its "
-        "node",
+        "etcd that keeps that list instead: http://host:2379, several separated by commas; an entry lasts as long "
+        "as its node",
     ] = None
     fleet_certs: Annotated[
         str | None,
         Setting("DYN_KVBM_FLEET_CERTS", "--fleet-certs", Kind.PATH, metavar="DIR", ours=True, needs="fleet"),
-        "directory with this node's certificate as `kvbm fleet cert` makes it: both ends show one. Unset, blocks cross the "
-        "network as they are, on private addresses only",
+        "directory with this node's certificate as `kvbm fleet cert` makes it: both ends show one. Unset, blocks cross "
+        "the network as they are, on private addresses only",
     ] = None
     fleet_plain: Annotated[
         bool,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
-
+from kvbm.settings.fleet_schema import FleetSettings
 from kvbm.settings.setting import Kind, Setting
 
 HOUR_MAX = 10_000_000
 
 
-class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
+class RemoteSettings(FleetSettings, frozen=True, kw_only=True):
     """The part of `Settings` that is about stores beyond this machine."""
 
     remote: Annotated[
@@ -164,3 +163,8 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
     def remote_on(self) -> bool:
         """Whether there is a store."""
         return bool(self.remote) or self.object_on
+
+    @property
+    def beyond_on(self) -> bool:
+        """Whether blocks can come from beyond this node: from a store, or from other nodes' memory."""
+        return self.remote_on or bool(self.fleet)

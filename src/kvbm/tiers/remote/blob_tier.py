@@ -38,7 +38,7 @@ from kvbm.tiers.remote.workers import Task, Workers
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
 
-LOAD_BYTES_MAX = 16 << 20
+LOAD_BYTES_MAX = 32 << 20
 """The first block of a load has arrived only when the last one has."""
 PACK_BYTES = 32 << 20
 PACK_BYTES_MAX = 64 << 20
@@ -233,12 +233,17 @@ class BlobTier:
 
     @property
     def load_room(self) -> int:
-        used = self._exchange.uncollected(LoadJob) + self._exchange.uncollected(StoreJob)
-        return max(0, self.pending_limit - used)
+        # A load's deadline begins when it is submitted: it shall not wait for a thread.
+        reading = self._exchange.uncollected(LoadJob)
+        return max(0, min(self._room, self._options.load_threads - reading))
 
     @property
     def store_room(self) -> int:
-        return max(0, min(self.load_room, self._store_limit - self._exchange.uncollected(StoreJob)))
+        return max(0, min(self._room, self._store_limit - self._exchange.uncollected(StoreJob)))
+
+    @property
+    def _room(self) -> int:
+        return self.pending_limit - self._exchange.uncollected(LoadJob) - self._exchange.uncollected(StoreJob)
 
     def expected_s(self, byte_count: int) -> float:
         return self._health.expected_s(byte_count)

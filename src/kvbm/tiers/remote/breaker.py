@@ -16,7 +16,7 @@ from kvbm.tiers.remote.blobs import StoreTrouble
 
 
 class BreakerState(Enum):
-    """Whether anything is asked."""
+    """Where a breaker stands."""
 
     CLOSED = "closed"
     """All is well, or not bad enough."""

@@ -1,15 +1,13 @@
-"""The tier over blobs on bad days: silence, damage, full stores, other nodes' packs and nodes that clean up."""
+"""The tier over blobs on bad days: silence, damage, full stores, and packs that are not what was believed."""
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvbm.block import Outcome
-from kvbm.clock import ManualClock
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
@@ -24,54 +22,13 @@ from kvbm.testing.remote_contract import (
     store,
 )
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
-from kvbm.tiers.remote.blob_tier import LOAD_BYTES_MAX, PACK_BYTES_MAX, BlobTier, open_blob_tier
-from kvbm.tiers.remote.blobs import BlobStore
+from kvbm.tiers.remote.blob_tier import LOAD_BYTES_MAX, PACK_BYTES_MAX, open_blob_tier
 from kvbm.tiers.remote.codec import zstd_shuffled
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.packs import pack
-from kvbm.tiers.remote.prefixed import PrefixedBlobs
-from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
-
-WAIT_S = 20.0
-PREFIX = f"{NAMESPACE.fingerprint.hex()}/"
-
-
-class KeptOpen(MemoryBlobs):
-    def close(self) -> None:
-        pass
-
-
-class Nodes:
-    """Nodes over one store, all with one clock that stands still."""
-
-    def __init__(self) -> None:
-        self.clock = ManualClock(1000.0)
-        self.blobs = KeptOpen(self.clock)
-        self.made: list[BlobTier] = []
-
-    def make(self, blobs: BlobStore | None = None, seal: Seal | None = None, **options: object) -> BlobTier:
-        chosen = RemoteOptions(**{"collect": False, "hedge": False, **options})  # type: ignore[arg-type]
-        jitter = random.Random(len(self.made) + 1)
-        node = open_blob_tier(blobs or self.blobs, LAYOUT, NAMESPACE, chosen, self.clock, jitter, seal)
-        self.made.append(node)
-        return settled(node)
-
-    def packs(self) -> list[str]:
-        return [name for name in self.blobs.blobs if name.startswith(f"{PREFIX}packs/")]
-
-    def pass_on(self, *nodes: BlobTier, seconds: float = 60.0) -> None:
-        """Time goes by, and each node does what is due."""
-        self.clock.advance(seconds)
-        for node in nodes:
-            node.tick()
-            settled(node)
-
-
-def settled(node: BlobTier) -> BlobTier:
-    assert node.settle(WAIT_S)
-    assert node.poll() == []
-    return node
+from kvbm.tiers.remote.sealing import MasterKey, Sealer
+from rigs.remote_nodes import PREFIX, Nodes, until
 
 
 @pytest.fixture
@@ -80,13 +37,6 @@ def nodes() -> Iterator[Nodes]:
     yield nodes
     for node in nodes.made:
         node.close()
-
-
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def test_a_silent_store_costs_a_deadline_and_touches_nothing_afterwards(nodes: Nodes) -> None:
@@ -106,7 +56,7 @@ def test_a_silent_store_costs_a_deadline_and_touches_nothing_afterwards(nodes: N
     targets.fill(0x33)
     faulty.disarm()
     faulty.release()
-    until(lambda: node.describe()["hanging"] == 0 and node._loads.running == 0)
+    until(node, lambda: node.describe()["hanging"] == 0 and node._loads.running == 0)
     assert b"".join(targets.views[0]) == b"\x33" * LAYOUT.block_bytes, (
         "bytes that come too late are thrown away"
     )
@@ -127,8 +77,8 @@ def test_sources_may_change_once_a_store_has_ended_although_the_store_still_read
     sources.fill(0x33)
     faulty.disarm()
     faulty.release()
-    until(lambda: bool(nodes.packs()))
-    until(lambda: node.poll() == [] and node.places(keys_of(blocks))[0] != NOWHERE)
+    until(node, lambda: bool(nodes.packs()))
+    until(node, lambda: node.poll() == [] and node.places(keys_of(blocks))[0] != NOWHERE)
     assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 2
 
 
@@ -150,7 +100,7 @@ def test_hanging_loads_are_replaced_and_then_the_tier_is_off(nodes: Nodes) -> No
     assert node.submit_store(9, blocks, targets[0].views, None) is Outcome.RETRY
     nodes.clock.advance(1.0)
     node.tick()
-    until(lambda: node.fault == "")
+    until(node, lambda: node.fault == "")
     assert load(node, LAYOUT, keys_of(blocks), place).outcome is Outcome.HIT, "in a thread in their place"
     faulty.release()
 
@@ -300,96 +250,6 @@ def test_garbage_under_a_packs_name_is_replaced(nodes: Nodes) -> None:
     assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 2
 
 
-def test_nodes_learn_by_the_log_and_not_by_lookups(nodes: Nodes) -> None:
-    here, there = nodes.make(), nodes.make()
-    for first in range(0, 40, 4):
-        store(here, LAYOUT, chain(first, 4))
-    nodes.pass_on(here, seconds=1.0)
-    before = nodes.blobs.requests()
-    nodes.pass_on(there)
-    keys = keys_of(chain(0, 40))
-    assert NOWHERE not in there.places(keys)
-    after = nodes.blobs.requests()
-    assert {kind: after[kind] - before[kind] for kind in after} == {
-        "put": 0,
-        "get": 1,
-        "list": 1,
-        "delete": 0,
-    }
-
-
-def test_a_torn_segment_is_skipped_and_a_gap_is_made_good_by_a_listing(nodes: Nodes) -> None:
-    here, there = nodes.make(), nodes.make()
-    for number in range(3):
-        store(here, LAYOUT, chain(10 * number, 2))
-        nodes.pass_on(here, seconds=1.0)
-        segments = sorted(name for name in nodes.blobs.blobs if "/log/" in name)
-        if number == 0:
-            nodes.blobs.blobs[segments[0]] = b"torn"
-        elif number == 1:
-            nodes.blobs.delete(segments[-1:])
-    nodes.pass_on(there)
-    nodes.pass_on(there)
-    assert there.describe()["log"] == {**there.describe()["log"], "gaps": 1, "skipped": 1}  # type: ignore[dict-item]
-    for number in range(3):
-        assert NOWHERE not in there.places(keys_of(chain(10 * number, 2)))
-
-
-def test_a_new_node_reads_the_ends_of_the_newest_packs_first(nodes: Nodes) -> None:
-    here = nodes.make()
-    for first in range(0, 60, 2):
-        store(here, LAYOUT, chain(first, 2))
-        nodes.clock.advance(1.0)
-    nodes.blobs.delete([name for name in nodes.blobs.blobs if "/log/" in name])
-    there = nodes.make(catalogue_blocks=20)
-    nodes.pass_on(there)
-    known = [first for first in range(0, 60, 2) if there.places(keys_of(chain(first, 2)))[0] != NOWHERE]
-    assert known == list(range(40, 60, 2))
-    assert load_each(there, LAYOUT, keys_of(chain(40, 20))) == [Outcome.HIT] * 20
-
-
-def test_a_quiet_node_looks_less_often(nodes: Nodes) -> None:
-    node = nodes.make(poll_s=5.0, poll_max_s=40.0)
-    looks = []
-    for _ in range(300):
-        before = nodes.blobs.requests()["list"]
-        nodes.pass_on(node, seconds=1.0)
-        looks.append(nodes.blobs.requests()["list"] - before)
-    assert sum(looks[200:]) <= 3
-    store(node, LAYOUT, chain(0, 1))
-    before = nodes.blobs.requests()["list"]
-    nodes.pass_on(node, seconds=5.0)
-    assert nodes.blobs.requests()["list"] > before
-
-
-def test_used_packs_are_touched_now_and_then(nodes: Nodes) -> None:
-    node = nodes.make(ttl_s=1000.0)
-    blocks = chain(0, 1)
-    store(node, LAYOUT, blocks)
-    (name,) = nodes.packs()
-    written_s = nodes.blobs.modified_s[name]
-    for passed_s, touched in ((249.0, False), (2.0, True), (100.0, False)):
-        nodes.clock.advance(passed_s)
-        before_s = nodes.blobs.modified_s[name]
-        load_each(node, LAYOUT, keys_of(blocks))
-        nodes.pass_on(node, seconds=2.0)
-        assert (nodes.blobs.modified_s[name] != before_s) is touched
-    assert nodes.blobs.modified_s[name] > written_s
-
-
-def test_nodes_collect_in_turn(nodes: Nodes) -> None:
-    here, there = (nodes.make(collect=True, ttl_s=5000.0, collect_period_s=1000.0) for _ in range(2))
-    store(here, LAYOUT, chain(0, 2))
-    for _ in range(20):
-        nodes.pass_on(here, there, seconds=200.0)
-    assert nodes.packs()
-    for _ in range(20):
-        nodes.pass_on(here, there, seconds=200.0)
-    assert nodes.packs() == []
-    done = [node.describe()["collected"] for node in (here, there)]
-    assert None not in done
-
-
 def test_a_slow_read_is_asked_a_second_time_and_the_first_answer_wins(nodes: Nodes) -> None:
     faulty = FaultyBlobs(nodes.blobs)
     node = nodes.make(faulty, hedge=True)
@@ -407,7 +267,7 @@ def test_a_slow_read_is_asked_a_second_time_and_the_first_answer_wins(nodes: Nod
     assert targets.holds(0, blocks[0].key) and node.describe()["hedged"] == 1
     targets.fill(7)
     faulty.release()
-    until(lambda: node._loads.running == 0)
+    until(node, lambda: node._loads.running == 0)
     assert node.poll() == [] and b"".join(targets.views[0]) == b"\7" * LAYOUT.block_bytes
 
 
@@ -419,19 +279,12 @@ def test_closing_beside_a_silent_store_is_bounded(nodes: Nodes, monkeypatch: pyt
     store(node, LAYOUT, blocks)
     faulty.arm(BlobRule(fault=BlobFault.SILENT))
     targets = RemoteBuffers(LAYOUT, 1)
-    assert node.submit_load(7, keys_of(blocks), node.places(keys_of(blocks))[0], targets.views, None)
+    place = node.places(keys_of(blocks))[0]
+    assert node.submit_load(7, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
     assert faulty.wait_silent(1)
     node.close()
     assert [(done.job_id, done.outcome) for done in node.poll()] == [(7, Outcome.RETRY)]
     faulty.release()
-
-
-def test_what_is_drained_is_in_the_log(nodes: Nodes) -> None:
-    node = nodes.make()
-    store(node, LAYOUT, chain(0, 1))
-    assert not [name for name in nodes.blobs.blobs if "/log/" in name]
-    assert node.drain(WAIT_S)
-    assert [name for name in nodes.blobs.blobs if "/log/" in name]
 
 
 def test_ephemeral_namespaces_are_refused(nodes: Nodes) -> None:
@@ -459,14 +312,3 @@ def test_sizes_of_packs_and_loads(nodes: Nodes, block_bytes: int, blob_bytes_max
 def test_a_block_that_no_blob_can_hold_is_refused(nodes: Nodes) -> None:
     with pytest.raises(SettingsError, match="at most 4096 bytes"):
         open_blob_tier(MemoryBlobs(nodes.clock, blob_bytes_max=4096), LAYOUT, NAMESPACE)
-
-
-def test_a_prefix_hides_everything_else(nodes: Nodes) -> None:
-    part = PrefixedBlobs(nodes.blobs, "a/")
-    nodes.blobs.put("b/x", [b"1"])
-    part.put("x", [b"12"])
-    assert [info.name for info in part.listing("")] == ["x"]
-    assert part.read("x", 0, 9) == b"12" and part.read_end("x", 1) == (b"2", 2)
-    part.delete(["x"])
-    assert list(nodes.blobs.blobs) == ["b/x"]
-    assert part.place == "memory://a/"

@@ -1,0 +1,136 @@
+"""What nodes learn of one another, and how they keep a store in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvbm.block import Outcome
+from kvbm.testing.remote_contract import (
+    chain,
+    keys_of,
+    load_each,
+    store,
+)
+from kvbm.testing.tier_contract import LAYOUT
+from kvbm.tiers.remote.contract import NOWHERE
+from kvbm.tiers.remote.prefixed import PrefixedBlobs
+from rigs.remote_nodes import WAIT_S, Nodes
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    for node in nodes.made:
+        node.close()
+
+
+def test_nodes_learn_by_the_log_and_not_by_lookups(nodes: Nodes) -> None:
+    here, there = nodes.make(), nodes.make()
+    for first in range(0, 40, 4):
+        store(here, LAYOUT, chain(first, 4))
+    nodes.pass_on(here, seconds=1.0)
+    before = nodes.blobs.requests()
+    nodes.pass_on(there)
+    keys = keys_of(chain(0, 40))
+    assert NOWHERE not in there.places(keys)
+    after = nodes.blobs.requests()
+    assert {kind: after[kind] - before[kind] for kind in after} == {
+        "put": 0,
+        "get": 1,
+        "list": 1,
+        "delete": 0,
+    }
+
+
+def test_a_torn_segment_is_skipped_and_a_gap_is_made_good_by_a_listing(nodes: Nodes) -> None:
+    here, there = nodes.make(), nodes.make()
+    for number in range(3):
+        store(here, LAYOUT, chain(10 * number, 2))
+        nodes.pass_on(here, seconds=1.0)
+        segments = sorted(name for name in nodes.blobs.blobs if "/log/" in name)
+        if number == 0:
+            nodes.blobs.blobs[segments[0]] = b"torn"
+        elif number == 1:
+            nodes.blobs.delete(segments[-1:])
+    nodes.pass_on(there)
+    nodes.pass_on(there)
+    assert there.describe()["log"] == {**there.describe()["log"], "gaps": 1, "skipped": 1}  # type: ignore[dict-item]
+    for number in range(3):
+        assert NOWHERE not in there.places(keys_of(chain(10 * number, 2)))
+
+
+def test_a_new_node_reads_the_ends_of_the_newest_packs_first(nodes: Nodes) -> None:
+    here = nodes.make()
+    for first in range(0, 60, 2):
+        store(here, LAYOUT, chain(first, 2))
+        nodes.clock.advance(1.0)
+    nodes.blobs.delete([name for name in nodes.blobs.blobs if "/log/" in name])
+    there = nodes.make(catalogue_blocks=20)
+    nodes.pass_on(there)
+    known = [first for first in range(0, 60, 2) if there.places(keys_of(chain(first, 2)))[0] != NOWHERE]
+    assert known == list(range(40, 60, 2))
+    assert load_each(there, LAYOUT, keys_of(chain(40, 20))) == [Outcome.HIT] * 20
+
+
+def test_a_quiet_node_looks_less_often(nodes: Nodes) -> None:
+    node = nodes.make(poll_s=5.0, poll_max_s=40.0)
+    looks = []
+    for _ in range(300):
+        before = nodes.blobs.requests()["list"]
+        nodes.pass_on(node, seconds=1.0)
+        looks.append(nodes.blobs.requests()["list"] - before)
+    assert sum(looks[200:]) <= 3
+    store(node, LAYOUT, chain(0, 1))
+    before = nodes.blobs.requests()["list"]
+    nodes.pass_on(node, seconds=5.0)
+    assert nodes.blobs.requests()["list"] > before
+
+
+def test_used_packs_are_touched_now_and_then(nodes: Nodes) -> None:
+    node = nodes.make(ttl_s=1000.0)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    (name,) = nodes.packs()
+    written_s = nodes.blobs.modified_s[name]
+    for passed_s, touched in ((249.0, False), (2.0, True), (100.0, False)):
+        nodes.clock.advance(passed_s)
+        before_s = nodes.blobs.modified_s[name]
+        load_each(node, LAYOUT, keys_of(blocks))
+        nodes.pass_on(node, seconds=2.0)
+        assert (nodes.blobs.modified_s[name] != before_s) is touched
+    assert nodes.blobs.modified_s[name] > written_s
+
+
+def test_nodes_collect_in_turn(nodes: Nodes) -> None:
+    here, there = (nodes.make(collect=True, ttl_s=5000.0, collect_period_s=1000.0) for _ in range(2))
+    store(here, LAYOUT, chain(0, 2))
+    for _ in range(20):
+        nodes.pass_on(here, there, seconds=200.0)
+    assert nodes.packs()
+    for _ in range(20):
+        nodes.pass_on(here, there, seconds=200.0)
+    assert nodes.packs() == []
+    done = [node.describe()["collected"] for node in (here, there)]
+    assert None not in done
+
+
+def test_what_is_drained_is_in_the_log(nodes: Nodes) -> None:
+    node = nodes.make()
+    store(node, LAYOUT, chain(0, 1))
+    assert not [name for name in nodes.blobs.blobs if "/log/" in name]
+    assert node.drain(WAIT_S)
+    assert [name for name in nodes.blobs.blobs if "/log/" in name]
+
+
+def test_a_prefix_hides_everything_else(nodes: Nodes) -> None:
+    part = PrefixedBlobs(nodes.blobs, "a/")
+    nodes.blobs.put("b/x", [b"1"])
+    part.put("x", [b"12"])
+    assert [info.name for info in part.listing("")] == ["x"]
+    assert part.read("x", 0, 9) == b"12" and part.read_end("x", 1) == (b"2", 2)
+    part.delete(["x"])
+    assert list(nodes.blobs.blobs) == ["b/x"]
+    assert part.place == "memory://a/"
