@@ -43,6 +43,7 @@ from kvbm.protocol import (
 from kvbm.settings import Settings
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import open_arena
+from kvbm.tiers.remote.contract import RemoteTier
 
 DEADLINE_S = 20.0
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)
@@ -68,8 +69,10 @@ class ManagerBench:
         namespaces: int = 1,
         clock: ManualClock | None = None,
         publisher: Publisher | None = None,
+        peers: Callable[[Namespace, BlockLayout], RemoteTier] | None = None,
         **settings: Any,
     ) -> None:
+        self._peers = peers
         self.path = str(directory / "m.sock")
         self.settings = Settings(**{"host_blocks": 16, "runtime_dir": str(directory), **settings})
         self.clock = clock or ManualClock(50.0)
@@ -87,7 +90,7 @@ class ManagerBench:
         self.open = True
 
     def _spaces(self, on_progress: Callable[[Lease], None]) -> SpaceTable:
-        return SpaceTable(self.settings, self._namespaces, self.metrics, self.clock, on_progress)
+        return SpaceTable(self.settings, self._namespaces, self.metrics, self.clock, on_progress, self._peers)
 
     def step(self, times: int = 3) -> None:
         """Deal with what has arrived."""

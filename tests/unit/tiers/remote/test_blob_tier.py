@@ -84,15 +84,16 @@ def test_sources_may_change_once_a_store_has_ended_although_the_store_still_read
 
 def test_hanging_loads_are_replaced_and_then_the_tier_is_off(nodes: Nodes) -> None:
     faulty = FaultyBlobs(nodes.blobs)
-    node = nodes.make(faulty, load_threads=2, pending_limit=16)
+    node = nodes.make(faulty, load_threads=3, pending_limit=16)
     blocks = chain(0, 1)
     store(node, LAYOUT, blocks)
     place = node.places(keys_of(blocks))[0]
-    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="read", name="packs/", times=2))
+    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="read", name="packs/", times=3))
     targets = [RemoteBuffers(LAYOUT, 1) for _ in range(3)]
     for job in range(3):
         assert node.submit_load(job, keys_of(blocks), place, targets[job].views, None) is Outcome.PENDING
-    assert faulty.wait_silent(2)
+    assert node.load_room == 0, "a load's deadline does not pass while it waits for a thread"
+    assert faulty.wait_silent(3)
     nodes.clock.advance(2.0)
     assert {completion.outcome for completion in collect(node, 3).values()} == {Outcome.RETRY}
     assert "slow" in node.fault and "memory:" in node.fault
