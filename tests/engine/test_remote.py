@@ -15,7 +15,7 @@ import pytest
 from engine import reach
 from engine.engine_process import EngineProcess
 from engine.launcher import Launcher
-from engine.tier_settings import remote
+from engine.tier_settings import host, remote
 from engine.workload import Request, random_tokens
 from rigs.blob_services import (
     ACCESS_KEY,
@@ -26,7 +26,7 @@ from rigs.blob_services import (
     redis_server,
     seaweedfs,
 )
-from rigs.manager_probe import wait_for
+from rigs.manager_probe import free_port, wait_for
 
 BLOCKS = 10
 BLOCK_TOKENS = 32
@@ -117,3 +117,26 @@ def test_what_one_node_computes_another_hits(
     assert metrics[LOADED] >= BLOCKS * (len(asked) - 1)
     assert metrics['kvbm_failures_total{tier="remote",kind="corrupt"}'] == 0
     second_launcher.assert_nothing_held()
+
+
+def test_what_one_node_holds_in_memory_another_hits(launcher: Launcher, second_launcher: Launcher) -> None:
+    """No store: the second node reads out of the first one's host memory."""
+    asked = prompts(2)
+    listen = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+
+    def fleet(number: int) -> dict[str, str]:
+        return {
+            **host(),
+            "DYN_KVBM_FLEET": "engines",
+            "DYN_KVBM_FLEET_NODE": f"node-{number}",
+            "DYN_KVBM_FLEET_LISTEN": listen[number],
+            "DYN_KVBM_FLEET_PEERS": ",".join(listen),
+        }
+
+    launcher.start(fleet(0))
+    computed = texts(launcher.process, asked)
+    second_launcher.start(fleet(1))
+    assert found(second_launcher, asked) == computed
+    assert second_launcher.metrics()[LOADED] >= BLOCKS * (len(asked) - 1)
+    second_launcher.assert_nothing_held()
+    launcher.assert_nothing_held()
