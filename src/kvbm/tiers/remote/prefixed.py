@@ -15,8 +15,16 @@ class PrefixedBlobs:
         self._store = store
         self._prefix = prefix
         self.place = store.place + ("" if store.place.endswith("/") else "/") + prefix
-        self.blob_bytes_max = store.blob_bytes_max
-        self.notes = store.notes
+
+    @property
+    def blob_bytes_max(self) -> int:
+        """See `BlobStore`."""
+        return self._store.blob_bytes_max
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `BlobStore`."""
+        return self._store.notes
 
     def put(self, name: str, parts: Sequence[Buffer]) -> Put:
         """See `BlobStore`."""
