@@ -269,8 +269,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
         advice |= {
             "refused_by_filter": f"another admission to the store ({variable('remote_admission')})",
             "not_written": _advice_store(found["left"]["remote"]["what"], larger),
-            "evicted": f"a longer life ({variable('remote_ttl_hours')}) or more room ({variable('remote_bytes')}) in the "
-            "store",
+            "evicted": f"in the store a longer life ({variable('remote_ttl_hours')}) or more room "
+            f"({variable('remote_bytes')})",
             "failed_checksum": "look at the store, and at who else writes there",
         }
     chosen = advice.get(main_reason(found))

@@ -15,11 +15,7 @@ class PrefixedBlobs:
         self._store = store
         self._prefix = prefix
         self.place = store.place + ("" if store.place.endswith("/") else "/") + prefix
-
-    @property
-    def blob_bytes_max(self) -> int:
-        """See `BlobStore`."""
-        return self._store.blob_bytes_max
+        self.blob_bytes_max = store.blob_bytes_max
 
     @property
     def notes(self) -> tuple[str, ...]:
