@@ -191,9 +191,8 @@ def remote_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:
                 f"the last collection failed: {each.collect_error}" if each.collect_error else "",
             ]
             shown = "; ".join(filter(None, parts))
-            lines.append(
-                f"{tier_label('remote')} of namespace {space.namespace} at {each.place or '?'}: {shown}"
-            )
+            which = each.place or each.name
+            lines.append(f"{tier_label('remote')} of namespace {space.namespace}, {which}: {shown}")
     return lines
 
 

@@ -87,9 +87,8 @@ def stores(view: View) -> Text:
             )
             asked = " ".join(f"{kind} {count:,}" for kind, count in each.requests.items())
             latency = f" · {each.latency_s * 1e3:,.1f} ms" if each.latency_s else ""
-            lines.append(
-                f"store {each.place}{state}: {asked}{latency}{'' if each.complete else ' · still being read'}"
-            )
+            more = "" if each.complete else " · still being read"
+            lines.append(f"store {each.place or each.name}{state}: {asked}{latency}{more}")
     return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
 

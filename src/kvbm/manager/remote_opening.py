@@ -39,7 +39,7 @@ class RemoteOpening:
         self._keys = _keys(settings)
         if self._keys:
             Sealer(self._keys)
-        self._store().close()
+        self.store().close()
 
     def open(
         self, namespace: Namespace, layout: BlockLayout, share: int
@@ -58,7 +58,7 @@ class RemoteOpening:
             capacity_bytes=settings.remote_bytes or None,
         )
         seal: Seal | None = Sealer(self._keys) if self._keys else None
-        tier = open_blob_tier(self._store(), layout, namespace, options, self._clock, seal=seal)
+        tier = open_blob_tier(self.store(), layout, namespace, options, self._clock, seal=seal)
         rules = RemoteRules(
             writes=settings.remote_write,
             linger_s=float(settings.remote_linger_s),
@@ -74,7 +74,8 @@ class RemoteOpening:
         )
         return [(tier, rules, admission)]
 
-    def _store(self) -> BlobStore:
+    def store(self) -> BlobStore:
+        """The store that the settings name. Nothing is sent."""
         deadline_s = max(REQUEST_S_MIN, self._settings.remote_deadline_ms / 1000)
         return open_named_store(self._settings, self._clock, deadline_s)
 

@@ -280,6 +280,7 @@ def report_remote(side: RemoteSide) -> RemoteReport:
         report = RemoteReport()
     return msgspec.structs.replace(
         report,
+        name=side.tier.name,
         fault=side.fault,
         writes=side.writer is not None,
         up_blocks=side.onboarder.queued_count,

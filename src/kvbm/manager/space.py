@@ -104,20 +104,7 @@ class Space:
                 keeps_facts=options.keeps_facts,
                 salt_share=options.salt_share,
             )
-        self.remotes = tuple(
-            RemoteSide(
-                tier=tier,
-                host=host,
-                admission=policy,
-                rules=rules,
-                brought_at_once=options.brought_at_once,
-                metrics=metrics,
-                clock=clock,
-                on_progress=on_progress,
-                on_refused=self.departed.not_sent,
-            )
-            for tier, rules, policy in remotes
-        )
+        self.remotes = tuple(self._new_remote(host, *each) for each in remotes)
         self._below = Below(host, self.disk, self.remotes, options.brought_at_once)
         self._usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
@@ -137,6 +124,21 @@ class Space:
     def lookups(self) -> Lookups:
         """What finds blocks and leases them."""
         return self._lookups
+
+    def _new_remote(
+        self, host: HostSide, tier: RemoteTier, rules: RemoteRules, admission: AdmissionPolicy
+    ) -> RemoteSide:
+        return RemoteSide(
+            tier=tier,
+            host=host,
+            admission=admission,
+            rules=rules,
+            brought_at_once=self.options.brought_at_once,
+            metrics=self._metrics,
+            clock=self._clock,
+            on_progress=self.on_progress,
+            on_refused=self.departed.not_sent,
+        )
 
     def _keeping_pools(self) -> Sequence[SlotPool[BlockKey]]:
         """The pools of the tiers that keep blocks: host memory that only passes them on is none."""

@@ -6,6 +6,7 @@ import msgspec
 
 from kvbm.observe.unread import NO_KEY_MATCHES
 from kvbm.present.numbers import format_bytes
+from kvbm.settings import variable
 
 _LOOKUPS_MIN = 8
 """Fewer say nothing about a workload."""
@@ -128,12 +129,12 @@ def _advice(signs: Signs) -> list[Finding]:
     if late >= 1.0 and late >= _NOTABLE * (late + written):
         advice.append(
             f"{late / (late + written):.0%} of the blocks on their way to the store were evicted from host before "
-            "their turn: more host memory, or less time between (DYN_KVBM_REMOTE_LINGER_SECS), would help"
+            f"their turn: more host memory, or less time between ({variable('remote_linger_s')}), would help"
         )
     if signs.remote_over_budget_blocks >= 1.0:
         advice.append(
             f"{signs.remote_over_budget_blocks:,.0f} blocks were not written to the store, as the hour's budget was "
-            "spent (DYN_KVBM_REMOTE_WRITE_GB, DYN_KVBM_REMOTE_WRITES_PER_HOUR)"
+            f"spent ({variable('remote_write_bytes')}, {variable('remote_requests')})"
         )
     if signs.no_room_share >= _NOTABLE or (signs.refused_stores and signs.host_leased_share > 0.5):
         advice.append(

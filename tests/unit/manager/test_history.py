@@ -349,7 +349,7 @@ def test_ghost_entries_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyP
     assert len(departed) == 10 * departed_module.GENERATIONS
     assert departed.forgotten
     assert departed.missing(KEYS[:3]).unknown == 3
-    assert departed.missing(KEYS[795:803]) == (Fate(1.0, "evicted"), None, 5, 3)
+    assert departed.missing(KEYS[795:803]) == (Fate(1.0, "evicted"), None, 5, 3, None)
     departed.emptied(Tier.HOST, KEYS[1000:1500], True)
     assert len(departed) <= 10 * departed_module.GENERATIONS
 

@@ -135,7 +135,7 @@ function drawStore(view, tier) {
   const requests = sum((each) => Object.values(each.requests).reduce((total, count) => total + count, 0));
   const slowest = Math.max(...stores.map((each) => each.latency_s), 0);
   const opened = stores.filter((each) => each.reading !== "closed" || each.writing !== "closed");
-  const places = [...new Set(stores.map((each) => each.place))].map((place) => make("small", "cut", place));
+  const places = [...new Set(stores.map((each) => each.place || each.name))].map((place) => make("small", "cut", place));
   return make("div", "tier",
     make("div", "top", name, make("span", "", `${bytes(tier.used_bytes)} known`)),
     ...places,
