@@ -126,7 +126,7 @@ class LogReader:
         """So often segments were missed."""
 
     def unread(self, listed: Iterable[BlobInfo]) -> Unread:
-        """What to read after a listing of all segments. In the first one there is no gap: all packs are listed anyway."""
+        """What to read after a listing of segments. In the first one there is no gap: all packs are listed anyway."""
         by_writer: dict[str, list[int]] = {}
         foreign = 0
         for info in listed:
