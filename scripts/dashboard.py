@@ -26,7 +26,9 @@ def build() -> str:
     board = (
         dashboard.Dashboard("KVBM")
         .uid(UID)
-        .description("The KV cache of LLM engines in host memory and on disk: is it working, is it worth it?")
+        .description(
+            "The KV cache of LLM engines in host memory, on disk and in remote stores: is it working, is it worth it?"
+        )
         .tags(["kvbm", "llm"])
         .refresh("5s")
         .time("now-15m", "now")

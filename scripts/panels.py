@@ -229,9 +229,8 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Queues",
                 "short",
-                "Blocks on their way between host memory and disk. A queue that only grows: the "
-                "disk is too slow for what is "
-                "written to it, or it hangs.",
+                "Blocks on their way between host memory and disk, or a remote store. A queue that only grows: the "
+                "disk or the store is too slow for what is written to it, or it hangs.",
                 (_plain("kvbm_queue_blocks", by=("queue",)),),
             ),
             Panel(
@@ -309,6 +308,58 @@ ROWS: tuple[Row, ...] = (
                 "short",
                 "Since the start. High: the disk wears for little; a stricter admission policy helps.",
                 (Query(f"kvbm_disk_write_bytes_per_hit_byte{CHOSEN}", "{{instance}}"),),
+            ),
+        ),
+    ),
+    Row(
+        "Remote stores",
+        (
+            Panel(
+                "Requests",
+                "ops",
+                "Requests a second by kind, as stores bill them, those that failed, and reads that were asked a second "
+                "time because the first answer took unusually long.",
+                (
+                    _rate("kvbm_remote_requests_total", by=("kind",)),
+                    _rate("kvbm_remote_errors_total", "{{operation}} failed", ("operation",)),
+                    _rate("kvbm_remote_hedged_reads_total", "asked twice"),
+                ),
+            ),
+            Panel(
+                "Latency of a read",
+                "s",
+                "As it is expected now, of the slowest manager. Loads are only begun where computing would take "
+                "longer.",
+                (_worst("kvbm_remote_latency_seconds", ()),),
+            ),
+            Panel(
+                "Known in remote stores",
+                "short",
+                "Blocks, and the packs that they lie in, of which managers know where they lie; each manager counts "
+                "what it knows, so what several know is counted several times.",
+                (
+                    _plain("kvbm_remote_known_blocks", "blocks"),
+                    _plain("kvbm_remote_known_packs", "packs"),
+                ),
+            ),
+            Panel(
+                "Breakers",
+                "short",
+                "One of each namespace for reads, and one for writes. open: the store is not asked for a while.",
+                (_plain("kvbm_remote_breakers", by=("operation", "state")),),
+            ),
+            Panel(
+                "Not written to a store",
+                "short",
+                "Blocks a second by reason. evicted: host memory had no room until their turn came. budget: the bound "
+                "on bytes or requests an hour. tier_off: the store was off.",
+                (_rate("kvbm_remote_skipped_blocks_total", by=("reason",)),),
+            ),
+            Panel(
+                "Codec",
+                "short",
+                "Managers that write so: compressed where that pays, or as it is.",
+                (_plain("kvbm_remote_codec", by=("codec",)),),
             ),
         ),
     ),

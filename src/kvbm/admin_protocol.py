@@ -14,6 +14,7 @@ import msgspec
 from kvbm import protocol, protocol_decoding
 from kvbm.errors import ProtocolError
 from kvbm.protocol import Message
+from kvbm.remote_report import RemoteReport
 
 PAGE_ROWS_MAX = 1000
 """The most rows of one reply."""
@@ -22,7 +23,11 @@ PAGE_ROWS_MAX = 1000
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """One tier of a namespace: its slots by state, the leased ones and those with a retained block. `fault` is empty
     while it works. Of its cache `salts` that are active so many are `poor`: they hold less than they are sure of; zeros
-    where all blocks are one salt's."""
+    where all blocks are one salt's.
+
+    A remote tier has no slots: its `blocks` are 0, as nobody knows how many fit there, and `resident` are those that
+    this manager knows of.
+    """
 
     tier: str
     blocks: int
@@ -41,7 +46,8 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `fields` are the parts of its fingerprint, by name. `staging`: host memory is only the way to disk. `fault` is empty
     unless the whole namespace is off. `onboard_blocks` are queued or being read from disk, `offload_blocks` queued or
-    being written to it. `named_sessions` are known of those that clients have named.
+    being written to it. `named_sessions` are known of those that clients have named. `remotes` are its remote tiers,
+    with queues of their own.
     """
 
     namespace: str
@@ -59,6 +65,7 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     reservations: int
     named_sessions: int = 0
+    remotes: tuple[RemoteReport, ...] = ()
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +159,7 @@ class Describe(Message, frozen=True, kw_only=True, tag="describe?"):
 
 
 class ListBlocks(Message, frozen=True, kw_only=True, tag="blocks?"):
-    """Ask for the blocks in one tier (`host` or `disk`) of a namespace, from slot `start` on."""
+    """Ask for the blocks in one tier (`host` or `disk`, which have slots) of a namespace, from slot `start` on."""
 
     fingerprint: str
     tier: str
@@ -236,8 +243,8 @@ class WhyPrompt(Message, frozen=True, kw_only=True, tag="why_prompt?"):
 class Description(Message, frozen=True, kw_only=True, tag="description"):
     """The manager as it is now. `fences` are groups of slots that wait until a slow rank writes no more to them;
     `refused` counts the sessions that were refused. Of `asked_blocks` that were looked up since the start, `hit_blocks`
-    were found, by tier. `events` is where it publishes KV events, `events_replay` where it repeats them (empty:
-    nowhere).
+    were found, by tier that this manager has. `events` is where it publishes KV events, `events_replay` where it
+    repeats them (empty: nowhere).
     """
 
     version: str
@@ -273,7 +280,7 @@ class LeasePage(Message, frozen=True, kw_only=True, tag="leases"):
 
 
 class PrefixFound(Message, frozen=True, kw_only=True, tag="prefix"):
-    """`blocks` leading blocks are in host memory or on disk; the first `host` of them in host memory."""
+    """`blocks` leading blocks are in some tier below the device; the first `host` of them in host memory."""
 
     blocks: int
     host: int

@@ -26,6 +26,10 @@ GROUP_MAX = 0xFFFF
 kind", to this."""
 
 
+NO_COUNT = 0
+"""In place of the number of blocks of a tier that is on: how many fit into a store that others share is not known."""
+
+
 class BlockState(enum.IntEnum):
     """The state of one slot.
 

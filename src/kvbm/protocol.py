@@ -240,6 +240,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
 
     `missing` has the ranks that were waited for in vain; another `Ready` follows should they come after all.
     `lease_blocks` is the engine's share of host memory, in blocks, for the leases of its requests; 0 is no bound.
+    `tiers` has the blocks of each tier that is on, `block.NO_COUNT` where nobody knows how many fit.
     """
 
     ready: bool
@@ -377,7 +378,8 @@ class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """Each namespace of the manager: its tiers, and how many blocks are `queued` between host memory and disk."""
+    """Each namespace of the manager: its tiers, and how many blocks are `queued` between host memory and disk. `remote`
+    has an entry for each remote tier: what it says of itself, its `fault` and how many blocks are `queued` for it."""
 
     epoch: int
     spaces: tuple[dict[str, object], ...] = ()

@@ -47,7 +47,8 @@ OPTIONAL = (
     "kvbm/tiers/remote/sealing.py",
     "kvbm/fleet/",
 )
-"""Modules that draw, trace or reach beyond this machine may import packages of an extra: a user who asks for that gets its name."""
+"""Modules that draw, trace or reach beyond this machine may import packages of an extra: a user who asks for that gets
+its name."""
 IS_PROGRAM = 'if __name__ == "__main__":'
 """In a module that is run with `python -m`."""
 IMPORT_NAMES = {

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from kvbm.errors import SettingsError
@@ -71,8 +70,8 @@ def show(
         print(json.dumps(as_document(loaded), indent=2))
         return
     rows = [
-        (name, _readable(name, shown(FIELDS[name], value)), loaded.origins[name])
-        for name, value in msgspec.structs.asdict(loaded.settings).items()
+        (name, _readable(name, shown(setting, getattr(loaded.settings, name))), loaded.origins[name])
+        for name, setting in FIELDS.items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
@@ -126,11 +125,11 @@ def as_document(loaded: LoadedSettings) -> dict[str, object]:
     return {
         "settings": {
             name: {
-                "value": shown(FIELDS[name], value),
+                "value": shown(setting, getattr(loaded.settings, name)),
                 "origin": loaded.origins[name],
-                "variable": FIELDS[name].variable,
+                "variable": setting.variable,
             }
-            for name, value in msgspec.structs.asdict(loaded.settings).items()
+            for name, setting in FIELDS.items()
         },
         "warnings": loaded.warnings,
         "notices": loaded.notices,

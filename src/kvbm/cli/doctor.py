@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvbm.cli.doctor_machine import (
     gpu_bytes,
 )
 from kvbm.cli.doctor_managers import check_managers
+from kvbm.cli.doctor_remote import check_remote
 from kvbm.cli.doctor_round_trip import check_round_trip
 from kvbm.errors import SettingsError
 from kvbm.layout import LAYOUT_MAX
@@ -96,7 +98,7 @@ def doctor(
 
 
 def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list[Check]:
-    """All checks, in the order in which they are shown: the settings, the machine, the disk, the managers.
+    """All checks, in the order in which they are shown: the settings, the machine, the disk, the store, the managers.
 
     `block_bytes` of 0 is that of a manager that runs.
     """
@@ -119,6 +121,7 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
         check_device(settings, block_bytes, device_bytes, on_gpus),
         check_page_locks(settings, block_bytes, on_gpus),
         *disk,
+        *check_remote(settings, time.time),
         check_device_round_trip(block_bytes, on_gpus),
         *check_round_trip(settings, block_bytes, usable),
         check_port(settings, managers.answering > 0),

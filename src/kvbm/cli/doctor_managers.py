@@ -89,6 +89,17 @@ def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
                 "mend what this names: a disk then comes back by itself; for all else restart the manager"
             )
             yield fault(f"namespace {space['namespace']} ({space['model']})", str(space["fault"]), remedy)
+        yield from _check_stores(space)
+
+
+def _check_stores(space: dict[str, Any]) -> Iterator[Check]:
+    """Whether the remote stores of a namespace work, as its manager sees them."""
+    for each in space["remote"]:
+        if line := each.get("fault") or each.get("store_fault"):
+            remedy = (
+                "mend what this names: the store then comes back by itself; until then it is done without"
+            )
+            yield fault(f"namespace {space['namespace']} ({space['model']})", str(line), remedy)
 
 
 def _answers(name: str, status: Status, seconds: float) -> Check:
@@ -176,6 +187,7 @@ def _space(space: dict[str, Any]) -> str:
         f" ({format_bytes(tier['blocks'] * space['block_bytes'])})"
         for name, tier in space["tiers"].items()
     ]
+    tiers += [f"remote {each.get('blocks', 0):,} blocks known" for each in space["remote"]]
     return f"{space['model']}: {', '.join(tiers)}"
 
 

@@ -15,6 +15,7 @@ from kvbm.admin_protocol import (
     LeasePage,
     ListBlocks,
     ListLeases,
+    SpaceReport,
 )
 from kvbm.cli import inspect_events
 from kvbm.cli.managers import (
@@ -126,33 +127,37 @@ def namespaces(manager: ManagerOption = "", as_json: JsonOption = False) -> None
 
 @app.command(epilog="Example: kvbm inspect queues --json")
 def queues(manager: ManagerOption = "", as_json: JsonOption = False) -> None:
-    """Show what is under way: blocks between host memory and disk, stores of engines, slots behind a slow rank."""
+    """Show what is under way: blocks between the tiers, stores of engines, slots behind a slow rank."""
     with _admin(manager) as admin:
         described = admin.ask(Describe(), Description)
     if as_json:
-        rows = [
-            {
-                "namespace": space.namespace,
-                "onboard_blocks": space.onboard_blocks,
-                "offload_blocks": space.offload_blocks,
-                "reservations": space.reservations,
-            }
-            for space in described.spaces
-        ]
+        rows = list(map(queue_row, described.spaces))
         print(json_text({"queues": rows, "fences": described.fences}))
         return
-    headings = ("namespace", "disk to host", "host to disk", "stores of engines")
+    remote = any(space.remotes for space in described.spaces)
+    store = ("store to host", "host to store") if remote else ()
+    headings = ("namespace", "disk to host", "host to disk", *store, "stores of engines")
     table = plain_table(headings, words={"namespace"})
     for space in described.spaces:
-        table.add_row(
-            space.namespace,
-            f"{space.onboard_blocks} blocks",
-            f"{space.offload_blocks} blocks",
-            str(space.reservations),
-        )
+        row = queue_row(space)
+        names = ["onboard_blocks", "offload_blocks"]
+        names += ["remote_onboard_blocks", "remote_offload_blocks"] if remote else []
+        table.add_row(space.namespace, *(f"{row[name]} blocks" for name in names), str(space.reservations))
     _print(table, len(described.spaces), "queues: no engine has connected yet")
     if described.fences:
         print(f"{described.fences} groups of slots wait until a slow rank writes no more to them")
+
+
+def queue_row(space: SpaceReport) -> dict[str, str | int]:
+    """What is under way in a namespace, as `--json` has it."""
+    return {
+        "namespace": space.namespace,
+        "onboard_blocks": space.onboard_blocks,
+        "offload_blocks": space.offload_blocks,
+        "remote_onboard_blocks": sum(each.up_blocks for each in space.remotes),
+        "remote_offload_blocks": sum(each.down_blocks for each in space.remotes),
+        "reservations": space.reservations,
+    }
 
 
 app.command("events", epilog=inspect_events.EXAMPLES)(inspect_events.events)

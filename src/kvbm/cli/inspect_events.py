@@ -10,7 +10,7 @@ import typer
 
 from kvbm.admin_protocol import Describe, Description
 from kvbm.block import Tier
-from kvbm.cli.managers import JsonOption, ManagerOption, settings_for, tier_label
+from kvbm.cli.managers import SLOT_TIERS, JsonOption, ManagerOption, settings_for, tier_label
 from kvbm.cli.prompts import read_tokens
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.clock import monotonic
@@ -111,7 +111,8 @@ def _held(described: Description) -> Held:
         for space in described.spaces
         if not space.fault
         for each in space.tiers
-        if not (space.staging and each.tier == "host")
+        # Of what lies in a store only those blocks are announced that this node has seen.
+        if each.tier in SLOT_TIERS and not (space.staging and each.tier == "host")
     }
 
 
@@ -166,7 +167,8 @@ def _print(endpoint: str, view: IndexerView, end: str, held: Held | None) -> Non
         heads.remove("held")
     table = plain_table(heads, words={"namespace", "tier"})
     for each in view.tiers():
-        known = [held.get((each.namespace, each.tier), 0)] if held is not None else []
+        unknown = "-" if each.tier is Tier.REMOTE else 0
+        known = [held.get((each.namespace, each.tier), unknown)] if held is not None else []
         counts = [each.blocks, *known, each.roots, each.chains, each.orphans]
         table.add_row(each.namespace, _tier(each.tier), *map(str, counts))
     if table.row_count:

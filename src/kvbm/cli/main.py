@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "web": "Serve the same as a web page, and an admin API, on this machine.",
     "fleet": "Make certificates for nodes that read blocks out of each other's memory.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
+    "remote": "Look after the store that managers share: show, collect, clear.",
     "record": "Record the requests to a running manager as a trace.",
     "why": "Say why a request computed blocks instead of loading them.",
     "simulate": "Try policies and tier sizes on traces, before you buy memory.",
@@ -80,7 +81,7 @@ def build(words: Sequence[str]) -> typer.Typer:
     """
     app = typer.Typer(
         name="kvbm",
-        help="KVBM keeps the KV cache of LLM engines in host memory and on disk, and brings it back.",
+        help="KVBM keeps the KV cache of LLM engines in host memory, on disk and in remote stores, and brings it back.",
         epilog=_EXAMPLES,
         no_args_is_help=True,
         rich_markup_mode=None,

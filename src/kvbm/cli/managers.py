@@ -23,8 +23,10 @@ NamespaceOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-TIER_LABELS = {"host": "G2", "disk": "G3"}
+TIER_LABELS = {"host": "G2", "disk": "G3", "remote": "G4"}
 """The manager's tiers, by the names that operators know."""
+SLOT_TIERS = ("host", "disk")
+"""Those whose blocks are the manager's own: they can be listed and dropped."""
 
 
 def settings_for(manager: str) -> Settings:
@@ -37,11 +39,14 @@ def settings_for(manager: str) -> Settings:
 
 def parse_tier(text: str, accepted: Sequence[str] = ("G2", "G3")) -> str:
     """`host` or `disk`; empty for `all`, where that is accepted. G2 and G3 are the same. Raises SettingsError."""
-    names = {label: tier for tier, label in TIER_LABELS.items()} | {
-        tier.upper(): tier for tier in TIER_LABELS
-    }
+    names = {TIER_LABELS[tier]: tier for tier in SLOT_TIERS} | {tier.upper(): tier for tier in SLOT_TIERS}
     if "all" in accepted:
         names["ALL"] = ""
+    if text.upper() in (TIER_LABELS["remote"], "REMOTE"):
+        others = ", ".join(accepted)
+        raise SettingsError(
+            "--tier", text, f"one of {others}; `kvbm remote` shows and clears what lies in a store"
+        )
     if text.upper() not in names:
         raise SettingsError("--tier", text, "one of " + ", ".join(accepted))
     return names[text.upper()]

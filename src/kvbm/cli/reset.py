@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvbm.admin_protocol import Describe, Description
-from kvbm.cli.managers import JsonOption, ManagerOption, parse_tier, settings_for, tier_label
+from kvbm.cli.managers import SLOT_TIERS, JsonOption, ManagerOption, parse_tier, settings_for, tier_label
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
 from kvbm.present.tables import json_text
@@ -37,7 +37,9 @@ def reset(
     path = choose_manager(settings)
     with Admin(path, settings) as admin:
         spaces = admin.ask(Describe(), Description).spaces
-        there = sorted({each.tier for space in spaces for each in space.tiers}, reverse=True)
+        there = sorted(
+            {each.tier for space in spaces for each in space.tiers} & set(SLOT_TIERS), reverse=True
+        )
         if wanted and spaces and wanted not in there:
             raise SettingsError("--tier", tier, f"a tier of the manager at {path}: it has no {wanted} tier")
         results = {each: admin.ask(Reset(tier=each), ResetReply) for each in there if wanted in ("", each)}

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from kvbm.admin_protocol import Describe, Description, EngineReport, SpaceReport
+from kvbm.block import NO_COUNT
 from kvbm.cli.managers import JsonOption, ManagerOption, settings_for, tier_label
 from kvbm.client.admin import Admin, running_managers
 from kvbm.errors import KvbmError
@@ -74,6 +75,11 @@ def faults_of(description: Description) -> list[str]:
         faults += [
             f"{tier_label(tier.tier)} of {name} is off: {tier.fault}" for tier in space.tiers if tier.fault
         ]
+        faults += [
+            f"{tier_label('remote')} of {name} takes no blocks: {each.store_fault}"
+            for each in space.remotes
+            if each.store_fault and not each.fault
+        ]
     faults += [
         f"engine {engine.engine} runs without a KV cache: {lacking}"
         for engine in description.engines
@@ -111,7 +117,7 @@ def _show(status: ManagerStatus) -> None:
         console.print("  no engine has connected yet: there are no tiers\n")
         return
     console.print(_tier_table(description.spaces))
-    for line in favour_lines(description.spaces):
+    for line in (*favour_lines(description.spaces), *remote_lines(description.spaces)):
         console.print(f"  {line}", soft_wrap=True)
     console.print(_engine_table(description.engines) if description.engines else "  no engine is connected\n")
 
@@ -143,20 +149,51 @@ def _tier_table(spaces: tuple[SpaceReport, ...]) -> object:
     for space in spaces:
         for tier in space.tiers:
             staging = space.staging and tier.tier == "host"
-            queued = space.onboard_blocks if tier.tier == "host" else space.offload_blocks
+            bounded = tier.blocks != NO_COUNT
             table.add_row(
                 space.namespace,
                 Text(space.model),
                 tier_label(tier.tier) + (" (staging)" if staging else ""),
-                format_bytes(tier.blocks * space.block_bytes),
-                str(tier.blocks),
-                f"{tier.resident / tier.blocks:.1%}",
+                format_bytes(tier.blocks * space.block_bytes) if bounded else "-",
+                str(tier.blocks) if bounded else f"{tier.resident} known",
+                f"{tier.resident / tier.blocks:.1%}" if bounded else "-",
                 str(tier.filling),
                 str(tier.leased),
-                f"{queued} in",
+                f"{_queued_into(space, tier.tier)} in",
                 "off" if tier.fault or space.fault else "on",
             )
     return table
+
+
+def _queued_into(space: SpaceReport, tier: str) -> int:
+    """Blocks that wait for a tier, or are on their way there."""
+    if tier == "host":
+        return space.onboard_blocks + sum(each.up_blocks for each in space.remotes)
+    return space.offload_blocks if tier == "disk" else sum(each.down_blocks for each in space.remotes)
+
+
+def remote_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:
+    """A line for each remote store of a namespace: where it is, and what it costs and does."""
+    lines = []
+    for space in spaces:
+        for each in space.remotes:
+            asked = ", ".join(f"{count} {kind}" for kind, count in each.requests.items())
+            parts = [
+                "" if each.complete else "not all that lies there is known yet",
+                "" if each.writes else "only read",
+                f"requests: {asked}" if asked else "",
+                f"read {format_bytes(each.read_bytes)}, written {format_bytes(each.written_bytes)}",
+                f"latency {each.latency_s * 1e3:.1f} ms" if each.latency_s else "",
+                f"{each.hedged} reads asked twice" if each.hedged else "",
+                f"{each.corrupt_blocks} blocks were corrupt" if each.corrupt_blocks else "",
+                f"codec {each.codec}" if each.codec else "",
+                *each.notes,
+                f"the last collection failed: {each.collect_error}" if each.collect_error else "",
+            ]
+            shown = "; ".join(filter(None, parts))
+            which = each.place or each.name
+            lines.append(f"{tier_label('remote')} of namespace {space.namespace}, {which}: {shown}")
+    return lines
 
 
 def favour_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvbm.observe.view import View, resize_line
+from kvbm.block import NO_COUNT
+from kvbm.observe.view import FlowView, View, resize_line
 from kvbm.present.numbers import format_bytes
+from kvbm.remote_report import RemoteReport
 
 WIDE = 120
 """From so many columns on, engines and prefixes stand beside each other."""
@@ -43,33 +47,65 @@ def tiers(view: View) -> RenderableType:
     for tier in view.tiers:
         name = tier.name + ("" if tier.up else " off") + (" (staging)" if tier.staging else "")
         full = round(tier.used_share * _BAR)
+        bounded = tier.capacity_blocks != NO_COUNT
+        bar = "█" * full + "░" * (_BAR - full) if bounded else ""
+        of = f"{format_bytes(tier.capacity_bytes)}, {tier.capacity_blocks:,} blocks"
+        known = f"{format_bytes(tier.used_bytes)}, {tier.resident_blocks:,} blocks known"
         table.add_row(
             Text(name, style="" if tier.up else "bold red"),
-            Text("█" * full + "░" * (_BAR - full), style="green" if tier.used_share <= 0.95 else "yellow"),
-            f"{tier.used_share:.0%}",
-            f"{format_bytes(tier.capacity_bytes)}, {tier.capacity_blocks:,} blocks",
-            f"{tier.leased_share:.0%}",
+            Text(bar, style="green" if tier.used_share <= 0.95 else "yellow"),
+            f"{tier.used_share:.0%}" if bounded else "-",
+            of if bounded else known,
+            f"{tier.leased_share:.0%}" if bounded else "-",
             "-" if tier.staging else f"{tier.hit_share:.0%} of asked",
-            _rate(tier.evicted_per_s),
+            _rate(tier.evicted_per_s) if bounded else "-",
         )
     return table
 
 
 def flows(view: View) -> RenderableType:
-    """What moves between the tiers, in one row, over the flows' own window."""
-    table = _table(*(f"{flow.source}→{flow.target}" for flow in view.flows), words=0)
-    table.add_row(*(f"{flow.bytes_per_s / 1e9:.3f} GB/s" for flow in view.flows))
-    table.add_row(
-        *("" if flow.mean_s is None else f"{flow.mean_s * 1e3:,.1f} ms each" for flow in view.flows)
-    )
+    """What moves between the tiers, in one row, over the flows' own window; those of remote stores in another one."""
+    away = [flow for flow in view.flows if "remote" in (flow.source, flow.target)]
+    near = [flow for flow in view.flows if flow not in away]
+    return Group(*(_flow_table(part) for part in (near, away) if part))
+
+
+def _flow_table(part: Sequence[FlowView]) -> Table:
+    table = _table(*(f"{flow.source}→{flow.target}" for flow in part), words=0)
+    table.add_row(*(f"{flow.bytes_per_s / 1e9:.3f} GB/s" for flow in part))
+    table.add_row(*("" if flow.mean_s is None else f"{flow.mean_s * 1e3:,.1f} ms each" for flow in part))
     return table
+
+
+def stores(view: View) -> Text:
+    """A line for each remote store: where it is, how it does, and what it costs."""
+    lines = []
+    for space in view.spaces:
+        for each in space.remotes:
+            state = (
+                "" if each.reading == each.writing == "closed" or not each.reading else " " + _breakers(each)
+            )
+            asked = " ".join(f"{kind} {count:,}" for kind, count in each.requests.items())
+            latency = f" · {each.latency_s * 1e3:,.1f} ms" if each.latency_s else ""
+            more = "" if each.complete else " · still being read"
+            lines.append(f"store {each.place or each.name}{state}: {asked}{latency}{more}")
+    return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+
+
+def _breakers(report: RemoteReport) -> str:
+    return f"(reads {report.reading}, writes {report.writing})"
 
 
 def queues(view: View) -> Text:
     """Queues and leases in one line."""
     queue = view.queues
+    store = (
+        f", store {queue.remote_onboarding:,} up, {queue.remote_offloading:,} down"
+        if any(space.remotes for space in view.spaces)
+        else ""
+    )
     return Text(
-        f"queues: {queue.onboarding:,} blocks up, {queue.offloading:,} down · {queue.leases:,} leases · "
+        f"queues: {queue.onboarding:,} blocks up, {queue.offloading:,} down{store} · {queue.leases:,} leases · "
         f"{queue.reservations:,} stores in flight · {view.lookups_per_s:.1f} lookups/s",
         no_wrap=True,
         overflow="ellipsis",
@@ -125,6 +161,7 @@ def page(view: View, socket_path: str, width: int, rows: int = 12) -> Renderable
         gap,
         flows(view),
         queues(view),
+        *([stores(view)] if any(space.remotes for space in view.spaces) else []),
         gap,
     )
     left, right = engines(view, rows), prefixes(view, rows)

@@ -24,6 +24,13 @@ _LOST = {
     "tier_off": "the disk was off",
     "io": "the write failed",
     "too_late": "host memory evicted it before its turn",
+    "no_tenant": "nobody knew whose it is, and each tenant's blocks are encrypted with a key of their own",
+}
+_LOST_REMOTE = {
+    **_LOST,
+    "budget": "the hour's budget of bytes or requests was spent",
+    "queue_full": "the queue to the store was full",
+    "tier_off": "the store was off",
 }
 
 MEANINGS = {
@@ -31,22 +38,23 @@ MEANINGS = {
     "evicted": "it was here, and the policy evicted it",
     "expired": "it was here, and its client wanted it kept for no longer",
     "reset": "somebody reset the tier",
-    "refused_by_filter": "the filter kept it from disk, and host memory evicted it",
+    "refused_by_filter": "the filter kept it from disk or the store, and host memory evicted it",
     "no_state_at_boundary": "it is held, but not what the model's other layers need to go on from there",
-    "not_written": "it did not reach the disk before host memory evicted it",
+    "not_written": "it did not reach the disk or the store before host memory evicted it",
     "not_stored": "it was computed, but never got into host memory",
-    "failed_checksum": "its bytes on disk were damaged; it was dropped",
+    "failed_checksum": "its bytes on disk or in the store were damaged; it was dropped",
     "model_changed": "the same tokens came under another namespace",
     "adapter_changed": "the same tokens came with another adapter",
     "salt_changed": "the same tokens came with another cache_salt",
     "weights_changed": "the weights changed, or the cache was reset",
     "extras_changed": "the same tokens came with another adapter, salt or media",
     "unavailable": "a rank of its engine was not attached yet",
+    "store_off": "it lies in the remote store, which is off",
     "recompute_cheaper": "computing was measured to be faster than loading",
     "promotion_too_late": "the answer or the bytes came too late",
-    "no_room": "host memory had no room to bring it up from disk",
+    "no_room": "host memory had no room to bring it up from a tier below",
     "stale": "its lease or session had ended, or the device had dropped the blocks before it",
-    "refused": "the disk did not give it, or gave it damaged",
+    "refused": "the tier below did not give it, or gave it damaged",
     "copy_failed": "a rank could not copy it to the device",
     "unused": "the engine went on without it",
 }
@@ -151,7 +159,7 @@ def explain(found: dict[str, Any]) -> list[str]:
     lines = [f"{found['request']} ({name}{_ago(found['seconds_ago'])})"]
     cut = f", {found['no_room']} found without room for them" if found["no_room"] else ""
     of = f" of {size} tokens" if size else ""
-    tiers = ", ".join(f"{tier} {found[tier]}" for tier in ("device", "host", "disk"))
+    tiers = ", ".join(f"{tier} {found[tier]}" for tier in ("device", "host", "disk", *_remote(found)))
     now = "prefix" in found
     lines.append(
         prefix_line(found) if now else f"{found['blocks']} blocks{of}: {tiers}{cut}; {found['loaded']} loaded"
@@ -186,10 +194,10 @@ def main_reason(found: dict[str, Any]) -> str:
 
 def _first_missing(found: dict[str, Any]) -> str:
     left, reason = found["left"], next(iter(found["missing"]), "")
-    host, disk = left.get("host"), left.get("disk")
+    host, disk, remote = left.get("host"), left.get("disk"), left.get("remote")
     if reason in ("never_seen", "") and not found["history_complete"]:
         return "never seen, or gone for so long that the manager has forgotten it"
-    if host is None and disk is None:
+    if host is None and disk is None and remote is None:
         return MEANINGS.get(reason, reason)
     parts = []
     if host is not None and host["what"] == "evicted":
@@ -217,7 +225,25 @@ def _first_missing(found: dict[str, Any]) -> str:
         )
     elif "disk" in found["tiers"]:
         parts.append("not on disk")
+    if remote is not None:
+        parts.append(_left_store(remote))
+    elif "remote" in found["tiers"]:
+        parts.append("not in the store, as far as this manager knows")
     return ", and ".join(parts)
+
+
+def _left_store(remote: dict[str, Any]) -> str:
+    ago = _ago(remote["seconds_ago"])
+    if remote["what"] == "corrupt":
+        return f"dropped from the store {ago}: wrong checksum"
+    if remote["what"] == "gone":
+        return f"no longer in the store when it was asked for {ago}"
+    return f"not written to the store {ago}: {_LOST_REMOTE.get(remote['what'], remote['what'])}"
+
+
+def _remote(found: dict[str, Any]) -> list[str]:
+    """The remote tier, where there is one."""
+    return ["remote"] if found["remote"] or "remote" in found["tiers"] else []
 
 
 def _advice(found: dict[str, Any]) -> list[str]:
@@ -230,6 +256,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
         "evicted": f"{larger}, or {disk}",
         "refused_by_filter": f"{larger}, or another admission to disk ({variable('disk_admission')})",
         "not_written": f"{larger}, a faster disk, or a larger write budget ({variable('disk_write_budget_bytes')})",
+        "store_off": "look at the store; `kvbm doctor` tries it out",
         "not_stored": room,
         "no_state_at_boundary": "with recurrent layers, vLLM's prefix_cache_retention_interval"
         " (docs/guides/hybrid-models.md)",
@@ -238,8 +265,26 @@ def _advice(found: dict[str, Any]) -> list[str]:
         "promotion_too_late": f"{larger}, or a faster disk",
         "recompute_cheaper": "nothing: loading would have been slower",
     }
+    if "remote" in found["left"]:
+        advice |= {
+            "refused_by_filter": f"another admission to the store ({variable('remote_admission')})",
+            "not_written": _advice_store(found["left"]["remote"]["what"], larger),
+            "evicted": f"in the store a longer life ({variable('remote_ttl_hours')}) or more room "
+            f"({variable('remote_bytes')})",
+            "failed_checksum": "look at the store, and at who else writes there",
+        }
     chosen = advice.get(main_reason(found))
     return [chosen] if chosen else []
+
+
+def _advice_store(what: str, larger: str) -> str:
+    """What helps where a block was not written to the store for this reason."""
+    return {
+        "budget": f"a larger budget ({variable('remote_write_bytes')}, {variable('remote_requests')})",
+        "tier_off": "look at the store; `kvbm doctor` tries it out",
+        "io": "look at the store; `kvbm doctor` tries it out",
+        "no_tenant": f"no encryption, or no tier that forgets whose blocks are ({variable('remote_key_file')})",
+    }.get(what, f"{larger}, or less time between ({variable('remote_linger_s')})")
 
 
 def _print_overview(reply: WhyReply) -> None:
@@ -257,11 +302,13 @@ def _print_overview(reply: WhyReply) -> None:
         screen.print(reasons)
     else:
         screen.print("nothing that was asked for was missing")
-    headings = ("request", "ago", "blocks", "device", "host", "disk", "loaded", "computed", "why")
+    remote = ["remote"] if any(map(_remote, reply.requests)) else []
+    tiers = ("device", "host", "disk", *remote)
+    headings = ("request", "ago", "blocks", *tiers, "loaded", "computed", "why")
     table = plain_table(headings, words=("why",), folded=("request",))
     for found in reply.requests:
         row: dict[str, Any] = found
-        numbers = (row[name] for name in ("blocks", "device", "host", "disk", "loaded"))
+        numbers = (row[name] for name in ("blocks", *tiers, "loaded"))
         ago = _ago(row["seconds_ago"]).removesuffix(" ago")
         computed = sum(row["missing"].values()) + sum(row["unloaded"].values())
         table.add_row(str(row["request"]), ago, *map(str, numbers), str(computed), main_reason(row) or "hit")

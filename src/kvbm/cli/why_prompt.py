@@ -45,7 +45,7 @@ def about_prompt(admin: Admin, space: SpaceReport, tokens: Sequence[int], name: 
 def _known_blocks(found: dict[str, Any]) -> tuple[int, int]:
     """How much a form of the keys says: blocks that are held, then missing ones that were here once."""
     never = found["missing"].get("never_seen", 0)
-    return found["host"] + found["disk"], sum(found["missing"].values()) - never
+    return found["host"] + found["disk"] + found["remote"], sum(found["missing"].values()) - never
 
 
 def prefix_line(found: dict[str, Any]) -> str:

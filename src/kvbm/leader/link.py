@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvbm.block import NO_COUNT
 from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerFinder
 from kvbm.client.mirror import Mirror
@@ -127,7 +128,7 @@ class ManagerLink:
                 if self._mirror is not None:
                     self._mirror.forget()  # all is told anew
                     self.send(Announce(keys=True))
-                log.info("KV cache is on: %s blocks", ", ".join(f"{t} {n}" for t, n in message.tiers.items()))
+                log.info("KV cache is on: %s", _named(message.tiers))
             self.ready = message if message.ready else None
             if message.tiers:
                 self.staging = "host" not in message.tiers
@@ -158,3 +159,10 @@ class ManagerLink:
             log.warning("manager lost: %s; serving goes on without a KV cache until it is back", reason)
         self.life += 1
         self.close()
+
+
+def _named(tiers: dict[str, int]) -> str:
+    """The tiers for people: `host 1024, disk 2048 blocks, remote`."""
+    counted = ", ".join(f"{tier} {blocks}" for tier, blocks in tiers.items() if blocks != NO_COUNT)
+    others = [tier for tier, blocks in tiers.items() if blocks == NO_COUNT]
+    return ", ".join([f"{counted} blocks", *others] if counted else others)

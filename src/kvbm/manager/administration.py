@@ -23,7 +23,7 @@ from kvbm.admin_protocol import (
     SpaceReport,
     TierReport,
 )
-from kvbm.block import BlockState
+from kvbm.block import NO_COUNT, BlockState
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.layout import Namespace
@@ -32,8 +32,10 @@ from kvbm.manager.engines import Engine
 from kvbm.manager.event_stream import Publisher
 from kvbm.manager.leases import PINS, READERS
 from kvbm.manager.membership import Membership
+from kvbm.manager.remote_side import report_remote
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
+from kvbm.observe.metric_table import CACHE_TIERS
 from kvbm.observe.metrics import Metrics
 
 SLOTS_AT_ONCE = 2048
@@ -92,10 +94,7 @@ class Administration:
             spaces=tuple(_report_space(namespace, space) for namespace, space in self._spaces),
             engines=tuple(map(self._report_engine, self._membership)),
             asked_blocks=int(self._metrics.value("kvbm_queried_blocks_total")),
-            hit_blocks={
-                tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier))
-                for tier in ("host", "disk")
-            },
+            hit_blocks=self._hit_blocks(),
             sessions=len(self._sessions),
             fences=len(self._membership.fences),
             refused=self._refused_count(),
@@ -103,6 +102,12 @@ class Administration:
             events=self._publisher.endpoint if self._publisher is not None else "",
             events_replay=self._publisher.replay_endpoint if self._publisher is not None else "",
         )
+
+    def _hit_blocks(self) -> dict[str, int]:
+        found = {tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier)) for tier in CACHE_TIERS}
+        if not found["remote"] and not any(space.remotes for _, space in self._spaces):
+            del found["remote"]
+        return found
 
     def list_blocks(self, session: Session, message: ListBlocks) -> Iterator[None]:
         """A page of the blocks in one tier; a large tier is looked through in several turns."""
@@ -199,6 +204,19 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
                 poor=poor,
             )
         )
+    remotes = tuple(map(report_remote, space.remotes))
+    tiers += [
+        TierReport(
+            tier="remote",
+            blocks=NO_COUNT,
+            free=0,
+            filling=0,
+            resident=each.blocks,
+            leased=0,
+            fault=each.fault,
+        )
+        for each in remotes
+    ]
     return SpaceReport(
         namespace=namespace.short,
         fingerprint=namespace.fingerprint.hex(),
@@ -215,6 +233,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
         leases=len(space.leases),
         reservations=len(space.reservations),
         named_sessions=space.foresight.sessions.count,
+        remotes=remotes,
     )
 
 

@@ -12,7 +12,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
-from kvbm.manager.gauges import count_evictions, forget_blocks
+from kvbm.manager.gauges import count_in_bulk, forget_blocks
 from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
@@ -130,7 +130,7 @@ class SpaceTable:
         del self._spaces[fingerprint]
         self._advised.pop(fingerprint, None)
         space.close(keep)
-        count_evictions(label, space, self._metrics)
+        count_in_bulk(label, space, self._metrics)
         forget_blocks(label, space, self._metrics)
 
     def _advise(self, namespace: Namespace, space: Space, request_blocks: int) -> None:

@@ -1,7 +1,7 @@
 """Ghost entries of one space: when a block left a tier, or did not enter it, and why. Keys and times, no bytes.
 
 They answer "why did this miss?" later. They are written in bulk, where blocks leave anyway, and only the newest are
-kept: an entry takes about 170 bytes, so that those of both tiers of a space never take more than 25 MB.
+kept: an entry takes about 170 bytes, so that those of all tiers of a space never take more than 37 MB.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ EVICTED, RESET, CORRUPT, ABORTED, NO_SLOT = "evicted", "reset", "corrupt", "abor
 EXPIRED = "expired"
 """The policy chose it; somebody dropped the whole tier; its checksum was wrong; its bytes never became complete; there
 was no slot for it; its client wanted it kept for no longer. The other fates are the reasons of
-`kvbm_skipped_offloads_total`: the block was not written to disk.
+`kvbm_skipped_offloads_total` and `kvbm_remote_skipped_blocks_total`: the block was not written to disk, or to a store.
 """
 TOO_LATE = "too_late"
 """Of those, the one called `evicted`: host memory evicted the block before its turn to be written."""
+GONE = "gone"
+"""The store did not have it any more, when it was asked for the block."""
 
 
 class Fate(NamedTuple):
@@ -44,6 +46,7 @@ class Missing(NamedTuple):
     disk: Fate | None
     first: int
     unknown: int
+    remote: Fate | None = None
 
 
 class _Fates:
@@ -82,7 +85,7 @@ class Departed:
         self._clock = clock
         self._staging = staging
         self.on_left_host: Callable[[Sequence[BlockKey]], None] | None = None
-        self._host, self._disk = _Fates(), _Fates()
+        self._host, self._disk, self._remote = _Fates(), _Fates(), _Fates()
         self._cause = EVICTED
 
     def emptied(self, tier: Tier, keys: Sequence[BlockKey], was_resident: bool) -> None:
@@ -98,12 +101,16 @@ class Departed:
 
     def note(self, tier: Tier, keys: Sequence[BlockKey], what: str) -> None:
         """What became of these blocks in that tier."""
-        fates = self._host if tier is Tier.HOST else self._disk
+        fates = {Tier.HOST: self._host, Tier.DISK: self._disk, Tier.REMOTE: self._remote}[tier]
         fates.add(keys, Fate(self._clock(), what))
 
     def not_written(self, keys: Sequence[BlockKey], what: str) -> None:
         """These blocks were offered to disk, and are not written to it."""
         self.note(Tier.DISK, keys, TOO_LATE if what == EVICTED else what)
+
+    def not_sent(self, keys: Sequence[BlockKey], what: str) -> None:
+        """These blocks were offered to a store, and are not written to it; or it did not give them back."""
+        self.note(Tier.REMOTE, keys, TOO_LATE if what == EVICTED else what)
 
     @contextmanager
     def because(self, cause: str) -> Iterator[None]:
@@ -117,10 +124,10 @@ class Departed:
     @property
     def forgotten(self) -> bool:
         """Older entries have been given up."""
-        return self._host.forgotten or self._disk.forgotten
+        return self._host.forgotten or self._disk.forgotten or self._remote.forgotten
 
     def __len__(self) -> int:
-        return len(self._host) + len(self._disk)
+        return len(self._host) + len(self._disk) + len(self._remote)
 
     def missing(self, keys: Sequence[BlockKey]) -> Missing:
         """Why a chain's blocks from `keys[0]` on, which is in no tier, are missing.
@@ -131,7 +138,8 @@ class Departed:
         if not self._known(keys[0]):
             return Missing(None, None, 0, len(keys))
         border = bisect_left(range(len(keys)), True, key=lambda i: not self._known(keys[i]))
-        return Missing(self._host.get(keys[0]), self._disk.get(keys[0]), border, len(keys) - border)
+        host, disk, remote = (fates.get(keys[0]) for fates in (self._host, self._disk, self._remote))
+        return Missing(host, disk, border, len(keys) - border, remote)
 
     def _known(self, key: BlockKey) -> bool:
-        return self._host.get(key) is not None or self._disk.get(key) is not None
+        return any(fates.get(key) is not None for fates in (self._host, self._disk, self._remote))

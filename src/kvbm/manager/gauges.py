@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from kvbm.manager.remote_side import report_remote
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
+from kvbm.observe.remote_metrics import BREAKER_STATES, CODECS, REQUESTS
+from kvbm.remote_report import RemoteReport
 
 
-def count_evictions(label: str, space: Space, metrics: Metrics) -> None:
-    """Count the blocks that the space has dropped since the last time; they are noted there, and counted in bulk.
+def count_in_bulk(label: str, space: Space, metrics: Metrics) -> None:
+    """Count the blocks that the space has dropped since the last time, and what its remote tiers have done; both are
+    noted there, and counted in bulk.
 
     `label` is the space's name in metrics.
     """
+    count_remotes(space, metrics)
     for pool in space.pools:
         tier = pool.tier.name.lower()
         metrics.add("kvbm_namespace_evicted_blocks_total", pool.evicted_count, namespace=label, tier=tier)
@@ -46,7 +51,7 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
     faults: Counter[str] = Counter()
     ages_s: dict[str, float] = {}
     for label, space in named:
-        count_evictions(label, space, metrics)
+        count_in_bulk(label, space, metrics)
         for pool in space.pools:
             tier, counts = pool.tier.name.lower(), pool.counts()
             capacity[tier] += pool.slot_count
@@ -81,8 +86,26 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
         metrics.set("kvbm_disk_write_bytes_per_hit_byte", written_bytes / hit_bytes)
 
 
+def count_remotes(space: Space, metrics: Metrics) -> None:
+    """Count what the remote tiers of a space have done since the last time; they count from their start."""
+    for side in space.remotes:
+        report, before = report_remote(side), side.counted
+        for name, labels, now in _grown(report):
+            key = " ".join((name, *labels.values()))
+            metrics.add(name, max(0, now - before[key]), **labels)
+            before[key] = now
+
+
+def _grown(report: RemoteReport) -> Iterator[tuple[str, dict[str, str], int]]:
+    for kind in REQUESTS:
+        yield "kvbm_remote_requests_total", {"kind": kind}, report.requests.get(kind, 0)
+    yield "kvbm_remote_errors_total", {"operation": "read"}, report.read_errors
+    yield "kvbm_remote_errors_total", {"operation": "write"}, report.write_errors
+    yield "kvbm_remote_hedged_reads_total", {}, report.hedged
+
+
 def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
-    """The queues between host memory and the remote tiers, and whether all of those work."""
+    """The queues between host memory and the remote tiers, how those are, and whether all of them work."""
     sides = [(space, side) for space in spaces for side in space.remotes]
     if not sides:
         return
@@ -95,3 +118,18 @@ def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
         metrics.set("kvbm_queue_blocks", sum(lane.queued_count for lane in lanes), queue=queue)
         oldest_s = max((lane.oldest_s() for lane in lanes), default=0.0)
         metrics.set("kvbm_queue_age_seconds", oldest_s, queue=queue)
+    reports = [report_remote(side) for _, side in sides]
+    metrics.set("kvbm_remote_known_blocks", sum(report.blocks for report in reports))
+    metrics.set("kvbm_remote_known_packs", sum(report.packs for report in reports))
+    metrics.set("kvbm_remote_latency_seconds", max(report.latency_s for report in reports))
+    for state in BREAKER_STATES:
+        reading, writing = (
+            sum(one == state for one in each)
+            for each in zip(*((report.reading, report.writing) for report in reports), strict=True)
+        )
+        metrics.set("kvbm_remote_breakers", reading, operation="read", state=state)
+        metrics.set("kvbm_remote_breakers", writing, operation="write", state=state)
+    for codec in CODECS:
+        # A codec's name may go on with its parameters.
+        used = any(report.codec.partition("-")[0] == codec for report in reports)
+        metrics.set("kvbm_remote_codec", int(used), codec=codec)

@@ -116,6 +116,9 @@ class GuardedSpace(Space):
             if self.disk is not None:
                 with contextlib.suppress(Exception):
                     self.disk.medium.close(keep)
+            for remote in self.remotes:
+                with contextlib.suppress(Exception):
+                    remote.tier.close()
             with contextlib.suppress(Exception):
                 self.arena.close()
 

@@ -18,9 +18,8 @@ from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.hints import Verdict
 from kvbm.layout import Namespace
-from kvbm.manager.departed import CORRUPT, EVICTED, EXPIRED, RESET, Fate, Missing
+from kvbm.manager.lost import NO_FATES, STORE_OFF, Fates, behind_a_fault, fates, reason_of
 from kvbm.manager.space import Space
-from kvbm.policy import AdmitAll, WriteBudget
 from kvbm.protocol import UNLOADED_REASONS, Lookup, Release
 
 REQUESTS_MAX = 4096
@@ -39,10 +38,6 @@ EXTRAS_CHANGED = {"adapter": "adapter_changed", "weights": "weights_changed", "c
 OTHER_EXTRAS = "extras_changed"
 NEVER_SEEN = "never_seen"
 NO_BOUNDARY = "no_state_at_boundary"
-NOT_STORED = "not_stored"
-NOT_WRITTEN = "not_written"
-FILTERED = "refused_by_filter"
-FAILED_CHECKSUM = "failed_checksum"
 UNLOADED = {"cost": "recompute_cheaper", "deadline": "promotion_too_late", "failed": "copy_failed"}
 """How the leader's reasons not to load what was found are called here; the others keep their names."""
 
@@ -72,8 +67,7 @@ class Request:
     over: bool = False
     missing: dict[str, int] = field(default_factory=dict)
     unloaded: Counter[str] = field(default_factory=Counter)
-    left_host: Fate | None = None
-    left_disk: Fate | None = None
+    left: Fates = NO_FATES
     forgotten: bool = False
     policy: str = ""
     tiers: tuple[str, ...] = ()
@@ -163,7 +157,7 @@ class History:
         asked.remote = sources.count(Tier.REMOTE)
         asked.over = False
         asked.missing, asked.differs = {}, []
-        asked.left_host = asked.left_disk = None
+        asked.left = NO_FATES
         first = message.skip + asked.found
         if first < full:
             asked.missing[NO_BOUNDARY], first = full - first, full
@@ -283,10 +277,14 @@ class History:
         namespace: Namespace,
     ) -> None:
         """Why the blocks from number `first` on were in no tier."""
+        if away := behind_a_fault(space, keys[first:]):
+            asked.missing[STORE_OFF], first = away, first + away
+            if first == len(keys):
+                return
         why = space.departed.missing(keys[first:])
         if why.first:
-            asked.left_host, asked.left_disk = fates(space, why)
-            asked.missing[reason_of(asked.left_host, asked.left_disk)] = why.first
+            asked.left = fates(space, why)
+            asked.missing[reason_of(asked.left)] = why.first
         if why.unknown:
             reason = NEVER_SEEN
             if first == 0:
@@ -339,40 +337,10 @@ def _note_place(asked: Request, space: Space, namespace: Namespace) -> None:
     asked.tiers, asked.forgotten = tuple(space.tiers()), space.departed.forgotten
 
 
-def fates(space: Space, why: Missing) -> tuple[Fate | None, Fate | None]:
-    """What became of a missing block in host memory and on disk.
-
-    Blocks that admission refuses while they are in host memory have no entry: nearly all are, again and again. But
-    whatever else keeps a block from disk has one. So a block that host memory evicted, and that has none, was refused.
-    """
-    evicted = why.host is not None and why.host.what == EVICTED
-    if why.host is None or not evicted or why.disk is not None or space.departed.forgotten:
-        return why.host, why.disk
-    disk = space.disk
-    refuses = disk is not None and not disk.fault and not isinstance(disk.admission, AdmitAll | WriteBudget)
-    return why.host, Fate(why.host.at_s, "filter") if refuses else None
-
-
-def reason_of(host: Fate | None, disk: Fate | None) -> str:
-    """The one reason of a block that was here: what the deepest tier did with it counts."""
-    if disk is not None and not (host is not None and host.what == RESET and host.at_s > disk.at_s):
-        known = {
-            CORRUPT: FAILED_CHECKSUM,
-            EVICTED: EVICTED,
-            RESET: RESET,
-            EXPIRED: EXPIRED,
-            "filter": FILTERED,
-        }
-        # Host memory may hold a block that is refused; it is lost when it leaves there.
-        return known.get(disk.what, NOT_WRITTEN)
-    assert host is not None
-    return host.what if host.what in (EVICTED, RESET, EXPIRED) else NOT_STORED
-
-
 def _described(asked: Request, now_s: float) -> dict[str, object]:
     left = {
         tier: {"what": fate.what, "seconds_ago": now_s - fate.at_s}
-        for tier, fate in (("host", asked.left_host), ("disk", asked.left_disk))
+        for tier, fate in asked.left._asdict().items()
         if fate is not None
     }
     found = asked.on_device + asked.found

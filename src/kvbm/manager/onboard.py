@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
 
-from kvbm.block import BlockKey, Outcome
+from kvbm.block import BlockKey, Outcome, Tier
 from kvbm.clock import Clock
 from kvbm.manager.leases import Lease, LeaseState
 from kvbm.manager.names import EngineNames
@@ -261,8 +261,12 @@ class Onboarder:
                 self.names.brought(slot, key, end.engine_hash, end.group)
                 if end.facts:
                     self.facts.brought(slot, end.engine_hash or key, end.facts)
-            else:
+            elif end.corrupt or end.outcome is Outcome.RETRY or self.source.tier is not Tier.REMOTE:
+                # That a block has gone from a store that others share is no failure.
                 self.metrics.add("kvbm_failures_total", tier=tier, kind="corrupt" if end.corrupt else "io")
+        if self.source.tier is Tier.REMOTE:
+            failed = sum(end.outcome is not Outcome.HIT for end in ends)
+            self.metrics.add("kvbm_object_read_failures", failed)
         self._finish(run, ends, completion.still_in_use)
         return True
 

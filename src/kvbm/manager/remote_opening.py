@@ -15,8 +15,7 @@ from kvbm.settings import Settings, variable
 from kvbm.tiers.remote.blob_tier import open_blob_tier
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.contract import RemoteTier
-from kvbm.tiers.remote.drivers.credentials import NOBODY, Credentials
-from kvbm.tiers.remote.drivers.opening import object_url, open_blobs
+from kvbm.tiers.remote.named_store import open_named_store
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
 from kvbm.tiers.remote.sealing_keys import keys_from_command, keys_from_file
@@ -73,23 +72,8 @@ class RemoteOpening:
 
     def store(self) -> BlobStore:
         """The store that the settings name. Nothing is sent."""
-        settings = self._settings
-        credentials = NOBODY
-        if settings.object_access_key or settings.object_secret_key:
-            credentials = Credentials(settings.object_access_key or "", settings.object_secret_key or "")
-        return open_blobs(
-            settings.remote or _bucket_url(settings),
-            clock=self._clock,
-            deadline_s=max(REQUEST_S_MIN, settings.remote_deadline_ms / 1000),
-            credentials=credentials,
-            field=variable("remote" if settings.remote else "object_bucket"),
-        )
-
-
-def _bucket_url(settings: Settings) -> str:
-    """The store that the original's variables name. One bucket for all ranks, whose parts lie together."""
-    bucket = (settings.object_bucket or "").replace("{worker_id}", "0")
-    return object_url(bucket, endpoint=settings.object_endpoint or "", region=settings.object_region or "")
+        deadline_s = max(REQUEST_S_MIN, self._settings.remote_deadline_ms / 1000)
+        return open_named_store(self._settings, self._clock, deadline_s)
 
 
 def _keys(settings: Settings) -> list[MasterKey]:

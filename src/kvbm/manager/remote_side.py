@@ -6,14 +6,17 @@ disk. A tier that is off, or knows nothing, costs its hits and nothing else.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
+import msgspec
+
 from kvbm.block import BlockKey, Outcome, Tier
 from kvbm.clock import Clock
+from kvbm.manager.departed import CORRUPT, GONE
 from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.onboard import Onboarder
@@ -23,6 +26,7 @@ from kvbm.manager.write_behind import RemoteRules, WriteBehind
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.policy.admission.store_budget import StoreBudget
+from kvbm.remote_report import RemoteReport
 from kvbm.tiers.contract import Completion
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import NOWHERE, RemoteTier
@@ -40,6 +44,7 @@ class RemoteSource:
     remote: RemoteTier
     arena: HostArena
     metrics: Metrics
+    on_refused: Callable[[Sequence[BlockKey], str], None] | None = None
     tier: Tier = Tier.REMOTE
     scattered: bool = True
 
@@ -94,7 +99,8 @@ class RemoteSource:
 
     def missed(self, place: int, key: BlockKey, corrupt: bool) -> None:
         """As `Source`: the tier itself forgets what is not there."""
-        self.metrics.add("kvbm_object_read_failures")
+        if self.on_refused is not None:
+            self.on_refused((key,), CORRUPT if corrupt else GONE)
 
     def expected_s(self, blocks: int) -> float:
         """As `Source`."""
@@ -137,8 +143,11 @@ class RemoteSide:
     metrics: Metrics
     clock: Clock
     on_progress: Callable[[Lease], None]
+    # Told of blocks that the store did not take or did not give, and why.
     on_refused: Callable[[Sequence[BlockKey], str], None] | None = None
     facts: RemoteFacts = field(init=False)
+    counted: Counter[str] = field(default_factory=Counter, init=False)
+    """What the metrics know of the tier's own counts, which only grow (see `gauges`)."""
     _queues: _Queues = field(init=False)
     _budget: StoreBudget = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
@@ -203,6 +212,10 @@ class RemoteSide:
         """Called about twice a second."""
         self.tier.tick()
 
+    def describe(self) -> dict[str, object]:
+        """This tier's part of a `Status`."""
+        return {**self.tier.describe(), "fault": self.fault, "queued": self.queued_count}
+
     def replace_host(self, host: HostSide) -> None:
         """Go over to other host memory. What is under way ends in the memory before; what waits is written out of the
         new one, where it was carried over."""
@@ -242,7 +255,7 @@ class RemoteSide:
         host = self.host
         onboarder = Onboarder(
             host.pool,
-            RemoteSource(self.tier, host.arena, self.metrics),
+            RemoteSource(self.tier, host.arena, self.metrics, self.on_refused),
             host.rising,
             host.names,
             host.facts,
@@ -269,3 +282,19 @@ class RemoteSide:
             self.on_refused,
         )
         return _Queues(onboarder, writer)
+
+
+def report_remote(side: RemoteSide) -> RemoteReport:
+    """What a remote tier says of itself, as far as it is in this form, and its queues."""
+    try:
+        report = msgspec.convert(side.tier.describe(), RemoteReport)
+    except msgspec.ValidationError:
+        report = RemoteReport()
+    return msgspec.structs.replace(
+        report,
+        name=side.tier.name,
+        fault=side.fault,
+        writes=side.writer is not None,
+        up_blocks=side.onboarder.queued_count,
+        down_blocks=side.writer.queued_count if side.writer is not None else 0,
+    )

@@ -90,6 +90,8 @@ def _prefix_state(namespace: Namespace, space: Space, key: BlockKey, prefix: Hot
         pool.tier.name.lower(): tokens * sum(pool.find(part) is not None for part in keys)
         for pool in space.pools
     }
+    if space.remotes:
+        held["remote"] = tokens * sum(space.below.away(keys))
     return PrefixReport(
         name=key[:_NAME_BYTES].hex(),
         namespace=namespace.short,

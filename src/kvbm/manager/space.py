@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 
 import msgspec
 
-from kvbm.block import BlockKey
+from kvbm.block import NO_COUNT, BlockKey
 from kvbm.clock import Clock
 from kvbm.grouping import at_once
 from kvbm.groups import GroupKind
@@ -139,6 +139,7 @@ class Space:
             metrics=self._metrics,
             clock=self._clock,
             on_progress=self.on_progress,
+            on_refused=self.departed.not_sent,
         )
 
     def _keeping_pools(self) -> Sequence[SlotPool[BlockKey]]:
@@ -316,9 +317,6 @@ class Space:
         self._usage.note_end(key, output_tokens)
         self.foresight.finished(key)
 
-    def _disk_pool_if_on(self) -> SlotPool[BlockKey] | None:
-        return self.disk.pool_if_on if self.disk is not None else None
-
     # ---- time
 
     def pump(self) -> None:
@@ -391,12 +389,12 @@ class Space:
         return (self.host_pool,) if self.disk is None else (self.host_pool, self.disk.pool)
 
     def tiers(self) -> dict[str, int]:
-        """Block counts of the tiers that are on, as engines learn them."""
+        """Block counts of the tiers that are on, as engines learn them (see `protocol.Ready`)."""
         tiers = {} if self.options.staging else {"host": self.host_pool.slot_count}
-        if (disk_pool := self._disk_pool_if_on()) is not None:
+        if (disk_pool := self.below.disk_pool) is not None:
             tiers["disk"] = disk_pool.slot_count
         if not all(remote.fault for remote in self.remotes):
-            tiers["remote"] = 1  # how many blocks are there is not known
+            tiers["remote"] = NO_COUNT
         return tiers
 
     def describe(self) -> dict[str, object]:
@@ -406,7 +404,9 @@ class Space:
             for pool in self.pools
         }
         fault, queued = (self.disk.fault, self.disk.queued_count) if self.disk is not None else ("", 0)
-        return {"block_bytes": self.layout.block_bytes, "tiers": tiers, "fault": fault, "queued": queued}
+        remote = [each.describe() for each in self.remotes]
+        facts = {"block_bytes": self.layout.block_bytes, "fault": fault, "queued": queued}
+        return {**facts, "tiers": tiers, "remote": remote}
 
     def check(self) -> None:
         """Assert the conservation law in every tier."""

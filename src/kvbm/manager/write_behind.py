@@ -184,6 +184,8 @@ class WriteBehind:
         else:
             self.metrics.add("kvbm_object_write_failures", len(keys))
             self.metrics.add("kvbm_failures_total", len(keys), tier="remote", kind="io")
+            if self.on_refused is not None:
+                self.on_refused(keys, "io")
         return True
 
     def _gather(self, key: BlockKey, parent: BlockKey | None) -> None:

@@ -31,7 +31,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
     `compatible` marks a series of the original, with its exact name and no labels. `at_zero` counters are exported from
     the start with every combination of label values, so that a rate includes the first event; of tiers, with those that
-    the manager has.
+    the manager has, and those that are `only_of` one tier where it has that.
     """
 
     name: str
@@ -41,3 +41,4 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     buckets: tuple[float, ...] = ()
     compatible: bool = False
     at_zero: bool = False
+    only_of: str = ""

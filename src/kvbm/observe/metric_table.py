@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvbm.hints import PARTS, Outcome, Why
 from kvbm.observe.metric_kinds import Label, Metric, MetricKind
+from kvbm.observe.remote_metrics import REMOTE_METRICS
 
 TIERS = ("device", "host", "disk", "remote")
 """The names of the tiers in labels, from the top down."""
@@ -59,6 +60,7 @@ MISSED_REASONS = (
     "salt_changed",
     "extras_changed",
     "unavailable",
+    "store_off",
 )
 """Why a lookup found nothing."""
 
@@ -143,7 +145,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_queue_age_seconds",
         kind=_GAUGE,
-        help="How long the oldest block of a queue has waited for its turn and for the disk; 0 if the queue is empty",
+        help="How long the oldest block of a queue has waited for its turn and for the medium; 0 if the queue is empty",
         labels=(_QUEUE,),
     ),
     Metric(
@@ -233,15 +235,7 @@ TABLE: tuple[Metric, ...] = (
         labels=(Label("reason", ("full", "filter", "budget", "queue_full", "evicted", "tier_off")),),
         at_zero=True,
     ),
-    Metric(
-        name="kvbm_remote_skipped_blocks_total",
-        kind=_COUNTER,
-        help="Blocks that were not written to a remote store, by reason: refused by the admission policy (filter), "
-        "beyond the hour's budget of bytes or requests (budget), queue full, evicted before their turn, store "
-        "off, or with encryption nobody knows whose they are (no_tenant)",
-        labels=(Label("reason", ("filter", "budget", "queue_full", "evicted", "tier_off", "no_tenant")),),
-        at_zero=True,
-    ),
+    *REMOTE_METRICS,
     Metric(
         name="kvbm_hints_total",
         kind=_COUNTER,
@@ -291,7 +285,8 @@ TABLE: tuple[Metric, ...] = (
         help="Lookups that found nothing, by what became of the first block, as kvbm why names it: nobody had asked "
         "for it (never_seen), it was stored and has gone (evicted, expired, reset, failed_checksum, refused_by_filter, "
         "not_written), it was not stored (not_stored), the same tokens are known under another key (model_changed, "
-        "adapter_changed, weights_changed, salt_changed, extras_changed), a rank of the engine was away (unavailable)",
+        "adapter_changed, weights_changed, salt_changed, extras_changed), a rank of the engine was away (unavailable), "
+        "it lies in a remote store that is off (store_off)",
         labels=(Label("reason", MISSED_REASONS),),
         at_zero=True,
     ),

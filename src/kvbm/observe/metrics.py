@@ -96,7 +96,7 @@ class Metrics:
         }
 
     def _of_absent_tier(self, metric: Metric, values: Labels) -> bool:
-        return any(
+        return metric.only_of in self._absent or any(
             label.name == TIER_LABEL and value in self._absent
             for label, value in zip(metric.labels, values, strict=True)
         )

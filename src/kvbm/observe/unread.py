@@ -26,6 +26,7 @@ class Growth(NamedTuple):
 
     stored_bytes: float
     disk_bytes: float
+    remote_bytes: float
     loaded_blocks: float
     lookups: float
     asked_blocks: float
@@ -49,6 +50,7 @@ class Growth(NamedTuple):
         return cls(
             stored_bytes=sum(grown(*key) for key in moved if key[1] == "device"),
             disk_bytes=sum(grown(*key) for key in moved if key[2] == "disk"),
+            remote_bytes=sum(grown(*key) for key in moved if key[2] == "remote"),
             loaded_blocks=sum(map(grown, _LOADS)),
             lookups=all_of("kvbm_lookups_total"),
             asked_blocks=grown("kvbm_queried_blocks_total"),
@@ -66,9 +68,14 @@ class Growth(NamedTuple):
 
     def alarm(self, seconds: float) -> str:
         """The line: what was stored in so many seconds, and why it is not read."""
-        disk = f" ({format_bytes(self.disk_bytes)} written to disk)" if self.disk_bytes else ""
+        below = [
+            f"{format_bytes(written)} written to {where}"
+            for written, where in ((self.disk_bytes, "disk"), (self.remote_bytes, "the remote store"))
+            if written
+        ]
+        further = f" ({', '.join(below)})" if below else ""
         return (
-            f"{format_bytes(self.stored_bytes)} were stored in {_duration(seconds)}{disk} and nothing was read: "
+            f"{format_bytes(self.stored_bytes)} were stored in {_duration(seconds)}{further} and nothing was read: "
             f"{self._cause()}"
         )
 

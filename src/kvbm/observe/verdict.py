@@ -6,6 +6,7 @@ import msgspec
 
 from kvbm.observe.unread import NO_KEY_MATCHES
 from kvbm.present.numbers import format_bytes
+from kvbm.settings import variable
 
 _LOOKUPS_MIN = 8
 """Fewer say nothing about a workload."""
@@ -36,6 +37,7 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     saved_s: float = 0.0
     lost_lookups: float = 0.0
     corrupt: float = 0.0
+    corrupt_remote: float = 0.0
     failed: float = 0.0
     host_full: bool = False
     host_evicted_per_s: float = 0.0
@@ -44,6 +46,11 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     disk_full: bool = False
     disk_evicted_per_s: float = 0.0
     disk_hit_share: float = 0.0
+    has_remote: bool = False
+    remote_hit_share: float = 0.0
+    remote_written_blocks: float = 0.0
+    remote_too_late_blocks: float = 0.0
+    remote_over_budget_blocks: float = 0.0
     cost_share: float = 0.0
     late_share: float = 0.0
     no_room_share: float = 0.0
@@ -67,6 +74,11 @@ def _faults(signs: Signs) -> list[Finding]:
     if signs.corrupt:
         found.append(
             f"{signs.corrupt:,.0f} blocks had a wrong checksum and were dropped: look at the medium of the disk tier"
+        )
+    if signs.corrupt_remote:
+        found.append(
+            f"{signs.corrupt_remote:,.0f} blocks of the remote store had a wrong checksum and were dropped: look at "
+            "the store, and at who else writes there"
         )
     if signs.failed:
         found.append(
@@ -106,12 +118,23 @@ def _advice(signs: Signs) -> list[Finding]:
         advice.append(
             f"host is full and evicts {_rate(signs.host_evicted_per_s)} blocks/s, and "
             f"{signs.lost_lookups / signs.lookups:.0%} of the requests found nothing of a prefix that was asked for "
-            f"before: more host memory{'' if signs.has_disk else ', or a disk tier,'} would help"
+            f"before: more host memory{'' if signs.has_disk or signs.has_remote else ', or a disk tier,'} would help"
         )
     if signs.disk_full and signs.disk_evicted_per_s >= 0.1 and signs.lost_lookups >= _NOTABLE * signs.lookups:
         advice.append(
             f"disk is full and evicts {_rate(signs.disk_evicted_per_s)} blocks/s, and prefixes are gone that requests "
             "ask for again: a larger disk tier would help"
+        )
+    late, written = signs.remote_too_late_blocks, signs.remote_written_blocks
+    if late >= 1.0 and late >= _NOTABLE * (late + written):
+        advice.append(
+            f"{late / (late + written):.0%} of the blocks on their way to the store were evicted from host before "
+            f"their turn: more host memory, or less time between ({variable('remote_linger_s')}), would help"
+        )
+    if signs.remote_over_budget_blocks >= 1.0:
+        advice.append(
+            f"{signs.remote_over_budget_blocks:,.0f} blocks were not written to the store, as the hour's budget was "
+            f"spent ({variable('remote_write_bytes')}, {variable('remote_requests')})"
         )
     if signs.no_room_share >= _NOTABLE or (signs.refused_stores and signs.host_leased_share > 0.5):
         advice.append(
@@ -125,7 +148,8 @@ def _advice(signs: Signs) -> list[Finding]:
     if signs.late_share >= _NOTABLE:
         advice.append(
             f"{signs.late_share:.0%} of what was found arrives too late ({signs.onboarding:,} blocks wait to be read): "
-            "a faster disk, or more host memory, would help"
+            f"a faster {'store' if signs.remote_hit_share > signs.disk_hit_share else 'disk'}, or more host memory, "
+            "would help"
         )
     written = signs.stored_bytes + signs.written_bytes
     if not advice and signs.hit_rate < 0.01 and written and signs.uptime_s > 600.0:

@@ -16,17 +16,21 @@ from kvbm.admin_protocol import (
     SnapshotReply,
     SpaceReport,
 )
+from kvbm.observe.metric_table import CACHE_TIERS
 from kvbm.observe.verdict import Finding, Signs, judge
 from kvbm.present.numbers import format_bytes
 
 FLOWS = (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
-_HOST, _DISK = "host", "disk"
+REMOTE_FLOWS = (("host", "remote"), ("remote", "host"))
+_HOST, _DISK, _REMOTE = "host", "disk", "remote"
 
 
 class TierView(msgspec.Struct, frozen=True, kw_only=True):
     """One tier, over all namespaces. `hit_share` is the part of the blocks asked for in the window that it held.
 
-    Sizes are bytes; `used_share` and `leased_share` are parts of its capacity, `evicted_per_s` is in blocks.
+    Sizes are bytes; `used_share` and `leased_share` are parts of its capacity, `evicted_per_s` is in blocks. Of a
+    remote tier nobody knows the capacity: that and the shares are 0, and `resident_blocks` are those that the manager
+    knows of.
     """
 
     name: str
@@ -56,10 +60,13 @@ class FlowView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueView(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks in the queues of all namespaces, and the leases and reservations that are held."""
+    """Blocks in the queues of all namespaces, those to and from remote stores apart, and the leases and reservations
+    that are held."""
 
     onboarding: int
     offloading: int
+    remote_onboarding: int
+    remote_offloading: int
     leases: int
     reservations: int
 
@@ -140,7 +147,7 @@ def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | No
     one_length = len(lengths) <= 1
     tokens = lengths.pop() if len(lengths) == 1 else 1
     asked = deltas.grown("kvbm_queried_blocks_total") * tokens
-    hits = {tier: deltas.grown("kvbm_hit_blocks_total", tier) for tier in (_HOST, _DISK, "remote")}
+    hits = {tier: deltas.grown("kvbm_hit_blocks_total", tier) for tier in CACHE_TIERS}
     loaded = sum(
         deltas.grown(name)
         for name in ("kvbm_onboard_blocks_h2d", "kvbm_onboard_blocks_d2d", "kvbm_onboard_blocks_o2d")
@@ -163,11 +170,15 @@ def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | No
         lost_lookups=deltas.grown("kvbm_lost_prefixes_total"),
         findings=(),
         tiers=tiers,
-        flows=_flows(lately),
+        flows=_flows(lately, FLOWS + (REMOTE_FLOWS if any(tier.name == _REMOTE for tier in tiers) else ())),
         flows_window_s=lately.seconds,
         queues=QueueView(
             onboarding=sum(space.onboard_blocks for space in state.manager.spaces),
             offloading=sum(space.offload_blocks for space in state.manager.spaces),
+            remote_onboarding=sum(each.up_blocks for space in state.manager.spaces for each in space.remotes),
+            remote_offloading=sum(
+                each.down_blocks for space in state.manager.spaces for each in space.remotes
+            ),
             leases=sum(space.leases for space in state.manager.spaces),
             reservations=sum(space.reservations for space in state.manager.spaces),
         ),
@@ -191,7 +202,7 @@ def _tiers(
     asked = deltas.grown("kvbm_queried_blocks_total")
     found = {tier.tier for space in state.manager.spaces for tier in space.tiers}
     views = []
-    for name in sorted(found, key=("host", "disk", "remote").index):
+    for name in sorted(found, key=CACHE_TIERS.index):
         parts = [(space, tier) for space in state.manager.spaces for tier in space.tiers if tier.tier == name]
         capacity = sum(tier.blocks for _, tier in parts)
         used = sum(tier.resident + tier.filling for _, tier in parts)
@@ -217,9 +228,9 @@ def _tiers(
     return tuple(views)
 
 
-def _flows(deltas: Deltas) -> tuple[FlowView, ...]:
+def _flows(deltas: Deltas, pairs: tuple[tuple[str, str], ...]) -> tuple[FlowView, ...]:
     flows = []
-    for source, target in FLOWS:
+    for source, target in pairs:
         transfers = deltas.grown("kvbm_transfer_seconds_count", source, target)
         seconds = deltas.grown("kvbm_transfer_seconds_sum", source, target)
         flows.append(
@@ -252,7 +263,15 @@ def _signs(view: View, deltas: Deltas) -> Signs:
         faults=tuple(
             (space.namespace, fault)
             for space in view.spaces
-            for fault in (space.fault, *(f"{tier.tier}: {tier.fault}" for tier in space.tiers if tier.fault))
+            for fault in (
+                space.fault,
+                *(f"{tier.tier}: {tier.fault}" for tier in space.tiers if tier.fault),
+                *(
+                    f"{_REMOTE}: {each.store_fault}"
+                    for each in space.remotes
+                    if each.store_fault and not each.fault
+                ),
+            )
             if fault
         ),
         lookups=view.lookups_per_s * view.window_s,
@@ -262,15 +281,19 @@ def _signs(view: View, deltas: Deltas) -> Signs:
         saved_s=view.saved_s,
         lost_lookups=view.lost_lookups,
         corrupt=sum(deltas.grown("kvbm_failures_total", tier, "corrupt") for tier in (_HOST, _DISK)),
+        corrupt_remote=deltas.grown("kvbm_failures_total", _REMOTE, "corrupt"),
         failed=sum(
-            deltas.grown("kvbm_failures_total", tier, kind)
-            for tier in (_HOST, _DISK)
-            for kind in ("io", "load")
+            deltas.grown("kvbm_failures_total", tier, kind) for tier in CACHE_TIERS for kind in ("io", "load")
         ),
         host_full=host is not None and not host.staging and host.used_share > 0.95,
         host_evicted_per_s=deltas.per_s("kvbm_evicted_blocks_total", _HOST, "capacity"),
         host_leased_share=host.leased_share if host is not None else 0.0,
         has_disk=disk is not None,
+        has_remote=_REMOTE in tiers,
+        remote_hit_share=_share(tiers[_REMOTE].hit_blocks, found) if _REMOTE in tiers else 0.0,
+        remote_written_blocks=deltas.grown("kvbm_offload_blocks_d2o"),
+        remote_too_late_blocks=deltas.grown("kvbm_remote_skipped_blocks_total", "evicted"),
+        remote_over_budget_blocks=deltas.grown("kvbm_remote_skipped_blocks_total", "budget"),
         disk_full=disk is not None and disk.used_share > 0.95,
         disk_evicted_per_s=deltas.per_s("kvbm_evicted_blocks_total", _DISK, "capacity"),
         disk_hit_share=_share(disk.hit_blocks, found) if disk is not None else 0.0,
@@ -278,9 +301,11 @@ def _signs(view: View, deltas: Deltas) -> Signs:
         late_share=_share(deltas.grown(unloaded, "deadline"), found),
         no_room_share=_share(deltas.grown(unloaded, "no_room"), found),
         refused_stores=deltas.grown("kvbm_skipped_offloads_total", "full"),
-        written_bytes=deltas.grown("kvbm_transfer_bytes_total", _HOST, _DISK),
+        written_bytes=sum(
+            deltas.grown("kvbm_transfer_bytes_total", _HOST, tier) for tier in (_DISK, _REMOTE)
+        ),
         stored_bytes=deltas.grown("kvbm_transfer_bytes_total", "device", _HOST),
-        onboarding=view.queues.onboarding,
+        onboarding=view.queues.onboarding + view.queues.remote_onboarding,
     )
 
 

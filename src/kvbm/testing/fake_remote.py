@@ -103,6 +103,8 @@ class FakeRemote:
         """Place and number of blocks of each load that was accepted."""
         self.stores: list[int] = []
         """The number of blocks of each store that was accepted."""
+        self.hedged = self.errors = 0
+        """What it says of reads that were asked twice, and of reads that failed."""
         self._by_hand = by_hand
         self._sealed = sealed
         self._fault = ""
@@ -232,7 +234,22 @@ class FakeRemote:
             self._fault = ""
 
     def describe(self) -> dict[str, object]:
-        return {"place": "memory of a test", "blocks": len(self._place_of), "fault": self._fault}
+        state = "open" if self._fault else "closed"
+        return {
+            "place": "memory of a test",
+            "requests": {"put": len(self.stores), "get": len(self.loads), "list": 0, "delete": 0},
+            "blocks": len(self._place_of),
+            "packs": len(self.stores),
+            "complete": True,
+            "reading": state,
+            "writing": state,
+            "fault": self._fault,
+            "read_errors": self.errors,
+            "write_errors": 0,
+            "latency_s": self.seconds,
+            "hedged": self.hedged,
+            "codec": "none",
+        }
 
     def drain(self, deadline_s: float) -> bool:
         """Complete everything, so that a caller that waits sees the end."""

@@ -203,6 +203,7 @@ def one_of(setting):
         "user ids": "7",
         "ZMQ endpoint": "tcp://*:37",
         "log filter": "debug",
+        "URL of a store": "file:///p",
         "number, 0 to 1": "0.25",
         "text": "gdsf",
     }

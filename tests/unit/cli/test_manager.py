@@ -59,7 +59,9 @@ def call(*words: str) -> int:
 # One value for each kind of flag, away from every default.
 VALUES = {
     Kind.SIZE: ("3GB", 3_000_000_000),
-    Kind.COUNT: ("7", 7),
+    Kind.COUNT: ("17", 17),
+    Kind.SECONDS: ("7", 7),
+    Kind.STORE: ("file:///mnt/kv", "file:///mnt/kv"),
     Kind.PART: ("0.25", 0.25),
     Kind.PORT: ("7001", 7001),
     Kind.PATH: ("/tmp/elsewhere", "/tmp/elsewhere"),

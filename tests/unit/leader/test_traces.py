@@ -95,6 +95,7 @@ def test_a_load_from_disk_is_a_tree_of_its_lookup_promotion_and_copies(bench, si
         "kvbm.asked_tokens": 32,
         "kvbm.found_host_tokens": 8,
         "kvbm.found_disk_tokens": 12,
+        "kvbm.found_remote_tokens": 0,
         "kvbm.loaded_tokens": 20,
     }
     assert part(request, "kvbm.lookup").attributes == {"kvbm.blocks": 8, "kvbm.found_blocks": 5}

@@ -36,7 +36,7 @@ def test_a_load_names_slots_generations_and_the_right_device_blocks(bench: Bench
     assert bench.manager.said() == [
         Release(lookup=lookup.lookup, first=1, loaded=3, seconds=0.5, unloaded={"unused": 1})
     ], "the engine took one less than it was promised"
-    assert bench.leader.lookups.loaded_blocks == {Tier.HOST: 3, Tier.DISK: 0}
+    assert bench.leader.lookups.loaded_blocks == {Tier.HOST: 3, Tier.DISK: 0, Tier.REMOTE: 0}
 
 
 def test_the_manager_is_told_how_long_the_engine_waited(bench: Bench) -> None:
@@ -53,7 +53,7 @@ def test_blocks_that_failed_are_counted_and_told(bench: Bench) -> None:
     bench.arrive(plan, invalid={plan.device_blocks[2], plan.device_blocks[4], 999})
     (release,) = bench.manager.said()
     assert (release.loaded, release.failed) == (2, 3)
-    assert bench.leader.lookups.loaded_blocks == {Tier.HOST: 2, Tier.DISK: 0}
+    assert bench.leader.lookups.loaded_blocks == {Tier.HOST: 2, Tier.DISK: 0, Tier.REMOTE: 0}
     assert bench.leader.lookups.failed_blocks == 3
     bench.arrive(plan)
     assert bench.manager.said() == []

@@ -305,4 +305,4 @@ def test_what_passes_through_a_staging_area_is_loaded_from_disk(bench: Bench) ->
     assert bench.leader.promised_sources("r", 5) == bytes([Tier.DISK] * 5)
     bench.manager.send(Ready(ready=False, epoch=7))
     bench.arrive(plan)
-    assert bench.leader.lookups.loaded_blocks == {Tier.HOST: 0, Tier.DISK: 5}
+    assert bench.leader.lookups.loaded_blocks == {Tier.HOST: 0, Tier.DISK: 5, Tier.REMOTE: 0}

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import pytest
+
+from kvbm.block import NO_COUNT
 from kvbm.hashing import join_keys
 from kvbm.manager.lookups import LEASE_S
+from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metric_table import TABLE
+from kvbm.observe.remote_metrics import REMOTE_METRICS
+from kvbm.policy import AdmitAll
 from kvbm.protocol import Commit, Finished, Release, Reserve, ReserveReply, Reset, ResetReply
+from kvbm.testing.fake_remote import FakeRemote, FakeStore
 from kvbm.testing.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store
 
-NO_OBJECT_STORAGE = {
+OF_A_STORE = {
     "kvbm_offload_blocks_d2o",
     "kvbm_onboard_blocks_o2d",
     "kvbm_object_cache_hit_rate",
     "kvbm_object_read_failures",
     "kvbm_object_write_failures",
+    *(metric.name for metric in REMOTE_METRICS),
 }
-"""The original's series of a tier that does not exist: they are exported, and stay 0."""
+"""The series of a remote store: without one they stay 0, or are not there."""
 
 
 def moved(manager: ManagerBench) -> set[str]:
@@ -97,8 +106,76 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     leader.reserve(11, KEYS[400:416])
     seen |= moved(manager)
     missing = {metric.name for metric in TABLE} - seen
-    assert missing - NO_OBJECT_STORAGE == {"kvbm_offload_blocks_d2d"}, "which only counts where disk is alone"
-    assert missing >= NO_OBJECT_STORAGE
+    assert missing - OF_A_STORE == {"kvbm_offload_blocks_d2d"}, "which only counts where disk is alone"
+    assert missing >= OF_A_STORE
+
+
+def test_every_metric_of_a_remote_store_moves(
+    make_manager: Callable[..., ManagerBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager()
+    shared = FakeStore(LAYOUT)
+    remote = FakeRemote(shared)
+    rules = RemoteRules(linger_s=1.0)
+    opening = SimpleNamespace(open=lambda *_: [(remote, rules, AdmitAll())])
+    monkeypatch.setattr(manager.server.spaces, "_remote", opening)
+    leader, worker = manager.engine()
+
+    def settle() -> None:
+        manager.tick(2.0)
+        while remote.release():
+            manager.step()
+
+    store(leader, worker, 1, KEYS[:4])
+    assert manager.metrics.value("kvbm_remote_known_blocks") == 0
+    settle()
+    seen = moved(manager)
+    assert manager.metrics.value("kvbm_remote_requests_total", kind="put") == 1
+    leader.send(Reset(tier="host"))
+    assert leader.expect(ResetReply).dropped == 4
+
+    # A load from the store that reaches the device, and one of which the store has lost a block and damaged another.
+    leader.lookup(2, KEYS[:4])
+    settle()
+    leader.take()
+    leader.send(Release(lookup=2, loaded=4, seconds=0.1))
+    seen |= moved(manager)
+    leader.send(Reset(tier="host"))
+    leader.expect(ResetReply)
+    shared.lose(KEYS[2:3])
+    shared.corrupt(KEYS[1])
+    leader.lookup(3, KEYS[:4])
+    settle()
+    seen |= moved(manager)
+    assert manager.metrics.value("kvbm_object_read_failures") == 2
+    assert manager.metrics.value("kvbm_failures_total", tier="remote", kind="corrupt") == 1
+    assert manager.metrics.value("kvbm_failures_total", tier="remote", kind="io") == 0, (
+        "others may remove blocks"
+    )
+    leader.send(Release(lookup=3))
+    leader.take()
+
+    # The store fails while it writes, is off, and answers slowly and only when it is asked twice.
+    store(leader, worker, 4, KEYS[10:12])
+    manager.tick(2.0)
+    manager.until(lambda: remote.pending_count, "the blocks are written")
+    remote.break_down()
+    seen |= moved(manager)
+    for state in ("open", "closed"):
+        number = manager.metrics.value("kvbm_remote_breakers", operation="read", state=state)
+        assert number == (state == "open")
+    assert manager.metrics.value("kvbm_tier_up", tier="remote") == 0
+    assert [message.tiers for message in leader.take()] == [{"host": 16}], "engines learn it"
+    store(leader, worker, 5, KEYS[20:22])
+    seen |= moved(manager)
+    remote.mend()
+    remote.hedged, remote.errors, remote.seconds = 2, 3, 0.05
+    seen |= moved(manager)
+    assert [message.tiers for message in leader.take()] == [{"host": 16, "remote": NO_COUNT}]
+    assert manager.metrics.value("kvbm_remote_hedged_reads_total") == 2
+    moved(manager)
+    assert manager.metrics.value("kvbm_remote_hedged_reads_total") == 2, "it counts what is new"
+    assert OF_A_STORE - seen == set()
 
 
 def test_disk_alone_counts_from_device_to_disk(

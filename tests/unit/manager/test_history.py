@@ -12,7 +12,7 @@ from kvbm.hashing import join_keys
 from kvbm.manager import departed as departed_module
 from kvbm.manager import history as history_module
 from kvbm.manager.departed import Departed, Fate
-from kvbm.manager.history import fates, reason_of
+from kvbm.manager.lost import fates, reason_of
 from kvbm.policy import DiskFilter
 from kvbm.protocol import (
     UNLOADED_REASONS,
@@ -180,14 +180,14 @@ def test_refused_by_the_filter(make: Callable[..., Bench]) -> None:
     missing = bench.space.departed.missing(KEYS[:4])
     assert (missing.first, missing.unknown) == (4, 0)
     assert missing.host is not None and missing.host.what == "evicted"
-    assert reason_of(*fates(bench.space, missing)) == "refused_by_filter"
+    assert reason_of(fates(bench.space, missing)) == "refused_by_filter"
 
 
 def test_without_a_filter_nothing_is_blamed_on_one(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=4, disk=False, admission=DiskFilter())
     bench.store(KEYS[:4])
     bench.store(KEYS[10:14])
-    assert reason_of(*fates(bench.space, bench.space.departed.missing(KEYS[:4]))) == "evicted"
+    assert reason_of(fates(bench.space, bench.space.departed.missing(KEYS[:4]))) == "evicted"
 
 
 def test_refused_when_it_was_to_leave_host_memory(make: Callable[..., Bench]) -> None:
@@ -196,7 +196,7 @@ def test_refused_when_it_was_to_leave_host_memory(make: Callable[..., Bench]) ->
     bench.store(KEYS[10:14])
     bench.finish_all()
     missing = bench.space.departed.missing(KEYS[:4])
-    assert reason_of(*fates(bench.space, missing)) == "refused_by_filter"
+    assert reason_of(fates(bench.space, missing)) == "refused_by_filter"
 
 
 def test_evicted_from_disk_too(make: Callable[..., Bench]) -> None:
@@ -207,7 +207,7 @@ def test_evicted_from_disk_too(make: Callable[..., Bench]) -> None:
     missing = bench.space.departed.missing(KEYS[:4])
     assert missing.host is not None and missing.disk is not None
     assert (missing.host.what, missing.disk.what) == ("evicted", "evicted")
-    assert reason_of(*fates(bench.space, missing)) == "evicted"
+    assert reason_of(fates(bench.space, missing)) == "evicted"
 
 
 def test_host_memory_was_faster_than_the_disk(make: Callable[..., Bench]) -> None:
@@ -217,7 +217,7 @@ def test_host_memory_was_faster_than_the_disk(make: Callable[..., Bench]) -> Non
     bench.finish_all()
     missing = bench.space.departed.missing(KEYS[1:4])
     assert (missing.host, missing.disk) == (Fate(100.0, "evicted"), Fate(100.0, "too_late"))
-    assert reason_of(*fates(bench.space, missing)) == "not_written"
+    assert reason_of(fates(bench.space, missing)) == "not_written"
 
 
 def test_a_disk_that_fails_the_write(make: Callable[..., Bench]) -> None:
@@ -227,7 +227,7 @@ def test_a_disk_that_fails_the_write(make: Callable[..., Bench]) -> None:
     bench.store(KEYS[10:14])
     bench.finish_all()
     missing = bench.space.departed.missing(KEYS[:2])
-    assert reason_of(*fates(bench.space, missing)) == "not_written"
+    assert reason_of(fates(bench.space, missing)) == "not_written"
 
 
 def test_a_checksum_that_failed(make_manager: Callable[..., ManagerBench], below: FakeTier) -> None:
@@ -349,7 +349,7 @@ def test_ghost_entries_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyP
     assert len(departed) == 10 * departed_module.GENERATIONS
     assert departed.forgotten
     assert departed.missing(KEYS[:3]).unknown == 3
-    assert departed.missing(KEYS[795:803]) == (Fate(1.0, "evicted"), None, 5, 3)
+    assert departed.missing(KEYS[795:803]) == (Fate(1.0, "evicted"), None, 5, 3, None)
     departed.emptied(Tier.HOST, KEYS[1000:1500], True)
     assert len(departed) <= 10 * departed_module.GENERATIONS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbm.hashing import join_keys
-from kvbm.manager import history
+from kvbm.manager import history, lost
 from kvbm.observe.metric_table import MISSED_REASONS
 from kvbm.protocol import Lookup, LookupReply, Release, Reset, ResetReply
 from rigs.manager import KEYS, ManagerBench, store
@@ -25,13 +25,14 @@ def test_every_reason_that_is_found_has_its_series() -> None:
     fixed = {
         history.NEVER_SEEN,
         history.NO_BOUNDARY,
-        history.NOT_STORED,
-        history.NOT_WRITTEN,
-        history.FILTERED,
-        history.FAILED_CHECKSUM,
-        history.EVICTED,
-        history.EXPIRED,
-        history.RESET,
+        lost.NOT_STORED,
+        lost.NOT_WRITTEN,
+        lost.FILTERED,
+        lost.FAILED_CHECKSUM,
+        lost.EVICTED,
+        lost.EXPIRED,
+        lost.RESET,
+        lost.STORE_OFF,
         history.MODEL_CHANGED,
         history.OTHER_EXTRAS,
         history.UNAVAILABLE,

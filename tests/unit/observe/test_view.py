@@ -152,7 +152,7 @@ def test_occupancy_and_queues_are_sums_over_namespaces() -> None:
     assert (host.capacity_blocks, host.resident_blocks, host.leased_blocks) == (400, 198, 10)
     assert host.capacity_bytes == 400 * BLOCK_BYTES and host.used_bytes == 202 * BLOCK_BYTES
     assert host.used_share == pytest.approx(202 / 400)
-    assert msgspec.structs.astuple(view.queues) == (6, 8, 10, 12)
+    assert msgspec.structs.astuple(view.queues) == (6, 8, 0, 0, 10, 12)
 
 
 def test_namespaces_with_blocks_of_other_lengths_are_counted_in_blocks() -> None:

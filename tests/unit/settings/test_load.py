@@ -51,7 +51,13 @@ ORIGINAL = {
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
     "DYN_KVBM_TRANSFER_BATCH_SIZE": "16",
     "DYN_KVBM_NIXL_BACKEND_GDS_MT": "true",
+    "DYN_KVBM_OBJECT_ENABLED": "1",
     "DYN_KVBM_OBJECT_BUCKET": "b",
+    "DYN_KVBM_OBJECT_ENDPOINT": "https://minio:9000",
+    "DYN_KVBM_OBJECT_REGION": "eu-west-1",
+    "DYN_KVBM_OBJECT_ACCESS_KEY": "user",
+    "DYN_KVBM_OBJECT_SECRET_KEY": "secret",
+    "DYN_KVBM_OBJECT_NUM_BLOCKS": "1000",
 }
 
 
@@ -107,6 +113,13 @@ def test_every_variable_of_the_original_is_accepted():
         stats_log_interval_s=0,
         numa=False,
         log_level="debug",
+        object_enabled=True,
+        object_bucket="b",
+        object_endpoint="https://minio:9000",
+        object_region="eu-west-1",
+        object_access_key="user",
+        object_secret_key="secret",
+        remote_known_blocks=1000,
         runtime_dir=settings.runtime_dir,
     )
     inert = [setting for setting in SCHEMA if setting.no_effect]

@@ -17,12 +17,16 @@ from kvbm.settings.reference import page
 from kvbm.settings.setting import declared
 from rigs.checkout import ROOT
 
+READ_AS = {"object_enabled": "object_on"}
+"""Settings that others read through a property of `Settings`."""
+
 
 @pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
 def test_a_setting_is_read_by_someone_or_says_that_it_has_no_effect(setting):
     root = Path(kvbm.__file__).parent
     readers = [path for path in root.rglob("*.py") if path.parent.name != "settings" or path.stem == "advice"]
-    read = any(re.search(rf"settings\.{setting.field}\b", path.read_text()) for path in readers)
+    name = READ_AS.get(setting.field, setting.field)
+    read = any(re.search(rf"settings\.{name}\b", path.read_text()) for path in readers)
     assert read == (not setting.no_effect)
 
 
@@ -36,7 +40,7 @@ def test_who_reads_a_setting_is_who_is_said_to(setting):
     if setting.no_effect:
         return
     root = Path(kvbm.__file__).parent
-    reads = re.compile(rf"settings\.{setting.field}\b")
+    reads = re.compile(rf"settings\.{READ_AS.get(setting.field, setting.field)}\b")
     derived = {"disk_admission", "disk_offload_filter", "host_bytes", "disk_bytes", "staging_bytes"}
 
     def read_in(parts):

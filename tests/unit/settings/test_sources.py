@@ -19,6 +19,7 @@ WORDS = {
     Kind.LOG: ("warn", "error", "debug", "trace"),
     Kind.USERS: ("2,3", "1", "4", "5"),
     Kind.ENDPOINT: ("tcp://*:2", "tcp://127.0.0.1:1", "tcp://[::1]:3", "ipc:///a"),
+    Kind.STORE: ("file:///b", "file:///a", "redis://c", "s3://ddd/d"),
     Kind.LISTEN: ("127.0.0.1:2", "127.0.0.1:1", "localhost:3", "unix:/a"),
 }
 """A value for the file, the environment, an engine's configuration and the command line."""

@@ -148,7 +148,8 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestFound(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request matched: blocks found on the `device`, in `host` memory and on `disk`, and `loaded`.
+    """How far a request matched: blocks found on the `device`, in `host` memory, on `disk` and in a `remote` store, and
+    `loaded`.
 
     `missing` and `unloaded` count blocks that were computed, by reason; `reason` is the one that cost the most, and
     `advice` what would help. Of a prompt, `prefix` has the blocks of its beginning in each tier.
@@ -163,6 +164,7 @@ class RequestFound(msgspec.Struct, frozen=True, kw_only=True):
     device: int
     host: int
     disk: int
+    remote: int
     no_room: int
     first_missing: int | None
     missing: dict[str, int]
@@ -216,11 +218,14 @@ class Namespaces(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What is under way in a namespace: blocks from disk to host memory and back, and stores of engines."""
+    """What is under way in a namespace: blocks from disk to host memory and back, from remote stores and back, and
+    stores of engines."""
 
     namespace: str
     onboard_blocks: int
     offload_blocks: int
+    remote_onboard_blocks: int
+    remote_offload_blocks: int
     reservations: int
 
 

@@ -37,7 +37,8 @@ from kvbm.admin_protocol import (
     WhyReply,
 )
 from kvbm.cli import why
-from kvbm.cli.managers import choose_space, parse_tier
+from kvbm.cli.inspect import queue_row
+from kvbm.cli.managers import SLOT_TIERS, choose_space, parse_tier
 from kvbm.cli.prompts import candidates, held_chain
 from kvbm.cli.resize import RESIZE_S_MAX
 from kvbm.cli.status import ManagerStatus, faults_of
@@ -194,23 +195,17 @@ def _namespaces(gate: ManagerGate, _: doc.Nothing) -> doc.Namespaces:
 def _queues(gate: ManagerGate, _: doc.Nothing) -> doc.Queues:
     with gate.session() as admin:
         described = admin.ask(Describe(), Description)
-    rows = tuple(
-        doc.QueueRow(
-            namespace=space.namespace,
-            onboard_blocks=space.onboard_blocks,
-            offload_blocks=space.offload_blocks,
-            reservations=space.reservations,
-        )
-        for space in described.spaces
-    )
-    return doc.Queues(queues=rows, fences=described.fences)
+    rows = [queue_row(space) for space in described.spaces]
+    return msgspec.convert({"queues": rows, "fences": described.fences}, doc.Queues)
 
 
 def _reset(gate: ManagerGate, given: doc.ResetBody) -> doc.ResetDone:
     wanted = parse_tier(given.tier, ("G2", "G3", "all"))
     with gate.session() as admin:
         spaces = admin.ask(Describe(), Description).spaces
-        there = sorted({each.tier for space in spaces for each in space.tiers}, reverse=True)
+        there = sorted(
+            {each.tier for space in spaces for each in space.tiers} & set(SLOT_TIERS), reverse=True
+        )
         if wanted and spaces and wanted not in there:
             raise SettingsError("--tier", given.tier, f"a tier of this manager: it has no {wanted} tier")
         results = {each: admin.ask(Reset(tier=each), ResetReply) for each in there if wanted in ("", each)}

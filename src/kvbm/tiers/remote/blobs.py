@@ -67,9 +67,11 @@ class BlobStore(Protocol):
     """What it is, for people: a URL without credentials."""
     blob_bytes_max: int
     """Blobs shall not be larger: what the store takes well. May get smaller with the first request, never larger."""
-    notes: tuple[str, ...]
-    """What it was found to do otherwise than others, a line each, e.g. that it ignores ranges. None before the first
-    request."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What it was found to do otherwise than others, a line each, e.g. that it ignores ranges. None before the
+        first request."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> Put:
         """Write a blob of these parts, whole or not at all, unless there is one. Raises StoreError.

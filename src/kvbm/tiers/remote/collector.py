@@ -34,6 +34,16 @@ _PACK = re.compile(r"([0-9a-f]{64}/packs/[0-9a-f]{2}/)[0-9a-f]{40}")
 _LEFTOVER = re.compile(r"[0-9a-f]{64}/(log|probe)/.*")
 
 
+def is_pack(name: str) -> bool:
+    """Whether a blob of a store is a pack of some namespace, by its name."""
+    return _PACK.fullmatch(name) is not None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether it is something else of a namespace: what writers tell each other, or a trial."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
 class Victim(NamedTuple):
     """A blob to be removed, and the time that it had when that was decided."""
 
@@ -143,9 +153,9 @@ class Collector:
         newest: dict[str, float] = {}
         for info in self._store.listing(""):
             blob = Victim(*info)
-            if _PACK.fullmatch(info.name):
+            if is_pack(info.name):
                 packs.append(blob)
-            elif _LEFTOVER.fullmatch(info.name):
+            elif is_leftover(info.name):
                 writer = _writer(info.name)
                 newest[writer] = max(newest.get(writer, info.modified_s), info.modified_s)
                 leftovers.append(blob)

@@ -16,7 +16,11 @@ class PrefixedBlobs:
         self._prefix = prefix
         self.place = store.place + ("" if store.place.endswith("/") else "/") + prefix
         self.blob_bytes_max = store.blob_bytes_max
-        self.notes = store.notes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `BlobStore`."""
+        return self._store.notes
 
     def put(self, name: str, parts: Sequence[Buffer]) -> Put:
         """See `BlobStore`."""

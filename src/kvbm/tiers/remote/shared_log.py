@@ -1,9 +1,9 @@
 """How nodes tell one another of new packs: each *writer* keeps a short log of segments in the store. Pure.
 
 A segment is the blob `log/<writer, 16 hex>/<sequence, 8 hex>` with entries of packs: a magic, the xxh3_128 of name and
-body, and the body (msgpack). A writer deletes its own segments but for the last `SEGMENTS_KEPT`. A reader lists `log`
-and reads what it has not read yet; where it missed some, only a listing of all packs tells what they said. A segment
-that is torn or foreign is skipped, and what one says is hearsay as everything that comes from a store.
+body, and the body (msgpack). A writer deletes its own segments but for the last `SEGMENTS_KEPT`. A reader lists
+them all and reads what it has not read yet; where it missed some, only a listing of all packs tells what they said. A
+segment that is torn or foreign is skipped, and what one says is hearsay as everything that comes from a store.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LogReader:
         """So often segments were missed."""
 
     def unread(self, listed: Iterable[BlobInfo]) -> Unread:
-        """What to read after a listing of `log`. In the first one there is no gap: all packs are listed anyway."""
+        """What to read after a listing of segments. In the first one there is no gap: all packs are listed anyway."""
         by_writer: dict[str, list[int]] = {}
         foreign = 0
         for info in listed:

@@ -110,6 +110,7 @@ function drawTiers(view) {
     return;
   }
   at("tiers").replaceChildren(...view.tiers.map((tier) => {
+    if (tier.capacity_blocks === 0) return drawStore(view, tier);
     const rest = Math.max(tier.used_share - tier.leased_share, 0);
     const name = make("span", "", make("b", "", tier.name), tier.staging ? " (staging)" : "", tier.up ? null : make("span", "off", " off"));
     const size = `${percent(tier.used_share)} of ${bytes(tier.capacity_bytes)}`;
@@ -124,6 +125,28 @@ function drawTiers(view) {
         fact("blocks", whole(tier.resident_blocks + tier.filling_blocks)),
       ));
   }));
+}
+
+// A remote store: nobody knows how much fits there, so there is no bar.
+function drawStore(view, tier) {
+  const stores = view.spaces.flatMap((space) => space.remotes);
+  const name = make("span", "", make("b", "", tier.name), tier.up ? null : make("span", "off", " off"));
+  const sum = (number) => stores.reduce((total, each) => total + number(each), 0);
+  const requests = sum((each) => Object.values(each.requests).reduce((total, count) => total + count, 0));
+  const slowest = Math.max(...stores.map((each) => each.latency_s), 0);
+  const opened = stores.filter((each) => each.reading !== "closed" || each.writing !== "closed");
+  const places = [...new Set(stores.map((each) => each.place || each.name))].map((place) => make("small", "cut", place));
+  return make("div", "tier",
+    make("div", "top", name, make("span", "", `${bytes(tier.used_bytes)} known`)),
+    ...places,
+    ...opened.filter((each) => each.reading).map((each) => make("small", "off", `reads ${each.reading}, writes ${each.writing}`)),
+    make("div", "facts",
+      fact("of what is asked is found here", percent(tier.hit_share)),
+      fact("blocks known", whole(tier.resident_blocks)),
+      fact("requests", short(requests)),
+      slowest > 0 ? fact("latency", `${(slowest * 1e3).toFixed(1)} ms`) : null,
+      stores.every((each) => each.complete) ? null : make("span", "", "still being read"),
+    ));
 }
 
 function curve(points) {
@@ -215,10 +238,13 @@ function drawQueues(view) {
     ["blocks up", view.queues.onboarding], ["blocks down", view.queues.offloading],
     ["leases", view.queues.leases], ["stores in flight", view.queues.reservations],
   ];
+  if (hasStore(view)) items.splice(2, 0, ["up from the store", view.queues.remote_onboarding], ["down to the store", view.queues.remote_offloading]);
   at("queues").replaceChildren(...items.map(([label, value]) => make("div", "", make("dt", "", label), make("dd", "", whole(value)))));
 }
 
-function drawWhy(reply) {
+const hasStore = (view) => view.tiers.some((tier) => tier.name === "remote");
+
+function drawWhy(reply, view) {
   at("whyWindow").textContent = `of ${whole(reply.asked_blocks)} blocks asked in the last ${duration(reply.seconds)}`;
   if (!reply.requests.length) {
     at("why").replaceChildren(make("p", "empty", "No request was looked up yet."));
@@ -230,14 +256,15 @@ function drawWhy(reply) {
     bar([[reply.asked_blocks ? blocks / reply.asked_blocks : 0, ""]]),
     make("small", "", MEANINGS[reason] || "")));
   if (!bars.length) bars.push(make("p", "empty", "Nothing was missing."));
+  const store = hasStore(view);
   const rows = reply.requests.map((found) => {
     const reason = make("span", `tag ${{ hit: "hit", never_seen: "new" }[found.reason] || ""}`, found.reason.replaceAll("_", " "));
     reason.title = found.advice.length ? `would help: ${found.advice.join(" ")}` : MEANINGS[found.reason] || "";
     const computed = [...Object.values(found.missing), ...Object.values(found.unloaded)].reduce((sum, blocks) => sum + blocks, 0);
-    const numbers = [found.blocks, found.host, found.disk, found.loaded, computed].map(whole);
+    const numbers = [found.blocks, found.host, found.disk, ...(store ? [found.remote] : []), found.loaded, computed].map(whole);
     return [found.request, reason, duration(found.seconds_ago), ...numbers];
   });
-  const list = make("div", "wide", table(["request", "why", "ago", "blocks", "host", "disk", "loaded", "computed"], rows, [0, 1]));
+  const list = make("div", "wide", table(["request", "why", "ago", "blocks", "host", "disk", ...(store ? ["remote"] : []), "loaded", "computed"], rows, [0, 1]));
   at("why").replaceChildren(make("div", "", ...bars), list);
 }
 
@@ -294,7 +321,7 @@ async function look() {
     drawPrefixes(view);
     drawEngines(view);
     drawQueues(view);
-    drawWhy(reply);
+    drawWhy(reply, view);
     drawNotice(view);
     setPill("live", "live");
     drawPaused();

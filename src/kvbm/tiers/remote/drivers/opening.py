@@ -134,7 +134,7 @@ def parsed(url: str, field: str = "remote") -> Place:
 
 
 def object_url(bucket: str, *, endpoint: str = "", region: str = "", prefix: str = "") -> str:
-    """The URL of a bucket of S3, from what Dynamo's variables say (`DYN_KVBM_OBJECT_BUCKET` and its like)."""
+    """The URL of a bucket of S3, from what Dynamo's variables say (`DYN_KVBM_OBJECT_BUCKET` and so on)."""
     options = {key: value for key, value in (("region", region), ("endpoint", endpoint)) if value}
     path = f"/{prefix.strip('/')}" if prefix.strip("/") else ""
     return f"s3://{bucket}{path}" + (f"?{urlencode(options, safe='/:')}" if options else "")

@@ -1,0 +1,77 @@
+"""The rows of the table of metrics about remote stores (G4): a part of `metric_table.TABLE`."""
+
+from __future__ import annotations
+
+from kvbm.observe.metric_kinds import Label, Metric, MetricKind
+
+REMOTE = "remote"
+"""The tier that has these series."""
+
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
+_OPERATION = Label("operation", ("read", "write"))
+
+REQUESTS = ("put", "get", "list", "delete")
+"""The kinds of requests to a store."""
+BREAKER_STATES = ("closed", "open", "half-open")
+CODECS = ("none", "zstd")
+
+REMOTE_METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="kvbm_remote_requests_total",
+        kind=_COUNTER,
+        help="Requests to remote stores by kind, as they are billed; what a client library repeats by itself is not "
+        "counted",
+        labels=(Label("kind", REQUESTS),),
+        at_zero=True,
+        only_of=REMOTE,
+    ),
+    Metric(
+        name="kvbm_remote_errors_total",
+        kind=_COUNTER,
+        help="Requests to remote stores that failed or came too late",
+        labels=(_OPERATION,),
+        at_zero=True,
+        only_of=REMOTE,
+    ),
+    Metric(
+        name="kvbm_remote_known_blocks",
+        kind=_GAUGE,
+        help="Blocks in remote stores of which this manager knows where they lie",
+    ),
+    Metric(name="kvbm_remote_known_packs", kind=_GAUGE, help="The packs that they lie in"),
+    Metric(
+        name="kvbm_remote_breakers",
+        kind=_GAUGE,
+        help="Circuit breakers of remote stores by state, one of each namespace for reads and one for writes: closed "
+        "(works), open (nothing is asked for a while), half-open (it is being tried)",
+        labels=(_OPERATION, Label("state", BREAKER_STATES)),
+    ),
+    Metric(
+        name="kvbm_remote_hedged_reads_total",
+        kind=_COUNTER,
+        help="Reads from remote stores that were asked a second time, as the first answer took unusually long",
+        at_zero=True,
+        only_of=REMOTE,
+    ),
+    Metric(
+        name="kvbm_remote_latency_seconds",
+        kind=_GAUGE,
+        help="Time from a read's request to its first byte as it is expected now, that of the slowest namespace",
+    ),
+    Metric(
+        name="kvbm_remote_codec",
+        kind=_GAUGE,
+        help="1 for the codecs that what is written to remote stores has now: none or zstd",
+        labels=(Label("codec", CODECS),),
+    ),
+    Metric(
+        name="kvbm_remote_skipped_blocks_total",
+        kind=_COUNTER,
+        help="Blocks that were not written to a remote store, by reason: refused by the admission policy (filter), "
+        "beyond the hour's budget of bytes or requests (budget), queue full, evicted before their turn, store "
+        "off, or with encryption nobody knows whose they are (no_tenant)",
+        labels=(Label("reason", ("filter", "budget", "queue_full", "evicted", "tier_off", "no_tenant")),),
+        at_zero=True,
+        only_of=REMOTE,
+    ),
+)

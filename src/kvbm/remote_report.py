@@ -1,0 +1,44 @@
+"""What an operator is told of a remote tier: the part of its own description that has a form."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A remote tier, as it describes itself: what it leaves out of this is empty.
+
+    It is called `name` and is at `place`, which has a peculiarity for each line of `notes`. `fault` is empty while
+    blocks can be read, and `store_fault` while they can be written; `reading` and `writing` are the states of the
+    breakers. This manager knows of `blocks` in `packs`, of at most `blocks_max`, and of all that lie there once it is
+    `complete`. `requests` counts by kind since the start, as stores bill them; `hedged` reads were asked twice. So many
+    blocks wait or are under way to it (`down_blocks`) and from it (`up_blocks`); where nothing is written, `writes` is
+    false.
+    """
+
+    name: str = ""
+    place: str = ""
+    notes: tuple[str, ...] = ()
+    fault: str = ""
+    store_fault: str = ""
+    reading: str = ""
+    writing: str = ""
+    writes: bool = False
+    blocks: int = 0
+    blocks_max: int = 0
+    packs: int = 0
+    complete: bool = False
+    up_blocks: int = 0
+    down_blocks: int = 0
+    requests: dict[str, int] = {}
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+    corrupt_blocks: int = 0
+    hedged: int = 0
+    latency_s: float = 0.0
+    read_bytes_per_s: float = 0.0
+    write_bytes_per_s: float = 0.0
+    codec: str = ""
+    collect_error: str = ""
