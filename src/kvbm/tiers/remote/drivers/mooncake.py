@@ -50,16 +50,12 @@ class MooncakeBlobs:
     def __init__(self, calls: MooncakeCalls, index: BlobStore, place: str, prefix: str) -> None:
         self.place = place
         self.blob_bytes_max = BLOB_BYTES_MAX
+        self.notes: tuple[str, ...] = ()
         self._calls = calls
         self._index = index
         self._prefix = prefix + "/"
         self._requests: Counter[str] = Counter()
         self._counting = threading.Lock()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """See `BlobStore`."""
-        return self._index.notes
 
     def put(self, name: str, parts: Sequence[Buffer]) -> Put:
         """See `BlobStore`. Of puts at once several may be told CREATED."""
@@ -74,6 +70,7 @@ class MooncakeBlobs:
             raise self._trouble("put", name, code)
         if self._index.put(name, [_ENTRY]) is Put.EXISTS and code == 0:
             self._index.touch(name)  # of a value that had gone
+        self.notes = self._index.notes
         return Put.EXISTS if code == IS_THERE else Put.CREATED
 
     def read(self, name: str, start: int, end: int) -> Buffer | None:

@@ -50,7 +50,7 @@ class _Process:
             # A session of its own: an interrupt of the node's terminal is the node's to handle.
             self._child = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )

@@ -150,7 +150,7 @@ def _serve(store: Any, config: Any, connection: socket.socket) -> None:
     try:
         served = Served(store, config, connection)
     except Exception as error:
-        print(f"kvbm: {error}", file=sys.stderr)
+        sys.stderr.write(f"kvbm: {error}\n")
         connection.close()
         return
     served.run()

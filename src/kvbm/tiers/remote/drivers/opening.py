@@ -7,8 +7,8 @@
     redis://user:password@host:port/db?prefix=     also rediss, valkey, valkeys; ?ca= with TLS
     mooncake://master:port?index=URL&prefix=&metadata=&protocol=tcp&device=&segment=0&host=&replicas=1
 
-`index`: the store, by its URL, that has the names of what lies in Mooncake; its own `&` is written `%26`. `segment`: the
-memory that this node gives to the pool, 0 or with a unit, as 4GiB. `metadata`: P2PHANDSHAKE, or as Mooncake takes it.
+`index`: the store, by its URL, that has the names of what lies in Mooncake; its own `&` is written `%26`.
+`segment`: the memory that this node gives to the pool: 0, or as 4GiB. `metadata`: P2PHANDSHAKE, or as Mooncake has it.
 
 `ca`: a file with the certificate of who signs the server's, beside those that the system trusts.
 """
