@@ -165,8 +165,8 @@ def _connected(setup: Setup) -> tuple[Any, Any]:
             own = there.getsockname()[0]
     except OSError as error:
         raise OSError(f"the master at {setup.master} cannot be reached: {error.strerror or error}") from None
-    # It writes a line for everything that it does, and one for each blob that is not there.
-    os.environ.setdefault("GLOG_minloglevel", "3")
+    # Else it writes a line for everything that it does.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         library: Any = importlib.import_module("mooncake.store")
     except ImportError as error:

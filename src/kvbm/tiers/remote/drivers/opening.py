@@ -67,14 +67,14 @@ class Place(NamedTuple):
     """Without slashes at its ends, but for `file`."""
     options: Mapping[str, str]
     credentials: Credentials
+    """Of `mooncake`, those of its index."""
 
     @property
     def shown(self) -> str:
         """The URL without credentials."""
         where = self.host + (f":{self.port}" if self.port is not None else "")
         path = self.path if self.scheme == "file" else f"/{self.path}" if self.path else ""
-        named = {key: _redacted(value) if key == "index" else value for key, value in self.options.items()}
-        options = f"?{urlencode(named, safe='/:')}" if named else ""
+        options = f"?{urlencode(self.options, safe='/:')}" if self.options else ""
         return f"{self.scheme}://{where}{quote(path)}{options}"
 
 
@@ -137,7 +137,8 @@ def parsed(url: str, field: str = "remote") -> Place:
         if not host or path.strip("/") or parts.username is not None:
             raise SettingsError(field, shown, "mooncake://host:port of the master, without a path or a user")
         path = ""
-        _require_mooncake(options, shown, field)
+        index = _index(options, shown, field)
+        options["index"], named = index.shown, index.credentials
     else:
         path = path.strip("/")
         if not host or (path and not path.isdecimal()):
@@ -167,27 +168,27 @@ def _require_bucket(host: str, path: str, shown: str, field: str) -> None:
         raise SettingsError(field, shown, "a prefix of letters, digits, . _ - and / after the bucket")
 
 
-def _require_mooncake(options: Mapping[str, str], shown: str, field: str) -> None:
-    """Its own options' values; that there are no others is looked at later."""
-    index = options.get("index", "")
-    if not index:
+def _index(options: Mapping[str, str], shown: str, field: str) -> Place:
+    """The store of names beside a Mooncake Store. Looks at the values of the other options too."""
+    if not options.get("index"):
         raise SettingsError(
             field,
             shown,
-            "Mooncake lists nothing: &index=URL names a directory, Redis or bucket for the names of what lies there",
+            "Mooncake lists nothing: index=URL names a directory, Redis or bucket for the names of what lies there",
         )
-    if parsed(index, field).scheme == "mooncake":
+    index = parsed(options["index"], field)
+    if index.scheme == "mooncake":
         raise SettingsError(field, shown, "index is a directory, a Redis or a bucket")
     if options.get("protocol", "tcp") not in ("tcp", "rdma"):
         raise SettingsError(field, shown, "protocol is tcp or rdma")
     if options.get("segment", "0") != "0" and not _SEGMENT.fullmatch(options["segment"]):
         raise SettingsError(field, shown, "segment is 0, or as 512MiB or 4GiB")
-    replicas = options.get("replicas", "1")
-    if not re.fullmatch("[0-9]", replicas) or not 1 <= int(replicas) <= MOONCAKE_REPLICAS_MAX:
+    if not re.fullmatch(f"[1-{MOONCAKE_REPLICAS_MAX}]", options.get("replicas", "1")):
         raise SettingsError(field, shown, f"replicas is 1 to {MOONCAKE_REPLICAS_MAX}")
     for option in ("metadata", "device", "host"):
         if options.get(option) and not _WORD.fullmatch(options[option]):
             raise SettingsError(field, shown, f"{option} is of letters, digits and _ . : , / -")
+    return index
 
 
 def _require_options(place: Place, shown: str, field: str) -> None:
@@ -289,8 +290,13 @@ def _open_mooncake(
     from kvbm.tiers.remote.drivers.mooncake_wire import Setup
 
     options = place.options
+    named = place.credentials
     index = open_blobs(
-        options["index"], clock=clock, deadline_s=deadline_s, credentials=credentials, field=field
+        options["index"],
+        clock=clock,
+        deadline_s=deadline_s,
+        credentials=named if named.user or named.secret else credentials,
+        field=field,
     )
     setup = Setup(
         master=f"{place.host}:{place.port or MOONCAKE_PORT}",
