@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,13 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.block import BlockKey, Outcome
 from kvbm.clock import ManualClock
 from kvbm.testing.blob_contract import blob_bytes, blob_name, same
+from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, BlockBuffers, make_key
+from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.blobs import Put, StoreError
 from kvbm.tiers.remote.drivers.mooncake import MooncakeBlobs
 from kvbm.tiers.remote.drivers.mooncake_calls import RESTART_S
 from kvbm.tiers.remote.drivers.mooncake_wire import CONNECTIONS
 from kvbm.tiers.remote.drivers.opening import open_blobs
+from kvbm.tiers.remote.options import RemoteOptions
 from rigs.blob_services import MooncakeService, mooncake, mooncake_master
 from rigs.manager_probe import free_port, wait_for
 
@@ -63,6 +70,25 @@ def trouble(ask: Callable[[], object]) -> StoreError:
     with pytest.raises(StoreError) as caught:
         ask()
     return caught.value
+
+
+def ended(tier: BlobTier) -> Completion:
+    """The completion of the one job that is pending, within its deadline and a little."""
+    end_s = time.monotonic() + 15.0
+    while not (found := tier.poll()):
+        left_s = end_s - time.monotonic()
+        assert left_s > 0.0, "it does not complete"
+        select.select([tier.fileno()], [], [], left_s)
+    (completion,) = found
+    return completion
+
+
+def load(tier: BlobTier, keys: list[BlockKey]) -> tuple[Completion, bool]:
+    """How a load of known blocks ends, and whether it brought the right bytes."""
+    buffers = [BlockBuffers(LAYOUT) for _ in keys]
+    views = [buffer.views for buffer in buffers]
+    assert tier.submit_load(2, keys, tier.places(keys)[0], views, None) is Outcome.PENDING
+    return ended(tier), all(buffer.hold(key) for buffer, key in zip(buffers, keys, strict=True))
 
 
 def comes(ask: Callable[[], bool]) -> bool:
@@ -222,3 +248,44 @@ def test_a_full_pool_evicts_or_says_so(tmp_path: Path, opened: Opener) -> None:
         assert 0 < len(listed) <= 8
         assert all(info.size == len(blob) for info in listed)
         assert {info.name for info in listed} <= {info.name for info in store._index.listing("packs/")}
+
+
+def test_what_one_node_s_tier_stores_another_s_loads_until_the_pool_has_gone(
+    service: MooncakeService, opened: Opener, tmp_path: Path
+) -> None:
+    options = RemoteOptions(poll_s=0.05, poll_max_s=0.1, collect=False, load_deadline_s=5.0)
+    one, other = (
+        open_blob_tier(opened(service), LAYOUT, NAMESPACE, options, jitter=random.Random(seed))
+        for seed in (1, 2)
+    )
+    keys = [make_key(number) for number in range(6)]
+    heads = [BlockHead(key, keys[number - 1] if number else None) for number, key in enumerate(keys)]
+    sources = [BlockBuffers.of(key, LAYOUT).views for key in keys]
+    assert one.submit_store(1, heads, sources, None) is Outcome.PENDING
+    assert ended(one).outcome is Outcome.HIT
+
+    def told() -> bool:
+        for tier in (one, other):
+            tier.tick()
+            assert tier.poll() == []
+        return min(other.places(keys)) >= 0
+
+    wait_for(told, WAIT_S, "the other node learns nothing")
+    completion, right = load(other, keys)
+    assert completion.outcome is Outcome.HIT
+    assert right
+    service.master.kill()
+    service.master.wait()
+    assert load(other, keys)[0].outcome is Outcome.RETRY
+    (tmp_path / "again").mkdir()
+    with mooncake_master(tmp_path / "again", port=service.port):
+        outcome = Outcome.RETRY
+        while outcome is Outcome.RETRY:
+            wait_for(lambda: told() and not other.fault, WAIT_S, lambda: other.fault)
+            completion, _ = load(other, keys)
+            outcome = completion.outcome
+        assert outcome is Outcome.MISS
+        assert not completion.corrupt
+        assert [info.name for info in opened(service)._index.listing("") if "/packs/" in info.name] == []
+    one.close()
+    other.close()
