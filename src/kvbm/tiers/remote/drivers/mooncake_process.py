@@ -1,8 +1,9 @@
 """The process that Mooncake's library lives in: `python -m kvbm.tiers.remote.drivers.mooncake_process`.
 
-The library ends a process with a signal where it is closed while a call is under way, waits up to half a minute for a
-master that is silent, and writes into buffers whenever it likes. So a node does not load it: it starts this process,
-asks it over sockets, gives up when it likes and kills it without ado.
+The library ends a process with a signal where a call comes after it was closed; while it looks for a master that is not
+there it holds the interpreter's lock, for a minute and a half; it waits half a minute for one that is silent, and
+writes into buffers whenever it likes. So a node does not load it: it starts this process, asks it over sockets, gives
+up when it likes and kills it without ado.
 
 Standard input is the control socket: first the `Setup`, then a descriptor of a connection at a time. When it ends, so
 does the process, whatever the library is doing.
