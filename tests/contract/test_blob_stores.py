@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.clock import Clock, ManualClock
-from kvbm.testing.blob_contract import BlobContract, blob_name
+from kvbm.testing.blob_contract import BlobContract, blob_name, same
 from kvbm.testing.faulty_blobs import FaultyBlobs, MemoryBlobs
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.drivers.credentials import Credentials
@@ -17,8 +17,10 @@ from rigs.blob_services import (
     ACCESS_KEY,
     REGION,
     SECRET_KEY,
+    MooncakeService,
     RedisService,
     S3Service,
+    mooncake,
     moto,
     rclone,
     redis_server,
@@ -126,6 +128,12 @@ def redis_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
         yield service
 
 
+@pytest.fixture(scope="session")
+def mooncake_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeService]:
+    with mooncake(tmp_path_factory.mktemp("mooncake")) as service:
+        yield service
+
+
 class HonouringS3(OnS3):
     """At an S3 server that does what it is asked."""
 
@@ -177,3 +185,67 @@ class TestRedis(BlobContract):
 
     def open_store(self, space: str, clock: Clock) -> BlobStore:
         return open_blobs(f"redis://127.0.0.1:{self.service.port}/0?prefix={space}", clock=clock)
+
+
+class OnMooncake(BlobContract):
+    """Mooncake takes a second put and says nothing: of several at once more than one may be told that it created."""
+
+    refuses_second = False
+
+    @pytest.fixture(autouse=True)
+    def at(self, mooncake_service: MooncakeService) -> None:
+        self.mooncake = mooncake_service
+
+    def index(self, space: str) -> str:
+        raise NotImplementedError
+
+    def open_store(self, space: str, clock: Clock) -> BlobStore:
+        return open_blobs(
+            self.mooncake.url(self.index(space), f"&prefix={space}"), clock=clock, deadline_s=30.0
+        )
+
+    def test_a_name_without_a_value_is_no_blob_and_is_taken_out(self, store: BlobStore) -> None:
+        from kvbm.tiers.remote.drivers.mooncake import MooncakeBlobs
+
+        assert isinstance(store, MooncakeBlobs)
+        for number in range(4):
+            store.put(blob_name(number), [b"x"])
+        store._index.put(blob_name(4), [b"1"])
+        store._ask("remove", "delete", [blob_name(number) for number in (0, 1)])
+        assert store.read(blob_name(0), 0, 1) is None
+        assert [info.name for info in store._index.listing("")] == [
+            blob_name(number) for number in (1, 2, 3, 4)
+        ]
+        assert [info.name for info in store.listing("packs/")] == [blob_name(number) for number in (2, 3)]
+        assert [info.name for info in store._index.listing("")] == [blob_name(number) for number in (2, 3)]
+
+    def test_a_value_without_a_name_gets_one_with_the_next_put(self, store: BlobStore) -> None:
+        from kvbm.tiers.remote.drivers.mooncake import MooncakeBlobs
+
+        assert isinstance(store, MooncakeBlobs)
+        store.put(blob_name(1), [b"x"])
+        store._index.delete([blob_name(1)])
+        assert same(store.read(blob_name(1), 0, 1), b"x")
+        assert list(store.listing("")) == []
+        store.put(blob_name(1), [b"x"])
+        assert [info.name for info in store.listing("")] == [blob_name(1)]
+
+
+class TestMooncakeWithDirectory(OnMooncake):
+    @pytest.fixture(autouse=True)
+    def root(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def index(self, space: str) -> str:
+        (self.directory / space).mkdir(exist_ok=True)
+        return f"file://{self.directory}/{space}"
+
+
+class TestMooncakeWithRedis(OnMooncake):
+    @pytest.fixture(autouse=True)
+    def at_redis(self, redis_service: RedisService) -> None:
+        pytest.importorskip("valkey")
+        self.redis = redis_service
+
+    def index(self, space: str) -> str:
+        return f"redis://127.0.0.1:{self.redis.port}/0?prefix={space}"

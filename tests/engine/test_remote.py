@@ -22,6 +22,7 @@ from rigs.blob_services import (
     REGION,
     SECRET_KEY,
     S3Service,
+    mooncake,
     moto,
     redis_server,
     seaweedfs,
@@ -91,7 +92,7 @@ def bucket(service: S3Service) -> dict[str, str]:
     }
 
 
-@pytest.fixture(params=["directory", "seaweedfs", "moto", "redis"])
+@pytest.fixture(params=["directory", "seaweedfs", "moto", "redis", "mooncake"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
     """The settings of a store of each kind, on loopback."""
     if request.param == "directory":
@@ -100,6 +101,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, 
     elif request.param == "redis":
         with redis_server(tmp_path) as server:
             yield {"DYN_KVBM_REMOTE": f"redis://127.0.0.1:{server.port}/0"}
+    elif request.param == "mooncake":
+        (tmp_path / "index").mkdir()
+        with mooncake(tmp_path) as service:
+            yield {"DYN_KVBM_REMOTE": service.url(f"file://{tmp_path}/index")}
     else:
         with {"seaweedfs": seaweedfs, "moto": moto}[request.param](tmp_path) as service:
             yield bucket(service)

@@ -1,4 +1,4 @@
-"""Real stores on loopback, ended with the session of the tests: SeaweedFS, moto, rclone, Redis.
+"""Real stores on loopback, ended with the session of the tests: SeaweedFS, moto, rclone, Redis, Mooncake.
 
 Each is skipped with its reason where the program is not there. Buckets are made by hand: `make_bucket`.
 """
@@ -172,6 +172,52 @@ def redis_server(
     ]
     with _running(words, directory / f"redis-{port}.log", port) as process:
         yield RedisService(port, process)
+
+
+class MooncakeService(NamedTuple):
+    """A Mooncake master, and the node that gives memory to its pool."""
+
+    port: int
+    master: subprocess.Popen[bytes]
+    holder: subprocess.Popen[bytes] | None
+
+    def url(self, index: str, more: str = "") -> str:
+        """The URL of a store whose index is that one."""
+        return f"mooncake://{HOST}:{self.port}?index={index}{more}"
+
+
+@contextmanager
+def mooncake_master(directory: Path, port: int = 0) -> Iterator[MooncakeService]:
+    """A Mooncake master alone: a pool of nobody's memory."""
+    master = program("mooncake_master", "PyPI's mooncake-transfer-engine-non-cuda")
+    port = port or free_port()
+    words = [
+        *(master, f"-rpc_address={HOST}", f"-rpc_port={port}"),
+        *(f"-metrics_host={HOST}", f"-metrics_port={free_port()}"),
+    ]
+    with _running(words, directory / f"mooncake-{port}.log", port) as process:
+        yield MooncakeService(port, process, None)
+
+
+@contextmanager
+def mooncake(directory: Path) -> Iterator[MooncakeService]:
+    """A Mooncake master and a process that gives 256 MiB."""
+    with mooncake_master(directory) as service:
+        log = directory / f"holder-{service.port}.log"
+        words = [sys.executable, "-c", _HOLDER, f"{HOST}:{service.port}"]
+        with _running(words, log) as holder:
+            wait_for(lambda: "holder is there" in log.read_text(), START_S, log.read_text)
+            yield service._replace(holder=holder)
+
+
+_HOLDER = """
+import sys, threading
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", 256 << 20, 0, "tcp", "", sys.argv[1])
+print("holder is there" if code == 0 else f"holder: {code}", flush=True)
+threading.Event().wait()
+"""
 
 
 def program(name: str, origin: str) -> str:

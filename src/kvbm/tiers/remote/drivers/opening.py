@@ -5,6 +5,10 @@
     az://container/prefix?account=&endpoint=&ca=
     file:///path?fsync=yes
     redis://user:password@host:port/db?prefix=     also rediss, valkey, valkeys; ?ca= with TLS
+    mooncake://master:port?index=URL&prefix=&metadata=&protocol=tcp&device=&segment=0&host=&replicas=1
+
+`index`: the store, by its URL, that has the names of what lies in Mooncake; its own `&` is written `%26`.
+`segment`: the memory that this node gives to the pool: 0, or as 4GiB. `metadata`: P2PHANDSHAKE, or as Mooncake has it.
 
 `ca`: a file with the certificate of who signs the server's, beside those that the system trusts.
 """
@@ -12,6 +16,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 DEADLINE_S = 10.0
 REDIS_PORT = 6379
 REDIS_CONNECTIONS = 32
+MOONCAKE_PORT = 50051
+MOONCAKE_REPLICAS_MAX = 8
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "s3": ("region", "endpoint", "virtual-host", "bulk-delete", "ca"),
@@ -40,10 +47,13 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "rediss": ("prefix", "ca"),
     "valkey": ("prefix",),
     "valkeys": ("prefix", "ca"),
+    "mooncake": ("index", "prefix", "metadata", "protocol", "device", "segment", "host", "replicas"),
 }
 _YES_NO = ("virtual-host", "bulk-delete", "fsync")
 _OBJECTS = ("s3", "gs", "az")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_SEGMENT = re.compile(r"([1-9][0-9]{0,6})(MiB|GiB)")
+_WORD = re.compile(r"[A-Za-z0-9_.:,/-]+")
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -57,6 +67,7 @@ class Place(NamedTuple):
     """Without slashes at its ends, but for `file`."""
     options: Mapping[str, str]
     credentials: Credentials
+    """Of `mooncake`, those of its index."""
 
     @property
     def shown(self) -> str:
@@ -81,6 +92,8 @@ def open_blobs(
     Raises SettingsError, naming `field`, for whatever of the URL cannot be used or needs a package that is not there.
     """
     place = parsed(url, field)
+    if place.scheme == "mooncake":
+        return _open_mooncake(place, clock, deadline_s, credentials, blob_bytes_max, field)
     if place.scheme == "file":
         directory = DirectoryBlobs(
             Path(place.path), clock, deadline_s=deadline_s, fsync=place.options.get("fsync") == "yes"
@@ -104,10 +117,6 @@ def parsed(url: str, field: str = "remote") -> Place:
     except ValueError as error:
         raise SettingsError(field, shown, f"this is no URL ({type(error).__name__})") from None
     scheme = parts.scheme
-    if scheme == "mooncake":
-        raise SettingsError(
-            field, shown, "Mooncake Store is not supported yet; it can be given a Redis or a bucket"
-        )
     if scheme not in _OPTIONS:
         raise SettingsError(
             field, shown, f"it begins with one of {', '.join(f'{name}://' for name in _OPTIONS)}"
@@ -124,6 +133,12 @@ def parsed(url: str, field: str = "remote") -> Place:
     elif scheme == "file":
         if parts.netloc or not path.startswith("/") or path == "/":
             raise SettingsError(field, shown, "file:///path of a directory that is there, with three slashes")
+    elif scheme == "mooncake":
+        if not host or path.strip("/") or parts.username is not None:
+            raise SettingsError(field, shown, "mooncake://host:port of the master, without a path or a user")
+        path = ""
+        index = _index(options, shown, field)
+        options["index"], named = index.shown, index.credentials
     else:
         path = path.strip("/")
         if not host or (path and not path.isdecimal()):
@@ -151,6 +166,29 @@ def _require_bucket(host: str, path: str, shown: str, field: str) -> None:
         )
     if path and not _PREFIX.fullmatch(path):
         raise SettingsError(field, shown, "a prefix of letters, digits, . _ - and / after the bucket")
+
+
+def _index(options: Mapping[str, str], shown: str, field: str) -> Place:
+    """The store of names beside a Mooncake Store. Looks at the values of the other options too."""
+    if not options.get("index"):
+        raise SettingsError(
+            field,
+            shown,
+            "Mooncake lists nothing: index=URL names a directory, Redis or bucket for the names of what lies there",
+        )
+    index = parsed(options["index"], field)
+    if index.scheme == "mooncake":
+        raise SettingsError(field, shown, "index is a directory, a Redis or a bucket")
+    if options.get("protocol", "tcp") not in ("tcp", "rdma"):
+        raise SettingsError(field, shown, "protocol is tcp or rdma")
+    if options.get("segment", "0") != "0" and not _SEGMENT.fullmatch(options["segment"]):
+        raise SettingsError(field, shown, "segment is 0, or as 512MiB or 4GiB")
+    if not re.fullmatch(f"[1-{MOONCAKE_REPLICAS_MAX}]", options.get("replicas", "1")):
+        raise SettingsError(field, shown, f"replicas is 1 to {MOONCAKE_REPLICAS_MAX}")
+    for option in ("metadata", "device", "host"):
+        if options.get(option) and not _WORD.fullmatch(options[option]):
+            raise SettingsError(field, shown, f"{option} is of letters, digits and _ . : , / -")
+    return index
 
 
 def _require_options(place: Place, shown: str, field: str) -> None:
@@ -230,6 +268,54 @@ def _open_redis(
         count=REDIS_CONNECTIONS,
     )
     return RedisBlobs(pool, place.shown, prefix)
+
+
+def _open_mooncake(
+    place: Place,
+    clock: Clock,
+    deadline_s: float,
+    credentials: Credentials,
+    blob_bytes_max: int | None,
+    field: str,
+) -> BlobStore:
+    # Looked for and not imported: the library lives in a process of its own.
+    if importlib.util.find_spec("mooncake") is None:
+        raise SettingsError(
+            field,
+            place.shown,
+            "this needs a package: pip install openkvbm[remote-mooncake], or mooncake-transfer-engine with CUDA",
+        )
+    from kvbm.tiers.remote.drivers.mooncake import MooncakeBlobs
+    from kvbm.tiers.remote.drivers.mooncake_calls import MooncakeCalls
+    from kvbm.tiers.remote.drivers.mooncake_wire import Setup
+
+    options = place.options
+    named = place.credentials
+    index = open_blobs(
+        options["index"],
+        clock=clock,
+        deadline_s=deadline_s,
+        credentials=named if named.user or named.secret else credentials,
+        field=field,
+    )
+    setup = Setup(
+        master=f"{place.host}:{place.port or MOONCAKE_PORT}",
+        metadata=options.get("metadata", "P2PHANDSHAKE"),
+        protocol=options.get("protocol", "tcp"),
+        device=options.get("device", ""),
+        segment_bytes=_segment_bytes(options.get("segment", "0")),
+        host=options.get("host", ""),
+        replicas=int(options.get("replicas", "1")),
+    )
+    calls = MooncakeCalls(setup, place.shown, deadline_s, clock)
+    store = MooncakeBlobs(calls, index, place.shown, options.get("prefix", "kvbm").strip("/"))
+    store.blob_bytes_max = min(store.blob_bytes_max, blob_bytes_max or store.blob_bytes_max)
+    return store
+
+
+def _segment_bytes(text: str) -> int:
+    found = _SEGMENT.fullmatch(text)
+    return int(found[1]) << {"MiB": 20, "GiB": 30}[found[2]] if found else 0
 
 
 def _require_package(name: str, place: Place, field: str, extra: str) -> None:

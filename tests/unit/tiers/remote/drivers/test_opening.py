@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,19 @@ from kvbm.tiers.remote.drivers.opening import object_url, open_blobs, parsed
         ("redis://host/name", "number of the database"),
         ("redis://:secret@host:port/0", "no URL"),
         ("redis://me:secret@host/0?prefix=a b", "prefix is of letters"),
-        ("mooncake://host:50051", "Mooncake Store is not supported yet"),
+        ("mooncake://host:50051", "Mooncake lists nothing: index=URL"),
+        ("mooncake://host/path?index=file:///x", "without a path"),
+        ("mooncake://me:secret@host?index=file:///x", "without a path or a user"),
+        (
+            "mooncake://host?index=mooncake://other?index=file:///x",
+            "index is a directory, a Redis or a bucket",
+        ),
+        ("mooncake://host?index=redis://me:secret@other/x", "number of the database"),
+        ("mooncake://host?index=file:///x&protocol=udp", "protocol is tcp or rdma"),
+        ("mooncake://host?index=file:///x&segment=4GB", "segment is 0, or as 512MiB or 4GiB"),
+        ("mooncake://host?index=file:///x&replicas=0", "replicas is 1 to 8"),
+        ("mooncake://host?index=file:///x&device=a b", "device is of letters"),
+        ("mooncake://host?index=file:///x&color=a", "no option 'color'; mooncake takes index, prefix"),
     ],
 )
 def test_what_cannot_be_used_is_named_without_secrets(url: str, said: str) -> None:
@@ -55,6 +68,30 @@ def test_places_hold_no_secret() -> None:
     assert store.place == "rediss://host:7000/2?prefix=a/b"
     assert "sec" not in repr(parsed(url))
     assert "sec" not in repr(Credentials("me", "secret"))
+
+
+def test_an_index_s_password_is_shown_nowhere() -> None:
+    url = "mooncake://host:50051?index=redis://me:secret@other:7000/2?prefix=a&segment=4GiB"
+    place = parsed(url)
+    assert (place.credentials.user, place.credentials.secret) == ("me", "secret")
+    assert parsed(place.options["index"]).options == {"prefix": "a"}
+    assert place.shown == "mooncake://host:50051?index=redis://other:7000/2%3Fprefix%3Da&segment=4GiB"
+    assert parsed(place.shown).options == place.options
+    assert "secret" not in repr(place)
+
+
+def test_mooncake_s_package_is_looked_for_and_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"mooncake://host?index=file://{tmp_path}"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"pip install openkvbm\[remote-mooncake\]"):
+        open_blobs(url)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    store = open_blobs(url, blob_bytes_max=1 << 20)
+    assert store.blob_bytes_max == 1 << 20
+    assert "mooncake" not in sys.modules
+    store.close()
 
 
 def test_a_bucket_by_the_original_s_variables() -> None:
