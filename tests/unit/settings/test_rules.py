@@ -17,7 +17,6 @@ from kvbm.settings.reference import page
 from kvbm.settings.setting import declared
 from rigs.checkout import ROOT
 
-
 READ_AS = {"object_enabled": "object_on"}
 """Settings that others read through a property of `Settings`."""
 
