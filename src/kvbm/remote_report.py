@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
+
+_PART = re.compile(r"/[0-9a-f]{64}/?$")
 
 
 class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,3 +46,8 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     write_bytes_per_s: float = 0.0
     codec: str = ""
     collect_error: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Where it is, for people: the place of a namespace's part ends in the whole fingerprint, which they know."""
+        return _PART.sub("", self.place) or self.name

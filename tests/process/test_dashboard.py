@@ -33,7 +33,8 @@ RULES = DEPLOY / "prometheus" / "kvbm-alerts.yml"
 if not DEPLOY.is_dir():
     pytest.skip("a source distribution has no dashboard", allow_module_level=True)
 sys.path.insert(0, str(SCRIPTS))
-from panels import ROWS, WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
+from panel_queries import WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
+from panels import ROWS  # noqa: E402
 
 PANELS = {f"{row.title}: {panel.title}": panel for row in ROWS for panel in row.panels}
 SEEN_S = 60.0

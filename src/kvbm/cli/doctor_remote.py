@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvbm.cli.doctor_check import Check, advice, fault, ok
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError
-from kvbm.present.numbers import format_bytes
+from kvbm.present.numbers import format_bytes, format_ms
 from kvbm.settings import Settings, variable
 from kvbm.tiers.remote.blobs import BlobStore, StoreError
 from kvbm.tiers.remote.named_store import open_named_store, store_field
@@ -162,7 +162,7 @@ def _check_store(settings: Settings, place: str, trial: Trial) -> Check:
 def _check_speed(settings: Settings, trial: Trial) -> Check:
     name = "remote speed"
     found = (
-        f"{trial.latency_s * 1e3:.1f} ms for a small read, {format_bytes(int(trial.read_bytes_per_s))}/s read and "
+        f"{format_ms(trial.latency_s)} for a small read, {format_bytes(int(trial.read_bytes_per_s))}/s read and "
         f"{format_bytes(int(trial.write_bytes_per_s))}/s written, one request at a time"
     )
     numbers = {

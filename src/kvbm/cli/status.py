@@ -15,7 +15,7 @@ from kvbm.client.admin import Admin, running_managers
 from kvbm.errors import KvbmError
 from kvbm.observe.view import resize_line
 from kvbm.present import tables
-from kvbm.present.numbers import format_bytes, name_ranks
+from kvbm.present.numbers import format_bytes, format_ms, name_ranks
 from kvbm.present.tables import json_text, plain_table
 
 FAULT_EXIT_CODE = 1
@@ -183,7 +183,7 @@ def remote_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:
                 "" if each.writes else "only read",
                 f"requests: {asked}" if asked else "",
                 f"read {format_bytes(each.read_bytes)}, written {format_bytes(each.written_bytes)}",
-                f"latency {each.latency_s * 1e3:.1f} ms" if each.latency_s else "",
+                f"latency {format_ms(each.latency_s)}" if each.latency_s else "",
                 f"{each.hedged} reads asked twice" if each.hedged else "",
                 f"{each.corrupt_blocks} blocks were corrupt" if each.corrupt_blocks else "",
                 f"codec {each.codec}" if each.codec else "",
@@ -191,8 +191,7 @@ def remote_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:
                 f"the last collection failed: {each.collect_error}" if each.collect_error else "",
             ]
             shown = "; ".join(filter(None, parts))
-            which = each.place or each.name
-            lines.append(f"{tier_label('remote')} of namespace {space.namespace}, {which}: {shown}")
+            lines.append(f"{tier_label('remote')} of namespace {space.namespace}, {each.shown}: {shown}")
     return lines
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvbm.block import NO_COUNT
 from kvbm.observe.view import FlowView, View, resize_line
-from kvbm.present.numbers import format_bytes
+from kvbm.present.numbers import format_bytes, format_ms
 from kvbm.remote_report import RemoteReport
 
 WIDE = 120
@@ -86,9 +86,9 @@ def stores(view: View) -> Text:
                 "" if each.reading == each.writing == "closed" or not each.reading else " " + _breakers(each)
             )
             asked = " ".join(f"{kind} {count:,}" for kind, count in each.requests.items())
-            latency = f" · {each.latency_s * 1e3:,.1f} ms" if each.latency_s else ""
+            latency = f" · {format_ms(each.latency_s)}" if each.latency_s else ""
             more = "" if each.complete else " · still being read"
-            lines.append(f"store {each.place or each.name}{state}: {asked}{latency}{more}")
+            lines.append(f"store {each.shown}{state}: {asked}{latency}{more}")
     return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
 

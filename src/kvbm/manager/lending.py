@@ -99,7 +99,7 @@ class Lending:
         options: LendOptions = DEFAULT_OPTIONS,
     ) -> None:
         """`spaces` is iterated anew each time, as a `SpaceTable` is."""
-        self._spaces, self._clock, self._options = spaces, clock, options
+        self._spaces, self._clock, self.options = spaces, clock, options
         self.counts: Counter[str] = Counter()
         """`asked`, `lent` and `absent` blocks, and leases that `expired`."""
         self._requests: deque[Request] = deque()
@@ -253,7 +253,7 @@ class Lending:
         return len(account.leases) < PARTS_OUT_MAX and self._room(account.shop) > 0
 
     def _room(self, shop: _Shop) -> int:
-        return max(1, int(self._options.share * shop.space.arena.slot_count)) - shop.leased
+        return max(1, int(self.options.share * shop.space.arena.slot_count)) - shop.leased
 
     def _lend_part(self, account: _Account) -> bool:
         """Lease the next blocks of a reader's first ask, as many as it may have now. Whether it got an answer."""
@@ -261,7 +261,7 @@ class Lending:
             return False
         shop, ask = account.shop, account.asks[0]
         space = shop.space
-        count = min(self._room(shop), max(1, self._options.part_bytes // space.layout.block_bytes))
+        count = min(self._room(shop), max(1, self.options.part_bytes // space.layout.block_bytes))
         keys = list(ask.keys[ask.done : ask.done + count])
         found = space.host_pool.find_all(keys)
         slots = [slot for slot in found if slot is not None]
@@ -269,7 +269,7 @@ class Lending:
         number, deadline_s = 0, 0.0
         if slots:
             self._last_lease += 1
-            number, deadline_s = self._last_lease, self._clock() + self._options.lease_s
+            number, deadline_s = self._last_lease, self._clock() + self.options.lease_s
             self._take_lease(account, number, deadline_s, held, slots)
         blocks = [
             None if slot is None else _lent(space, slot, key) for key, slot in zip(keys, found, strict=True)

@@ -36,7 +36,7 @@ from kvbm.observe.exporter import MetricsServer, bind_nearby
 from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
-from kvbm.settings import Settings, variable
+from kvbm.settings import Settings, variable, without_credentials
 
 if TYPE_CHECKING:
     from kvbm.manager.fleet_side import FleetSide
@@ -99,19 +99,8 @@ def serve(
         if fleet is not None and (lending := fleet.lend(server.spaces, private)) is not None:
             server.lend(lending)
         signals = _Signals(server)
-        log.info(
-            start_line(
-                "manager",
-                pid=os.getpid(),
-                socket=socket_path,
-                private=private,
-                host=_size(settings.host_bytes, settings.host_blocks),
-                disk=_size(settings.disk_bytes, settings.disk_blocks),
-                disk_dir=settings.disk_dir if settings.disk_on else None,
-                metrics_port=metrics_port,
-                events=publisher.endpoint if publisher is not None else None,
-            )
-        )
+        events = publisher.endpoint if publisher is not None else None
+        log.info("%s", _started(settings, socket_path, private, metrics_port, events))
         start_page()
         start_controller()
         on_listening()
@@ -135,6 +124,24 @@ def serve(
         traffic.summarize()
         server.close(keep=settings.disk_persist)
         log.info("stop role=manager pid=%d", os.getpid())
+
+
+def _started(
+    settings: Settings, socket_path: str, private: bool, metrics_port: int | None, events: str | None
+) -> str:
+    return start_line(
+        "manager",
+        pid=os.getpid(),
+        socket=socket_path,
+        private=private,
+        host=_size(settings.host_bytes, settings.host_blocks),
+        disk=_size(settings.disk_bytes, settings.disk_blocks),
+        disk_dir=settings.disk_dir if settings.disk_on else None,
+        remote=without_credentials(settings.remote) if settings.remote else settings.object_bucket,
+        fleet=settings.fleet,
+        metrics_port=metrics_port,
+        events=events,
+    )
 
 
 @contextlib.contextmanager

@@ -43,8 +43,10 @@ class RemoteOpening:
         self, namespace: Namespace, layout: BlockLayout, share: int
     ) -> list[tuple[RemoteTier, RemoteRules, AdmissionPolicy]]:
         """The remote tiers of a namespace, with what is done with each; it has one of `share` equal parts of all
-        bounds that are this manager's."""
+        bounds that are this manager's. An ephemeral one has none: nobody else could ever ask for its blocks."""
         settings = self._settings
+        if namespace.ephemeral:
+            return []
         options = RemoteOptions(
             load_deadline_s=settings.remote_deadline_ms / 1000,
             catalogue_blocks=max(1, settings.remote_known_blocks // share),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from math import inf
 
@@ -130,14 +130,15 @@ class _Queues:
         return self.writer is not None and self.writer.completed(completion)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RemoteSide:
     """One remote tier of a space. Owned by the manager's thread."""
 
     tier: RemoteTier
-    host: HostSide
-    admission: AdmissionPolicy
     rules: RemoteRules
+    admission: AdmissionPolicy
+    _: KW_ONLY
+    host: HostSide
     brought_at_once: int
     keeps_facts: bool
     metrics: Metrics

@@ -79,7 +79,7 @@ class Space:
         self.cleared = 0
         """How often blocks of host memory were dropped on request."""
         self._writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
-        self._has_remotes = bool(remotes)
+        self._has_remotes = len(remotes) > 0
         host = self.new_host(arena)
         self._names, self.host_pool, self.facts, self.held = host.names, host.pool, host.facts, host.held
         self.disk: DiskSide | None = None
@@ -105,7 +105,19 @@ class Space:
                 keeps_facts=options.keeps_facts,
                 salt_share=options.salt_share,
             )
-        self.remotes = tuple(self._new_remote(host, *each) for each in remotes)
+        self.remotes = tuple(
+            RemoteSide(
+                *each,
+                host=host,
+                brought_at_once=options.brought_at_once,
+                keeps_facts=options.keeps_facts,
+                metrics=metrics,
+                clock=clock,
+                on_progress=on_progress,
+                on_refused=self.departed.not_sent,
+            )
+            for each in remotes
+        )
         self._below = Below(host, self.disk, self.remotes, options.brought_at_once)
         self._usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
@@ -125,22 +137,6 @@ class Space:
     def lookups(self) -> Lookups:
         """What finds blocks and leases them."""
         return self._lookups
-
-    def _new_remote(
-        self, host: HostSide, tier: RemoteTier, rules: RemoteRules, admission: AdmissionPolicy
-    ) -> RemoteSide:
-        return RemoteSide(
-            tier=tier,
-            host=host,
-            admission=admission,
-            rules=rules,
-            brought_at_once=self.options.brought_at_once,
-            keeps_facts=self.options.keeps_facts,
-            metrics=self._metrics,
-            clock=self._clock,
-            on_progress=self.on_progress,
-            on_refused=self.departed.not_sent,
-        )
 
     def _keeping_pools(self) -> Sequence[SlotPool[BlockKey]]:
         """The pools of the tiers that keep blocks: host memory that only passes them on is none."""

@@ -48,3 +48,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def format_ms(seconds: float) -> str:
+    """A short time in milliseconds: `0.04 ms`, `7.3 ms`, `1,200 ms`."""
+    ms = seconds * 1e3
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.2f} ms"

@@ -27,7 +27,7 @@ from kvbm.settings.parse import (
     parse_socket_path,
 )
 from kvbm.settings.schema import CONSOLIDATOR_PORT_OFFSET, FIELDS, PORT_MAX, SCHEMA, Settings, variable
-from kvbm.settings.setting import Kind, Setting, shown
+from kvbm.settings.setting import Kind, Setting, shown, without_credentials
 
 __all__ = [
     "CONSOLIDATOR_PORT_OFFSET",
@@ -64,4 +64,5 @@ __all__ = [
     "size_notices",
     "staging_slots",
     "variable",
+    "without_credentials",
 ]

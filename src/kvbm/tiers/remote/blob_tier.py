@@ -410,9 +410,8 @@ class BlobTier:
 
 def _store_blocks_max(store: BlobStore, layout: BlockLayout) -> int:
     record = layout.block_bytes + _RECORD_EXTRA
-    fit = min(PACK_BYTES_MAX, store.blob_bytes_max) // record
-    if fit == 0:
-        fit = store.blob_bytes_max // record  # a pack of one block, however large
+    # A pack of one block may be larger than packs are.
+    fit = min(PACK_BYTES_MAX, store.blob_bytes_max) // record or store.blob_bytes_max // record
     if fit == 0:
         accepted = (
             f"{store.place} takes blobs of at most {store.blob_bytes_max} bytes, and a block is {record}"

@@ -14,6 +14,7 @@ import msgspec
 from kvbm.tiers.remote.blobs import BlobInfo, BlobStore
 from kvbm.tiers.remote.collector import DELETED_AT_ONCE, MARK, is_leftover, is_pack
 from kvbm.tiers.remote.loading import read_entry
+from kvbm.tiers.remote.prefixed import PrefixedBlobs
 
 INDEXES_READ_MAX = 1000
 READERS = 8
@@ -77,7 +78,7 @@ def survey(store: BlobStore, indexes_max: int = INDEXES_READ_MAX) -> StoreSurvey
             NamespaceSurvey(
                 fingerprint=fingerprint,
                 packs=len(of_it),
-                blocks=_blocks(store, [info.name for info in of_it]) if counted else None,
+                blocks=_blocks(store, fingerprint, of_it) if counted else None,
                 pack_bytes=sum(info.size for info in of_it),
                 other_blobs=others.get(fingerprint, 0),
                 oldest_s=max(ages_s, default=None),
@@ -114,8 +115,11 @@ def _delete(store: BlobStore, names: list[str]) -> int:
     return count
 
 
-def _blocks(store: BlobStore, names: Sequence[str]) -> int:
-    """The blocks of these packs; one that has gone meanwhile, or is none, has none."""
+def _blocks(store: BlobStore, fingerprint: str, packs: Sequence[BlobInfo]) -> int:
+    """The blocks of these packs of a namespace; one that has gone meanwhile, or is none, has none."""
+    prefix = f"{fingerprint}/"
+    part = PrefixedBlobs(store, prefix)
+    names = [info.name[len(prefix) :] for info in packs]
     with ThreadPoolExecutor(READERS) as readers:
-        entries = readers.map(lambda name: read_entry(store, name), names)
+        entries = readers.map(lambda name: read_entry(part, name), names)
         return sum(entry.blocks for entry in entries if entry is not None)

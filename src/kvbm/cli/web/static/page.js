@@ -135,7 +135,7 @@ function drawStore(view, tier) {
   const requests = sum((each) => Object.values(each.requests).reduce((total, count) => total + count, 0));
   const slowest = Math.max(...stores.map((each) => each.latency_s), 0);
   const opened = stores.filter((each) => each.reading !== "closed" || each.writing !== "closed");
-  const places = [...new Set(stores.map((each) => each.place || each.name))].map((place) => make("small", "cut", place));
+  const places = [...new Set(stores.map((each) => each.place.replace(/\/[0-9a-f]{64}\/?$/, "") || each.name))].map((place) => make("small", "cut", place));
   return make("div", "tier",
     make("div", "top", name, make("span", "", `${bytes(tier.used_bytes)} known`)),
     ...places,
@@ -144,7 +144,7 @@ function drawStore(view, tier) {
       fact("of what is asked is found here", percent(tier.hit_share)),
       fact("blocks known", whole(tier.resident_blocks)),
       fact("requests", short(requests)),
-      slowest > 0 ? fact("latency", `${(slowest * 1e3).toFixed(1)} ms`) : null,
+      slowest > 0 ? fact("latency", `${(slowest * 1e3).toFixed(slowest < 1e-3 ? 2 : 1)} ms`) : null,
       stores.every((each) => each.complete) ? null : make("span", "", "still being read"),
     ));
 }

@@ -1,6 +1,6 @@
 """Blobs in a Mooncake Store, in the memory that nodes give to a pool; their names in a second store, the *index*.
 
-Mooncake has values by key and no listing. So each pack (and each trial of the tier's, `probe/`) is a value, and the
+Mooncake has values by key and no listing. So each pack (and each trial of the tier's, `probe`) is a value, and the
 index has a blob of the same name and one byte, by which it is listed and touched. All else (logs, marks) is small and
 lies in the index alone. What the index says is hearsay: a name without a value is no blob, and whoever finds that
 takes the name out. A value without a name can be read and is listed nowhere; Mooncake evicts it in its time.

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbm.clock import Clock
+from kvbm.settings import process_environment
 from kvbm.tiers.remote.blobs import Buffer, StoreError
 from kvbm.tiers.remote.drivers.mooncake_wire import (
     CONNECTIONS,
@@ -52,6 +53,8 @@ class _Process:
                 [sys.executable, "-c", _PROGRAM],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
+                # Else it writes a line for everything that it does.
+                env={"MC_LOG_LEVEL": "ERROR", **process_environment()},
                 start_new_session=True,
             )
         self.control.sendall(frame(setup))

@@ -166,8 +166,6 @@ def _connected(setup: Setup) -> tuple[Any, Any]:
             own = there.getsockname()[0]
     except OSError as error:
         raise OSError(f"the master at {setup.master} cannot be reached: {error.strerror or error}") from None
-    # Else it writes a line for everything that it does.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         library: Any = importlib.import_module("mooncake.store")
     except ImportError as error:
