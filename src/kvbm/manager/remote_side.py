@@ -17,7 +17,7 @@ import msgspec
 from kvbm.block import BlockKey, Outcome, Tier
 from kvbm.clock import Clock
 from kvbm.manager.departed import CORRUPT, GONE
-from kvbm.manager.host_side import HostSide
+from kvbm.manager.host_side import HostSide, SpaceOptions
 from kvbm.manager.leases import Lease
 from kvbm.manager.onboard import Onboarder
 from kvbm.manager.remote_facts import RemoteFacts
@@ -298,4 +298,29 @@ def report_remote(side: RemoteSide) -> RemoteReport:
         writes=side.writer is not None,
         up_blocks=side.onboarder.queued_count,
         down_blocks=side.writer.queued_count if side.writer is not None else 0,
+    )
+
+
+def sides_of(
+    remotes: Sequence[tuple[RemoteTier, RemoteRules, AdmissionPolicy]],
+    host: HostSide,
+    options: SpaceOptions,
+    metrics: Metrics,
+    clock: Clock,
+    on_progress: Callable[[Lease], None],
+    on_refused: Callable[[Sequence[BlockKey], str], None],
+) -> tuple[RemoteSide, ...]:
+    """A side for each remote tier of a space, in their order."""
+    return tuple(
+        RemoteSide(
+            *each,
+            host=host,
+            brought_at_once=options.brought_at_once,
+            keeps_facts=options.keeps_facts,
+            metrics=metrics,
+            clock=clock,
+            on_progress=on_progress,
+            on_refused=on_refused,
+        )
+        for each in remotes
     )

@@ -27,7 +27,7 @@ from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
 from kvbm.manager.pool import EXPIRED, SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
-from kvbm.manager.remote_side import RemoteSide
+from kvbm.manager.remote_side import sides_of
 from kvbm.manager.retaining import Judging, Retaining
 from kvbm.manager.storing import Storing
 from kvbm.manager.usage import Usage
@@ -105,19 +105,7 @@ class Space:
                 keeps_facts=options.keeps_facts,
                 salt_share=options.salt_share,
             )
-        self.remotes = tuple(
-            RemoteSide(
-                *each,
-                host=host,
-                brought_at_once=options.brought_at_once,
-                keeps_facts=options.keeps_facts,
-                metrics=metrics,
-                clock=clock,
-                on_progress=on_progress,
-                on_refused=self.departed.not_sent,
-            )
-            for each in remotes
-        )
+        self.remotes = sides_of(remotes, host, options, metrics, clock, on_progress, self.departed.not_sent)
         self._below = Below(host, self.disk, self.remotes, options.brought_at_once)
         self._usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
