@@ -14,7 +14,8 @@ from grafana_foundation_sdk.builders import dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
 
-from panels import ROWS, Panel
+from panel_kinds import Panel
+from panels import ROWS
 
 UID = "kvbm"
 PANEL_WIDTH, PANEL_HEIGHT = 6, 8
