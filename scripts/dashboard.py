@@ -14,7 +14,7 @@ from grafana_foundation_sdk.builders import dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
 
-from panel_kinds import Panel
+from panel_queries import Panel
 from panels import ROWS
 
 UID = "kvbm"

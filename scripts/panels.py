@@ -1,12 +1,11 @@
 """What the dashboard shows: rows of panels, each with the queries over the metrics table that it draws.
 
-`scripts/dashboard.py` makes Grafana's file of it. Names and labels are looked up in the table, so that a panel of a
-metric that was renamed is an error here and not an empty panel somewhere else.
+`scripts/dashboard.py` makes Grafana's file of it.
 """
 
 from __future__ import annotations
 
-from panel_kinds import CHOSEN, Panel, Query, Row, original, plain, quantile, rate, ratio, share, worst
+from panel_queries import CHOSEN, Panel, Query, Row, original, plain, quantile, rate, ratio, share, worst
 
 ROWS: tuple[Row, ...] = (
     Row(

@@ -33,7 +33,7 @@ RULES = DEPLOY / "prometheus" / "kvbm-alerts.yml"
 if not DEPLOY.is_dir():
     pytest.skip("a source distribution has no dashboard", allow_module_level=True)
 sys.path.insert(0, str(SCRIPTS))
-from panel_kinds import WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
+from panel_queries import WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
 from panels import ROWS  # noqa: E402
 
 PANELS = {f"{row.title}: {panel.title}": panel for row in ROWS for panel in row.panels}
@@ -84,7 +84,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     directory = tmp_path_factory.mktemp("prometheus")
     disk = ("--disk-blocks", "64", "--disk-dir", str(directory / "disk"), "--disk-admission", "all")
     (directory / "shared").mkdir()
-    remote = ("--remote", f"file://{directory / 'shared'}", "--remote-linger", "1")
+    remote = ("--remote", f"file://{directory / 'shared'}", "--remote-linger", "0")
     with contextlib.ExitStack() as ends:
         manager = SharedManager(directory, str(directory / "m.sock"), "--host-blocks", "16", *disk, *remote)
         ends.callback(manager.close)

@@ -1,4 +1,8 @@
-"""The parts of the dashboard's panels: queries over the metrics table, whose names and labels are looked up in it."""
+"""Queries over the metrics table, and the rows and panels of a dashboard that they are put into.
+
+Names and labels are looked up in the table, so that a panel of a metric that was renamed is an error here and not an
+empty panel somewhere else.
+"""
 
 from __future__ import annotations
 
