@@ -117,7 +117,10 @@ def test_what_needs_only_a_manager_is_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.json").write_text(json.dumps(TOKENS))
     (tmp_path / "kvbm.toml").write_text('host_bytes = "1GB"\n')
-    node = make_node()
+    (tmp_path / "shared").mkdir()
+    node = make_node(
+        **({"remote": f"file://{tmp_path / 'shared'}"} if line.startswith("kvbm remote") else {})
+    )
     announces = ("--events", f"tcp://127.0.0.1:{free_port()}") if "inspect events" in line else ()
     engine = node.engine(node.manage("manager.sock", *announces))
     (space,) = node.json("inspect", "namespaces")["namespaces"]

@@ -83,8 +83,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     program("prometheus")
     directory = tmp_path_factory.mktemp("prometheus")
     disk = ("--disk-blocks", "64", "--disk-dir", str(directory / "disk"), "--disk-admission", "all")
+    (directory / "shared").mkdir()
+    remote = ("--remote", f"file://{directory / 'shared'}", "--remote-linger", "0")
     with contextlib.ExitStack() as ends:
-        manager = SharedManager(directory, str(directory / "m.sock"), "--host-blocks", "16", *disk)
+        manager = SharedManager(directory, str(directory / "m.sock"), "--host-blocks", "16", *disk, *remote)
         ends.callback(manager.close)
         prometheus = Prometheus(directory, manager.metrics_port, rules=RULES)
         ends.callback(prometheus.close)

@@ -64,7 +64,7 @@ def check_remote(
     if trial.read_bytes_per_s:
         yield _check_speed(settings, trial)
     yield from _check_rights(settings, trial)
-    yield from (ok("remote store is special", note) for note in store.notes)
+    yield from (ok("remote peculiarity", f"the store {note}") for note in store.notes)
     if trial.skew_s is not None:
         yield _check_clock(trial.skew_s)
 

@@ -187,7 +187,7 @@ def remote_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:
                 f"{each.hedged} reads asked twice" if each.hedged else "",
                 f"{each.corrupt_blocks} blocks were corrupt" if each.corrupt_blocks else "",
                 f"codec {each.codec}" if each.codec else "",
-                *each.notes,
+                *(f"it {note}" for note in each.notes),
                 f"the last collection failed: {each.collect_error}" if each.collect_error else "",
             ]
             shown = "; ".join(filter(None, parts))

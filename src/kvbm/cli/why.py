@@ -265,7 +265,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
         "promotion_too_late": f"{larger}, or a faster disk",
         "recompute_cheaper": "nothing: loading would have been slower",
     }
-    if "remote" in found["left"]:
+    if "remote" in found.get("left", {}):
         advice |= {
             "refused_by_filter": f"another admission to the store ({variable('remote_admission')})",
             "not_written": _advice_store(found["left"]["remote"]["what"], larger),

@@ -26,7 +26,7 @@ class OddBlobs(MemoryBlobs):
     ):
         super().__init__(clock)
         self.manual, self.troubles, self.takes_s, self.calls = clock, troubles or {}, takes_s, 0
-        self.notes: tuple[str, ...] = ("it ignores ranges",)
+        self.notes: tuple[str, ...] = ("ignores ranges",)
         self.forgets = False
 
     def fail(self, what: str) -> None:
@@ -75,9 +75,9 @@ def test_a_store_that_works_has_a_line_for_each_thing_and_is_left_as_it_was() ->
     found = checks(store)
     assert states(found) == {
         "remote store": ["ok"], "remote speed": ["ok"], "remote rights": ["ok"],
-        "remote store is special": ["ok"], "remote clock": ["ok"],
+        "remote peculiarity": ["ok"], "remote clock": ["ok"],
     }  # fmt: skip
-    assert found["remote store is special"][0].found == "it ignores ranges"
+    assert found["remote peculiarity"][0].found == "the store ignores ranges"
     assert found["remote speed"][0].measured["latency_seconds"] == pytest.approx(0.01)
     assert store.blobs == {"theirs": b"x"}
 

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.admin_protocol import Description, EngineReport, Moment, SnapshotReply, SpaceReport, TierReport
+from kvbm.block import NO_COUNT
 from kvbm.observe.metric_table import BY_NAME
 from kvbm.observe.verdict import Signs, judge
 from kvbm.observe.view import FLOWS, look, start_of
+from kvbm.remote_report import RemoteReport
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 4096
 
@@ -265,3 +267,86 @@ def test_the_view_reads_series_that_the_table_has() -> None:
         metric = BY_NAME[re.sub("(?<=seconds)_(count|sum)$", "", name)]
         assert len(metric.labels) == len(labels)
         assert all(value in label.values for label, value in zip(metric.labels, labels, strict=True))
+
+
+def store(**fields: object) -> RemoteReport:
+    return RemoteReport(name="remote", up_blocks=3, down_blocks=2, **fields)  # type: ignore[arg-type]
+
+
+def with_store(report: RemoteReport, known: int = 50) -> SpaceReport:
+    away = TierReport(
+        tier="remote", blocks=NO_COUNT, free=0, filling=0, resident=known, leased=0, fault=report.fault
+    )
+    return msgspec.structs.replace(space(tier("host"), away), remotes=(report,))
+
+
+def test_a_remote_tier_has_no_size_and_divides_nothing() -> None:
+    values = {("kvbm_queried_blocks_total",): 10.0, ("kvbm_hit_blocks_total", "remote"): 5.0,
+              ("kvbm_transfer_bytes_total", "remote", "host"): 600.0}  # fmt: skip
+    view = look(state(moment(60.0, values), moment(0.0, {}), with_store(store())))
+    host, remote = view.tiers
+    assert (host.name, remote.name) == ("host", "remote")
+    assert (remote.capacity_blocks, remote.capacity_bytes, remote.used_share, remote.leased_share) == (
+        0,
+        0,
+        0.0,
+        0.0,
+    )
+    assert (remote.resident_blocks, remote.used_bytes, remote.hit_share) == (50, 50 * BLOCK_BYTES, 0.5)
+    flows = {(flow.source, flow.target): flow.bytes_per_s for flow in view.flows}
+    assert (flows["remote", "host"], flows["host", "remote"]) == (10.0, 0.0)
+    assert (view.queues.remote_onboarding, view.queues.remote_offloading, view.queues.onboarding) == (3, 2, 3)
+
+
+def test_without_one_there_are_no_flows_of_it() -> None:
+    view = look(state(moment(60.0, {}), moment(0.0, {})))
+    assert [(flow.source, flow.target) for flow in view.flows] == list(FLOWS)
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (store(fault="remote tier is off (slow): x"), "remote: remote tier is off (slow): x"),
+        (
+            store(store_fault="remote tier takes no stores (full): x"),
+            "remote: remote tier takes no stores (full): x",
+        ),
+    ],
+)
+def test_a_store_that_is_off_or_takes_nothing_is_a_fault_told_once(report: RemoteReport, said: str) -> None:
+    view = look(state(moment(60.0, {}), moment(0.0, {}), with_store(report)))
+    faults = [finding.text for finding in view.findings if finding.level == "fault"]
+    assert faults == [f"namespace aa: {said}"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "blocks", "said"),
+    [
+        (
+            "evicted",
+            30.0,
+            "23% of the blocks on their way to the store were evicted from host before their turn",
+        ),
+        ("evicted", 5.0, ""),
+        ("budget", 7.0, "7 blocks were not written to the store, as the hour's budget was spent"),
+    ],
+)
+def test_what_does_not_reach_the_store_is_said_with_what_would_help(
+    reason: str, blocks: float, said: str
+) -> None:
+    values = {
+        ("kvbm_lookups_total", "hit"): 20.0,
+        ("kvbm_offload_blocks_d2o",): 100.0,
+        ("kvbm_remote_skipped_blocks_total", reason): blocks,
+    }
+    view = look(state(moment(60.0, values), moment(0.0, {}), with_store(store())))
+    advice = [finding.text for finding in view.findings if finding.level == "advice"]
+    assert [text for text in advice if "store" in text] == ([] if not said else advice)
+    assert not said or advice[0].startswith(said)
+
+
+def test_damaged_blocks_of_a_store_are_not_blamed_on_the_disk() -> None:
+    values = {("kvbm_failures_total", "remote", "corrupt"): 2.0}
+    view = look(state(moment(60.0, values), moment(0.0, {}), with_store(store())))
+    (fault,) = [finding.text for finding in view.findings if finding.level == "fault"]
+    assert fault.startswith("2 blocks of the remote store had a wrong checksum")
