@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import StoreError
@@ -85,23 +87,25 @@ class StoreHealth:
         """A read or a listing failed."""
         with self._lock:
             self.read_errors += 1
-        self._told(self.reading, error, "remote tier is off")
+        self._failed(self.reading, error, "remote tier is off")
 
     def write_failed(self, error: StoreError) -> None:
         """A write failed. What cannot be reached cannot be read from either."""
         with self._lock:
             self.write_errors += 1
-        self._told(self.writing, error, "remote tier takes no stores")
+        self._failed(self.writing, error, "remote tier takes no stores")
         if error.trouble == "unreachable":
-            self._told(self.reading, error, "remote tier is off")
+            self._failed(self.reading, error, "remote tier is off")
 
     def read_late(self, deadline_s: float) -> None:
         """A read did not end within its deadline."""
-        self.reading.late(f"{self._place} did not answer a read within {deadline_s:g} s")
+        line = f"{self._place} did not answer a read within {deadline_s:g} s"
+        self._told(self.reading, partial(self.reading.late, line), "remote tier is off")
 
     def write_late(self, deadline_s: float) -> None:
         """A write did not end within its deadline."""
-        self.writing.late(f"{self._place} did not answer a write within {deadline_s:g} s")
+        line = f"{self._place} did not answer a write within {deadline_s:g} s"
+        self._told(self.writing, partial(self.writing.late, line), "remote tier takes no stores")
 
     def hedge_delay_s(self, byte_count: int) -> float | None:
         """See `Hedging.delay_s`."""
@@ -113,9 +117,13 @@ class StoreHealth:
         with self._lock:
             return self._hedging.take()
 
-    def _told(self, breaker: Breaker, error: StoreError, what: str) -> None:
+    def _failed(self, breaker: Breaker, error: StoreError, what: str) -> None:
+        self._told(breaker, partial(breaker.failed, error.trouble, str(error)), what)
+
+    def _told(self, breaker: Breaker, tell: Callable[[], None], what: str) -> None:
+        """Tell the breaker, and people if that opened it."""
         before = breaker.openings
-        breaker.failed(error.trouble, str(error))
+        tell()
         if breaker.openings != before:
             log.warning("%s", self._line(what, breaker))
 
