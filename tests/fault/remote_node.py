@@ -126,6 +126,17 @@ class Engine:
             self._leader.send(Release(lookup=number))
         return Looked(ready, len(reply.slots), seconds)
 
+    def has_ended(self, begun: tuple[int, float]) -> bool:
+        """Whether all that this lookup will bring is here by now."""
+        self._inbox += self._leader.receive()
+        for message in self._inbox:
+            if isinstance(message, LookupReply) and message.lookup == begun[0]:
+                if message.ready == len(message.slots):
+                    return True
+            elif isinstance(message, Progress) and message.lookup == begun[0] and message.final:
+                return True
+        return False
+
     def look(self, keys: Sequence[BlockKey], limit_s: float = 0.0) -> Looked:
         """Look a chain up and wait for what comes."""
         return self.end(self.begin(keys), keys, limit_s)

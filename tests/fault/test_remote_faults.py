@@ -93,49 +93,54 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield _pair(stack, directory, "redis://127.0.0.1:{port}/0", port, raw=True)
 
 
-def endure(pair: Pair, fault: Fault, opens: bool) -> None:
-    """Look up what lies in a store that is unwell until the breaker opens; then the store is well again."""
-    at_home, fresh = chain(1000 + next(pair.chains)), [pair.written() for _ in range(4)]
+def endure(pair: Pair, fault: Fault, trouble: str) -> None:
+    """Look up what lies in a store that is unwell, until the tier is off if this is such a `trouble`; then heal it."""
+    at_home = chain(1000 + next(pair.chains))
+    fresh = [pair.written() for _ in range(4)]
     assert pair.beside.store(at_home) == CHAIN_BLOCKS
-    openings = pair.reader.describe()["openings"]
+    before = pair.reader.describe()
+    befell, said = pair.proxy.befell[fault.kind], len(pair.reader.log())
     pair.proxy.set(fault)
     try:
-        for turn in range(40):
-            begun = pair.reads.begin(fresh[turn % 2])
+        for turn in itertools.count():
+            keys = fresh[turn % 2] if trouble else pair.written()
+            begun = pair.reads.begin(keys)
             # Meanwhile another client is served from host memory.
             assert pair.beside.look(at_home).ready == CHAIN_BLOCKS
-            pair.reads.end(begun, fresh[turn % 2])
-            if turn >= 3 and not (opens and pair.reader.describe()["openings"] == openings):
+            pair.reads.end(begun, keys)
+            if turn >= 3 and not (trouble and pair.reader.describe()["openings"] == before["openings"]):
                 break
-        described = pair.reader.describe()
-        assert not opens or described["openings"] > openings, described
-        # What is off costs no time at all: nothing is promised from there, unless a probe has closed it just now.
-        if described["reading"] == "open":
-            assert pair.beside.look(at_home).ready == CHAIN_BLOCKS
+            assert turn < 40, f"the breaker stays closed: {pair.reader.describe()}"
+        if fault.kind != "refuse":
+            assert pair.proxy.befell[fault.kind] > befell
     finally:
         pair.proxy.heal()
     pair.well()
     for keys in fresh[2:]:
         pair.comes_back(keys)
+    assert f"({trouble})" in pair.reader.log()[said:] or not trouble
+    if fault.kind in ("flip", "short"):
+        assert pair.reader.describe()["corrupt_blocks"] > before["corrupt_blocks"]
     pair.reader.assert_nothing_held()
 
 
 S3_FAULTS = {
-    "late": (Fault("delay", delay_s=1.5), True),
-    "stalled": (Fault("stall"), True),
-    "starved": (Fault("starve"), True),
-    "cut": (Fault("cut"), True),
-    "refused": (Fault("refuse"), True),
-    "black hole": (Fault("black hole"), True),
-    "500": (Fault("status", status=500), True),
-    "403": (Fault("status", status=403), True),
-    "503": (Fault("status", status=503), True),
-    "short": (Fault("short"), False),
-    "flipped": (Fault("flip"), False),
-    "swapped": (Fault("swap"), False),
-    "half of all flipped": (Fault("flip", share=0.5), False),
-    "half of all cut": (Fault("cut", share=0.5), False),
+    "late": (Fault("delay", delay_s=1.5), "slow"),
+    "stalled": (Fault("stall"), "slow"),
+    "starved": (Fault("starve"), "slow"),
+    "cut": (Fault("cut"), "unreachable"),
+    "refused": (Fault("refuse"), "unreachable"),
+    "black hole": (Fault("black hole"), "slow"),
+    "500": (Fault("status", status=500), "failed"),
+    "403": (Fault("status", status=403), "refused"),
+    "503": (Fault("status", status=503), "throttled"),
+    "short": (Fault("short", path=b"/packs/"), ""),
+    "flipped": (Fault("flip", path=b"/packs/"), ""),
+    "swapped": (Fault("swap", path=b"/packs/"), ""),
+    "half of all flipped": (Fault("flip", share=0.5), ""),
+    "half of all cut": (Fault("cut", share=0.5), ""),
 }
+"""And what is said when such a store is not asked any more: nothing, where that may be or not."""
 
 
 @pytest.mark.parametrize("name", S3_FAULTS)
@@ -144,10 +149,10 @@ def test_an_object_store_on_a_bad_day(s3: Pair, name: str) -> None:
 
 
 REDIS_FAULTS = {
-    "stalled": (Fault("stall"), True),
-    "cut": (Fault("cut"), True),
-    "refused": (Fault("refuse"), True),
-    "flipped": (Fault("flip"), False),
+    "stalled": (Fault("stall"), "slow"),
+    "cut": (Fault("cut"), "unreachable"),
+    "refused": (Fault("refuse"), "unreachable"),
+    "flipped": (Fault("flip", share=0.7), ""),
 }
 
 
@@ -172,3 +177,35 @@ def test_a_note_of_new_blocks_that_is_torn_once_is_read_again(s3: Pair) -> None:
     s3.writes.store(keys)
     s3.proxy.wait_for("flip", befell + 1)
     s3.comes_back(keys)
+
+
+def test_wrong_bytes_would_be_noticed(redis: Pair, tmp_path: Path) -> None:
+    """Control: a node that verifies nothing hands out what the store answers, and the engine sees it."""
+    url = redis.reader.settings.remote
+    assert url is not None
+    with ended([Node(tmp_path, url, {"blind": True})]) as nodes:
+        engine = nodes[0].engine()
+        nodes[0].wait_until_knows(SHARED_CHAINS)
+        redis.proxy.set(Fault("flip"))
+        with pytest.raises(AssertionError, match="wrong bytes"):
+            for number in range(SHARED_CHAINS):
+                engine.look(chain(number))
+        redis.proxy.heal()
+
+
+def test_nobody_waits_for_a_store_but_those_who_want_its_blocks(redis: Pair, tmp_path: Path) -> None:
+    """While one lookup waits for a silent store, and may do so for long, another is answered from host memory."""
+    at_home, away, url = chain(7000), redis.written(), redis.reader.settings.remote
+    assert url is not None
+    with ended([Node(tmp_path, url, remote_deadline_ms=60_000)]) as nodes:
+        waits, other = nodes[0].engine(), nodes[0].engine()
+        nodes[0].wait_until_knows(SHARED_CHAINS)
+        assert other.store(at_home) == CHAIN_BLOCKS
+        redis.proxy.set(Fault("stall"))
+        begun = waits.begin(away)
+        redis.proxy.wait_for("stall", redis.proxy.befell["stall"] + 1)
+        for _ in range(20):
+            assert other.look(at_home).ready == CHAIN_BLOCKS
+        assert not waits.has_ended(begun)
+        redis.proxy.heal()
+        waits.end(begun, away, limit_s=60.0)
