@@ -8,7 +8,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -258,7 +257,9 @@ class Node:
 
         wait_for(lambda: not held(), PATIENCE_S, lambda: f"blocks are still held: {held()}\n{self.log()}")
         metrics = self.metrics()
-        states = [metrics[f'kvbm_pool_blocks{{tier="host",state="{state}"}}'] for state in ("free", "resident")]
+        states = [
+            metrics[f'kvbm_pool_blocks{{tier="host",state="{state}"}}'] for state in ("free", "resident")
+        ]
         assert sum(states) == self.settings.host_blocks
 
     def log(self) -> str:
@@ -266,9 +267,9 @@ class Node:
         return self._log_path.read_text()
 
     def kill(self) -> None:
-        """SIGKILL."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """SIGKILL, unless it has ended."""
+        if self._process.poll() is None:
+            self._process.kill()
         self._ended()
 
     def close(self) -> None:
@@ -301,9 +302,8 @@ def ended(nodes: list[Node]) -> Iterator[list[Node]]:
     """Nodes that end with the block: in order where it ended well, killed otherwise."""
     try:
         yield nodes
-    except BaseException:
+        for node in nodes:
+            node.close()
+    finally:
         for node in nodes:
             node.kill()
-        raise
-    for node in nodes:
-        node.close()

@@ -18,7 +18,7 @@ import pytest
 from fault.remote_node import CHAIN_BLOCKS, LAYOUT, Engine, Node, chain, ended
 from kvbm.block import BlockKey
 from rigs.bad_proxy import BadProxy, Fault
-from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, redis_server, seaweedfs
+from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, redis_server, moto
 from rigs.manager_probe import wait_for
 
 SHARED_CHAINS = 96
@@ -77,7 +77,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pytest.importorskip("obstore")
     directory = tmp_path_factory.mktemp("s3")
     with ExitStack() as stack:
-        service = stack.enter_context(seaweedfs(directory))
+        service = stack.enter_context(moto(directory))
         service.make_bucket("chaos")
         port = int(service.endpoint.rpartition(":")[2])
         url = f"s3://chaos/kv?region={REGION}&endpoint=http://127.0.0.1:{{port}}"
@@ -209,3 +209,25 @@ def test_nobody_waits_for_a_store_but_those_who_want_its_blocks(redis: Pair, tmp
         assert not waits.has_ended(begun)
         redis.proxy.heal()
         waits.end(begun, away, limit_s=60.0)
+
+
+def test_a_node_that_is_killed_half_way_through_an_upload(s3: Pair, tmp_path: Path) -> None:
+    """What it had written before is found; what it was writing is not there, and the next one writes it."""
+    whole, half = chain(8000), chain(8001)
+    url = s3.writer.settings.remote
+    assert url is not None
+    target = int(url.rpartition(":")[2])
+    with BadProxy(target) as way:
+        victim = Node(tmp_path, url.replace(f":{target}", f":{way.port}"), **S3_KEYS)
+        engine = victim.engine()
+        assert engine.store(whole) == CHAIN_BLOCKS
+        s3.comes_back(whole)
+        way.set(Fault("hold uploads", path=b"/packs/"))
+        assert engine.store(half) == CHAIN_BLOCKS
+        way.wait_for("hold uploads")
+        victim.kill()
+    assert s3.reads.look(half).ready == 0
+    with ended([Node(tmp_path, url, **S3_KEYS)]) as nodes:
+        assert nodes[0].engine().store(half) == CHAIN_BLOCKS
+        nodes[0].wait_until_written(CHAIN_BLOCKS)
+        s3.comes_back(half)
