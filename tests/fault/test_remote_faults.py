@@ -8,6 +8,7 @@ ready, and fails where a lookup does not end in time).
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,11 +18,11 @@ import pytest
 
 from fault.remote_node import CHAIN_BLOCKS, LAYOUT, Engine, Node, chain, ended
 from kvbm.block import BlockKey
-from rigs.bad_proxy import BadProxy, Fault
+from rigs.bad_proxy import KINDS, BadProxy, Fault
 from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, redis_server, moto
 from rigs.manager_probe import wait_for
 
-SHARED_CHAINS = 96
+SHARED_CHAINS = 128
 S3_KEYS = {"object_access_key": ACCESS_KEY, "object_secret_key": SECRET_KEY}
 
 
@@ -159,6 +160,41 @@ REDIS_FAULTS = {
 @pytest.mark.parametrize("name", REDIS_FAULTS)
 def test_a_redis_on_a_bad_day(redis: Pair, name: str) -> None:
     endure(redis, *REDIS_FAULTS[name])
+
+
+def any_fault(chance: random.Random) -> Fault:
+    """One of all kinds, for all replies or for a part of them."""
+    kind = chance.choice([kind for kind in KINDS if kind != "hold uploads"])
+    delay_s, status = chance.choice((0.05, 0.2, 0.8)), chance.choice((403, 500, 503))
+    path = chance.choice((b"", b"", b"/packs/", b"/log/"))
+    return Fault(kind, delay_s, status, chance.choice((0.1, 0.5, 1.0)), path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 9))])
+def test_faults_in_any_order(s3: Pair, seed: int) -> None:
+    chance, told = random.Random(seed), list[str]()
+    try:
+        for _ in range(40):
+            if chance.random() < 0.4:
+                fault = any_fault(chance)
+                told.append(str(fault))
+                s3.proxy.set(fault)
+            keys = chain(chance.randrange(SHARED_CHAINS))
+            begun = s3.reads.begin(keys)
+            if chance.random() < 0.5:
+                other = chain(chance.randrange(9000 + 100 * seed, 9100 + 100 * seed))
+                s3.beside.store(other)
+                assert s3.beside.look(other).ready == CHAIN_BLOCKS
+            s3.reads.end(begun, keys)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}, after {told}") from error
+    finally:
+        s3.proxy.heal()
+    s3.well()
+    fresh = chain(20_000 + seed)
+    s3.writes.store(fresh)
+    s3.comes_back(fresh)
+    s3.reader.assert_nothing_held()
 
 
 def test_bits_that_flip_once_cost_one_read(s3: Pair) -> None:

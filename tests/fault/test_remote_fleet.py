@@ -154,7 +154,7 @@ def clock_off_by(seconds: int) -> dict[str, str]:
 def test_a_node_whose_clock_is_an_hour_off(tmp_path: Path, kind: str, hours: int) -> None:
     """It collects beside one whose clock is right, both with a time to live of ten minutes: nothing is lost."""
     off = clock_off_by(3600 * hours)
-    options = {"ttl_s": 600.0, "collect_period_s": 0.5}
+    options = {"ttl_s": 600.0, "collect_period_s": 0.05}
     with ExitStack() as stack:
         if kind == "redis":
             pytest.importorskip("valkey")
