@@ -33,7 +33,7 @@ FAULTS = {
     "cut short": Fault("short"),
     "refused": Fault("refuse"),
 }
-ASKED_EACH = 2
+ASKED_EACH = 6
 SPARE_BLOCKS = 2
 CORRUPT = 'kvbm_failures_total{tier="remote",kind="corrupt"}'
 

@@ -1,4 +1,4 @@
-"""A node of a fleet as a process: a manager above a store, and clients of it that act as engines and know every byte."""
+"""A node of a fleet as a process: a manager above a store, and clients that act as engines and know every byte."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A manager with a remote tier as a process, with options that no setting has; on each line of stdin it tells of its tier.
+"""A manager with a remote tier as a process, with options that no setting has.
 
 Arguments: the socket's path, the settings and the further options as JSON. The options are those of `RemoteOptions`,
-`breaker_wait_s`, and `blind`, for a control: such a manager takes everything that a store answers for whole. A line of stdin is answered with one of stdout: what the tier says of itself (`describe`).
+`breaker_wait_s`, and `blind`, for a control: such a manager takes everything that a store answers for whole. A line of
+stdin is answered with one of stdout: what the tier says of itself (`describe`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class _EqualToAll(bytes):
         return False
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def _recorded(open_tier: Any, *arguments: Any, **keywords: Any) -> BlobTier:
     tier: BlobTier = open_tier(*arguments, **keywords)
     _tiers.append(tier)
@@ -52,7 +58,7 @@ def _answer() -> None:
             described["write_openings"] = _tiers[-1]._health.writing.openings
             collected = described["collected"]
             described["collected"] = collected and msgspec.to_builtins(collected)
-        print(json.dumps(described), flush=True)
+        _say(json.dumps(described))
     os._exit(3)  # whoever started us is no more
 
 
@@ -70,7 +76,7 @@ def main() -> None:
     serve(
         msgspec.json.decode(settings, type=Settings),
         socket_path,
-        on_listening=lambda: print("listening", flush=True),
+        on_listening=lambda: _say("listening"),
     )
     del lock
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fault.remote_node import CHAIN_BLOCKS, LAYOUT, Engine, Node, chain, ended
+from fault.remote_node import CHAIN_BLOCKS, Engine, Node, chain, ended
 from kvbm.block import BlockKey
 from rigs.bad_proxy import KINDS, BadProxy, Fault
-from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, redis_server, moto
+from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, moto, redis_server
 from rigs.manager_probe import wait_for
 
 SHARED_CHAINS = 128
@@ -223,10 +223,16 @@ def test_wrong_bytes_would_be_noticed(redis: Pair, tmp_path: Path) -> None:
         engine = nodes[0].engine()
         nodes[0].wait_until_knows(SHARED_CHAINS)
         redis.proxy.set(Fault("flip"))
-        with pytest.raises(AssertionError, match="wrong bytes"):
-            for number in range(SHARED_CHAINS):
-                engine.look(chain(number))
-        redis.proxy.heal()
+        try:
+            with pytest.raises(AssertionError, match="wrong bytes"):
+                _look_at_all(engine)
+        finally:
+            redis.proxy.heal()
+
+
+def _look_at_all(engine: Engine) -> None:
+    for number in range(SHARED_CHAINS):
+        engine.look(chain(number))
 
 
 def test_nobody_waits_for_a_store_but_those_who_want_its_blocks(redis: Pair, tmp_path: Path) -> None:

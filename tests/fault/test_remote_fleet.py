@@ -95,6 +95,13 @@ def small_disk(directory: Path, megabytes: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
+def fill_up(path: Path) -> None:
+    """Write until there is no room."""
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
 def test_a_disk_behind_the_store_that_is_full(tmp_path: Path) -> None:
     """What is there is read all the while; nothing is written until there is room again."""
     place = tmp_path / "mounted"
@@ -106,9 +113,8 @@ def test_a_disk_behind_the_store_that_is_full(tmp_path: Path) -> None:
         fill(nodes[0], writes, range(CHAINS))
         nodes[1].wait_until_knows(CHAINS)
         nodes[1].wait_until(lambda tier: tier["written_bytes"] > 0, "the store is not measured")
-        with (place / "ballast").open("wb", buffering=0) as ballast, pytest.raises(OSError, match="No space"):
-            while True:
-                ballast.write(bytes(4096))
+        with pytest.raises(OSError, match="No space"):
+            fill_up(place / "ballast")
         assert writes.store(chain(100)) == CHAIN_BLOCKS
         nodes[0].wait_until(lambda tier: tier["writing"] == "open", "it does not notice")
         assert "remote tier takes no stores (full)" in nodes[0].log()

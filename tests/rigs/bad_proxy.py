@@ -1,8 +1,8 @@
 """A proxy on loopback in front of a store, which on command treats its clients badly. Seeded.
 
-`BadProxy` speaks HTTP/1.1 and knows where a reply's body begins, so it can lie about objects; with `raw` it passes bytes
-on as they come, for Redis. Each reply meets the fault that is set when its request has been read. Connections that a
-fault holds are closed when another one is set.
+`BadProxy` speaks HTTP/1.1 and knows where a reply's body begins, so it can lie about objects; with `raw` it passes
+bytes on as they come, for Redis. Each reply meets the fault that is set when its request has been read. Connections
+that a fault holds are closed when another one is set.
 """
 
 from __future__ import annotations

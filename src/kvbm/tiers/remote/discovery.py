@@ -35,7 +35,7 @@ SCAN_PERIOD_S = 60.0
 """All packs are listed at most so often."""
 NEW_MARGIN_S = 60.0
 SEGMENT_READS_MAX = 3
-"""A segment that is not whole is read so often: it may be the way from the store that is bad, and nobody tells twice."""
+"""A segment that is not whole is read so often: perhaps only the way from the store is bad, and nobody tells twice."""
 _AT_ONCE = 32
 
 
