@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine import reach
 from engine.launcher import Launcher, differences
 from engine.longrope import ORIGINAL_POSITIONS, make_longrope_model
-from engine.test_faults import NOTHING
-from engine.test_remote import BLOCK_TOKENS, FOUND, LOADED, bucket, found, prompts, share, texts
+from engine.shared_store import BLOCK_TOKENS, FOUND, LOADED, bucket, found, prompts, share, texts
 from engine.tier_settings import TINY_HOST_BLOCKS, remote
 from engine.workload import Request, again, random_tokens, workload
 from rigs.bad_proxy import BadProxy, Fault
@@ -34,6 +33,7 @@ FAULTS = {
     "refused": Fault("refuse"),
 }
 ASKED_EACH = 6
+NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 SPARE_BLOCKS = 2
 CORRUPT = 'kvbm_failures_total{tier="remote",kind="corrupt"}'
 

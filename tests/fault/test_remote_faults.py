@@ -70,6 +70,7 @@ def _pair(stack: ExitStack, directory: Path, url: str, port: int, raw: bool, **k
     reader = nodes[1]
     reads, beside = reader.engine(), reader.engine()
     reader.wait_until_knows(SHARED_CHAINS)
+    reader.wait_until(lambda tier: tier["complete"], "it has not listed all packs")
     return Pair(proxy, nodes[0], reader, itertools.count(), writes, reads, beside)
 
 

@@ -12,7 +12,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import BinaryIO, Literal, NamedTuple, get_args
@@ -215,10 +214,10 @@ class BadProxy:
             self._changed.notify_all()
             return fault, self._turn
 
-    def _hold(self, turn: int) -> None:
-        """Until another fault is set."""
+    def _hold(self, turn: int, seconds: float | None = None) -> None:
+        """Until another fault is set, or for so long."""
         with self._changed:
-            self._changed.wait_for(lambda: self._turn != turn)
+            self._changed.wait_for(lambda: self._turn != turn, seconds)
 
     def _flipped(self, data: bytes) -> bytes:
         changed = bytearray(data)
@@ -249,7 +248,7 @@ class BadProxy:
                     self._hold(turn)
                     return
                 if fault.kind == "delay":
-                    time.sleep(fault.delay_s)
+                    self._hold(turn, fault.delay_s)
                 if fault.kind in ("cut", "starve", "short"):
                     client.sendall(data[: len(data) // 2])
                     if fault.kind == "starve":
@@ -305,7 +304,7 @@ class BadProxy:
             return True
         body = _read_body(replies, head)
         if fault.kind == "delay":
-            time.sleep(fault.delay_s)
+            self._hold(turn, fault.delay_s)
         an_object = method == b"GET" and b"list-type" not in path and status in (200, 206)
         if an_object:
             other = self._other_body(path, body)
