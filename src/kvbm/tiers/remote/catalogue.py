@@ -135,10 +135,7 @@ class Catalogue:
         `older`: it is older than all others, so it goes first, and none goes for it.
         """
         count = entry.blocks
-        known = self._by_name.get(entry.name)
-        if known is not None:
-            for position, key in enumerate(keys):
-                self.restore_block(known.first + position, key)
+        if entry.name in self._by_name:
             return False
         if not 0 < count <= PACK_BLOCKS_MAX or count + (self.block_count if older else 0) > self.blocks_max:
             self.forgotten_packs += 1

@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
-from functools import partial
 
 from kvbm.clock import Clock
-from kvbm.tiers.remote.blobs import StoreError
+from kvbm.tiers.remote.blobs import StoreError, StoreTrouble
 from kvbm.tiers.remote.breaker import Breaker
 from kvbm.tiers.remote.hedging import Hedging
 from kvbm.tiers.remote.pace import Pace
@@ -87,25 +85,23 @@ class StoreHealth:
         """A read or a listing failed."""
         with self._lock:
             self.read_errors += 1
-        self._failed(self.reading, error, "remote tier is off")
+        self._tell(self.reading, error.trouble, str(error))
 
     def write_failed(self, error: StoreError) -> None:
         """A write failed. What cannot be reached cannot be read from either."""
         with self._lock:
             self.write_errors += 1
-        self._failed(self.writing, error, "remote tier takes no stores")
+        self._tell(self.writing, error.trouble, str(error))
         if error.trouble == "unreachable":
-            self._failed(self.reading, error, "remote tier is off")
+            self._tell(self.reading, error.trouble, str(error))
 
     def read_late(self, deadline_s: float) -> None:
         """A read did not end within its deadline."""
-        line = f"{self._place} did not answer a read within {deadline_s:g} s"
-        self._told(self.reading, partial(self.reading.late, line), "remote tier is off")
+        self._tell(self.reading, None, f"{self._place} did not answer a read within {deadline_s:g} s")
 
     def write_late(self, deadline_s: float) -> None:
         """A write did not end within its deadline."""
-        line = f"{self._place} did not answer a write within {deadline_s:g} s"
-        self._told(self.writing, partial(self.writing.late, line), "remote tier takes no stores")
+        self._tell(self.writing, None, f"{self._place} did not answer a write within {deadline_s:g} s")
 
     def hedge_delay_s(self, byte_count: int) -> float | None:
         """See `Hedging.delay_s`."""
@@ -117,15 +113,15 @@ class StoreHealth:
         with self._lock:
             return self._hedging.take()
 
-    def _failed(self, breaker: Breaker, error: StoreError, what: str) -> None:
-        self._told(breaker, partial(breaker.failed, error.trouble, str(error)), what)
-
-    def _told(self, breaker: Breaker, tell: Callable[[], None], what: str) -> None:
-        """Tell the breaker, and people if that opened it."""
+    def _tell(self, breaker: Breaker, trouble: StoreTrouble | None, line: str) -> None:
+        """Tell a breaker of trouble; None: it was late."""
         before = breaker.openings
-        tell()
+        if trouble is None:
+            breaker.late(line)
+        else:
+            breaker.failed(trouble, line)
         if breaker.openings != before:
-            log.warning("%s", self._line(what, breaker))
+            log.warning("%s", self.store_fault)
 
     def _line(self, what: str, breaker: Breaker) -> str:
         return "" if breaker.closed else f"{what} ({breaker.trouble}): {breaker.line}"
