@@ -145,11 +145,17 @@ def rclone(directory: Path) -> Iterator[S3Service]:
 
 @contextmanager
 def redis_server(
-    directory: Path, *more: str, port: int = 0, tls: tuple[Path, Path] | None = None
+    directory: Path,
+    *more: str,
+    port: int = 0,
+    tls: tuple[Path, Path] | None = None,
+    inside: Sequence[str] = (),
+    host: str = HOST,
 ) -> Iterator[RedisService]:
     """A Redis server in memory, at a port of its own unless one is named. `tls`: its certificate and key.
 
-    With TLS it speaks nothing else.
+    With TLS it speaks nothing else. `inside`: words before the program, where it runs in a network of its own and
+    listens at `host`.
     """
     server = program("redis-server", "Debian's redis-server")
     port = port or free_port()
@@ -158,10 +164,13 @@ def redis_server(
         listen = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
         listen += ["--tls-cert-file", str(tls[0]), "--tls-key-file", str(tls[1])]
     words = [
+        *inside,
         server,
         *listen,
         "--bind",
-        HOST,
+        host,
+        "--protected-mode",
+        "no" if inside else "yes",
         "--save",
         "",
         "--appendonly",
@@ -170,7 +179,7 @@ def redis_server(
         str(directory),
         *more,
     ]
-    with _running(words, directory / f"redis-{port}.log", port) as process:
+    with _running(words, directory / f"redis-{port}.log", port, host) as process:
         yield RedisService(port, process)
 
 
@@ -230,13 +239,15 @@ def program(name: str, origin: str) -> str:
 
 
 @contextmanager
-def _running(words: Sequence[str], log: Path, port: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def _running(
+    words: Sequence[str], log: Path, port: int | None = None, host: str = HOST
+) -> Iterator[subprocess.Popen[bytes]]:
     # A group of its own: some of these are wrappers that start the server as a child.
     with log.open("wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         if port is not None:
-            wait_for(lambda: _answers(port), START_S, log.read_text)
+            wait_for(lambda: _answers(port, host), START_S, log.read_text)
         yield process
     finally:
         try:

@@ -64,6 +64,6 @@ def _listening(words: Sequence[str], port: int, log: Path) -> Iterator[None]:
         process.wait()
 
 
-def _answers(port: int) -> bool:
+def _answers(port: int, host: str = HOST) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) == 0
+        return probe.connect_ex((host, port)) == 0

@@ -98,6 +98,14 @@ class _Pack:
         if self.keys is not None:
             self.see(position, _UNSEEN)
 
+    def revive(self, position: int, wanted: bytes) -> bool:
+        """Undo `kill`; False where the block was not killed."""
+        place = position * PRINT_BYTES
+        if isinstance(self.prints, bytes) or self.prints[place : place + PRINT_BYTES] != _DEAD:
+            return False
+        self.prints[place : place + PRINT_BYTES] = wanted
+        return True
+
 
 class Catalogue:
     """Packs by name and number, blocks by a part of their keys. It belongs to one thread, but for `knows`."""
@@ -242,6 +250,14 @@ class Catalogue:
             (number,) = _prints_of(pack.prints[position * PRINT_BYTES : (position + 1) * PRINT_BYTES])
             self._drop(pack, position, number)
             pack.kill(position)
+
+    def restore_block(self, place: int, key: BlockKey) -> None:
+        """The block there is the one of this key after all: it may be looked for again."""
+        pack = self._by_number.get(place // PLACES_PER_PACK)
+        position = place % PLACES_PER_PACK
+        if pack is not None and pack.revive(position, key[:PRINT_BYTES]):
+            (number,) = _prints_of(key[:PRINT_BYTES])
+            self._of_print.setdefault(number, pack)
 
     def news(self) -> News:
         """See `RemoteTier.news`."""

@@ -34,6 +34,8 @@ SCAN_PACKS_MAX = 1 << 16
 SCAN_PERIOD_S = 60.0
 """All packs are listed at most so often."""
 NEW_MARGIN_S = 60.0
+SEGMENT_READS_MAX = 3
+"""A segment that is not whole is read so often: perhaps only the way from the store is bad, and nobody tells twice."""
 _AT_ONCE = 32
 
 
@@ -141,12 +143,16 @@ class Discovery:
         self._scan_wanted |= gap
         told: set[str] = set()
         for name in unread:
-            data = self._store.read(str(name), 0, SEGMENT_BYTES_MAX)
+            data, entries = None, None
+            for _ in range(SEGMENT_READS_MAX):
+                data = self._store.read(str(name), 0, SEGMENT_BYTES_MAX)
+                entries = None if data is None else decode_segment(str(name), data)
+                if data is None or entries is not None:
+                    break
             if data is None:
                 self._reader.missed(name)
                 self._scan_wanted = True
                 continue
-            entries = decode_segment(str(name), data)
             if entries is None:
                 self._reader.skip(name)
                 continue

@@ -32,12 +32,14 @@ DOUBTS_MAX = 64
 
 
 class Doubt(NamedTuple):
-    """A record that did not verify: to be read once more, and its pack to be deleted if that is no better."""
+    """A record that did not verify: to be read once more, and its pack to be deleted if that is no better. If it is,
+    the way from the store was bad, and the block is known again."""
 
     name: str
     start: int
     end: int
     key: BlockKey
+    place: int
     tenant: str | None
 
 
@@ -132,7 +134,7 @@ class Loader:
             if end.corrupt:
                 self.corrupt += 1
                 record = start + offsets[number], start + offsets[number + 1]
-                self._doubts.append(Doubt(name, *record, key, job.tenant))
+                self._doubts.append(Doubt(name, *record, key, job.place + number, job.tenant))
                 log.warning(
                     "remote tier: a block in %s/%s failed verification", self._store.place.rstrip("/"), name
                 )
@@ -144,7 +146,7 @@ class Loader:
         was believed: then it is learned anew. In a thread of its own.
         """
         while self._doubts:
-            name, start, end, key, tenant = self._doubts.popleft()
+            name, start, end, key, place, tenant = self._doubts.popleft()
             found = self._store.read(name, start, end)
             if found is None:
                 continue
@@ -168,6 +170,8 @@ class Loader:
                 self._store.delete((name,))
                 self.deleted += 1
                 self._effects.append(partial(self._catalogue.forget_pack, name))
+            elif ends[0].outcome is Outcome.HIT:
+                self._effects.append(partial(self._catalogue.restore_block, place, key))
 
 
 def _lies_at(entry: PackEntry, key: BlockKey, start: int, end: int) -> bool:

@@ -1,0 +1,257 @@
+"""Several nodes at one store, on which anything may end at any time: servers, nodes, room, the clock's truth, and
+blocks, by several collectors at once. What is found is right, and what is in use stays.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from fault.remote_node import CHAIN_BLOCKS, LAYOUT, Engine, Node, chain, ended
+from rigs.blob_services import program, redis_server
+from rigs.manager_probe import free_port, wait_for
+
+CHAINS = 8
+LIVES = 2
+
+
+def shared(directory: Path) -> str:
+    """The URL of a new directory."""
+    (directory / "shared").mkdir()
+    return f"file://{directory}/shared"
+
+
+def fill(node: Node, engine: Engine, chains: range) -> None:
+    """Compute these chains, and wait until they are in the store."""
+    before = int(node.metrics()["kvbm_offload_blocks_d2o"])
+    for number in chains:
+        assert engine.store(chain(number)) == CHAIN_BLOCKS
+    node.wait_until_written(before + len(chains) * CHAIN_BLOCKS)
+
+
+def comes(node: Node, engine: Engine, number: int) -> None:
+    """Wait until a whole chain comes from the store."""
+    wait_for(
+        lambda: engine.look(chain(number)).ready == CHAIN_BLOCKS,
+        30.0,
+        lambda: f"chain {number} does not come: {node.describe()}\n{node.log()}",
+    )
+
+
+@pytest.mark.parametrize("loses", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_store_that_is_killed_and_started_again(tmp_path: Path, loses: bool) -> None:
+    """Where it lost all its blocks, they are computed and written once more."""
+    pytest.importorskip("valkey")
+    port = free_port()
+    keeps = () if loses else ("--appendonly", "yes")
+    url = f"redis://127.0.0.1:{port}/0"
+    with ended([]) as nodes:
+        with redis_server(tmp_path, *keeps, port=port):
+            nodes += [Node(tmp_path, url), Node(tmp_path, url)]
+            writes, reads = (node.engine() for node in nodes)
+            fill(nodes[0], writes, range(CHAINS))
+            nodes[1].wait_until_knows(CHAINS)
+            comes(nodes[1], reads, 0)
+        for turn in range(40):
+            assert reads.look(chain(1 + turn % 2)).ready == 0
+            if nodes[1].describe()["openings"]:
+                break
+        assert nodes[1].describe()["openings"]
+        assert reads.look(chain(0)).ready == CHAIN_BLOCKS  # it is in host memory
+        with redis_server(tmp_path, *keeps, port=port):
+            nodes[1].wait_until(lambda tier: tier["reading"] == tier["writing"] == "closed", "it stays off")
+            if loses:
+                assert reads.look(chain(3)).ready == 0
+                fill(nodes[1], reads, range(3, 4))
+                nodes.append(Node(tmp_path, url))
+                comes(nodes[2], nodes[2].engine(), 3)
+            else:
+                for number in range(CHAINS):
+                    comes(nodes[1], reads, number)
+            for node in nodes:
+                node.assert_nothing_held()
+        for node in nodes:
+            node.kill()  # an orderly end would try to reach the store
+
+
+@contextmanager
+def small_disk(directory: Path, megabytes: int) -> Iterator[None]:
+    """A file system of its own at that place; skips where it cannot be mounted."""
+    words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "kvbm-test", str(directory)]
+    if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here (root)")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def fill_up(path: Path) -> None:
+    """Write until there is no room."""
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_disk_behind_the_store_that_is_full(tmp_path: Path) -> None:
+    """What is there is read all the while; nothing is written until there is room again."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    with small_disk(place, 4), ended([]) as nodes:
+        url = shared(place)
+        nodes += [Node(tmp_path, url), Node(tmp_path, url)]
+        writes, reads = (node.engine() for node in nodes)
+        fill(nodes[0], writes, range(CHAINS))
+        nodes[1].wait_until_knows(CHAINS)
+        nodes[1].wait_until(lambda tier: tier["written_bytes"] > 0, "the store is not measured")
+        with pytest.raises(OSError, match="No space"):
+            fill_up(place / "ballast")
+        assert writes.store(chain(100)) == CHAIN_BLOCKS
+        nodes[0].wait_until(lambda tier: tier["writing"] == "open", "it does not notice")
+        assert "remote tier takes no stores (full)" in nodes[0].log()
+        for number in range(CHAINS):
+            assert reads.look(chain(number)).ready == CHAIN_BLOCKS
+            assert writes.look(chain(number)).ready == CHAIN_BLOCKS
+        assert nodes[0].describe()["reading"] == "closed"
+        (place / "ballast").unlink()
+        nodes[0].wait_until(lambda tier: tier["writing"] == "closed", "it does not notice that there is room")
+        fill(nodes[0], writes, range(101, 103))
+        comes(nodes[1], reads, 102)
+        for node in nodes:
+            node.assert_nothing_held()
+
+
+def clock_off_by(seconds: int) -> dict[str, str]:
+    """The environment of a process whose time of day is off; skips where that cannot be had."""
+    words = [program("faketime", "Debian's faketime"), "-f", f"{seconds:+d}s", "env"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    # faketime itself would stay above the program, and end before it.
+    off = {word: line for word, _, line in (line.partition("=") for line in said.splitlines())}
+    # What the store says of its files is not faked: it might be another machine.
+    own = {"NO_FAKE_STAT": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKE_UTIME": "0"}
+    environment = {"LD_PRELOAD": off["LD_PRELOAD"], "FAKETIME": off["FAKETIME"], **own}
+    words = [sys.executable, "-c", "import time; print(time.time(), time.monotonic())"]
+    told = subprocess.run(
+        words, capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    wall_s, monotonic_s = map(float, told.stdout.split())
+    assert abs(wall_s - time.time() - seconds) < 60 and abs(monotonic_s - time.monotonic()) < 60
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("kind", "hours"),
+    [
+        ("directory", 1),
+        ("redis", -1),
+        pytest.param("directory", -1, marks=pytest.mark.slow),
+        pytest.param("redis", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_node_whose_clock_is_an_hour_off(tmp_path: Path, kind: str, hours: int) -> None:
+    """It collects beside one whose clock is right, both with a time to live of ten minutes: nothing is lost."""
+    off = clock_off_by(3600 * hours)
+    options = {"ttl_s": 600.0, "collect_period_s": 0.05}
+    with ExitStack() as stack:
+        if kind == "redis":
+            pytest.importorskip("valkey")
+            url = f"redis://127.0.0.1:{stack.enter_context(redis_server(tmp_path)).port}/0"
+        else:
+            url = shared(tmp_path)
+        nodes = stack.enter_context(ended([]))
+        nodes.append(Node(tmp_path, url, options, environment=off, remote_collect=True))
+        nodes.append(Node(tmp_path, url, options, remote_collect=True))
+        engines = [node.engine() for node in nodes]
+        fill(nodes[0], engines[0], range(CHAINS))
+        fill(nodes[1], engines[1], range(CHAINS, 2 * CHAINS))
+        for node in nodes:
+            node.wait_until_knows(2 * CHAINS)
+            node.wait_until(
+                lambda tier: tier["collected"] and tier["collected"]["packs"], "it never collects"
+            )
+        for node in nodes:
+            collected = node.describe()["collected"]
+            assert collected["removed_packs"] == collected["removed_leftovers"] == 0
+        comes(nodes[0], engines[0], CHAINS)
+        comes(nodes[1], engines[1], 0)
+        for node in nodes:
+            node.assert_nothing_held()
+
+
+def test_two_collectors_at_once_leave_what_is_in_use(tmp_path: Path) -> None:
+    """Chains that are read again and again stay; those that nobody asks for go."""
+    ttl_s = 5.0
+    options = {"ttl_s": ttl_s, "collect_period_s": 0.05}
+    url = shared(tmp_path)
+    with ended([]) as nodes:
+        nodes += [Node(tmp_path, url, options, remote_collect=True) for _ in range(2)]
+        # Its host memory holds one chain: each is read from the store again.
+        nodes.append(Node(tmp_path, url, {"ttl_s": ttl_s}, host_blocks=CHAIN_BLOCKS + 2))
+        writes, _, reads = [node.engine() for node in nodes]
+        fill(nodes[0], writes, range(CHAINS))
+        nodes[2].wait_until_knows(CHAINS)
+        begun_s, used_s = time.monotonic(), {number: time.monotonic() for number in range(3)}
+        late = False
+
+        def used_for_long() -> bool:
+            nonlocal late
+            for number in used_s:
+                found = reads.look(chain(number)).ready
+                now_s = time.monotonic()
+                # A machine that stands still for seconds cannot tell the store in time what it uses.
+                late = late or now_s - used_s[number] > ttl_s / 5
+                assert late or found == CHAIN_BLOCKS, (
+                    f"chain {number} was in use, and is gone after {now_s - begun_s:.1f} s"
+                )
+                used_s[number] = now_s
+            return time.monotonic() > begun_s + 2 * ttl_s
+
+        wait_for(used_for_long, 60.0, "time stands still")
+        assert nodes[2].describe()["touched"] > 0
+        left = {path.name for path in (tmp_path / "shared").glob("*/packs/*/*")}
+        assert len(left) < CHAINS, "nothing was collected"
+        if not late:
+            assert nodes[2].describe()["read_bytes"] > 10 * len(used_s) * CHAIN_BLOCKS * LAYOUT.block_bytes
+        for number in range(3, CHAINS):
+            assert reads.look(chain(number)).ready == 0
+        nodes[2].assert_nothing_held()
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+def test_nodes_that_are_killed_while_they_write(tmp_path: Path, seed: int) -> None:
+    """kill -9 at any moment; another node reads their packs meanwhile and afterwards. Each block is right, or missing,
+    and what had been written is there."""
+    chance, url, number = random.Random(seed), shared(tmp_path), 0
+    with ended([Node(tmp_path, url, host_blocks=512)]) as nodes:
+        reads = nodes[0].engine()
+        for life in range(LIVES):
+            victim = Node(tmp_path, url, host_blocks=512)
+            engine, first = victim.engine(), number
+            fill(victim, engine, range(number, number + 2))
+            number += 2
+            for _ in range(chance.randint(4, 30)):
+                assert engine.store(chain(number)) == CHAIN_BLOCKS
+                number += 1
+                reads.look(chain(chance.randrange(number)))
+            victim.kill()
+            for each in range(number):
+                reads.look(chain(each))
+            fresh = Node(tmp_path, url)
+            seen = fresh.engine()
+            for each in (first, first + 1):
+                comes(fresh, seen, each)
+            whole = sum(seen.look(chain(each)).ready == CHAIN_BLOCKS for each in range(number))
+            assert whole >= 2 * (life + 1), f"seed {seed}"
+            fresh.close()
+        nodes[0].assert_nothing_held()
+        sizes = [path.stat().st_size for path in (tmp_path / "shared").glob("*/packs/*/[0-9a-f]*")]
+        assert sizes and min(sizes) > CHAIN_BLOCKS * LAYOUT.block_bytes, "a pack is not whole"
