@@ -69,7 +69,7 @@ class Node:
         admission: str,
     ) -> None:
         self.clock = clock
-        options = RemoteOptions(hedge=False, collect=False)
+        options = RemoteOptions(hedge=False, collect=False, load_threads=1, store_threads=1)
         self.tier: BlobTier = open_blob_tier(store, LAYOUT, NAMESPACE, options, clock, random.Random(number))
         self.metrics = Metrics()
         self.arena = HostArena(LAYOUT, host_blocks, touch_threads=0)
@@ -108,6 +108,9 @@ class Node:
         """A request, as an engine's leader sends it: how many blocks came from host memory, and from the store."""
         number = next(self._numbers)
         lease = self.space.lookup(ME, number, keys, 0)
+        # As a manager does once it has answered, and before what is being read can have come.
+        while self.space.tell_policies():
+            pass
         self.settle()
         from_host = from_store = 0
         if lease is not None:
@@ -238,8 +241,8 @@ def _rates(found: Served | FleetReplay) -> dict[str, float]:
 def render(trace: Trace, rows: Sequence[dict[str, Any]], nodes: int) -> Table:
     """Hit rates in percent, differences in points."""
     title = (
-        f"{nodes} managers over one store, {trace.name}: {len(trace.requests):,} requests for {trace.accesses:,} blocks, "
-        f"{trace.unique_blocks:,} different; within {POINTS_MAX:g} points"
+        f"{nodes} managers over one store, {trace.name}: {len(trace.requests):,} requests for "
+        f"{trace.accesses:,} blocks, {trace.unique_blocks:,} different; within {POINTS_MAX:g} points"
     )
     headings = ["policy", "routed", "host, blocks", "hits without", "what", "managers", "simulator", "points"]
     table = plain_table(headings, words={"policy", "routed", "what"}, title=title)

@@ -14,7 +14,6 @@ from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
 from kvbm.sim.traces.trace import PROGRESS_REQUESTS, Trace
 
-
 ROUTES = ("round-robin", "session", "random")
 """How requests come to nodes: one after the other, conversations staying on one node, or by chance."""
 
@@ -103,6 +102,7 @@ class _Fleet:
     def serve(self, node: int, blocks: Sequence[int], now_s: float) -> tuple[int, int]:
         """A request: how many of its first blocks came from host memory, and how many from the store."""
         host, store = self.hosts[node], self.store
+        # Policies learn of a request before what is read for it can have come, as in the manager.
         in_host = host.requested(list(blocks), now_s)
         if store is None:
             host.insert(blocks, in_host, now_s)
