@@ -96,7 +96,9 @@ def _verdict(answer: StoreAnswer) -> list[Text]:
     here = f"with the store: {_sizes(best)} a node, ${best.cost:,.2f} a month"
     there = "" if without is None else f"without: {_sizes(without)} a node, ${without.cost:,.2f}"
     if not best.meets:
-        nearest = f"No size meets the target {here}: at most {best.hit_rate:.2%}"
+        nearest = (
+            f"No size meets the target with the store; {_sizes(best)} a node, ${best.cost:,.2f}, hits most"
+        )
         lines = [Text(f"{nearest}{'; ' + there if there else ''}.", style="bold yellow")]
     elif without is None:
         lines = [Text(f"Only the store meets the target. Cheapest {here}.", style="bold")]
@@ -215,8 +217,8 @@ def _of_the_store(answer: StoreAnswer) -> list[str]:
     lines: list[str] = []
     if best.store_hit_rate:
         lines.append(
-            f"{PAUSES_SHARE:.0%} of the blocks read had been written or used at most {_minutes(best.pause_s)} before, "
-            f"in a trace of {_minutes(answer.trace.seconds)}; the TTL is {_minutes(answer.store.ttl_s)}."
+            f"{PAUSES_SHARE:.0%} of the blocks read had been written or used at most {_time(best.pause_s)} before, "
+            f"in a trace of {_time(answer.trace.seconds)}; the TTL is {_time(answer.store.ttl_s)}."
         )
     if best.month.again:
         lines.append(
@@ -225,5 +227,7 @@ def _of_the_store(answer: StoreAnswer) -> list[str]:
     return lines
 
 
-def _minutes(seconds: float) -> str:
+def _time(seconds: float) -> str:
+    if seconds >= 7200:
+        return f"{seconds / 3600:,.0f} h"
     return f"{seconds / 60:,.0f} min" if seconds >= 60 else f"{seconds:.0f} s"

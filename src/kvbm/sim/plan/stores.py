@@ -89,21 +89,14 @@ class StoreQuestion:
         """`SettingsError` for options that cannot be run, whatever the traces hold."""
         question = self.question
         question.check()
+        times = "a target of hit rates with --remote: for times over a network see kvbm scale"
         for option, given, accepted in (
-            (
-                "--target-ttft",
-                question.target.most_s,
-                "--target-hit-rate: times over a network, see kvbm scale",
-            ),
-            ("--sample", question.sample, "all conversations: a sample of them leaves the store's bill out"),
-            (
-                "--model",
-                question.model,
-                "a model without groups: the store's packs of several are not simulated",
-            ),
+            ("--target-ttft", question.target.most_s, times),
+            ("--sample", question.sample, "all conversations with --remote: a sample has another bill"),
+            ("--model", question.model and question.model.name, "with --remote a model without groups"),
         ):
             if given is not None:
-                raise SettingsError(f"{option} with --remote", getattr(given, "name", given), accepted)
+                raise SettingsError(option, given, accepted)
         if question.prices.unit != DOLLARS:
             raise KvbmError(
                 "--remote: its cost is in dollars: give --price-host and --price-disk with --machine"
