@@ -262,21 +262,26 @@ def render(trace: Trace, rows: Sequence[dict[str, Any]], nodes: int) -> Table:
     return table
 
 
-def main() -> int:
-    """Replay and print one table; status 1 where the two differ by too much."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trace", type=Path, help="a trace instead of made-up conversations")
-    parser.add_argument("--chunk-tokens", type=int, help="regroup its blocks into larger ones")
-    parser.add_argument("--requests", type=int, default=1500, help="the first so many of it")
-    parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--host", type=float, default=5.0, help="host memory of a node, %% of all blocks")
-    parser.add_argument("--policies", default="lru,gittins")
-    parser.add_argument("--routes", default="round-robin,session")
-    parser.add_argument("--admission", default="all", help="which blocks are written to the store")
-    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="where the JSON goes")
-    options = parser.parse_args()
+    options.add_argument("--trace", type=Path, help="a trace instead of made-up conversations")
+    options.add_argument("--chunk-tokens", type=int, help="regroup its blocks into larger ones")
+    options.add_argument("--requests", type=int, default=1500, help="the first so many of it")
+    options.add_argument("--nodes", type=int, default=3)
+    options.add_argument("--host", type=float, default=5.0, help="host memory of a node, %% of all blocks")
+    options.add_argument("--policies", default="lru,gittins")
+    options.add_argument("--routes", default="round-robin,session")
+    options.add_argument("--admission", default="all", help="which blocks are written to the store")
+    options.add_argument("--output", type=Path, default=Path("bench-output"), help="where the JSON goes")
+    return options
+
+
+def main() -> int:
+    """Replay and print one table; status 1 where the two differ by too much."""
+    options = parser().parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     reading = ReadOptions(chunk_tokens=options.chunk_tokens, limit=options.requests)
     if options.trace is None:
