@@ -66,14 +66,15 @@ class Node:
         number: int,
         host_blocks: int,
         policy: str,
-        admission: str,
+        options: argparse.Namespace,
     ) -> None:
+        self.late: bool = options.late
         self.clock = clock
-        options = RemoteOptions(hedge=False, collect=False, load_threads=1, store_threads=1)
-        self.tier: BlobTier = open_blob_tier(store, LAYOUT, NAMESPACE, options, clock, random.Random(number))
+        of_tier = RemoteOptions(hedge=False, collect=False, load_threads=1, store_threads=1)
+        self.tier: BlobTier = open_blob_tier(store, LAYOUT, NAMESPACE, of_tier, clock, random.Random(number))
         self.metrics = Metrics()
         self.arena = HostArena(LAYOUT, host_blocks, touch_threads=0)
-        admits = make_admission(admission, options.catalogue_blocks, clock())
+        admits = make_admission(options.admission, of_tier.catalogue_blocks, clock())
         self.space = Space(
             LAYOUT,
             self.arena,
@@ -108,8 +109,10 @@ class Node:
         """A request, as an engine's leader sends it: how many blocks came from host memory, and from the store."""
         number = next(self._numbers)
         lease = self.space.lookup(ME, number, keys, 0)
+        if self.late:
+            assert self.tier.settle(SETTLED_S), "the store hangs"
         # As a manager does once it has answered, and before what is being read can have come.
-        while self.space.tell_policies():
+        while not self.late and self.space.tell_policies():
             pass
         self.settle()
         from_host = from_store = 0
@@ -153,12 +156,12 @@ class Served:
 
 
 def serve(
-    trace: Trace, nodes: Sequence[int], node_count: int, host_blocks: int, policy: str, admission: str
+    trace: Trace, nodes: Sequence[int], host_blocks: int, policy: str, options: argparse.Namespace
 ) -> Served:
     """The trace through real managers."""
     clock = ManualClock(1000.0)
     store = MemoryBlobs(clock, blob_bytes_max=PACK_BLOCKS * record_bytes(LAYOUT.block_bytes))
-    fleet = [Node(store, clock, n, host_blocks, policy, admission) for n in range(node_count)]
+    fleet = [Node(store, clock, n, host_blocks, policy, options) for n in range(options.nodes)]
     begun_s, served = clock(), Served(trace.accesses)
     keys = [BlockKey(hashlib.sha256(b"%d" % block).digest()) for block in range(trace.unique_blocks)]
     ends: list[tuple[float, int]] = []
@@ -199,7 +202,7 @@ def row(trace: Trace, options: argparse.Namespace, policy: str, route: str) -> d
     """Both answers for one policy and one way of routing."""
     host_blocks = max(1, int(trace.unique_blocks * options.host / 100))
     nodes = routed(trace, options.nodes, route)
-    real = serve(trace, nodes, options.nodes, host_blocks, policy, options.admission)
+    real = serve(trace, nodes, host_blocks, policy, options)
     rules = StoreRules(
         block_bytes=LAYOUT.block_bytes,
         pack_blocks=PACK_BLOCKS,
@@ -275,6 +278,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--policies", default="lru,gittins")
     options.add_argument("--routes", default="round-robin,session")
     options.add_argument("--admission", default="all", help="which blocks are written to the store")
+    options.add_argument("--late", action="store_true", help="policies learn of a request after its reads")
     options.add_argument("--output", type=Path, default=Path("bench-output"), help="where the JSON goes")
     return options
 
