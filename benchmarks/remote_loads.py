@@ -36,9 +36,9 @@ from kvbm.policy import AdmitAll
 from kvbm.present.tables import plain_table, save_json
 from kvbm.settings import load_settings, process_environment
 from kvbm.tiers.host import HostArena
-from kvbm.tiers.remote.blob_tier import LOAD_BYTES_MAX
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.options import RemoteOptions
+from kvbm.tiers.remote.pack_size import LOAD_BYTES_MAX
 
 WAIT_S = 120.0
 BUDGET, REQUESTS_BUDGET = 0.9, 0.1

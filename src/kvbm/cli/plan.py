@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbm.cli import simulate
+from kvbm.cli import plan_store, simulate
 from kvbm.cli.replaying import conclude, require_writable, with_bar
 from kvbm.errors import KvbmError, SettingsError
 
@@ -24,6 +24,7 @@ Examples:
   kvbm plan monday.jsonl.gz --target-ttft 2.5s --model ./Llama-3.1-8B --price-host 2.2 --price-disk 0.06
   kvbm plan monday.jsonl.gz --target-hit-rate 30% --model gemma-3-27b
   kvbm plan monday.jsonl.gz --target-ttft 2.5s --model ./Llama-3.1-8B --machine
+  kvbm plan synthetic --target-hit-rate 60% --bytes-per-token 128KiB --remote unbounded --remote-ttl 24 --nodes 3
 """
 
 HitRate = Annotated[
@@ -126,6 +127,15 @@ def plan(
     host_bandwidth: simulate.HostRate = "50GB",
     disk_read: simulate.ReadRate = "6GB",
     disk_write: simulate.WriteRate = "3GB",
+    remote: plan_store.Remote = None,
+    remote_ttl: plan_store.Ttl = None,
+    remote_admission: plan_store.RemoteAdmission = None,
+    nodes: plan_store.Nodes = None,
+    router: plan_store.Router = None,
+    price_remote: plan_store.StorePrice = None,
+    price_put: plan_store.PutPrice = None,
+    price_get: plan_store.GetPrice = None,
+    price_egress: plan_store.EgressPrice = None,
     everything: Everything = False,
     json_file: simulate.JsonFile = None,
     plot: PlotFile = None,
@@ -139,9 +149,13 @@ def plan(
     copies from the device, other engines on the same manager, what a worn disk costs. It begins with empty tiers.
     Speeds are the options below, by default an H100 with an 8-billion-parameter model; TTFT is as good as they are.
     Tomorrow's requests are not in the trace: leave room.
+
+    With --remote it says what a store that all nodes share would cost a month and hit, and whether the same money is
+    better spent on their host memory or disks.
     """
-    from kvbm.sim.plan import picture, report
+    from kvbm.sim.plan import picture, report, store_report
     from kvbm.sim.plan.planning import Question, answer
+    from kvbm.sim.plan.stores import answer_stores
     from kvbm.sim.traces.formats import ReadOptions
 
     target = _target(target_hit_rate, target_ttft)
@@ -161,6 +175,28 @@ def plan(
         machine=simulate.read_machine(*speeds) if target.most_s else None,
         rules=simulate.read_disk_rules(admission, write, write_budget),
         closed_loop=not open_loop,
+    )
+    store_prices = (price_remote, price_put, price_get, price_egress)
+    if remote is not None:
+        asked = plan_store.store_question(
+            question, remote, remote_ttl, remote_admission, nodes, router, store_prices
+        )
+        asked.check()
+        if plot is not None:
+            raise SettingsError("--plot", str(plot), "not with --remote: there is no picture of that")
+        require_writable(json_file, plot)
+        found = with_bar(lambda watch: answer_stores(asked, watch))
+        conclude(store_report.render(found, everything), found, lambda path: False, json_file, plot)
+        return
+    plan_store.require_remote(
+        remote_ttl=remote_ttl,
+        remote_admission=remote_admission,
+        nodes=nodes,
+        router=router,
+        price_remote=price_remote,
+        price_put=price_put,
+        price_get=price_get,
+        price_egress=price_egress,
     )
     question.check()
     require_writable(json_file, plot)

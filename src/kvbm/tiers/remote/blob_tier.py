@@ -29,6 +29,7 @@ from kvbm.tiers.remote.exchange import Exchange, Job, LoadJob, StoreJob
 from kvbm.tiers.remote.health import StoreHealth
 from kvbm.tiers.remote.loading import Effect, Loader
 from kvbm.tiers.remote.options import RemoteOptions
+from kvbm.tiers.remote.pack_size import blocks_of_a_load, blocks_of_a_pack, record_bytes
 from kvbm.tiers.remote.prefixed import PrefixedBlobs
 from kvbm.tiers.remote.sealing import Seal
 from kvbm.tiers.remote.shared_log import LogReader, LogWriter
@@ -37,16 +38,6 @@ from kvbm.tiers.remote.upkeep import Upkeep
 from kvbm.tiers.remote.workers import Task, Workers
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
-
-LOAD_BYTES_MAX = 32 << 20
-"""The first block of a load has arrived only when the last one has."""
-PACK_BYTES = 32 << 20
-PACK_BYTES_MAX = 64 << 20
-PACK_BLOCKS = 16
-"""A pack has so many blocks even if they are more than `PACK_BYTES`, but is never above `PACK_BYTES_MAX`."""
-PACK_BLOCKS_MAX = 1024
-_RECORD_EXTRA = 8 << 10
-"""What a block's record and its part of the index take beside its bytes, at most."""
 
 WATCH_PERIOD_S = 0.02
 LEARNED_BLOCKS = 4096
@@ -98,7 +89,7 @@ class BlobTier:
         self.pending_limit = options.pending_limit
         # A store pins a pack's slots, and waits behind the others: more than a few would wait for nothing.
         self._store_limit = min(options.pending_limit, 2 * options.store_threads)
-        self.load_blocks_max = max(1, LOAD_BYTES_MAX // layout.block_bytes)
+        self.load_blocks_max = blocks_of_a_load(layout.block_bytes)
         self.store_blocks_max = _store_blocks_max(store, layout)
         fingerprint = namespace.fingerprint
         self._store = part = PrefixedBlobs(store, f"{fingerprint.hex()}/")
@@ -409,12 +400,11 @@ class BlobTier:
 
 
 def _store_blocks_max(store: BlobStore, layout: BlockLayout) -> int:
-    record = layout.block_bytes + _RECORD_EXTRA
-    # A pack of one block may be larger than packs are.
-    fit = min(PACK_BYTES_MAX, store.blob_bytes_max) // record or store.blob_bytes_max // record
-    if fit == 0:
+    blocks = blocks_of_a_pack(layout.block_bytes, store.blob_bytes_max)
+    if blocks == 0:
+        record = record_bytes(layout.block_bytes)
         accepted = (
             f"{store.place} takes blobs of at most {store.blob_bytes_max} bytes, and a block is {record}"
         )
         raise SettingsError("remote", store.place, accepted)
-    return min(PACK_BLOCKS_MAX, fit, max(PACK_BLOCKS, PACK_BYTES // record))
+    return blocks

@@ -22,10 +22,11 @@ from kvbm.testing.remote_contract import (
     store,
 )
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
-from kvbm.tiers.remote.blob_tier import LOAD_BYTES_MAX, PACK_BYTES_MAX, open_blob_tier
+from kvbm.tiers.remote.blob_tier import open_blob_tier
 from kvbm.tiers.remote.codec import zstd_shuffled
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
+from kvbm.tiers.remote.pack_size import LOAD_BYTES_MAX, PACK_BYTES_MAX
 from kvbm.tiers.remote.packs import pack
 from kvbm.tiers.remote.sealing import MasterKey, Sealer
 from rigs.remote_nodes import PREFIX, Nodes, until
