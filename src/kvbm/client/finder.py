@@ -72,6 +72,12 @@ class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
         name = hashlib.sha256(engine.encode()).hexdigest()[:16]
         return cls(socket_path=os.path.join(settings.runtime_dir, f"private-{name}.sock"), private=True)
 
+    @classmethod
+    def of_nodes(cls, settings: Settings) -> list[ManagerAddress]:
+        """The managers of the engine's other nodes that the settings name."""
+        listed = (settings.node_managers or "").split(",")
+        return [cls(socket_path=each.strip(), private=False) for each in listed if each.strip()]
+
 
 class ManagerFinder:
     """Connects to the engine's manager, starting a private one when it is not there.

@@ -155,6 +155,13 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
         "program, with its arguments, that prints such lines; no shell reads it",
     ] = None
 
+    node_managers: Annotated[
+        str | None,
+        Setting("DYN_KVBM_NODE_MANAGERS", metavar="SOCKETS", ours=True, reader="engine"),
+        "managers of the engine's other nodes, for its scheduler: their sockets, or what forwards to them, with commas "
+        "between. Ranks on each node find its manager by DYN_KVBM_MANAGER",
+    ] = None
+
     @property
     def object_on(self) -> bool:
         """Whether the original's variables name a store."""

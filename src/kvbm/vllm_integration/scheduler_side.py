@@ -112,6 +112,10 @@ class SchedulerSide:
             groups=self._hybrid.groups if self._hybrid is not None else (),
             zeroes=zeroes,
             announces=self._events is not None,
+            nodes=[
+                ManagerFinder(address, settings, environment, time.monotonic)
+                for address in ManagerAddress.of_nodes(settings)
+            ],
         )
         self._counted = stats.Counted(self.leader)
         self._answers = answers_are_merged()
