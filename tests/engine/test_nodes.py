@@ -97,7 +97,9 @@ def test_two_nodes_say_what_one_says(
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
     for manager in (first, back):
         wait_for(
-            lambda manager=manager: not manager.metrics()['kvbm_leased_blocks{tier="host"}'], 10.0, "leases stay"
+            lambda manager=manager: not manager.metrics()['kvbm_leased_blocks{tier="host"}'],
+            10.0,
+            "leases stay",
         )
 
 
