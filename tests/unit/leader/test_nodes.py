@@ -293,6 +293,22 @@ def test_the_others_sessions_begin_anew_and_hits_come_back(bench: NodesBench) ->
     assert [node.epoch for node in bench.load("s", 2, 2).nodes] == [70, 99]
 
 
+def test_what_was_found_before_one_went_is_asked_anew(bench: NodesBench) -> None:
+    number = bench.ask()
+    for node in (0, 1):
+        bench.answer(node, number, 8)
+    assert bench.matched() == Answer(blocks=8)
+    bench.managers[1].die()
+    bench.step()
+    bench.managers[1].up = True
+    for _ in range(3):
+        bench.clock.advance(PROMISED_S)
+        bench.step()
+    bench.all_ready()
+    assert bench.matched() == Answer(later=True)
+    assert [len(bench.said(node, Lookup)) for node in (0, 1)] == [1, 1]
+
+
 def test_a_load_that_runs_keeps_the_others_leases_for_a_while(bench: NodesBench) -> None:
     bench.load("r", 5, 5)
     connection = bench.managers[0]._connection
