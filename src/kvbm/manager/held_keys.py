@@ -8,9 +8,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from kvbm.block import BlockKey, BlockState, Tier
 from kvbm.manager.pool import SlotPool
+
+
+class Listener(Protocol):
+    """Who hears of blocks that come and go."""
+
+    def committed(self, slots: Sequence[int]) -> None:
+        """Blocks came into these slots."""
+
+    def emptied(self, slots: Iterable[int]) -> None:
+        """The blocks in these slots have gone."""
+
+    def again(self) -> None:
+        """Look at all slots once more."""
 
 
 class HeldKeys:
@@ -21,7 +35,7 @@ class HeldKeys:
         self.slot_count = slot_count
         self.pool: SlotPool[BlockKey] | None = None
         """The tier's slots: set when it is indexed, and anew when it is indexed again."""
-        self._listeners: list[KeyListener] = []
+        self._listeners: list[Listener] = []
 
     def committed(self, slots: Sequence[int]) -> None:
         """The blocks in these slots can be found from now on."""
@@ -46,7 +60,11 @@ class HeldKeys:
         self._listeners.append(listener)
         return listener
 
-    def ignore(self, listener: KeyListener) -> None:
+    def follow(self, listener: Listener) -> None:
+        """Tell this one as well what comes and goes from now on."""
+        self._listeners.append(listener)
+
+    def ignore(self, listener: Listener) -> None:
         """It listens no more."""
         self._listeners.remove(listener)
 

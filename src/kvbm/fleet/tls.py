@@ -1,0 +1,93 @@
+"""TLS between the nodes of a fleet: both ends show a certificate of the fleet's own authority, TLS 1.3 only.
+
+Addresses say nothing about who is there, so no host name is compared. A certificate names fleet and node instead, in a
+URI of its own kind: `kvbm://FLEET/NODE`.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvbm.errors import KvbmError, SettingsError
+
+SCHEME = "kvbm"
+
+
+class TlsFiles(NamedTuple):
+    """The authority's certificate, a node's, and its key: files in PEM."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+class Identity(NamedTuple):
+    """Whom a certificate names."""
+
+    fleet: str
+    node: str
+
+    @property
+    def uri(self) -> str:
+        return f"{SCHEME}://{self.fleet}/{self.node}"
+
+
+class UnknownCertificate(KvbmError):
+    """A certificate of the right authority that is of another fleet, or of no node."""
+
+
+def lending_context(files: TlsFiles) -> ssl.SSLContext:
+    """For the end that listens: who connects must show a certificate. Raises SettingsError."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0  # each connection is verified anew
+    return context
+
+
+def reading_context(files: TlsFiles) -> ssl.SSLContext:
+    """For the end that connects. Raises SettingsError."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    context.check_hostname = False  # see `certified`
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    return context
+
+
+def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(cafile=files.authority)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError("fleet_ca", str(files.authority), _accepted(error)) from None
+    try:
+        context.load_cert_chain(files.certificate, files.key)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError("fleet_cert", f"{files.certificate}, {files.key}", _accepted(error)) from None
+    return context
+
+
+def _accepted(error: Exception) -> str:
+    return f"PEM files that `kvbm fleet cert` wrote are expected ({error})"
+
+
+def certified(connection: socket.socket, fleet: str) -> Identity:
+    """Who is at the other end of a TLS connection, by its certificate. Raises UnknownCertificate."""
+    assert isinstance(connection, ssl.SSLSocket)
+    certificate = connection.getpeercert() or {}
+    alternatives: Any = certificate.get("subjectAltName", ())
+    names = [str(value) for kind, value in alternatives if kind == "URI"]
+    for name in names:
+        scheme, _, rest = name.partition("://")
+        named_fleet, slash, node = rest.partition("/")
+        if scheme == SCHEME and slash and node:
+            if named_fleet != fleet:
+                raise UnknownCertificate(
+                    f"its certificate is of the fleet {named_fleet!r}; ours is {fleet!r}"
+                )
+            return Identity(named_fleet, node)
+    raise UnknownCertificate(
+        "its certificate names no node of a fleet (`kvbm fleet cert` makes one that does)"
+    )

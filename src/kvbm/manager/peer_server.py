@@ -1,0 +1,151 @@
+"""The door for other nodes: a listening socket, and a thread for each reader that connects (`peer_connection`).
+
+Without TLS anybody who can connect can read, so the door opens on loopback and private addresses only, unless it is
+told so explicitly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import ssl
+import threading
+from collections import Counter
+
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import SettingsError
+from kvbm.fleet.directory import is_private, refuse_name, split_address
+from kvbm.manager.lending import Lending
+from kvbm.manager.peer_connection import PeerConnection
+
+log = logging.getLogger("kvbm.manager")
+
+READERS_MAX = 64
+BACKLOG = 64
+END_S = 3.0
+
+
+class PeerServer:
+    """Serves readers of the fleet from its own threads until `close`; `lend` is the loop's.
+
+    `listen` is `host:port`; port 0 takes a free one, which `port` tells. Raises SettingsError.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        tls: ssl.SSLContext | None,
+        fleet: str,
+        node: str,
+        lend: Lending,
+        allow_plain: bool = False,
+        readers_max: int = READERS_MAX,
+        clock: Clock = monotonic,
+        field: str = "peer_listen",
+    ) -> None:
+        refuse_name("fleet", fleet)
+        refuse_name("node", node)
+        host, port = split_address(field, listen)
+        self.fleet, self.node, self.tls, self.clock, self.lend = fleet, node, tls, clock, lend
+        self.counts: Counter[str] = Counter()
+        """`readers` that were let in, `refused` ones, and of blocks sent `blocks`, `broken` and `bytes`."""
+        self._readers_max = readers_max
+        self._listener = _listening(
+            field, listen, host, port, plain_everywhere=allow_plain or tls is not None
+        )
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._connections: set[PeerConnection] = set()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kvbm-peer-door", daemon=True)
+        self._thread.start()
+
+    def describe(self) -> dict[str, object]:
+        """For operators."""
+        with self._lock:
+            readers = [connection.describe() for connection in self._connections]
+        return {"port": self.port, "tls": self.tls is not None, "readers": readers, **self.counts}
+
+    def close(self) -> None:
+        """Let nobody in any more and end all connections. The loop takes no part: `Lending.close` comes after it."""
+        os.eventfd_write(self._event, 1)
+        self._thread.join(END_S)
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.stop()
+        for connection in connections:
+            connection.join(END_S)
+        self._listener.close()
+        os.close(self._event)
+
+    def gone(self, connection: PeerConnection) -> None:
+        """Its thread has ended. Called by that thread."""
+        with self._lock:
+            self._connections.discard(connection)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._listener, select.POLLIN)
+        poller.register(self._event, select.POLLIN)
+        while self._event not in dict(poller.poll()):
+            try:
+                accepted, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                continue
+            except OSError as error:  # no descriptor is free: the connection stays in the backlog
+                log.warning("no reader can be let in: %s", error)
+                _pause(self._event)
+                continue
+            self._let_in(accepted, address[0])
+
+    def _let_in(self, accepted: socket.socket, host: str) -> None:
+        with self._lock:
+            full = len(self._connections) >= self._readers_max
+            if not full:
+                connection = PeerConnection(self, accepted, host)
+                self._connections.add(connection)
+        if full:
+            self.counts["refused"] += 1
+            accepted.close()
+            return
+        try:
+            connection.start()
+        except RuntimeError as error:  # no thread is to be had
+            log.warning("no reader can be let in: %s", error)
+            self.gone(connection)
+            accepted.close()
+
+
+def _pause(event: int, seconds: float = 0.5) -> None:
+    """Wait a moment, or until the event."""
+    poller = select.poll()
+    poller.register(event, select.POLLIN)
+    poller.poll(seconds * 1000)
+
+
+def _listening(field: str, listen: str, host: str, port: int, plain_everywhere: bool) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise SettingsError(field, listen, f"an address of this machine ({error})") from None
+    family, _, _, _, address = found[0]
+    if not plain_everywhere and not is_private(str(address[0])):
+        raise SettingsError(
+            field,
+            listen,
+            "without TLS a loopback or private address, because anybody who can connect can read blocks; "
+            "give it certificates (`kvbm fleet cert`), or allow plain connections explicitly",
+        )
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(field, listen, f"an address of this machine with a free port ({error})") from None
+    return listener

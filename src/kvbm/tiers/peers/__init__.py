@@ -1,0 +1,1 @@
+"""Blocks in other managers' host memory, read over the network."""

@@ -1,0 +1,97 @@
+"""`kvbm fleet cert`: one authority, certificates that name fleet and node, and nothing overwritten by accident."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbm.cli.fleet import app
+from kvbm.errors import SettingsError
+from kvbm.fleet.certificates import make_node
+from kvbm.fleet.tls import TlsFiles, lending_context, reading_context
+
+x509 = pytest.importorskip("cryptography.x509", reason="certificates are made with the package cryptography")
+
+
+def test_the_command_makes_an_authority_once(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "certificates"
+    runner = CliRunner()
+    first = runner.invoke(app, ["cert", str(directory), "--node", "node-1", "--fleet", "lab", "--days", "7"])
+    assert first.exit_code == 0, first.output
+    assert "a new authority" in first.output
+    authority = (directory / "ca.pem").read_bytes()
+    second = runner.invoke(app, ["cert", str(directory), "--node", "node-2"])
+    assert second.exit_code == 0, second.output
+    assert "Node node-2 of the fleet lab, signed by the authority that is there" in second.output
+    assert (directory / "ca.pem").read_bytes() == authority
+    for key in directory.glob("*.key"):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert sorted(path.name for path in directory.iterdir()) == [
+        *("ca.key", "ca.pem", "node-1.key", "node-1.pem", "node-2.key", "node-2.pem")
+    ]
+    certificate = x509.load_pem_x509_certificate((directory / "node-2.pem").read_bytes())
+    certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["kvbm://lab/node-2"]
+
+
+def test_nothing_is_overwritten_by_accident(tmp_path: Path) -> None:
+    make_node(tmp_path, "a", 30, "lab")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(SettingsError, match="--renew replaces it"):
+        make_node(tmp_path, "a", 30)
+    with pytest.raises(SettingsError, match="is that of 'lab'"):
+        make_node(tmp_path, "b", 30, "other")
+    with pytest.raises(SettingsError, match="another name"):
+        make_node(tmp_path, "ca", 30)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    make_node(tmp_path, "a", 30, renew=True)
+    after = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {path.name for path in after if after[path] != before[path]} == {"a.pem", "a.key"}
+
+
+@pytest.mark.parametrize("half", ["ca.pem", "ca.key"])
+def test_half_an_authority_is_left_alone(tmp_path: Path, half: str) -> None:
+    (tmp_path / half).write_text("mine")
+    with pytest.raises(SettingsError, match="is not overwritten"):
+        make_node(tmp_path, "a", 30)
+    assert [path.name for path in tmp_path.iterdir()] == [half]
+    assert (tmp_path / half).read_text() == "mine"
+
+
+def test_an_authority_that_cannot_be_read_is_named_without_its_key(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("none")
+    (tmp_path / "ca.key").write_text("SECRET")
+    with pytest.raises(SettingsError, match="cannot be read as PEM") as caught:
+        make_node(tmp_path, "a", 30)
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("node", "days", "fleet"),
+    [("a/b", 1, None), ("", 1, None), ("a", 0, None), ("a", 1, "b c"), ("a" * 65, 1, None)],
+)
+def test_names_and_days_are_bounded(tmp_path: Path, node: str, days: int, fleet: str | None) -> None:
+    with pytest.raises(SettingsError, match="--"):
+        make_node(tmp_path / "x", node, days, fleet)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(SettingsError, match=r"pip install 'openkvbm\[fleet\]'"):
+        make_node(tmp_path, "a", 30)
+
+
+def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+    files = make_node(tmp_path, "a", 30)[0]
+    missing = TlsFiles(tmp_path / "no.pem", files.certificate, files.key)
+    with pytest.raises(SettingsError, match="fleet_ca"):
+        reading_context(missing)
+    with pytest.raises(SettingsError, match="fleet_cert"):
+        lending_context(files._replace(key=tmp_path / "ca.key"))  # another key
