@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,7 @@ def over_nodes(
     """Starts an engine whose rank 0 finds the first of two managers, and whose rank 1 the second."""
     other = process_of(f"node-{chosen()}", chosen())
 
-    def start(
-        first: str, second: str, settings: Mapping[str, str] | None = None, **options: Any
-    ) -> EngineProcess:
+    def start(first: str, second: str, second_from_afar: str = "", **options: Any) -> EngineProcess:
         both = {
             "nnodes": 2,
             "master_addr": "127.0.0.1",
@@ -48,7 +46,7 @@ def over_nodes(
             "distributed_executor_backend": "mp",
             **options,
         }
-        host = {"VLLM_HOST_IP": "127.0.0.1", **(settings or {})}
+        host = {"VLLM_HOST_IP": "127.0.0.1"}
         there = {**host, "DYN_KVBM_MANAGER": second, "DYN_KVBM_RUNTIME_DIR": str(runtime_dir / "other")}
         arguments = {
             "model": str(model),
@@ -59,7 +57,7 @@ def over_nodes(
         }
         other.mark_log()
         other.send(other_node.serve_ranks, arguments, there)
-        here = {**host, "DYN_KVBM_MANAGER": first, "DYN_KVBM_NODE_MANAGERS": second}
+        here = {**host, "DYN_KVBM_MANAGER": first, "DYN_KVBM_NODE_MANAGERS": second_from_afar or second}
         engine = launcher.start(here, node_rank=0, **both)
         other.receive(60.0)
         return engine
@@ -75,9 +73,12 @@ def over_nodes(
 def test_two_nodes_say_what_one_says(
     over_nodes: Start, shared_manager: Callable[..., SharedManager], v1_reference: dict[str, list[int]]
 ) -> None:
-    """Then the second node's manager is killed while requests are answered, and comes back empty."""
-    first, second = (shared_manager("--host-blocks", "600") for _ in range(2))
-    engine = over_nodes(first.socket_path, second.socket_path, tensor_parallel_size=2)
+    """The scheduler reaches the second node's manager over TCP. That is killed while requests are answered, and comes
+    back empty."""
+    listen = f"127.0.0.1:{free_port()}"
+    first = shared_manager("--host-blocks", "600")
+    second = shared_manager("--host-blocks", "600", "--node-listen", listen)
+    engine = over_nodes(first.socket_path, second.socket_path, f"tcp://{listen}", tensor_parallel_size=2)
     engine.call(reach.wait_until_ready, timeout_s=40.0)
     for turn in ("", "+"):
         assert differences(v1_reference, engine.run(again(small_workload(), turn)), turn) == []
@@ -89,7 +90,7 @@ def test_two_nodes_say_what_one_says(
         reach.run_and_kill_at, again(small_workload(), "!"), 10, second.pid, timeout_s=100.0
     )
     assert differences(v1_reference, answers, "!") == []
-    back = shared_manager("--host-blocks", "600", at=second.socket_path)
+    back = shared_manager("--host-blocks", "600", "--node-listen", listen, at=second.socket_path)
     engine.call(reach.wait_until_ready, timeout_s=60.0)
     for turn in ("~", "~~"):
         assert differences(v1_reference, engine.run(again(small_workload(), turn)), turn) == []

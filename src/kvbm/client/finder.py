@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -58,6 +59,16 @@ _last_logged: dict[str, str] = {}
 """The last warning of each address: a leader and a rank in one process would give the same one."""
 
 
+class Finder(Protocol):
+    """Connects to a manager, for a thread that must not wait."""
+
+    def attempt(self) -> Channel | None:
+        """A fresh connection, or None when there is none yet."""
+
+    def welcomed(self) -> None:
+        """The manager accepted the session."""
+
+
 class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where an engine's manager listens, and whether we may start it."""
 
@@ -71,12 +82,6 @@ class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):
             return cls(socket_path=settings.manager, private=False)
         name = hashlib.sha256(engine.encode()).hexdigest()[:16]
         return cls(socket_path=os.path.join(settings.runtime_dir, f"private-{name}.sock"), private=True)
-
-    @classmethod
-    def of_nodes(cls, settings: Settings) -> list[ManagerAddress]:
-        """The managers of the engine's other nodes that the settings name."""
-        listed = (settings.node_managers or "").split(",")
-        return [cls(socket_path=each.strip(), private=False) for each in listed if each.strip()]
 
 
 class ManagerFinder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from kvbm.client.finder import ManagerFinder
+from kvbm.client.finder import Finder
 from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
@@ -59,7 +59,7 @@ class Leader:
 
     def __init__(
         self,
-        finder: ManagerFinder,
+        finder: Finder,
         hello: Hello,
         block_tokens: int,
         promise_early: bool,
@@ -75,7 +75,7 @@ class Leader:
         announces: bool = False,
         at_once: bool = False,
         mirror: Mirror | None = None,
-        nodes: Sequence[ManagerFinder] = (),
+        nodes: Sequence[Finder] = (),
     ) -> None:
         assert mirror is None or not nodes
         assert device is not None or not (layerwise or lazy or zeroes)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from kvbm.client.channel import Channel
-from kvbm.client.finder import ManagerFinder
+from kvbm.client.finder import Finder
 from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.errors import ManagerUnavailable
@@ -56,7 +56,7 @@ class ManagerLink:
 
     def __init__(
         self,
-        finder: ManagerFinder,
+        finder: Finder,
         hello: Hello,
         clock: Clock,
         mirror: Mirror | None = None,

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from operator import is_
 
 from kvbm.client.channel import readable_among
-from kvbm.client.finder import ManagerFinder
+from kvbm.client.finder import Finder
 from kvbm.clock import Clock
 from kvbm.leader.agreement import CommonLookup, CommonStore
 from kvbm.leader.link import ManagerLink
@@ -55,7 +55,7 @@ class NodesLink:
 
     def __init__(
         self,
-        finders: Sequence[ManagerFinder],
+        finders: Sequence[Finder],
         hello: Hello,
         clock: Clock,
         loading: Callable[[], bool],

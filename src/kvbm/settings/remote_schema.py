@@ -157,9 +157,15 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     node_managers: Annotated[
         str | None,
-        Setting("DYN_KVBM_NODE_MANAGERS", metavar="SOCKETS", ours=True, reader="engine"),
-        "managers of the engine's other nodes, for its scheduler: their sockets, or what forwards to them, with commas "
-        "between. Ranks on each node find its manager by DYN_KVBM_MANAGER",
+        Setting("DYN_KVBM_NODE_MANAGERS", metavar="ADDRESSES", ours=True, reader="engine"),
+        "managers of the engine's other nodes, for its scheduler, separated by commas: tcp://10.0.0.8:7401, where they "
+        "listen (DYN_KVBM_NODE_LISTEN), or a socket that forwards there. The ranks of each node find its own manager "
+        "by themselves",
+    ] = None
+    node_listen: Annotated[
+        str | None,
+        Setting("DYN_KVBM_NODE_LISTEN", "--node-listen", metavar="ADDRESS", ours=True),
+        "address where schedulers on other nodes reach this manager, for engines with ranks on several: 10.0.0.8:7401",
     ] = None
 
     @property
