@@ -69,7 +69,8 @@ class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. `ranks` are attached, of `rank_count`; `led`: its leader (scheduler) is connected too.
+    """One engine. `ranks` are attached, of the `rank_count` that find this manager, and `missing` are not; `led`: its
+    leader (scheduler) is connected too.
 
     `leases` and `leased_blocks` are those of its requests now; `lease_blocks_max` is its share of host memory. Its own
     cache holds `device_blocks`, 0 where it did not say.
@@ -85,6 +86,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     leased_blocks: int
     lease_blocks_max: int
     device_blocks: int = 0
+    missing: tuple[int, ...] = ()
 
 
 class BlockRow(msgspec.Struct, frozen=True, kw_only=True):

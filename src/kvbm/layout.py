@@ -13,6 +13,9 @@ import msgspec
 
 from kvbm.groups import GROUPS_MAX, Group
 
+PART = "part"
+"""The field that says which shards of its engine's blocks a node holds, where other nodes hold the others."""
+
 PAGE_BYTES = 4096
 """Alignment of slots in memory and on disk (O_DIRECT)."""
 
@@ -81,6 +84,16 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
                 digest.update(len(part).to_bytes(8, "little"))
                 digest.update(part)
         return digest.digest()
+
+    @property
+    def whole(self) -> Namespace:
+        """The namespace of all nodes of its engine: by its fingerprint the engine names blocks."""
+        fields = tuple(field for field in self.fields if field[0] != PART)
+        return self if fields == self.fields else msgspec.structs.replace(self, fields=fields)
+
+    def part(self, shards: str) -> Namespace:
+        """The namespace of a node that holds these shards of the blocks and no others."""
+        return msgspec.structs.replace(self.whole, fields=(*self.whole.fields, (PART, shards)))
 
     @property
     def short(self) -> str:

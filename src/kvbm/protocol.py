@@ -15,7 +15,7 @@ import msgspec
 
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 131_072
@@ -52,6 +52,9 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     blocks the engine's own cache holds, 0 where that is not known; a leader says it. `events`: the engine announces
     what the tiers hold (see `Announce`); a worker says it, as the disk is opened for the first one. `kind` is the
     engine's software, for its name in metrics; empty for vLLM and for programs.
+
+    Of an engine over several nodes a worker says which `ranks` find this manager, and that they are its part number
+    `part` of `part_count`; `shard` and the layout's shards are those of this part. `ranks` is empty where all do.
     """
 
     version: int
@@ -66,6 +69,9 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     device_blocks: int = 0
     events: bool = False
     kind: str = ""
+    ranks: tuple[int, ...] = ()
+    part: int = 0
+    part_count: int = 1
     namespace: Namespace | None = None
     layout: BlockLayout | None = None
 
@@ -121,6 +127,13 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     wait_s: float = 0.0
     unloaded: dict[str, int] = {}
     prefill_s: float = 0.0
+
+
+class Shorten(Message, frozen=True, kw_only=True, tag="shorten"):
+    """The lease of `lookup` keeps its first `blocks` blocks: the managers of the engine's other nodes have no more."""
+
+    lookup: int
+    blocks: int
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
@@ -241,6 +254,8 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     `missing` has the ranks that were waited for in vain; another `Ready` follows should they come after all.
     `lease_blocks` is the engine's share of host memory, in blocks, for the leases of its requests; 0 is no bound.
     `tiers` has the blocks of each tier that is on, `block.NO_COUNT` where nobody knows how many fit.
+    `fingerprint` is that of all nodes of the engine (`Namespace.whole`), and this manager has its part number `part` of
+    `part_count`: with several, the leader needs the managers of all.
     """
 
     ready: bool
@@ -251,6 +266,8 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     tiers: dict[str, int] = {}
     missing: tuple[int, ...] = ()
     lease_blocks: int = 0
+    part: int = 0
+    part_count: int = 1
 
 
 class LookupReply(Message, frozen=True, kw_only=True, tag="found"):
@@ -385,35 +402,9 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
     spaces: tuple[dict[str, object], ...] = ()
 
 
-ToManager: TypeAlias = (
-    Hello
-    | Lookup
-    | Says
-    | Release
-    | Reserve
-    | Commit
-    | Finished
-    | Report
-    | Watch
-    | FenceDone
-    | Reset
-    | Announce
-    | Follow
-    | StatusQuery
-)
-FromManager: TypeAlias = (
-    Welcome
-    | Refused
-    | Ready
-    | LookupReply
-    | Progress
-    | ReserveReply
-    | Fence
-    | RankReport
-    | TierEvents
-    | HeldBlocks
-    | Asked
-    | Ended
-    | ResetReply
-    | Status
-)
+_FromLeader: TypeAlias = Lookup | Says | Release | Shorten | Reserve | Commit | Finished | Reset | Announce
+_FromWorker: TypeAlias = Report | Watch | FenceDone
+_ToLeader: TypeAlias = Ready | LookupReply | Progress | ReserveReply | RankReport | TierEvents | HeldBlocks
+
+ToManager: TypeAlias = Hello | _FromLeader | _FromWorker | Follow | StatusQuery
+FromManager: TypeAlias = Welcome | Refused | _ToLeader | Fence | Asked | Ended | ResetReply | Status

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
+NO_EPOCH = -1
+"""The life of no manager."""
+
+
+class NodeSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots of a plan at the manager of one node, of an engine over several: one for each of the plan's blocks, as
+    `generations`. `HELD` in place of a slot: that manager has the block already, and its ranks copy nothing."""
+
+    epoch: int
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+
 
 class StorePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Copy device blocks into reserved slots. Nothing overwrites the blocks before a step releases the store.
 
-    `generations[i]` is what slot i's generation must be when the copy begins: else the reservation has ended.
+    `generations[i]` is what slot i's generation must be when the copy begins: else the reservation has ended. With
+    `nodes` the slots are those of each node's manager, and `on_node` is what its ranks carry out: they copy `blocks`
+    blocks all nodes together, and one that fails says so of all.
     """
 
     store: int
@@ -16,6 +30,28 @@ class StorePlan(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     device_blocks: tuple[int, ...]
+    nodes: tuple[NodeSlots, ...] = ()
+    blocks: int = 0
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The positions of its blocks, as they are reported."""
+        return tuple(range(self.blocks or len(self.slots)))
+
+    def on_node(self, node: int) -> StorePlan:
+        """What the ranks of this node do."""
+        if not self.nodes:
+            return msgspec.structs.replace(self, epoch=NO_EPOCH)
+        mine = self.nodes[node]
+        here = [i for i, slot in enumerate(mine.slots) if slot >= 0]
+        return StorePlan(
+            store=self.store,
+            epoch=mine.epoch,
+            slots=tuple(mine.slots[i] for i in here),
+            generations=tuple(mine.generations[i] for i in here),
+            device_blocks=tuple(self.device_blocks[i] for i in here),
+            blocks=len(self.device_blocks),
+        )
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +60,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     `generations[i]` is what slot i's generation must be before and after the copy. `offset` is the position of
     the first pair in the lookup's run (the blocks before it were on the device already). `layerwise`: every slot is
     ready, and the step's own forward pass reads the blocks, each layer as soon as it has arrived. `traced`: the ranks
-    report when they copied.
+    report when they copied. `nodes` is as in `StorePlan`.
     """
 
     request: str
@@ -37,6 +73,16 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     layerwise: bool = False
     traced: bool = False
+    nodes: tuple[NodeSlots, ...] = ()
+
+    def on_node(self, node: int) -> LoadPlan:
+        """What the ranks of this node do."""
+        if not self.nodes:
+            return msgspec.structs.replace(self, epoch=NO_EPOCH)
+        mine = self.nodes[node]
+        return msgspec.structs.replace(
+            self, epoch=mine.epoch, slots=mine.slots, generations=mine.generations, nodes=()
+        )
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +98,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     idle: bool = False
     released: tuple[int, ...] = ()
     weights: int = 0
+
+    def on_node(self, node: int) -> StepPlan:
+        """What the ranks of this node, of an engine over several, do in the step."""
+        if not (self.stores or self.loads):
+            return self
+        return msgspec.structs.replace(
+            self,
+            stores=tuple(store.on_node(node) for store in self.stores),
+            loads=tuple(load.on_node(node) for load in self.loads),
+        )
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,43 +57,50 @@ class Answers:
     preempted: int = 0
 
 
+def prepare(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Make this process's environment that of an engine; the engine's arguments."""
+    for name in [name for name in os.environ if name.startswith(("DYN_", "VLLM_PP_"))]:
+        del os.environ[name]
+    os.environ.update(ENGINE_ENVIRONMENT)
+    os.environ.update(environment)
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    from kvbm import engine_start
+
+    amx.hide_if_asked()
+    if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+        model_runners.sample_without_a_kernel()
+    # This process is older than models that tests make for an engine in it.
+    began_s = time.time()
+    engine_start.engine_start_s = lambda: began_s
+
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": MODEL_TOKENS_MAX,
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 256,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "skip_tokenizer_init": True,
+        **options,
+    }
+    transfer = arguments.pop("kv_transfer_config", None)
+    if transfer is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if events := arguments.pop("kv_events_config", None):
+        arguments["kv_events_config"] = KVEventsConfig(**events)
+    return arguments
+
+
 class Engine:
     """One vLLM engine in this process."""
 
     def __init__(self, options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        for name in [name for name in os.environ if name.startswith(("DYN_", "VLLM_PP_"))]:
-            del os.environ[name]
-        os.environ.update(ENGINE_ENVIRONMENT)
-        os.environ.update(environment)
+        arguments = prepare(options, environment)
         import vllm
-        from vllm.config import KVEventsConfig, KVTransferConfig
 
-        from kvbm import engine_start
-
-        amx.hide_if_asked()
-        if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
-            model_runners.sample_without_a_kernel()
-        # This process is older than models that tests make for an engine in it.
-        began_s = time.time()
-        engine_start.engine_start_s = lambda: began_s
-
-        arguments = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "block_size": BLOCK_TOKENS,
-            "max_model_len": MODEL_TOKENS_MAX,
-            "max_num_seqs": 12,
-            "max_num_batched_tokens": 256,
-            "enable_prefix_caching": True,
-            "disable_log_stats": False,
-            "skip_tokenizer_init": True,
-            **options,
-        }
-        transfer = arguments.pop("kv_transfer_config", None)
-        if transfer is not None:
-            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
-        if events := arguments.pop("kv_events_config", None):
-            arguments["kv_events_config"] = KVEventsConfig(**events)
         self.llm = vllm.LLM(**arguments)
         self.core = self.llm.llm_engine
         self._preempted = 0

@@ -90,7 +90,7 @@ def faults_of(description: Description) -> list[str]:
 
 def _lacking(engine: EngineReport) -> str:
     """The parts of an engine that are not connected; empty when all are."""
-    missing = [rank for rank in range(engine.rank_count) if rank not in engine.ranks]
+    missing = engine.missing
     parts = [f"{name_ranks(missing)} of {engine.rank_count} not connected"] if missing else []
     return " and ".join(parts + ([] if engine.led else ["its scheduler not connected"]))
 

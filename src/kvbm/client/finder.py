@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -56,6 +57,16 @@ ERROR_SUFFIX = ".error"
 
 _last_logged: dict[str, str] = {}
 """The last warning of each address: a leader and a rank in one process would give the same one."""
+
+
+class Finder(Protocol):
+    """Connects to a manager, for a thread that must not wait."""
+
+    def attempt(self) -> Channel | None:
+        """A fresh connection, or None when there is none yet."""
+
+    def welcomed(self) -> None:
+        """The manager accepted the session."""
 
 
 class ManagerAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
 from kvbm.hashing import split_keys
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.protocol import Announce, RemovedBlocks, StoredRun, TierEvents
 
 ABSENT_S_MAX = 30.0
@@ -27,7 +27,7 @@ TierEvent = StoredRun | RemovedBlocks
 class Announced:
     """The leader's account. Owned by the engine's thread."""
 
-    def __init__(self, link: ManagerLink, clock: Clock, on: bool) -> None:
+    def __init__(self, link: Link, clock: Clock, on: bool) -> None:
         self._link = link
         self._on = on
         self._clock = clock
@@ -109,7 +109,7 @@ class Announced:
             while end < len(new) and new[end] == new[start]:
                 end += 1
             if new[start]:
-                self._events.append(_part(run, hashes, start, end))
+                self._events.append(part_of(run, hashes, start, end))
             start = end
 
     def _say_removed(self, tier: int, hashes: Iterable[bytes]) -> None:
@@ -118,7 +118,7 @@ class Announced:
             self._events.append(RemovedBlocks(tier, joined))
 
 
-def _part(run: StoredRun, hashes: Sequence[bytes], start: int, end: int) -> StoredRun:
+def part_of(run: StoredRun, hashes: Sequence[bytes], start: int, end: int) -> StoredRun:
     """The blocks of a run from `start` up to `end`."""
     if (start, end) == (0, len(hashes)):
         return run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvbm.hints import ReadHint, Verdict, as_mapping, as_tuples, latest
 from kvbm.leader.keys import RequestKeys
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.tracked import Tracked
 from kvbm.protocol import KEYS_PER_MESSAGE_MAX, Says
 
@@ -16,7 +16,7 @@ from kvbm.protocol import KEYS_PER_MESSAGE_MAX, Says
 class ClientWords:
     """The words about the leader's `requests`. What is known when a request comes goes along with its lookup."""
 
-    link: ManagerLink
+    link: Link
     keys: RequestKeys
     requests: Mapping[str, Tracked]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.tracked import Named, Told, Tracked
 
@@ -10,7 +10,7 @@ from kvbm.leader.tracked import Named, Told, Tracked
 class RequestKeys:
     """Names blocks by their keys. Keeps none: other weights or another manager give the same blocks other keys."""
 
-    def __init__(self, link: ManagerLink, salt: KeySalt) -> None:
+    def __init__(self, link: Link, salt: KeySalt) -> None:
         self._link = link
         self._salt = salt
 

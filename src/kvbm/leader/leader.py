@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from kvbm.client.finder import ManagerFinder
+from kvbm.client.finder import Finder
 from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.grouping import Grouping
@@ -24,8 +24,9 @@ from kvbm.leader.inbox import Inbox
 from kvbm.leader.joint_loads import JointLoads
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.lazy import Unsaved, tags_before
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link, ManagerLink
 from kvbm.leader.lookups import Lookups
+from kvbm.leader.nodes import NodesLink
 from kvbm.leader.offers import Offers
 from kvbm.leader.questions import Questions
 from kvbm.leader.rank_reports import RankReports
@@ -51,13 +52,14 @@ class Leader:
     need `device`. `weights_version` names the weights that the engine starts with, where their files do not. `spans`
     takes what became of each request. `groups` are a hybrid model's. `zeroes`: the engine zeroes blocks when it hands
     them out. `at_once`: it asks once (`first_contact`), copies stores after the step's forward pass, and its ranks
-    report through the manager; by a `mirror` certain misses are known.
+    report through the manager; by a `mirror` certain misses are known. `nodes` find the managers of the engine's other
+    nodes.
     `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
     def __init__(
         self,
-        finder: ManagerFinder,
+        finder: Finder,
         hello: Hello,
         block_tokens: int,
         promise_early: bool,
@@ -73,13 +75,17 @@ class Leader:
         announces: bool = False,
         at_once: bool = False,
         mirror: Mirror | None = None,
+        nodes: Sequence[Finder] = (),
     ) -> None:
+        assert mirror is None or not nodes
         assert device is not None or not (layerwise or lazy or zeroes)
         assert not ((groups or zeroes) and (layerwise or lazy)), "so for one group only"
         self._grouping = grouping = Grouping(groups) if groups else None
         self._step = grouping.step if grouping is not None else 1
         self._clock = clock
-        self._link = ManagerLink(finder, hello, clock, mirror)
+        self._link: Link = ManagerLink(finder, hello, clock, mirror)
+        if nodes:
+            self._link = NodesLink((finder, *nodes), hello, clock, lambda: self.lookups.loading > 0)
         self.cost = CostModel(block_tokens, load_always)
         # A worker that outlived an earlier leader must not take this one's numbers for that one's.
         first = int.from_bytes(os.urandom(6), "little") << 8

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 from kvbm.block import NO_COUNT
 from kvbm.client.channel import Channel
-from kvbm.client.finder import ManagerFinder
+from kvbm.client.finder import Finder
 from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
 from kvbm.errors import ManagerUnavailable
 from kvbm.present.numbers import name_ranks
 from kvbm.protocol import Announce, FromManager, HeldBlocks, Hello, Message, Ready, Refused, Welcome
+from kvbm.settings import variable
+from kvbm.step_plan import NodeSlots
 
 log = logging.getLogger("kvbm.leader")
 
 _COLLECTED_BYTES_MAX = 1 << 18
+
+
+class Link(Protocol):
+    """What the leader's parts see of the engine's manager, or of the managers of its nodes (`nodes`): the members are
+    those of `ManagerLink`."""
+
+    @property
+    def ready(self) -> Ready | None: ...
+    @property
+    def life(self) -> int: ...
+    @property
+    def readied(self) -> int: ...
+    @property
+    def received_s(self) -> float: ...
+    @property
+    def wants_facts(self) -> bool: ...
+    @property
+    def staging(self) -> bool: ...
+    def poll(self) -> list[FromManager]: ...
+    def send(self, message: Message) -> bool: ...
+    def in_one_write(self) -> AbstractContextManager[None]: ...
+    def wait(self, timeout_s: float) -> float: ...
+    def close(self) -> None: ...
+    def nodes_of_lookup(self, lookup: int, first: int, end: int) -> tuple[NodeSlots, ...]: ...
+    def nodes_of_store(self, store: int) -> tuple[NodeSlots, ...]: ...
 
 
 class ManagerLink:
@@ -28,10 +56,16 @@ class ManagerLink:
     """
 
     def __init__(
-        self, finder: ManagerFinder, hello: Hello, clock: Clock, mirror: Mirror | None = None
+        self,
+        finder: Finder,
+        hello: Hello,
+        clock: Clock,
+        mirror: Mirror | None = None,
+        alone: bool = True,
     ) -> None:
-        """`mirror` is kept up to date with what the manager holds."""
-        self._mirror = mirror
+        """`mirror` is kept up to date with what the manager holds. `alone`: it is of no use to have only some of the
+        engine's ranks there."""
+        self._mirror, self._alone, self._elsewhere = mirror, alone, False
         self._finder = finder
         self._hello = hello
         self._clock = clock
@@ -93,6 +127,19 @@ class ManagerLink:
                 except ManagerUnavailable as error:
                     self._lose(str(error))
 
+    @property
+    def channel(self) -> Channel | None:
+        """The session's; None without one."""
+        return self._channel
+
+    def nodes_of_lookup(self, lookup: int, first: int, end: int) -> tuple[NodeSlots, ...]:
+        """The slots of some blocks of a lookup at each node's manager; empty where there is one manager."""
+        return ()
+
+    def nodes_of_store(self, store: int) -> tuple[NodeSlots, ...]:
+        """The slots of a store at each node's manager; empty where there is one manager."""
+        return ()
+
     def wait(self, timeout_s: float) -> float:
         """Wait for a message, at most `timeout_s`; only where the engine has nothing else to do, or for the budget.
         How many seconds it took."""
@@ -123,13 +170,14 @@ class ManagerLink:
     def _is_own(self, message: FromManager) -> bool:
         """Take in a message about the session itself; False for any other message."""
         if isinstance(message, Ready):
-            if message.ready and self.ready is None:
+            usable = message.ready and not (self._alone and self._lacks_nodes(message))
+            if usable and self.ready is None:
                 self.readied += 1
                 if self._mirror is not None:
                     self._mirror.forget()  # all is told anew
                     self.send(Announce(keys=True))
                 log.info("KV cache is on: %s", _named(message.tiers))
-            self.ready = message if message.ready else None
+            self.ready = message if usable else None
             if message.tiers:
                 self.staging = "host" not in message.tiers
             if message.missing and message.missing != self._missing:
@@ -153,6 +201,19 @@ class ManagerLink:
         else:
             return False
         return True
+
+    def _lacks_nodes(self, message: Ready) -> bool:
+        """Whether ranks of the engine found other managers; said once."""
+        if message.part_count > 1 and not self._elsewhere:
+            self._elsewhere = True
+            log.warning(
+                "serving without a KV cache: the engine's %d ranks found %d managers; name those of its other nodes "
+                "(%s)",
+                self._hello.rank_count,
+                message.part_count,
+                variable("node_managers"),
+            )
+        return message.part_count > 1
 
     def _lose(self, reason: str) -> None:
         if self.ready is not None:

@@ -10,7 +10,7 @@ from kvbm.clock import Clock
 from kvbm.grouping import Grouping
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.leader.cost import CostModel
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.patience import Patience
 from kvbm.leader.rising import Rising
 from kvbm.leader.search import Search, Stage
@@ -35,7 +35,7 @@ class Lookups:
 
     def __init__(
         self,
-        link: ManagerLink,
+        link: Link,
         cost: CostModel,
         clock: Clock,
         promise_early: bool,
@@ -279,6 +279,7 @@ class Lookups:
             ready=max(0, min(search.ready - offset, len(device_blocks))),
             layerwise=layerwise,
             traced=self.traces is not None,
+            nodes=self._link.nodes_of_lookup(search.number, offset, end),
         )
         search.begun_s = self._clock()
         search.used = search.sources[offset:end]

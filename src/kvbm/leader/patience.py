@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbm.leader.cost import CostModel
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.search import Search
 
 REPLY_DEADLINE_S = 0.25
@@ -22,7 +22,7 @@ class Patience:
     `manager_slow`: it has not answered an earlier lookup in time, and no answer has come since.
     """
 
-    def __init__(self, link: ManagerLink, cost: CostModel) -> None:
+    def __init__(self, link: Link, cost: CostModel) -> None:
         self._link = link
         self._cost = cost
         self.manager_slow = False

@@ -10,7 +10,7 @@ from kvbm.block import KEY_BYTES
 from kvbm.client.mirror import Mirror
 from kvbm.framing import OUTGOING_BYTES_MAX
 from kvbm.leader.keys import RequestKeys
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.search import Search
 from kvbm.leader.tracked import Tracked
@@ -33,7 +33,7 @@ class Questions:
 
     def __init__(
         self,
-        link: ManagerLink,
+        link: Link,
         lookups: Lookups,
         requests: Mapping[str, Tracked],
         keys: RequestKeys,

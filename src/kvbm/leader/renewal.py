@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbm.leader.announced import Announced
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.offers import Offers
 from kvbm.leader.stores import Stores
@@ -19,7 +19,7 @@ from kvbm.protocol import Reset
 class Renewal:
     """Tells the parts of the leader that keys have changed. `requests` is the leader's."""
 
-    link: ManagerLink
+    link: Link
     weights: WeightsKnown
     stores: Stores
     offers: Offers

@@ -6,7 +6,7 @@ lease of such a request is kept until its blocks have come. The number of these 
 
 from __future__ import annotations
 
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.search import Search
 from kvbm.protocol import Release
 
@@ -18,7 +18,7 @@ SHARE = 4
 class Rising:
     """The last messages about lookups whose blocks are on their way. Owned by the leader's thread."""
 
-    def __init__(self, link: ManagerLink, on: bool) -> None:
+    def __init__(self, link: Link, on: bool) -> None:
         """Off, every lease ends at once."""
         self._link = link
         self._on = on

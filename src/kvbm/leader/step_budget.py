@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 
 STEP_WAIT_S = 0.002
 """How long an engine step with work to do may wait for the manager's answers, in all."""
@@ -21,7 +21,7 @@ MESSAGES_MAX = 64
 class StepBudget:
     """What is left of the time of a step; `wait` spends it."""
 
-    def __init__(self, link: ManagerLink) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
         self.left_s = STEP_WAIT_S
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
 from kvbm.leader.device import DeviceBlocks
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.tracked import NOTHING_SAID, Keep, Said
 from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply
 from kvbm.step_plan import StepReport, StorePlan
@@ -81,7 +81,7 @@ class Stores:
 
     def __init__(
         self,
-        link: ManagerLink,
+        link: Link,
         clock: Clock,
         rank_count: int,
         first_number: int,
@@ -261,6 +261,7 @@ class Stores:
                     slots=tuple(slot for slot, _ in pairs),
                     generations=store.generations,
                     device_blocks=tuple(store.device_blocks[i] for _, i in pairs),
+                    nodes=self._link.nodes_of_store(store.number),
                 )
             )
         return tuple(plans)

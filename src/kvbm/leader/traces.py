@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvbm.block import Tier, counted_as_disk
 from kvbm.clock import Clock, nanoseconds, wall_offset_ns
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.search import Search, Stage
 from kvbm.leader.tracked import readable
 from kvbm.observe.spans import Span, SpanSink
@@ -61,7 +61,7 @@ class RequestTraces:
     a time of `clock` one of the system's clock: asked for once a span, so that its parts lie in it as was measured.
     """
 
-    def __init__(self, sink: SpanSink, link: ManagerLink, clock: Clock, block_tokens: int) -> None:
+    def __init__(self, sink: SpanSink, link: Link, clock: Clock, block_tokens: int) -> None:
         self._sink = sink
         self._link = link
         self._clock = clock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.leader.link import ManagerLink
+from kvbm.leader.link import Link
 from kvbm.leader.search import Search
 from kvbm.protocol import UNLOADED_REASONS
 
@@ -10,7 +10,7 @@ from kvbm.protocol import UNLOADED_REASONS
 class Unloaded:
     """`by_reason` counts blocks that the device lacked, that were found, and that were computed all the same."""
 
-    def __init__(self, link: ManagerLink) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
         self.by_reason = dict.fromkeys(UNLOADED_REASONS, 0)
 

@@ -20,7 +20,7 @@ from kvbm.protocol import Fence
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine: a leader and `rank_count` workers that share a space.
+    """One engine, or the part of it that is on this node: a leader and the workers of these `ranks` that share a space.
 
     `leaving` has the workers' sessions, by number, that are served no more and whose other end is still open.
     `announced` has the tiers in the latest message to its leader, `lease_blocks` its share of host memory there. Ranks
@@ -30,6 +30,7 @@ class Engine:
 
     name: str
     rank_count: int
+    ranks: tuple[int, ...]
     space: Space
     incomplete_s: float
     leader: Session | None = None
@@ -39,18 +40,20 @@ class Engine:
     lease_blocks: int = 0
     missed: tuple[int, ...] = ()
     label: str = OTHER_ENGINES
+    part: int = 0
+    part_count: int = 1
     expected_until_s: float = 0.0
     """Its sessions were ended so that it comes again: until then it has not gone."""
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that are not attached."""
-        return tuple(rank for rank in range(self.rank_count) if rank not in self.workers)
+        return tuple(rank for rank in self.ranks if rank not in self.workers)
 
     @property
     def ready(self) -> bool:
-        """All ranks are attached, and the space works."""
-        return len(self.workers) == self.rank_count and not self.space.failure
+        """All ranks of this node are attached, and the space works."""
+        return len(self.workers) == len(self.ranks) and not self.space.failure
 
     @property
     def empty(self) -> bool:

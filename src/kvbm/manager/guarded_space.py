@@ -63,6 +63,9 @@ class GuardedSpace(Space):
     def release(self, owner: Owner, number: int) -> Lease | None:
         return self._try(None, super().release, owner, number)
 
+    def shorten(self, owner: Owner, number: int, blocks: int) -> None:
+        self._try(None, super().shorten, owner, number, blocks)
+
     def reserve(
         self,
         owner: Owner,

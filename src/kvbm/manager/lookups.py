@@ -20,6 +20,7 @@ from kvbm.layout import BlockLayout
 from kvbm.manager.below import Below
 from kvbm.manager.hearing import word_of
 from kvbm.manager.leases import HoldTable, Lease, LeaseState, Owner
+from kvbm.manager.onboard import cut
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.retaining import Retaining
@@ -140,6 +141,16 @@ class Lookups:
             self.leases.pop(owner, number)
             return Found(None, *cut, wanted.full, judged)
         return Found(lease, *cut, wanted.full, judged)
+
+    def shorten(self, owner: Owner, number: int, blocks: int) -> None:
+        """The owner can use no more than the first blocks of the lease: the others are given back."""
+        lease = self.leases.get(owner, number)
+        if lease is not None and blocks < len(lease.slots):
+            final = lease.final
+            cut(self.host_pool, lease, blocks)
+            lease.advance()
+            if not final:
+                self.below.released()
 
     def prompt_run(self, keys: Sequence[BlockKey]) -> Generator[None, None, tuple[list[BlockKey], int]]:
         """The blocks that a request for this prompt would wait for, and how many of the prompt they stand for. With

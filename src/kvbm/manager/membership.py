@@ -219,9 +219,10 @@ class Membership:
             raise ProtocolError(
                 f"data_parallel_rank={hello.data_parallel_rank} cannot be served: 0 to {RANKS_MAX - 1}"
             )
-        if layout.shard_count > hello.rank_count:
+        ranks = _ranks_here(hello)
+        if layout.shard_count > len(ranks):
             raise ProtocolError(
-                f"shard_count={layout.shard_count} cannot be served: at most one for each of {hello.rank_count} ranks"
+                f"shard_count={layout.shard_count} cannot be served: at most one for each of {len(ranks)} ranks"
             )
         engine = self._engines.get(hello.engine)
         if engine is not None:
@@ -233,7 +234,17 @@ class Membership:
             label = self._labels.name(
                 namespace.model, hello.data_parallel_rank, {other.label for other in self}, hello.kind
             )
-            engine = Engine(hello.engine, hello.rank_count, space, self._clock(), leader, label=label)
+            engine = Engine(
+                hello.engine,
+                hello.rank_count,
+                ranks,
+                space,
+                self._clock(),
+                leader,
+                label=label,
+                part=hello.part,
+                part_count=hello.part_count,
+            )
             self._engines[hello.engine] = engine
         session.hello = hello
         engine.workers[hello.rank] = session
@@ -264,6 +275,15 @@ class Membership:
             raise ProtocolError(f"{name} is attached already")
         if hello.rank_count != engine.rank_count:
             raise ProtocolError(f"{name} says {hello.rank_count} ranks, its peers {engine.rank_count}")
+        if (_ranks_here(hello), hello.part, hello.part_count) != (
+            engine.ranks,
+            engine.part,
+            engine.part_count,
+        ):
+            raise ProtocolError(
+                f"{name} says that {name_ranks(_ranks_here(hello))} find this manager, its peers "
+                f"{name_ranks(engine.ranks)}"
+            )
         peers = self._spaces.namespace_of(engine.space)
         if namespace.fingerprint != peers.fingerprint:
             raise ProtocolError(f"{name} has another namespace than its peers: {namespace.difference(peers)}")
@@ -276,12 +296,14 @@ class Membership:
                 Ready(
                     ready=engine.ready,
                     epoch=self._epoch + engine.space.life,
-                    fingerprint=self._spaces.namespace_of(engine.space).fingerprint,
+                    fingerprint=self._spaces.namespace_of(engine.space).whole.fingerprint,
                     block_bytes=engine.space.layout.block_bytes,
                     lease_s=LEASE_S,
                     tiers=engine.announced,
                     missing=engine.missing if engine.missed else (),
                     lease_blocks=engine.lease_blocks,
+                    part=engine.part,
+                    part_count=engine.part_count,
                 )
             )
 
@@ -290,6 +312,22 @@ class Membership:
         engines = sum(engine.space is space for engine in self)
         pinned = sum(len(pin.slots) for pin in space.leases.of(PINS))
         return max(1, int((space.arena.slot_count - pinned) * LEASED_SHARE / max(engines, 1)))
+
+
+def _ranks_here(hello: Hello) -> tuple[int, ...]:
+    """The ranks of a worker's engine that find this manager. Raises ProtocolError for such as cannot be."""
+    if not 0 <= hello.part < hello.part_count <= hello.rank_count:
+        raise ProtocolError(
+            f"part={hello.part} of {hello.part_count} cannot be served: 0 up to {hello.rank_count} ranks"
+        )
+    if not hello.ranks:
+        return tuple(range(hello.rank_count))
+    ranks, sound = hello.ranks, range(hello.rank_count)
+    if list(ranks) != sorted({*ranks}) or hello.rank not in ranks or not {ranks[0], ranks[-1]} <= {*sound}:
+        raise ProtocolError(
+            f"ranks={ranks} cannot be served: in order, below {hello.rank_count}, rank {hello.rank} among them"
+        )
+    return ranks
 
 
 def _log_missing(engine: str, missing: tuple[int, ...], rank_count: int) -> None:

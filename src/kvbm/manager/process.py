@@ -28,6 +28,7 @@ from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.controller import controller
 from kvbm.manager.event_stream import publishing
 from kvbm.manager.garbage import collected_when_idle
+from kvbm.manager.node_door import NodeDoor
 from kvbm.manager.probes import LIVE_PATH, READY_PATH, Probes
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
@@ -90,6 +91,7 @@ def serve(
         _fleet(settings, clock) as fleet,
         _listening(socket_path, mode) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
+        contextlib.ExitStack() as undo,
     ):
         # Where nothing is published, engines need not say what blocks are.
         tiers = settings if publisher is not None else msgspec.structs.replace(settings, events_endpoint=None)
@@ -101,6 +103,7 @@ def serve(
         signals = _Signals(server)
         events = publisher.endpoint if publisher is not None else None
         log.info("%s", _started(settings, socket_path, private, metrics_port, events))
+        undo.enter_context(_node_door(settings, socket_path, private))
         start_page()
         start_controller()
         on_listening()
@@ -182,6 +185,24 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
         listener.close()
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+@contextlib.contextmanager
+def _node_door(settings: Settings, socket_path: str, private: bool) -> Iterator[None]:
+    """Let leaders on other nodes in, where the settings say so. A private manager does without where it cannot."""
+    if settings.node_listen is None:
+        yield
+        return
+    try:
+        door = NodeDoor(variable("node_listen"), settings.node_listen, socket_path)
+    except SettingsError as error:
+        if not private:
+            raise
+        log.warning("no leader on another node is let in: %s", error)
+        yield
+        return
+    with contextlib.closing(door):
+        yield
 
 
 @contextlib.contextmanager

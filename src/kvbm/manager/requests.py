@@ -36,6 +36,7 @@ from kvbm.protocol import (
     Reserve,
     ReserveReply,
     Says,
+    Shorten,
     Watch,
 )
 
@@ -76,6 +77,7 @@ class Requests:
             Lookup: self.lookup,
             Says: self.says,
             Release: self.release,
+            Shorten: self.shorten,
             Reserve: self.reserve,
             Commit: self.commit,
             Watch: self.watch,
@@ -157,6 +159,12 @@ class Requests:
         self._traffic.unloaded(message.unloaded)
         self._traffic.waited(engine.label, message.answer_s, message.wait_s)
         self._history.released(session.number, message, _of_prompt(lease, max(0, message.loaded)))
+
+    def shorten(self, session: Session, message: Shorten) -> None:
+        """The leader can use no more than the first blocks of a lease."""
+        engine = self._membership.of(session)
+        if engine is not None and engine.leader is session and message.blocks >= 0:
+            engine.space.shorten(session.number, message.lookup, message.blocks)
 
     def reserve(self, session: Session, message: Reserve) -> Iterator[None]:
         """Slots for blocks that are not held yet; so many at once that other sessions need not wait for long."""

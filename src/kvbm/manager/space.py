@@ -267,6 +267,9 @@ class Space:
             lease.drop()
         return lease
 
+    def shorten(self, owner: Owner, number: int, blocks: int) -> None:
+        self._lookups.shorten(owner, number, blocks)
+
     # ---- stores
 
     def reserve(

@@ -154,6 +154,19 @@ class RemoteSettings(FleetSettings, frozen=True, kw_only=True):
         "program, with its arguments, that prints such lines; no shell reads it",
     ] = None
 
+    node_managers: Annotated[
+        str | None,
+        Setting("DYN_KVBM_NODE_MANAGERS", metavar="ADDRESSES", ours=True, reader="engine"),
+        "managers of the engine's other nodes, for its scheduler, separated by commas: tcp://10.0.0.8:7401, where they "
+        "listen (DYN_KVBM_NODE_LISTEN), or a socket that forwards there. The ranks of each node find its own manager "
+        "by themselves",
+    ] = None
+    node_listen: Annotated[
+        str | None,
+        Setting("DYN_KVBM_NODE_LISTEN", "--node-listen", metavar="ADDRESS", ours=True),
+        "address where schedulers on other nodes reach this manager, for engines with ranks on several: 10.0.0.8:7401",
+    ] = None
+
     @property
     def object_on(self) -> bool:
         """Whether the original's variables name a store."""

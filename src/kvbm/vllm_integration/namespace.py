@@ -75,6 +75,7 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     kv_scales: str = ""
     packing: str = ""
     device_layout: str = ""
+    start: str = ""
     error: str = ""
 
 
@@ -146,7 +147,7 @@ def _compose(vllm_config: Any, kv_cache_config: Any, parts: tuple[RankPart, ...]
     own_scales = bool(getattr(cache, "calculate_kv_scales", False))
     ephemeral = weights.startswith(UNKNOWN_WEIGHTS) or own_scales
     if own_scales:
-        fields.append(("computed_kv_scales", this_start(vllm_config)))
+        fields.append(("computed_kv_scales", parts[0].start))
     name = str(model.served_model_name or model.model)
     return Namespace(model=name, fields=tuple(fields), ephemeral=ephemeral)
 
@@ -165,6 +166,7 @@ def _rank_part(vllm_config: Any, kv_cache_config: Any, device_layout: str) -> Ra
         kv_scales=_digest("\n".join(_scales(layer) for layer in layers.values())),
         packing=cpu_packing(vllm_config, attention, layers.values()) if _on_cpu() and attention else "none",
         device_layout=_digest(device_layout),
+        start=this_start(vllm_config),
     )
 
 

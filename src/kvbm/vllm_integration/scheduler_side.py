@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbm.adapters import Adapters
 from kvbm.block import Tier
+from kvbm.client.far_finder import find_nodes
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.leader import Leader
 from kvbm.leader.tracked import Scheduled, StateOffer
@@ -112,6 +113,7 @@ class SchedulerSide:
             groups=self._hybrid.groups if self._hybrid is not None else (),
             zeroes=zeroes,
             announces=self._events is not None,
+            nodes=find_nodes(settings, time.monotonic),
         )
         self._counted = stats.Counted(self.leader)
         self._answers = answers_are_merged()

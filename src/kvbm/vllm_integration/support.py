@@ -34,8 +34,6 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
         return "prefix caching is off (enable_prefix_caching), so block hashes do not name contents"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}; accepted is 1"
-    if getattr(parallel, "nnodes", 1) > 1:
-        return f"nnodes={parallel.nnodes}: ranks on other nodes cannot share host memory; accepted is 1"
     return _unsupported_groups(vllm_config, kv_cache_config)
 
 

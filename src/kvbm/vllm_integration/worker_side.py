@@ -22,7 +22,7 @@ from kvbm.vllm_integration import weight_changes
 from kvbm.vllm_integration.hybrid import hybrid_of
 from kvbm.vllm_integration.kv_events import events_wanted
 from kvbm.vllm_integration.namespace import engine_namespace
-from kvbm.vllm_integration.ranks import block_tokens, largest_shard
+from kvbm.vllm_integration.ranks import Node, block_tokens, find_node, largest_shard
 from kvbm.vllm_integration.support import kv_replicas
 from kvbm.vllm_integration.weight_files import MEMO
 from kvbm.worker import Mapping as WorkerMapping
@@ -50,7 +50,9 @@ class WorkerSide:
         self._finder = ManagerFinder(self._address, settings, environment, time.monotonic)
         self.worker: Worker | None = None
         self.mover: Mover | None = None
+        self._node: Node | None = None
         self._stored_plan: StepPlan | None = None
+        self._own_plan: StepPlan | None = None
         self._hybrid = hybrid_of(kv_cache_config)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -68,28 +70,41 @@ class WorkerSide:
         opened = self._open(kv_caches)
         if opened is None:
             return
-        cache, layout = opened
+        cache, shard_bytes = opened
         config, settings = self._vllm_config, self._settings
         rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
         replicas = kv_replicas(config, self._kv_cache_config)
         memo_path = Path(settings.runtime_dir) / MEMO
         try:
             namespace = engine_namespace(config, self._kv_cache_config, cache.description, memo_path)
+            node = find_node(
+                config.parallel_config,
+                config.kv_transfer_config.engine_id,
+                self._address.socket_path,
+                replicas,
+            )
         except KvbmError as error:
             log.warning("KVBM is off for this engine: %s", error)
             return
+        if node.shards_in_words:
+            namespace = namespace.part(node.shards_in_words)
+        self._node = node if node.part_count > 1 else None
+        layout = self._layout(shard_bytes, len(node.shards))
         hello = Hello(
             version=PROTOCOL_VERSION,
             role="worker",
-            engine=config.kv_transfer_config.engine_id,
+            engine=node.engine,
             rank=rank,
             rank_count=rank_count,
-            shard=rank // replicas,
+            shard=node.shard_of(rank, replicas),
             request_blocks=self._largest_request(layout),
             numa_node=numa_node(cache.device) if settings.numa else -1,
             namespace=namespace,
             data_parallel_rank=_data_parallel_rank(config),
             events=events_wanted(config),
+            ranks=node.ranks if node.part_count > 1 else (),
+            part=node.part,
+            part_count=node.part_count,
             layout=layout,
         )
         map_arena = partial(
@@ -103,7 +118,7 @@ class WorkerSide:
         self.worker = Worker(
             self.mover,
             cache,
-            stores_here=rank % replicas == 0,
+            stores_here=node.stores(rank, replicas),
             weights_changes=weight_changes.updates_seen,
         )
         from vllm.v1.worker.gpu_worker import Worker as Rank
@@ -130,8 +145,8 @@ class WorkerSide:
             return
         self.worker.start()
 
-    def _open(self, kv_caches: dict[str, torch.Tensor]) -> tuple[DeviceCache, BlockLayout] | None:
-        """The rank's tensors and the layout of a block; None, with one line, where some rank has no tensors, or such
+    def _open(self, kv_caches: dict[str, torch.Tensor]) -> tuple[DeviceCache, int] | None:
+        """The rank's tensors and the bytes of a shard; None, with one line, where some rank has no tensors, or such
         that we cannot tell blocks apart: that is no reason not to serve."""
         cache, trouble = None, ""
         if kv_caches:
@@ -146,17 +161,16 @@ class WorkerSide:
         if trouble:
             log.warning("KVBM is off for this engine: %s", trouble)
             return None
-        return (cache, self._layout(largest)) if cache is not None else None
+        return (cache, largest) if cache is not None else None
 
-    def _layout(self, shard_bytes: int) -> BlockLayout:
-        """The layout of a block; those of all groups have one size."""
+    def _layout(self, shard_bytes: int, shard_count: int) -> BlockLayout:
+        """The layout of a block on this node; those of all groups have one size."""
         config, hybrid = self._vllm_config, self._hybrid
-        replicas = kv_replicas(config, self._kv_cache_config)
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         return BlockLayout(
             block_tokens=hybrid.block_tokens if hybrid is not None else block_tokens(config, spec),
             shard_bytes=shard_bytes,
-            shard_count=int(config.parallel_config.world_size) // replicas,
+            shard_count=shard_count,
             groups=hybrid.groups if hybrid is not None else (),
         )
 
@@ -171,14 +185,16 @@ class WorkerSide:
         """Once a step, before anything else of it."""
         if self.worker is not None:
             self._stored_plan = plan
-            self.worker.store(plan)
+            self._own_plan = plan if self._node is None else plan.on_node(self._node.part)
+            self.worker.store(self._own_plan)
 
     def load(self, plan: StepPlan) -> None:
         if self.worker is None:
             return
-        if plan is not self._stored_plan:
+        if plan is not self._stored_plan or self._own_plan is None:
             self.store(plan)
-        self.worker.load(plan)
+        assert self._own_plan is not None
+        self.worker.load(self._own_plan)
 
     def wait_for_layer(self, layer: str) -> None:
         """The forward pass is about to read this layer."""

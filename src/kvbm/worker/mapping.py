@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from kvbm.client.arena import MappedArena
 from kvbm.protocol import Welcome
+from kvbm.step_plan import NO_EPOCH
 from kvbm.transfer import Copier, Copying, DeviceCache, DeviceEvent, arena_tensor, make_copier
 
 EARLIER_S = 10.0
-NO_EPOCH = -1
-"""The life of no manager."""
 
 
 class Mapping(MappedArena):

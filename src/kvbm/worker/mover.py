@@ -20,13 +20,13 @@ from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
 from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
-from kvbm.step_plan import StorePlan
+from kvbm.step_plan import NO_EPOCH, StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.fences import Fences
 from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, ReportJob, StoreJob
 from kvbm.worker.loading import Loading
-from kvbm.worker.mapping import NO_EPOCH, Adopted, Earlier, Mapping, Mark
+from kvbm.worker.mapping import Adopted, Earlier, Mapping, Mark
 from kvbm.worker.reporting import Reporting
 from kvbm.worker.storing import Storing
 

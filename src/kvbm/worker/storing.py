@@ -44,7 +44,7 @@ class Storing:
 
     def end(self, plan: StorePlan, started_s: float, *, copied: bool) -> None:
         """The store is over."""
-        failed = () if copied else tuple(range(len(plan.slots)))
+        failed = () if copied else plan.positions
         finished = FinishedStore(store=plan.store, failed=failed, seconds=self._clock() - started_s)
         self._finished.put(finished)
         self._ended(finished)

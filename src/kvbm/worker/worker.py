@@ -12,12 +12,12 @@ import msgspec
 
 from kvbm.clock import Clock, nanoseconds, wall_offset_ns
 from kvbm.protocol import Welcome
-from kvbm.step_plan import StepPlan, StepReport
+from kvbm.step_plan import NO_EPOCH, StepPlan, StepReport
 from kvbm.transfer import DeviceCache
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import FinishedLoad, LoadJob, ReportJob, StoreJob
 from kvbm.worker.layers import LayerGate
-from kvbm.worker.mapping import NO_EPOCH, Mark
+from kvbm.worker.mapping import Mark
 from kvbm.worker.mover import Mover
 
 STORE_TIMEOUT_S = 60.0
@@ -270,15 +270,20 @@ class Worker:
         if self._weights_unknown or (self._stores_here and not self._mover.connected):
             # Nothing could be committed, and the copying thread may be busy joining a manager. Or what was computed
             # with other weights would be kept under the name of those before.
-            self._stored.update({s.store: (1, tuple(range(len(s.slots))), 0.0) for s in plan.stores})
+            self._stored.update({store.store: (1, store.positions, 0.0) for store in plan.stores})
             return
         if not self._stores_here:
             self._stored.update({store.store: (1, (), 0.0) for store in plan.stores})
             return
-        job = StoreJob(plan.stores, self._mark)
+        # Of some this node's manager has all blocks already, and other nodes' have not.
+        stores = tuple(store for store in plan.stores if store.slots)
+        self._stored.update({store.store: (1, (), 0.0) for store in plan.stores if not store.slots})
+        if not stores:
+            return
+        job = StoreJob(stores, self._mark)
         self._mover.put(job)
         if self._copies_beside:
-            self._storing.update({store.store: job for store in plan.stores})
+            self._storing.update({store.store: job for store in stores})
         else:
             self._await(job)
 

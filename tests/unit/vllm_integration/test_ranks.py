@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="ranks talk through torch; torch is not inst
 
 from kvbm.errors import KvbmError
 from kvbm.vllm_integration import ranks
-from kvbm.vllm_integration.ranks import gather, largest_shard
+from kvbm.vllm_integration.ranks import Node, find_node, gather, largest_shard
 
 STAGES, WIDTH = 3, 2
 
@@ -97,3 +97,54 @@ def test_a_stage_without_kv_is_told_to_all(on_all_ranks: Callable[..., list[Any]
 def test_one_stage_asks_nobody() -> None:
     alone = SimpleNamespace(world_size=2, tensor_parallel_size=2, pipeline_parallel_size=1)
     assert largest_shard(alone, 4096) == 4096
+
+
+# ---- nodes
+
+
+def on_nodes(
+    on_all_ranks: Callable[..., list[Any]], places: list[str], replicas: int = 1, directory: str = "/nowhere"
+) -> list[Node]:
+    """Where each rank is whose manager's socket has that name."""
+
+    def find(rank: int) -> Node:
+        parallel = SimpleNamespace(**vars(PARALLEL), rank=rank)
+        return find_node(parallel, f"engine of {rank}", f"{directory}/{places[rank]}", replicas)
+
+    found: list[Node] = on_all_ranks(find)
+    return found
+
+
+def test_ranks_that_find_one_manager_have_all_shards(on_all_ranks: Callable[..., list[Any]]) -> None:
+    nodes = on_nodes(on_all_ranks, ["a"] * 6)
+    assert set(nodes) == {Node("engine of 0", (0, 1, 2, 3, 4, 5), 0, 1, (0, 1, 2, 3, 4, 5), 6)}
+    assert nodes[0].shards_in_words == ""
+    assert [node.shard_of(rank, 1) for rank, node in enumerate(nodes)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_ranks_that_find_several_have_the_shards_of_their_own(on_all_ranks: Callable[..., list[Any]]) -> None:
+    """Also where they are dealt out like cards; the engine's name is that of its first rank."""
+    nodes = on_nodes(on_all_ranks, ["b", "a", "b", "a", "c", "b"])
+    assert [node.part for node in nodes] == [0, 1, 0, 1, 2, 0]
+    assert {node.engine for node in nodes} == {"engine of 0"}
+    assert {node.part_count for node in nodes} == {3}
+    assert nodes[5].ranks == (0, 2, 5)
+    assert nodes[3].shards_in_words == "1 3 of 6"
+    assert [node.shard_of(rank, 1) for rank, node in enumerate(nodes)] == [0, 0, 1, 1, 0, 2]
+    assert all(node.stores(rank, 1) for rank, node in enumerate(nodes))
+
+
+def test_of_ranks_with_the_same_bytes_one_on_each_node_stores(on_all_ranks: Callable[..., list[Any]]) -> None:
+    """Three stages of two ranks with the same latent KV; the second stage is on both nodes."""
+    nodes = on_nodes(on_all_ranks, ["a", "a", "a", "b", "b", "b"], replicas=2)
+    assert [node.shards for node in nodes] == [(0, 1)] * 3 + [(1, 2)] * 3
+    assert [node.shard_of(rank, 2) for rank, node in enumerate(nodes)] == [0, 0, 1, 0, 1, 1]
+    stores = [node.stores(rank, 2) for rank, node in enumerate(nodes)]
+    assert stores == [True, False, True, True, True, False]
+
+
+def test_ranks_on_both_nodes_with_the_same_bytes_are_no_parts(on_all_ranks: Callable[..., list[Any]]) -> None:
+    """Each node has the whole block: its bytes are those of an engine on one node."""
+    nodes = on_nodes(on_all_ranks, ["a", "a", "a", "b", "b", "b"], replicas=6)
+    assert {node.shards_in_words for node in nodes} == {""}
+    assert [node.stores(rank, 6) for rank, node in enumerate(nodes)] == [True, False, False] * 2

@@ -175,7 +175,6 @@ def test_an_older_vllm_serves_models_of_one_group_only(monkeypatch: pytest.Monke
         ("enable_prefix_caching", None, {"enable_prefix_caching": False}),
         ("decode_context_parallel_size=2", None, {"kv_cache_groups": HYBRID, "decode_context_parallel_size": 2}),
         ("prefill_context_parallel_size=2", None, {"prefill_context_parallel_size": 2}),
-        ("nnodes=2", None, {"nnodes": 2}),
         ("no KV cache group", None, {"kv_cache_groups": []}),
         ("prefix_caching_hash_algo", None, {"kv_cache_groups": HYBRID, "prefix_caching_hash_algo": "xxhash"}),
         ("is a SinkFullAttentionSpec", SinkFullAttentionSpec(), {}),
