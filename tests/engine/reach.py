@@ -416,20 +416,3 @@ def asked_of_vllm(child: Child, variable: str, value: str) -> tuple[bool, str | 
 def knows_layouts() -> bool:
     """Whether this vLLM can be asked for a block-outermost layout (0.29)."""
     return importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
-
-
-def run_and_kill_at(
-    child: Child, requests: Sequence[Request], finished_count: int, pid: int, timeout_s: float = 90.0
-) -> Answers:
-    """Answer the requests, and kill -9 that process when so many are answered and, if possible, a load is open."""
-    engine, killed = _engine(child), list[int]()
-
-    def kill(engine: Engine, finished: int) -> None:
-        loading = _leader(engine).lookups.loading
-        if not killed and finished >= finished_count and (loading or finished >= finished_count + 10):
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
-
-    answers = engine.run(requests, timeout_s=timeout_s, between=kill)
-    assert killed
-    return answers

@@ -209,7 +209,8 @@ def test_who_is_not_of_the_fleet_is_not_let_in(manager: ManagerBench, tmp_path: 
         if (channel := finder.attempt()) is not None:
             channel.send(LEADER)
             way.channels.append(channel)
-        time.sleep(0.01)
+        elif finder._dialling is not None:
+            finder._dialling.join(0.05)
     for channel in way.channels:
         manager.until(lambda channel=channel: way.ended(channel), "it is let in")  # type: ignore[misc]
     assert manager.server.sessions == {}

@@ -16,6 +16,7 @@ SENDERS = {
     **dict.fromkeys(typing.get_args(admin_protocol.AdminRequest), ""),
     **dict.fromkeys(typing.get_args(admin_protocol.AdminReply), MANAGER),
     **dict.fromkeys((protocol.StoredRun, protocol.RemovedBlocks), MANAGER),  # parts of TierEvents
+    step_plan.NodeSlots: "kvbm/leader/",  # a part of the plans
     step_plan.StorePlan: "kvbm/leader/",
     step_plan.LoadPlan: "kvbm/leader/",
     step_plan.StepPlan: "kvbm/leader/",

@@ -28,24 +28,49 @@ class Link(Protocol):
     those of `ManagerLink`."""
 
     @property
-    def ready(self) -> Ready | None: ...
+    def ready(self) -> Ready | None:
+        """What is said when all ranks are attached; None before, and without a session."""
+
     @property
-    def life(self) -> int: ...
+    def life(self) -> int:
+        """Grows whenever a session begins or ends."""
+
     @property
-    def readied(self) -> int: ...
+    def readied(self) -> int:
+        """Grows whenever `ready` comes."""
+
     @property
-    def received_s(self) -> float: ...
+    def received_s(self) -> float:
+        """When the latest message arrived."""
+
     @property
-    def wants_facts(self) -> bool: ...
+    def wants_facts(self) -> bool:
+        """Whether what the tiers hold is announced."""
+
     @property
-    def staging(self) -> bool: ...
-    def poll(self) -> list[FromManager]: ...
-    def send(self, message: Message) -> bool: ...
-    def in_one_write(self) -> AbstractContextManager[None]: ...
-    def wait(self, timeout_s: float) -> float: ...
-    def close(self) -> None: ...
-    def nodes_of_lookup(self, lookup: int, first: int, end: int) -> tuple[NodeSlots, ...]: ...
-    def nodes_of_store(self, store: int) -> tuple[NodeSlots, ...]: ...
+    def staging(self) -> bool:
+        """Whether host memory is only the staging area of the disk."""
+
+    def poll(self) -> list[FromManager]:
+        """The messages that arrived."""
+
+    def send(self, message: Message) -> bool:
+        """False when there is no session."""
+
+    def in_one_write(self) -> AbstractContextManager[None]:
+        """What is sent inside leaves together."""
+
+    def wait(self, timeout_s: float) -> float:
+        """Wait for a message; how many seconds it took."""
+
+    def close(self) -> None:
+        """End the sessions."""
+
+    def nodes_of_lookup(self, lookup: int, first: int, end: int) -> tuple[NodeSlots, ...]:
+        """The slots of some blocks of a lookup at each node's manager."""
+
+    def nodes_of_store(self, store: int) -> tuple[NodeSlots, ...]:
+        """The slots of a store at each node's manager."""
 
 
 class ManagerLink:

@@ -115,8 +115,7 @@ class SchedulerSide:
             announces=self._events is not None,
             nodes=find_nodes(settings, time.monotonic),
         )
-        self._counted = stats.Counted(self.leader)
-        self._answers = answers_are_merged()
+        self._counted, self._answers = stats.Counted(self.leader), answers_are_merged()
 
     def bind_block_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, which knows the blocks on the device."""

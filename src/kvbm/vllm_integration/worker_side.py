@@ -13,7 +13,7 @@ import torch
 
 from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.errors import KvbmError, ManagerRefused, ManagerUnavailable, ManagerUntrusted, SettingsError
-from kvbm.layout import BlockLayout
+from kvbm.layout import BlockLayout, Namespace
 from kvbm.protocol import PROTOCOL_VERSION, Hello
 from kvbm.settings import Settings
 from kvbm.step_plan import StepPlan, StepReport
@@ -72,7 +72,7 @@ class WorkerSide:
             return
         cache, shard_bytes = opened
         config, settings = self._vllm_config, self._settings
-        rank, rank_count = int(config.parallel_config.rank), int(config.parallel_config.world_size)
+        rank = int(config.parallel_config.rank)
         replicas = kv_replicas(config, self._kv_cache_config)
         memo_path = Path(settings.runtime_dir) / MEMO
         try:
@@ -90,23 +90,7 @@ class WorkerSide:
             namespace = namespace.part(node.shards_in_words)
         self._node = node if node.part_count > 1 else None
         layout = self._layout(shard_bytes, len(node.shards))
-        hello = Hello(
-            version=PROTOCOL_VERSION,
-            role="worker",
-            engine=node.engine,
-            rank=rank,
-            rank_count=rank_count,
-            shard=node.shard_of(rank, replicas),
-            request_blocks=self._largest_request(layout),
-            numa_node=numa_node(cache.device) if settings.numa else -1,
-            namespace=namespace,
-            data_parallel_rank=_data_parallel_rank(config),
-            events=events_wanted(config),
-            ranks=node.ranks if node.part_count > 1 else (),
-            part=node.part,
-            part_count=node.part_count,
-            layout=layout,
-        )
+        hello = self._hello(node, namespace, layout, cache)
         map_arena = partial(
             WorkerMapping,
             cache=cache,
@@ -144,6 +128,28 @@ class WorkerSide:
             self.worker = None
             return
         self.worker.start()
+
+    def _hello(self, node: Node, namespace: Namespace, layout: BlockLayout, cache: DeviceCache) -> Hello:
+        """What this rank says first."""
+        config = self._vllm_config
+        rank, replicas = int(config.parallel_config.rank), kv_replicas(config, self._kv_cache_config)
+        return Hello(
+            version=PROTOCOL_VERSION,
+            role="worker",
+            engine=node.engine,
+            rank=rank,
+            rank_count=int(config.parallel_config.world_size),
+            shard=node.shard_of(rank, replicas),
+            request_blocks=self._largest_request(layout),
+            numa_node=numa_node(cache.device) if self._settings.numa else -1,
+            namespace=namespace,
+            data_parallel_rank=_data_parallel_rank(config),
+            events=events_wanted(config),
+            ranks=node.ranks if node.part_count > 1 else (),
+            part=node.part,
+            part_count=node.part_count,
+            layout=layout,
+        )
 
     def _open(self, kv_caches: dict[str, torch.Tensor]) -> tuple[DeviceCache, int] | None:
         """The rank's tensors and the bytes of a shard; None, with one line, where some rank has no tensors, or such
