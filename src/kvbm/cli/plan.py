@@ -14,6 +14,8 @@ from kvbm.errors import KvbmError, SettingsError
 
 if TYPE_CHECKING:
     from kvbm.sim.plan.cheapest import Bounds, Prices, Target
+    from kvbm.sim.plan.planning import Question
+    from kvbm.sim.plan.stores import StoreQuestion
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -98,7 +100,9 @@ PlotFile = Annotated[
 
 
 @app.command(epilog=_EXAMPLES)
+@plan_store.with_store_options
 def plan(
+    store: plan_store.StoreOptions,
     traces: simulate.Traces,
     target_hit_rate: HitRate = None,
     target_ttft: Ttft = None,
@@ -127,15 +131,6 @@ def plan(
     host_bandwidth: simulate.HostRate = "50GB",
     disk_read: simulate.ReadRate = "6GB",
     disk_write: simulate.WriteRate = "3GB",
-    remote: plan_store.Remote = None,
-    remote_ttl: plan_store.Ttl = None,
-    remote_admission: plan_store.RemoteAdmission = None,
-    nodes: plan_store.Nodes = None,
-    router: plan_store.Router = None,
-    price_remote: plan_store.StorePrice = None,
-    price_put: plan_store.PutPrice = None,
-    price_get: plan_store.GetPrice = None,
-    price_egress: plan_store.EgressPrice = None,
     everything: Everything = False,
     json_file: simulate.JsonFile = None,
     plot: PlotFile = None,
@@ -149,13 +144,8 @@ def plan(
     copies from the device, other engines on the same manager, what a worn disk costs. It begins with empty tiers.
     Speeds are the options below, by default an H100 with an 8-billion-parameter model; TTFT is as good as they are.
     Tomorrow's requests are not in the trace: leave room.
-
-    With --remote it says what a store that all nodes share would cost a month and hit, and whether the same money is
-    better spent on their host memory or disks.
     """
-    from kvbm.sim.plan import picture, report, store_report
-    from kvbm.sim.plan.planning import Question, answer
-    from kvbm.sim.plan.stores import answer_stores
+    from kvbm.sim.plan.planning import Question
     from kvbm.sim.traces.formats import ReadOptions
 
     target = _target(target_hit_rate, target_ttft)
@@ -176,33 +166,34 @@ def plan(
         rules=simulate.read_disk_rules(admission, write, write_budget),
         closed_loop=not open_loop,
     )
-    store_prices = (price_remote, price_put, price_get, price_egress)
-    if remote is not None:
-        asked = plan_store.store_question(
-            question, remote, remote_ttl, remote_admission, nodes, router, store_prices
-        )
-        asked.check()
-        if plot is not None:
-            raise SettingsError("--plot", str(plot), "not with --remote: there is no picture of that")
-        require_writable(json_file, plot)
-        found = with_bar(lambda watch: answer_stores(asked, watch))
-        conclude(store_report.render(found, everything), found, lambda path: False, json_file, plot)
-        return
-    plan_store.require_remote(
-        remote_ttl=remote_ttl,
-        remote_admission=remote_admission,
-        nodes=nodes,
-        router=router,
-        price_remote=price_remote,
-        price_put=price_put,
-        price_get=price_get,
-        price_egress=price_egress,
-    )
+    if store.remote is not None:
+        _with_store(plan_store.store_question(question, store), everything, json_file, plot)
+    else:
+        store.require_none()
+        _sizes(question, everything, json_file, plot)
+
+
+def _sizes(question: Question, everything: bool, json_file: Path | None, plot: Path | None) -> None:
+    from kvbm.sim.plan import picture, report
+    from kvbm.sim.plan.planning import answer
+
     question.check()
     require_writable(json_file, plot)
     answers = with_bar(lambda watch: answer(question, watch))
     table = report.render(answers, everything)
     conclude(table, answers, partial(picture.draw, answers), json_file, plot)
+
+
+def _with_store(asked: StoreQuestion, everything: bool, json_file: Path | None, plot: Path | None) -> None:
+    from kvbm.sim.plan import store_report
+    from kvbm.sim.plan.stores import answer_stores
+
+    asked.check()
+    if plot is not None:
+        raise SettingsError("--plot", str(plot), "not with --remote: there is no picture of that")
+    require_writable(json_file, plot)
+    answers = with_bar(lambda watch: answer_stores(asked, watch))
+    conclude(store_report.render(answers, everything), answers, lambda path: False, json_file, plot)
 
 
 def _target(hit_rate: str | None, ttft: str | None) -> Target:
