@@ -16,8 +16,9 @@ from kvbm.client.finder import RETRY_S_MAX, RETRY_S_MIN, Finder, ManagerAddress,
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError
 from kvbm.fleet.directory import is_private, split_address
+from kvbm.fleet.named import certificates, fleet_name
 from kvbm.fleet.pump import Pump, keep_watch
-from kvbm.fleet.tls import certified
+from kvbm.fleet.tls import certified, reading_context
 from kvbm.settings import Settings, variable
 
 log = logging.getLogger("kvbm.client.finder")
@@ -29,9 +30,14 @@ CONNECT_S = 5.0
 def find_nodes(settings: Settings, clock: Clock) -> list[Finder]:
     """The ways to the managers of the engine's other nodes, as the settings name them. Raises SettingsError."""
     found: list[Finder] = []
-    for each in map(str.strip, (settings.node_managers or "").split(",")):
+    if not settings.node_managers:
+        return found
+    files = certificates(settings)
+    tls = reading_context(files) if files is not None else None
+    for each in map(str.strip, settings.node_managers.split(",")):
         if each.startswith(SCHEME):
-            found.append(FarFinder(variable("node_managers"), each, clock))
+            field, fleet = variable("node_managers"), fleet_name(settings)
+            found.append(FarFinder(field, each, clock, tls, fleet, settings.fleet_plain))
         elif each:
             found.append(ManagerFinder(ManagerAddress(socket_path=each, private=False), settings, {}, clock))
     return found

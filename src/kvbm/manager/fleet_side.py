@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import socket
 import ssl
 from collections.abc import Iterable
-from pathlib import Path
 
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
-from kvbm.fleet.certificates import node_files
-from kvbm.fleet.directory import Directory, Peer, refuse_name, split_address
+from kvbm.fleet.directory import Directory, Peer, split_address
 from kvbm.fleet.etcd import open_etcd_directory
+from kvbm.fleet.named import certificates, fleet_name, node_name
 from kvbm.fleet.static import StaticDirectory
-from kvbm.fleet.tls import TlsFiles, lending_context, reading_context
+from kvbm.fleet.tls import lending_context, reading_context
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.lending import Lending, LendOptions
 from kvbm.manager.peer_server import PeerServer
@@ -37,10 +35,9 @@ class FleetSide:
         """Raises SettingsError for whatever cannot be used; no other node need be there."""
         assert settings.fleet
         self._settings, self._clock = settings, clock
-        self.node = settings.fleet_node or socket.gethostname()
-        refuse_name(variable("fleet"), settings.fleet)
-        refuse_name(variable("fleet_node"), self.node)
-        self._files = self._certificates()
+        fleet_name(settings)
+        self.node = node_name(settings)
+        self._files = certificates(settings)
         self._reading: ssl.SSLContext | None = reading_context(self._files) if self._files else None
         self.directory = self._directory()
         self.lending: Lending | None = None
@@ -100,18 +97,6 @@ class FleetSide:
         """Leave the fleet."""
         self.stop_lending()
         self.directory.close()
-
-    def _certificates(self) -> TlsFiles | None:
-        where = self._settings.fleet_certs
-        if where is None:
-            return None
-        files = node_files(Path(where), self.node)
-        for path in files:
-            if not path.is_file():
-                raise SettingsError(
-                    variable("fleet_certs"), where, f"a directory with {path.name} (kvbm fleet cert makes it)"
-                )
-        return files
 
     def _directory(self) -> Directory:
         settings = self._settings

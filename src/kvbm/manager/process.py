@@ -23,6 +23,8 @@ from kvbm.client.finder import ERROR_SUFFIX, FROM_STDIN
 from kvbm.client.whereabouts import announced
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
+from kvbm.fleet.named import certificates, fleet_name
+from kvbm.fleet.tls import lending_context
 from kvbm.manager.admin_page import admin_page
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.controller import controller
@@ -194,7 +196,16 @@ def _node_door(settings: Settings, socket_path: str, private: bool) -> Iterator[
         yield
         return
     try:
-        door = NodeDoor(variable("node_listen"), settings.node_listen, socket_path)
+        files = certificates(settings)
+        tls = lending_context(files) if files is not None else None
+        door = NodeDoor(
+            variable("node_listen"),
+            settings.node_listen,
+            socket_path,
+            tls,
+            fleet_name(settings),
+            settings.fleet_plain,
+        )
     except SettingsError as error:
         if not private:
             raise

@@ -25,7 +25,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
             metavar="NAME",
             default_text="the host's name",
             ours=True,
-            needs="fleet",
+            reader="both",
         ),
         "this node's name, which no other node of the fleet has",
     ] = None
@@ -59,13 +59,13 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     fleet_certs: Annotated[
         str | None,
-        Setting("DYN_KVBM_FLEET_CERTS", "--fleet-certs", Kind.PATH, metavar="DIR", ours=True, needs="fleet"),
+        Setting("DYN_KVBM_FLEET_CERTS", "--fleet-certs", Kind.PATH, metavar="DIR", ours=True, reader="both"),
         "directory with this node's certificate as `kvbm fleet cert` makes it: both ends show one. Unset, blocks cross "
         "the network as they are, on private addresses only",
     ] = None
     fleet_plain: Annotated[
         bool,
-        Setting("DYN_KVBM_FLEET_PLAIN", "--fleet-plain", ours=True, needs="fleet"),
+        Setting("DYN_KVBM_FLEET_PLAIN", "--fleet-plain", ours=True, reader="both"),
         "without certificates, listen on any address: whoever reaches it reads all blocks",
     ] = False
     fleet_share: Annotated[

@@ -34,7 +34,7 @@ def metrics(registry: CollectorRegistry) -> KvbmPromMetrics:
 def test_what_was_not_loaded_is_reported_once_by_reason_and_zeros_are_left_out() -> None:
     leader: Any = SimpleNamespace(
         lookups=SimpleNamespace(
-            loaded_blocks={Tier.HOST: 0, Tier.DISK: 0},
+            loaded_blocks={Tier.HOST: 0, Tier.DISK: 0, Tier.REMOTE: 0},
             failed_blocks=0,
             unloaded=dict.fromkeys(UNLOADED_REASONS, 0),
         ),
@@ -48,6 +48,7 @@ def test_what_was_not_loaded_is_reported_once_by_reason_and_zeros_are_left_out()
     assert first.data == {
         "loaded_host_blocks": 0,
         "loaded_disk_blocks": 2,
+        "loaded_remote_blocks": 0,
         "failed_blocks": 0,
         "unloaded_cost_blocks": 3,
     }
