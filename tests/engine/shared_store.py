@@ -47,15 +47,23 @@ def share(launcher: Launcher, asked: list[Request]) -> dict[str, list[int]]:
 
 
 def found(launcher: Launcher, asked: list[Request]) -> dict[str, list[int]]:
-    """Ask until the store's blocks are found: a node learns of them a while after they were written."""
-    engine, probe = launcher.process, dataclasses.replace(asked[-1], name="probe", output_count=1)
+    """Ask until the store's blocks are found: a node learns of them a while after they were written.
+
+    What is asked for and not found is computed, and then in host memory: so each time it is a block more.
+    """
+    engine = launcher.process
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    before = launcher.metrics()[FOUND]
+    lengths = range(BLOCK_TOKENS + 1, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS)
+    probes = iter([(request, length) for length in lengths for request in asked])
 
     def seen() -> bool:
-        engine.run([dataclasses.replace(probe, name=f"probe-{next(_numbers)}")])
+        request, length = next(probes)
+        name = f"probe-{next(_numbers)}"
+        engine.run([dataclasses.replace(request, name=name, tokens=request.tokens[:length], output_count=1)])
         assert engine.call(reach.reset, connector=False, timeout_s=20.0)
-        return launcher.metrics()[FOUND] > 0
+        return launcher.metrics()[FOUND] > before
 
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     wait_for(seen, 30.0, "the other node's blocks are not found")
     return texts(engine, asked)
 

@@ -34,15 +34,15 @@ FAULTS = {
 }
 ASKED_EACH = 6
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
-SPARE_BLOCKS = 2
+SPARES = 240
 CORRUPT = 'kvbm_failures_total{tier="remote",kind="corrupt"}'
 
 
 def spares() -> list[Request]:
-    """Short prompts, each of which says once whether the store is asked again."""
+    """Prompts with one complete block, each of which says once whether the store is asked again."""
     source = random.Random(99)
-    length = SPARE_BLOCKS * BLOCK_TOKENS + 5
-    return [Request(f"spare-{i}", random_tokens(source, length), 1) for i in range(40)]
+    length = BLOCK_TOKENS + 5
+    return [Request(f"spare-{i}", random_tokens(source, length), 1) for i in range(SPARES)]
 
 
 def part(answers: Mapping[str, list[int]], asked: list[Request]) -> dict[str, list[int]]:
@@ -53,22 +53,24 @@ def test_texts_are_the_same_whatever_the_store_does(
     launcher: Launcher, second_launcher: Launcher, tmp_path: Path
 ) -> None:
     pytest.importorskip("obstore")
-    first, left = prompts(500), iter(spares())
+    first, last, left = prompts(500), prompts(599), iter(spares())
     asked = {name: prompts(501 + i, ASKED_EACH) for i, name in enumerate(FAULTS)}
     with moto(tmp_path) as service, BadProxy(int(service.endpoint.rpartition(":")[2]), seed=1) as proxy:
         store = bucket(service)
         launcher.start(remote(store))
-        computed: dict[str, list[int]] = {}
-        for each in (first, *asked.values()):
-            computed |= share(launcher, each)
         _share_spares(launcher)
+        computed: dict[str, list[int]] = {}
+        for each in (first, *asked.values(), last):
+            computed |= share(launcher, each)
         bad = {
             **store,
             "DYN_KVBM_OBJECT_ENDPOINT": f"http://127.0.0.1:{proxy.port}",
             "DYN_KVBM_REMOTE_DEADLINE_MS": "500",
         }
         engine = second_launcher.start(remote(bad))
-        assert found(second_launcher, first) == part(computed, first)
+        # What is noted it learns oldest first, and the rest newest first: then it knows all that is in between.
+        for each in (first, last):
+            assert found(second_launcher, each) == part(computed, each)
         for name, fault in FAULTS.items():
             proxy.set(fault)
             # `EngineProcess.run` fails where a request hangs.
@@ -83,10 +85,11 @@ def test_texts_are_the_same_whatever_the_store_does(
 
 
 def _share_spares(launcher: Launcher) -> None:
-    before, count = launcher.metrics()["kvbm_offload_blocks_d2o"], len(spares())
+    launcher.process.call(reach.wait_until_ready, timeout_s=40.0)
+    before = launcher.metrics()["kvbm_offload_blocks_d2o"]
     texts(launcher.process, spares())
     wait_for(
-        lambda: launcher.metrics()["kvbm_offload_blocks_d2o"] >= before + SPARE_BLOCKS * count,
+        lambda: launcher.metrics()["kvbm_offload_blocks_d2o"] >= before + SPARES,
         30.0,
         "the short prompts are not written",
     )
@@ -166,7 +169,7 @@ def test_other_rotary_factors_are_never_found(launcher: Launcher, tmp_path: Path
     def start(length: int) -> None:
         launcher.start(settings, model=longrope, max_model_len=length)
 
-    short, long = ORIGINAL_POSITIONS, 2 * ORIGINAL_POSITIONS
+    short, long = ORIGINAL_POSITIONS, ORIGINAL_POSITIONS + 256
     start(short)
     computed = share(launcher, asked)
     launcher.stop()
