@@ -5,91 +5,16 @@ Each engine has a process and a private manager of its own, as on two machines; 
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine import reach
-from engine.engine_process import EngineProcess
 from engine.launcher import Launcher
+from engine.shared_store import BLOCKS, LOADED, bucket, found, prompts, share, texts
 from engine.tier_settings import host, remote
-from engine.workload import Request, random_tokens
-from rigs.blob_services import (
-    ACCESS_KEY,
-    REGION,
-    SECRET_KEY,
-    S3Service,
-    mooncake,
-    moto,
-    redis_server,
-    seaweedfs,
-)
-from rigs.manager_probe import free_port, wait_for
-
-BLOCKS = 10
-BLOCK_TOKENS = 32
-WRITTEN = "kvbm_offload_blocks_d2o"
-LOADED = "kvbm_onboard_blocks_o2d"
-FOUND = 'kvbm_hit_blocks_total{tier="remote"}'
-
-
-def prompts(seed: int, count: int = 4, salt: str = "") -> list[Request]:
-    """A few prompts with ten complete blocks each."""
-    source = random.Random(seed)
-    length = BLOCKS * BLOCK_TOKENS + 5
-    return [Request(f"r{seed}-{i}", random_tokens(source, length), 6, salt=salt) for i in range(count)]
-
-
-def texts(engine: EngineProcess, asked: list[Request]) -> dict[str, list[int]]:
-    """The answers, when the device's own cache is empty."""
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
-    assert engine.call(reach.reset, connector=False, timeout_s=20.0)
-    return dict(engine.run(asked).outputs)
-
-
-def share(launcher: Launcher, asked: list[Request]) -> dict[str, list[int]]:
-    """Compute the prompts, and wait until their blocks lie in the store."""
-    before = launcher.metrics()[WRITTEN]
-    answers = texts(launcher.process, asked)
-    wait_for(
-        lambda: launcher.metrics()[WRITTEN] >= before + BLOCKS * len(asked),
-        20.0,
-        lambda: f"{launcher.metrics()[WRITTEN]:g} blocks were written",
-    )
-    return answers
-
-
-def found(launcher: Launcher, asked: list[Request]) -> dict[str, list[int]]:
-    """Ask until the store's blocks are found: a node learns of them a while after they were written."""
-    engine, probe = launcher.process, dataclasses.replace(asked[-1], name="probe", output_count=1)
-
-    def seen() -> bool:
-        engine.run([dataclasses.replace(probe, name=f"probe-{next(_numbers)}")])
-        assert engine.call(reach.reset, connector=False, timeout_s=20.0)
-        return launcher.metrics()[FOUND] > 0
-
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
-    wait_for(seen, 30.0, "the other node's blocks are not found")
-    return texts(engine, asked)
-
-
-_numbers = iter(range(1_000_000))
-
-
-def bucket(service: S3Service) -> dict[str, str]:
-    """Settings that name a bucket of this server as the original's variables do."""
-    service.make_bucket("kv-cache-0")
-    return {
-        "DYN_KVBM_OBJECT_ENABLED": "1",
-        "DYN_KVBM_OBJECT_BUCKET": "kv-cache-{worker_id}",
-        "DYN_KVBM_OBJECT_ENDPOINT": service.endpoint,
-        "DYN_KVBM_OBJECT_REGION": REGION,
-        "DYN_KVBM_OBJECT_ACCESS_KEY": ACCESS_KEY,
-        "DYN_KVBM_OBJECT_SECRET_KEY": SECRET_KEY,
-    }
+from rigs.blob_services import mooncake, moto, redis_server, seaweedfs
+from rigs.manager_probe import free_port
 
 
 @pytest.fixture(params=["directory", "seaweedfs", "moto", "redis", "mooncake"])

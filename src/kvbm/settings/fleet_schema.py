@@ -14,7 +14,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     fleet: Annotated[
         str | None,
-        Setting("DYN_KVBM_FLEET", "--fleet", metavar="NAME", ours=True),
+        Setting("DYN_KVBM_FLEET", "--fleet", metavar="NAME", ours=True, reader="both"),
         "name of the fleet: managers that read blocks out of each other's host memory. Unset is off",
     ] = None
     fleet_node: Annotated[

@@ -30,8 +30,8 @@ def test_a_setting_is_read_by_someone_or_says_that_it_has_no_effect(setting):
     assert read == (not setting.no_effect)
 
 
-ENGINE_SIDE = ("vllm_integration", "trtllm_integration", "leader", "worker", "transfer", "client")
-MANAGER_SIDE = ("manager", "tiers", "observe", "policy")
+ENGINE_SIDE = ("vllm_integration", "trtllm_integration", "leader", "worker", "transfer", "client", "fleet")
+MANAGER_SIDE = ("manager", "tiers", "observe", "policy", "fleet")
 
 
 @pytest.mark.parametrize("setting", SCHEMA, ids=lambda setting: setting.field)
