@@ -37,12 +37,13 @@ from benchmarks.engine import (
 from kvbm.present.tables import plain_table, save_json
 from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
-SCENARIOS = ("plain", "kvbm-host", "kvbm-disk", "native-host", "native-fs")
+SCENARIOS = ("plain", "kvbm-host", "kvbm-disk", "kvbm-remote", "native-host", "native-fs")
 NATIVE = {"native-host", "native-fs"}
 TITLES = {
     "plain": "vLLM alone",
     "kvbm-host": "KVBM, host memory",
     "kvbm-disk": "KVBM, disk (verified)",
+    "kvbm-remote": "KVBM, store (a directory, verified)",
     "native-host": "vLLM's own, host memory",
     "native-fs": "vLLM's own, files",
 }
@@ -73,8 +74,13 @@ def scenario(name: str, roomy: int, tight: int, block_bytes: int, scratch: Path)
     if name == "kvbm-host":
         environment["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = str(roomy)
         return Scenario(name=name, tier="host", environment=environment, transfer_config=CONNECTOR)
+    environment["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = str(tight)
+    if name == "kvbm-remote":
+        environment |= {"DYN_KVBM_REMOTE": f"file://{scratch}", "DYN_KVBM_REMOTE_LINGER_SECS": "0"}
+        return Scenario(
+            name=name, tier="external_unspecified", environment=environment, transfer_config=CONNECTOR
+        )
     environment |= {
-        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(tight),
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": str(roomy),
         "DYN_KVBM_DISK_CACHE_DIR": str(scratch),
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",

@@ -178,7 +178,12 @@ class SchedulerSide:
         blocks = -(-num_external_tokens // self.block_tokens)
         tokens = self.leader.promised_sources(request.request_id, blocks)
         on_host = min(tokens.count(Tier.HOST) * self.block_tokens, num_external_tokens)
-        split = {CacheHitSource.HOST: on_host, CacheHitSource.DISK: num_external_tokens - on_host}
+        away = min(tokens.count(Tier.REMOTE) * self.block_tokens, num_external_tokens - on_host)
+        split = {
+            CacheHitSource.HOST: on_host,
+            CacheHitSource.DISK: num_external_tokens - on_host - away,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: away,  # of a store or another node vLLM has no better word
+        }
         return {source: count for source, count in split.items() if count}
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
