@@ -40,6 +40,10 @@ WORDS = {
     "disk ls": (".",),
     "disk verify": (".",),
     "disk clear": (".",),
+    "fleet cert": ("certs", "--node", "a"),
+    "remote show": ("file:///nowhere",),
+    "remote collect": ("--dry-run",),
+    "remote clear": ("--all",),
 }
 """What each command needs beside the option that is tried."""
 WITH = {
@@ -49,7 +53,14 @@ WITH = {
     ("why", "--namespace"): ("--prompt-file", PROMPT),
 }
 """Options that are tried with other words than those."""
-ANY_TEXT = {("manager", "--admin-token-file"), ("simulate", "--model"), ("plan", "--model")}
+ANY_TEXT = {
+    ("manager", "--admin-token-file"),
+    ("manager", "--remote-key-file"),
+    ("manager", "--remote-key-command"),
+    ("manager", "--fleet-certs"),
+    ("simulate", "--model"),
+    ("plan", "--model"),
+}
 """Options that take any text, or are not read without another one."""
 SAID = {
     "--config": "settings file",
@@ -58,6 +69,7 @@ SAID = {
     "--admin-token-file": "DYN_KVBM_ADMIN_TOKEN_FILE",
     "--disk-dir": "DYN_KVBM_DISK_CACHE_DIR",
     "--disk-admission": "DYN_KVBM_DISK_ADMISSION",
+    "--remote-admission": "DYN_KVBM_REMOTE_ADMISSION",
     "--eviction": "DYN_KVBM_EVICTION",
 }
 """The lines call these by other names: the same setting may come from elsewhere."""
@@ -159,7 +171,9 @@ def test_a_switch_takes_no_value(
 def test_what_is_required_is_asked_for(
     place: Path, capfd: pytest.CaptureFixture[str], name: str, missing: str
 ) -> None:
-    said = refused(place, capfd, *name.split())
+    # An argument that is missing is named before an option is.
+    before = WORDS[name][:1] if name == "fleet cert" and missing.startswith("-") else ()
+    said = refused(place, capfd, *name.split(), *before)
     assert ("Missing" in said and "--" in missing) or "Missing argument" in said, said
     assert missing in said or not missing.startswith("-"), said
 
@@ -174,9 +188,8 @@ def test_an_unknown_option(place: Path, capfd: pytest.CaptureFixture[str], name:
 def test_a_word_too_many_or_one_that_is_no_file(
     place: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    words = [
-        word for word in WORDS.get(name, ()) if name in ("reset", "resize", "unpin", "pin", "prefetch", "top")
-    ]
+    needed = ("reset", "resize", "unpin", "pin", "prefetch", "top", "fleet cert", "remote clear")
+    words = [word for word in WORDS.get(name, ()) if name in needed]
     words += [*WORDS["plan"][1:]] if name == "plan" else []
     assert "nothing" in refused(place, capfd, *name.split(), *words, BAD)
 

@@ -66,6 +66,7 @@ class SpaceTable:
         assert namespaces_max > 0
         refuse_eviction(variable("eviction"), settings.eviction)
         choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
+        choose_admission(variable("remote_admission"), settings.remote_admission, 1, clock())
         self._remote = _remote_opening(settings, clock)
         self.settings = settings
         self.namespaces_max = namespaces_max

@@ -14,7 +14,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     fleet: Annotated[
         str | None,
-        Setting("DYN_KVBM_FLEET", "--fleet", metavar="NAME", ours=True, reader="both"),
+        Setting("DYN_KVBM_FLEET", "--fleet", Kind.NAME, metavar="NAME", ours=True, reader="both"),
         "name of the fleet: managers that read blocks out of each other's host memory. Unset is off",
     ] = None
     fleet_node: Annotated[
@@ -22,6 +22,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             "DYN_KVBM_FLEET_NODE",
             "--fleet-node",
+            Kind.NAME,
             metavar="NAME",
             default_text="the host's name",
             ours=True,
@@ -31,7 +32,14 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     fleet_listen: Annotated[
         str | None,
-        Setting("DYN_KVBM_FLEET_LISTEN", "--fleet-listen", metavar="ADDRESS", ours=True, needs="fleet"),
+        Setting(
+            "DYN_KVBM_FLEET_LISTEN",
+            "--fleet-listen",
+            Kind.ADDRESS,
+            metavar="ADDRESS",
+            ours=True,
+            needs="fleet",
+        ),
         "address where other nodes read from this one: 10.0.0.7:7400. Unset, this node reads and lends nothing",
     ] = None
     fleet_address: Annotated[
@@ -39,6 +47,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             "DYN_KVBM_FLEET_ADDRESS",
             "--fleet-address",
+            Kind.ADDRESS,
             metavar="ADDRESS",
             default_text="where it listens",
             ours=True,
@@ -48,12 +57,19 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     fleet_peers: Annotated[
         str | None,
-        Setting("DYN_KVBM_FLEET_PEERS", "--fleet-peers", metavar="ADDRESSES", ours=True, needs="fleet"),
+        Setting(
+            "DYN_KVBM_FLEET_PEERS",
+            "--fleet-peers",
+            Kind.ADDRESSES,
+            metavar="ADDRESSES",
+            ours=True,
+            needs="fleet",
+        ),
         "the other nodes, separated by commas: 10.0.0.7:7400,10.0.0.8:7400. All nodes may have the same list",
     ] = None
     fleet_etcd: Annotated[
         str | None,
-        Setting("DYN_KVBM_FLEET_ETCD", "--fleet-etcd", metavar="URLS", ours=True, needs="fleet"),
+        Setting("DYN_KVBM_FLEET_ETCD", "--fleet-etcd", Kind.URLS, metavar="URLS", ours=True, needs="fleet"),
         "etcd that keeps that list instead: http://host:2379, several separated by commas; an entry lasts as long "
         "as its node",
     ] = None

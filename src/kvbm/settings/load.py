@@ -237,6 +237,10 @@ _TEXTS: dict[Kind, Callable[[str, str], object]] = {
     Kind.ENDPOINT: parse.parse_endpoint,
     Kind.STORE: parse.parse_store,
     Kind.SECRET: parse.parse_secret,
+    Kind.NAME: parse.parse_name,
+    Kind.ADDRESS: parse.parse_address,
+    Kind.ADDRESSES: parse.parse_addresses,
+    Kind.URLS: parse.parse_urls,
 }
 
 

@@ -47,6 +47,7 @@ _DECIMAL = re.compile(r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3
 _SIZE = re.compile(r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*([A-Za-z]*)")
 _WHOLE = re.compile(r"\+?[0-9]+")
 _TCP = re.compile(r"(?:\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = re.compile(r"[0-9]+")
 
 _SIZE_FORMS = "a size such as 4GB, 512MB, 1.5GiB or 4096 (bytes)"
@@ -201,6 +202,41 @@ def parse_store(field: str, text: str) -> str:
             "a URL such as s3://bucket/prefix, redis://host:6379/0 or file:///path",
         )
     return word
+
+
+def parse_name(field: str, text: str) -> str:
+    """The name of a node or a fleet."""
+    word = text.strip()
+    if not _NAME.fullmatch(word):
+        raise reject(
+            field, text, "1 to 64 of a-z, A-Z, 0-9, '-', '_' and '.', beginning with a letter or a digit"
+        )
+    return word
+
+
+def parse_address(field: str, text: str) -> str:
+    """`host:port`, or `[host]:port` for IPv6."""
+    word = text.strip()
+    match = _TCP.fullmatch(word)
+    if match is None or word.startswith("*") or int(match[1]) >= 1 << 16:
+        raise reject(field, text, "host:port, such as 10.0.0.7:7400 or [fd00::7]:7400")
+    return word
+
+
+def parse_addresses(field: str, text: str) -> str:
+    """Several of them, separated by commas."""
+    return ",".join(parse_address(field, part) for part in text.split(","))
+
+
+def parse_urls(field: str, text: str) -> str:
+    """`http://host:port` or `https://host:port`, several separated by commas."""
+    words = [part.strip() for part in text.split(",")]
+    for word in words:
+        scheme, _, place = word.partition("://")
+        match = _TCP.fullmatch(place.rstrip("/"))
+        if scheme not in ("http", "https") or match is None or int(match[1]) >= 1 << 16:
+            raise reject(field, without_credentials(text), "http://host:port, separated by commas")
+    return ",".join(words)
 
 
 def parse_secret(field: str, text: str) -> str:

@@ -163,7 +163,7 @@ class RemoteSettings(FleetSettings, frozen=True, kw_only=True):
     ] = None
     node_listen: Annotated[
         str | None,
-        Setting("DYN_KVBM_NODE_LISTEN", "--node-listen", metavar="ADDRESS", ours=True),
+        Setting("DYN_KVBM_NODE_LISTEN", "--node-listen", Kind.ADDRESS, metavar="ADDRESS", ours=True),
         "address where schedulers on other nodes reach this manager, for engines with ranks on several: 10.0.0.8:7401",
     ] = None
 

@@ -27,6 +27,10 @@ class Kind(enum.Enum):
     LISTEN = "address of this machine"
     ENDPOINT = "ZMQ endpoint"
     STORE = "URL of a store"
+    NAME = "name"
+    ADDRESS = "address, host:port"
+    ADDRESSES = "addresses, host:port"
+    URLS = "URLs"
     SECRET = "secret"
     LOG = "log filter"
 
