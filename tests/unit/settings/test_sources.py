@@ -19,6 +19,9 @@ WORDS = {
     Kind.LOG: ("warn", "error", "debug", "trace"),
     Kind.USERS: ("2,3", "1", "4", "5"),
     Kind.ENDPOINT: ("tcp://*:2", "tcp://127.0.0.1:1", "tcp://[::1]:3", "ipc:///a"),
+    Kind.ADDRESS: ("b:2", "a:1", "[::1]:3", "d:4"),
+    Kind.ADDRESSES: ("b:2,c:2", "a:1", "[::1]:3", "d:4"),
+    Kind.URLS: ("http://b:2", "http://a:1", "https://c:3", "http://d:4,http://e:5"),
     Kind.STORE: ("file:///b", "file:///a", "redis://c", "s3://ddd/d"),
     Kind.LISTEN: ("127.0.0.1:2", "127.0.0.1:1", "localhost:3", "unix:/a"),
 }
