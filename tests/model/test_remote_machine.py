@@ -244,7 +244,7 @@ class RemoteMachine(RuleBasedStateMachine):
     def bounds_hold(self) -> None:
         for node in getattr(self, "nodes", ()):
             assert node._catalogue.block_count <= OPTIONS.catalogue_blocks
-            assert (node.load_room, node.store_room) == (OPTIONS.pending_limit, 2)
+            assert (node.load_room, node.store_room) == (min(OPTIONS.pending_limit, OPTIONS.load_threads), 2)
 
     def teardown(self) -> None:
         if not hasattr(self, "nodes"):

@@ -204,6 +204,10 @@ def one_of(setting):
         "ZMQ endpoint": "tcp://*:37",
         "log filter": "debug",
         "URL of a store": "file:///p",
+        "name": "node-7",
+        "address, host:port": "h:37",
+        "addresses, host:port": "h:37",
+        "URLs": "http://h:37",
         "number, 0 to 1": "0.25",
         "text": "gdsf",
     }
