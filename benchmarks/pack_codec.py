@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ def measure(block_bytes: int, total_bytes: int) -> list[dict[str, Any]]:
         "bare unpack": blocks.bare_copy_and_checksum,
     }
     for kind, (codec, seal) in kinds.items():
-        ways[f"{kind} pack"] = lambda codec=codec, seal=seal: blocks.pack(codec, seal)  # type: ignore[misc]
-        ways[f"{kind} unpack"] = lambda kind=kind, seal=seal: blocks.unpack(blobs[kind], seal)  # type: ignore[misc]
+        ways[f"{kind} pack"] = partial(blocks.pack, codec, seal)
+        ways[f"{kind} unpack"] = partial(blocks.unpack, blobs[kind], seal)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
         for way, run in ways.items():

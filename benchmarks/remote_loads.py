@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from kvbm.block import BlockKey
@@ -41,7 +42,6 @@ from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import LOAD_BYTES_MAX
 
 WAIT_S = 120.0
-BUDGET, REQUESTS_BUDGET = 0.9, 0.1
 SPARE_BLOCKS = 8
 
 
@@ -143,7 +143,27 @@ def some_url(url: str) -> Iterator[str]:
         yield f"file://{directory}"
 
 
-def measure(url: str, block_bytes: int, blocks: int, rounds: int) -> dict[str, object]:
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one store: medians, in seconds. `ratio` is what bare reads took for each second of ours."""
+
+    store: str
+    block_bytes: int
+    blocks: int
+    write_s: float
+    first_load_s: float
+    load_s: float
+    bare_s: float
+    ratio: float
+    writes_per_block: float
+    reads_per_block: float
+    requests: dict[str, dict[str, int]]
+
+    def megabytes_per_s(self, seconds: float) -> str:
+        """The rate at which all blocks were moved in this time."""
+        return f"{self.block_bytes * self.blocks / 1e6 / seconds:.0f}"
+
+
+def measure(url: str, block_bytes: int, blocks: int, rounds: int) -> Row:
     """The figures of one store."""
     overrides = {"remote": url, "host_blocks": blocks, "remote_linger_s": 1, "remote_codec": "none"}
     settings = load_settings(process_environment(), overrides=overrides).settings
@@ -164,21 +184,20 @@ def measure(url: str, block_bytes: int, blocks: int, rounds: int) -> dict[str, o
         for round_number in range(rounds):
             theirs.append(bare(store, ranges, pool))
             ours.append(b.load(keys, 2 + round_number))
-    puts = sum(before["a"].get(kind, 0) for kind in ("put",))
     gets = sum(after.values()) - sum(before["b"].values())
-    row = {
-        "store": url.partition("?")[0],
-        "block_bytes": block_bytes,
-        "blocks": blocks,
-        "write_s": written_s,
-        "first_load_s": first_s,
-        "load_s": statistics.median(ours),
-        "bare_s": statistics.median(theirs),
-        "ratio": statistics.median(t / o for t, o in zip(theirs, ours, strict=True)),
-        "writes_per_block": puts / blocks,
-        "reads_per_block": gets / blocks,
-        "requests": before | {"b": after},
-    }
+    row = Row(
+        store=url.partition("?")[0],
+        block_bytes=block_bytes,
+        blocks=blocks,
+        write_s=written_s,
+        first_load_s=first_s,
+        load_s=statistics.median(ours),
+        bare_s=statistics.median(theirs),
+        ratio=statistics.median(t / o for t, o in zip(theirs, ours, strict=True)),
+        writes_per_block=before["a"].get("put", 0) / blocks,
+        reads_per_block=gets / blocks,
+        requests=before | {"b": after},
+    )
     store.close()
     for node in (a, b):
         node.space.close(keep=True)
@@ -197,17 +216,16 @@ def main() -> int:
     with some_url(options.url) as url:
         row = measure(url, int(options.block_mb * (1 << 20)), options.blocks, options.rounds)
     options.output.mkdir(parents=True, exist_ok=True)
-    save_json(row, options.output / "remote_loads.json")
+    save_json(msgspec.structs.asdict(row), options.output / "remote_loads.json")
     table = plain_table(
         ("store", "write MB/s", "load MB/s", "bare MB/s", "of bare", "reads/block", "writes/block")
     )
-    size = row["block_bytes"] * row["blocks"] / 1e6  # type: ignore[operator]
     table.add_row(
-        str(row["store"]),
-        *(f"{size / row[name]:.0f}" for name in ("write_s", "load_s", "bare_s")),  # type: ignore[operator]
-        f"{row['ratio']:.2f}",
-        f"{row['reads_per_block']:.3f}",
-        f"{row['writes_per_block']:.3f}",
+        row.store,
+        *map(row.megabytes_per_s, (row.write_s, row.load_s, row.bare_s)),
+        f"{row.ratio:.2f}",
+        f"{row.reads_per_block:.3f}",
+        f"{row.writes_per_block:.3f}",
     )
     Console(width=120).print(table)
     return 0

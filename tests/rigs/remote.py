@@ -26,7 +26,7 @@ class RemoteBench:
     def __init__(
         self,
         store: FakeStore,
-        host_slots: int = 8,
+        host_slots: int = 32,
         disk_slots: int = 0,
         options: RemoteRules = OPTIONS,
         admission: AdmissionPolicy | None = None,

@@ -233,10 +233,9 @@ class DiskSide:
         self._make_queues()
 
     def _make_queues(self) -> None:
-        on_corrupt = lambda keys: self.departed.note(Tier.DISK, keys, CORRUPT)  # noqa: E731
         self.onboarder = Onboarder(
             self.host_pool,
-            DiskSource(self.pool, self.medium, self.arena, on_corrupt),
+            DiskSource(self.pool, self.medium, self.arena, self._corrupt),
             self.rising,
             self.names,
             self.host_facts,
@@ -262,6 +261,9 @@ class DiskSide:
         )
         if self.departures is not None:
             self.departures.attach(self.host_pool, self.offloader)
+
+    def _corrupt(self, keys: Sequence[BlockKey]) -> None:
+        self.departed.note(Tier.DISK, keys, CORRUPT)
 
     def _read_facts(self, slot: int) -> bytes:
         read = getattr(self.medium, "facts", None)  # a tier need not keep them

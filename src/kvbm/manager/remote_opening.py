@@ -11,7 +11,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import choose_admission
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.policy import AdmissionPolicy
-from kvbm.settings import Settings, variable
+from kvbm.settings import HIDDEN, Settings, variable
 from kvbm.tiers.remote.blob_tier import open_blob_tier
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.contract import RemoteTier
@@ -80,14 +80,13 @@ class RemoteOpening:
 
 def _keys(settings: Settings) -> list[MasterKey]:
     """The keys that seal. Raises SettingsError."""
-    keys = list[MasterKey]()
+    keys, field = list[MasterKey](), variable("remote_key_command")
+    if settings.remote_key_file and settings.remote_key_command:
+        raise SettingsError(field, HIDDEN, f"without {variable('remote_key_file')}")
     if settings.remote_key_file:
-        keys += keys_from_file(settings.remote_key_file, variable("remote_key_file"))
+        keys = keys_from_file(settings.remote_key_file, variable("remote_key_file"))
     if settings.remote_key_command:
-        field = variable("remote_key_command")
-        if keys:
-            raise SettingsError(field, settings.remote_key_command, f"without {variable('remote_key_file')}")
-        keys += keys_from_command(_words(field, settings.remote_key_command), KEY_COMMAND_S, field)
+        keys = keys_from_command(_words(field, settings.remote_key_command), KEY_COMMAND_S, field)
     if keys and not settings.salt_share:
         accepted = f"above 0 with {variable('remote_key_file')}: each tenant's blocks have a key of their own"
         raise SettingsError(variable("salt_share"), settings.salt_share, accepted)
@@ -95,10 +94,11 @@ def _keys(settings: Settings) -> list[MasterKey]:
 
 
 def _words(field: str, command: str) -> Sequence[str]:
+    """The program and its arguments, which may have secrets and are not shown. Raises SettingsError."""
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise SettingsError(field, command, f"a program and its arguments ({error})") from None
+        raise SettingsError(field, HIDDEN, f"a program and its arguments ({error})") from None
     if not words:
-        raise SettingsError(field, command, "a program and its arguments")
+        raise SettingsError(field, HIDDEN, "a program and its arguments")
     return words

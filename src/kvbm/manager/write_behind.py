@@ -140,8 +140,8 @@ class WriteBehind:
         for _ in range(SUBMITTED_AT_ONCE):
             if not self._ready or not self.tier.store_room:
                 return False
-            if (self._in_flight_blocks + 1) * IN_FLIGHT_SHARE > self.host_pool.slot_count + IN_FLIGHT_SHARE:
-                return False
+            if self._in_flight_blocks + len(self._ready[0].keys) > self._pinned_max:
+                return False  # a pack is never longer than that
             if not self._submit(self._ready.popleft()):
                 return False
         return bool(self._ready)
@@ -190,6 +190,8 @@ class WriteBehind:
 
     def _gather(self, key: BlockKey, parent: BlockKey | None) -> None:
         """Put an admitted block behind its parent, or at the start of a pack."""
+        if key in self._on_the_way:  # no engine's chain has a block twice, a hostile client's may
+            return
         slot = self.host_pool.find(key)
         if slot is None:
             self._skip((key,), "evicted")
@@ -208,8 +210,13 @@ class WriteBehind:
         pack.keys.append(key)
         self._by_last[key] = pack
         self._on_the_way.add(key)
-        if len(pack.keys) >= self.tier.store_blocks_max:
+        if len(pack.keys) >= min(self.tier.store_blocks_max, self._pinned_max):
             self._close(pack)
+
+    @property
+    def _pinned_max(self) -> int:
+        """So many blocks may be held by writes at a time."""
+        return max(1, self.host_pool.slot_count // IN_FLIGHT_SHARE)
 
     def _close(self, pack: _Pack) -> None:
         """Nothing more is put into this pack."""

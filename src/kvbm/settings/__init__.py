@@ -27,12 +27,13 @@ from kvbm.settings.parse import (
     parse_socket_path,
 )
 from kvbm.settings.schema import CONSOLIDATOR_PORT_OFFSET, FIELDS, PORT_MAX, SCHEMA, Settings, variable
-from kvbm.settings.setting import Kind, Setting, shown, without_credentials
+from kvbm.settings.setting import HIDDEN, Kind, Setting, shown, without_credentials
 
 __all__ = [
     "CONSOLIDATOR_PORT_OFFSET",
     "FIELDS",
     "GB",
+    "HIDDEN",
     "PORT_MAX",
     "SCHEMA",
     "SOCKET_PATH_BYTES_MAX",

@@ -147,11 +147,12 @@ class RemoteSettings(FleetSettings, frozen=True, kw_only=True):
         Setting(
             "DYN_KVBM_REMOTE_KEY_COMMAND",
             "--remote-key-command",
+            Kind.SECRET,
             metavar="COMMAND",
             ours=True,
             needs="remote",
         ),
-        "program, with its arguments, that prints such lines; no shell reads it",
+        "program, with its arguments, that prints such lines; no shell reads it, and it is not shown",
     ] = None
 
     node_managers: Annotated[

@@ -136,7 +136,7 @@ class BlobContract(abc.ABC):
         """All put the same bytes, as names say what is in a blob."""
         blob = blob_bytes(1, 300_000)
         for number in range(4):
-            told = at_once(lambda _, number=number: store.put(blob_name(number), [blob]))  # type: ignore[misc]
+            told = at_once(lambda _, number=number: store.put(blob_name(number), [blob]))  # type: ignore[misc]  # mypy infers no default
             created = told.count(Put.CREATED)
             assert created == 1 or (created > 1 and not self.refuses_second)
             assert same(store.read(blob_name(number), 0, 300_000), blob)
@@ -251,4 +251,4 @@ def at_once(work: Callable[[int], object], count: int = THREADS) -> list[object]
 
 def same(found: object, blob: Sequence[int]) -> bool:
     """Whether what a store answered is exactly these bytes."""
-    return found is not None and bytes(memoryview(found)) == bytes(blob)  # type: ignore[arg-type]
+    return found is not None and bytes(memoryview(found)) == bytes(blob)  # type: ignore[arg-type]  # a buffer

@@ -16,6 +16,7 @@ import mmap
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -268,7 +269,7 @@ class RemoteContract(abc.ABC):
                 store(here, self.layout, after, tail=True)
             assert here.drain(DEADLINE_S)
             keys = keys_of(blocks)
-            assert eventually(there, lambda keys=keys: NOWHERE not in there.places(keys))  # type: ignore[misc]
+            assert eventually(there, partial(_known, there, keys))
             assert there.tail(there.places(keys)[0]) is (blocks is after)
             assert set(load_each(there, self.layout, keys)) == {Outcome.HIT}
         assert sorted(there.news().came) == sorted(keys_of(before) + keys_of(after))
@@ -336,3 +337,7 @@ class RemoteContract(abc.ABC):
         assert tier.submit_store(2, chain(1, 1), buffers.views, None) is Outcome.RETRY
         tier.close()  # closing twice is no error
         assert tier.poll() == []
+
+
+def _known(tier: RemoteTier, keys: Sequence[BlockKey]) -> bool:
+    return NOWHERE not in tier.places(keys)

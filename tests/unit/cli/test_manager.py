@@ -70,6 +70,7 @@ VALUES = {
     Kind.USERS: ("1000,2000", (1000, 2000)),
     Kind.ENDPOINT: ("tcp://*:5557", "tcp://*:5557"),
     Kind.LISTEN: ("6881", "127.0.0.1:6881"),
+    Kind.SECRET: ("keys --of us", "keys --of us"),
     Kind.NAME: ("node-7", "node-7"),
     Kind.ADDRESS: ("10.0.0.7:7400", "10.0.0.7:7400"),
     Kind.ADDRESSES: ("10.0.0.7:7400,h:1", "10.0.0.7:7400,h:1"),

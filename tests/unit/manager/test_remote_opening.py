@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.clock import ManualClock
+from kvbm.clock import ManualClock, monotonic
 from kvbm.errors import SettingsError
 from kvbm.layout import Namespace
 from kvbm.manager.remote_opening import RemoteOpening
@@ -114,3 +114,15 @@ def test_the_field_of_a_store_that_cannot_be_used_is_named() -> None:
     ):
         with pytest.raises(SettingsError, match=field):
             open_named_store(settings, ManualClock(1.0), 1.0, url)
+
+
+def test_the_arguments_of_a_key_command_are_not_shown() -> None:
+    """They may have secrets."""
+    for settings in (
+        {"remote_key_command": "fetch 'swordfish"},
+        {"remote_key_command": "/nowhere/fetch --token swordfish"},
+        {"remote_key_command": "/nowhere/fetch --token swordfish", "remote_key_file": "/nowhere"},
+    ):
+        with pytest.raises(SettingsError) as caught:
+            RemoteOpening(Settings(remote="file:///nowhere", **settings), monotonic)
+        assert "swordfish" not in str(caught.value)

@@ -149,7 +149,7 @@ def test_a_store_that_is_off_costs_its_hits_and_nothing_else(node: Callable[...,
     b.remote.break_down()
     b.space.pump()
     assert (lease.ready, lease.final) == (0, True)
-    assert b.space.tiers() == {"host": 8}
+    assert b.space.tiers() == {"host": 32}
     assert b.look(2, KEYS[:4]) is None
     b.compute(OTHER[:2])
     b.settle(10.0)
@@ -286,3 +286,23 @@ def test_a_store_that_got_slower_is_not_waited_for(node: Callable[..., RemoteBen
     b.remote.release()
     b.space.pump()
     assert (lease.ready, lease.final, len(b.remote.loads)) == (4, True, 1)
+
+
+def test_a_chain_with_a_block_twice_costs_nobody_anything(node: Callable[..., RemoteBench]) -> None:
+    """No engine's chain has one, a hostile client's may."""
+    a = node(options=RemoteRules(linger_s=10.0), admission=make_admission("filter", 32, 100.0))
+    a.compute(KEYS[:3])
+    a.space.lookup(ME, 1, [KEYS[0], KEYS[1], KEYS[0], KEYS[2], KEYS[1]], 0)
+    a.settle()
+    a.settle(10.0)
+    assert sorted(a.store.blocks) == sorted(KEYS[:3])
+
+
+def test_writes_pin_a_share_of_host_memory_at_most(node: Callable[..., RemoteBench]) -> None:
+    a = node(host_slots=16)
+    a.compute(KEYS[:16])
+    a.clock.advance(10.0)
+    a.space.pump()
+    assert a.space.host_pool.counts().leased == 4
+    a.settle()
+    assert len(a.store.blocks) == 16

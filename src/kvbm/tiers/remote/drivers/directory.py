@@ -126,7 +126,7 @@ class DirectoryBlobs:
     def delete(self, names: Sequence[str]) -> None:
         """See `BlobStore`. Directories stay: another node may be about to write into them."""
         for name in names:
-            self._do("delete", name, lambda _, name=name: self._delete(name))  # type: ignore[misc]
+            self._do("delete", name, lambda _, name=name: self._delete(name))  # type: ignore[misc]  # its default
 
     def now_s(self) -> float:
         """See `BlobStore`."""

@@ -38,7 +38,7 @@ def s3(bucket: str, prefix: str, options: Mapping[str, str], keys: Credentials, 
     return S3Store(
         bucket,
         prefix=prefix or None,
-        config=config,  # type: ignore[arg-type]
+        config=config,  # type: ignore[arg-type]  # names as obstore has them, of one type each
         client_options=_client(options, deadline_s),
         retry_config=_retries(deadline_s),
     )
@@ -50,7 +50,7 @@ def gcs(bucket: str, prefix: str, options: Mapping[str, str], deadline_s: float)
     return GCSStore(
         bucket,
         prefix=prefix or None,
-        config=config,  # type: ignore[arg-type]
+        config=config,  # type: ignore[arg-type]  # names as obstore has them, of one type each
         client_options=_client(options, deadline_s),
         retry_config=_retries(deadline_s),
     )
@@ -69,7 +69,7 @@ def azure(
     return AzureStore(
         container,
         prefix=prefix or None,
-        config=config,  # type: ignore[arg-type]
+        config=config,  # type: ignore[arg-type]  # names as obstore has them, of one type each
         client_options=_client(options, deadline_s),
         retry_config=_retries(deadline_s),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import obstore
@@ -146,7 +147,7 @@ class ObjectBlobs:
         for begin in range(0, len(names), PAGE // 2):
             some = [word + name for word in ("", USED) for name in names[begin : begin + PAGE // 2]]
             what = f"{some[0]} and {len(some) // 2 - 1} more"
-            self._do("delete", what, lambda some=some: obstore.delete(self._store, some))  # type: ignore[misc]
+            self._do("delete", what, partial(obstore.delete, self._store, some))
 
     def now_s(self) -> float:
         """See `BlobStore`. As exact as the store tells times: to a second, mostly."""
@@ -209,7 +210,7 @@ class ObjectBlobs:
         # One request whatever the size: a blob is there whole or not at all, and an upload in parts would leave its
         # parts behind, unseen and billed, when we die.
         mode = "create" if create else "overwrite"
-        obstore.put(self._store, name, parts, mode=mode, use_multipart=False)  # type: ignore[arg-type]
+        obstore.put(self._store, name, parts, mode=mode, use_multipart=False)  # type: ignore[arg-type]  # it takes buffers
 
     def _size(self, name: str) -> int | None:
         return self._found("get", name, lambda: obstore.head(self._store, name)["size"])

@@ -180,7 +180,7 @@ class RedisBlobs:
         )  # "0" comes after "/"
         more = True
         while more:
-            last, more, *words = self._do("list", prefix, lambda begin=begin: self._page(begin, end))  # type: ignore[misc]
+            last, more, *words = self._do("list", prefix, partial(self._page, begin, end))
             for word in words:
                 name, size, seconds, micros = word.decode().split()
                 yield BlobInfo(name, int(size), int(seconds) + int(micros) / 1e6)
