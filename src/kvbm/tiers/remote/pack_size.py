@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 LOAD_BYTES_MAX = 32 << 20
-"""The first block of a load has arrived only when the last one has."""
+"""The first block of a load has arrived only when the last one has. Half of it would be more than a read for every ten
+blocks of 2 MiB, which a store bills."""
 PACK_BYTES = 32 << 20
 PACK_BYTES_MAX = 64 << 20
 PACK_BLOCKS = 16

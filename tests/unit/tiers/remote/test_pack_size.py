@@ -34,6 +34,6 @@ def test_blocks_of_a_pack(block_bytes: int, blob_bytes_max: int, blocks: int) ->
     assert blocks_of_a_pack(block_bytes, blob_bytes_max) == blocks
 
 
-@pytest.mark.parametrize(("block_bytes", "blocks"), [(4096, 4096), (2 * MB, 8), (16 * MB, 1), (100 * MB, 1)])
+@pytest.mark.parametrize(("block_bytes", "blocks"), [(4096, 8192), (2 * MB, 16), (16 * MB, 2), (100 * MB, 1)])
 def test_blocks_of_a_load(block_bytes: int, blocks: int) -> None:
     assert blocks_of_a_load(block_bytes) == blocks
