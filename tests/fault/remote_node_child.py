@@ -65,7 +65,7 @@ def _answer() -> None:
 def main() -> None:
     socket_path, settings, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     if options.pop("blind", False):
-        packs.checksum = lambda *_: _EqualToAll(16)  # type: ignore[assignment]
+        packs.checksum = lambda *_: _EqualToAll(16)  # type: ignore[assignment]  # on purpose no checksum
     wait_s = options.pop("breaker_wait_s", None)
     if wait_s is not None:
         health.Breaker = functools.partial(health.Breaker, wait_s=wait_s)  # type: ignore[misc,assignment]

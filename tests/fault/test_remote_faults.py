@@ -168,7 +168,7 @@ def any_fault(chance: random.Random) -> Fault:
     kind = chance.choice([kind for kind in KINDS if kind != "hold uploads"])
     delay_s, status = chance.choice((0.05, 0.2, 0.8)), chance.choice((403, 500, 503))
     path = chance.choice((b"", b"", b"/packs/", b"/log/"))
-    return Fault(kind, delay_s, status, chance.choice((0.1, 0.5, 1.0)), path)  # type: ignore[arg-type]
+    return Fault(kind, delay_s, status, chance.choice((0.1, 0.5, 1.0)), path)  # type: ignore[arg-type]  # KINDS are the literals
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 9))])
