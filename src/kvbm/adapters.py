@@ -27,6 +27,10 @@ log = logging.getLogger("kvbm.adapters")
 
 CHECK_EVERY_S = 0.1
 
+FIRST_DIGEST_S = 0.2
+"""How long the first requests with an adapter are held for its digest. A rank takes as long to load it, and once the
+digest is remembered (`weights_digest`) it takes a millisecond."""
+
 Background = Callable[[Callable[[], None]], None]
 """Runs a function some time, perhaps at once."""
 
@@ -37,6 +41,7 @@ class _Seen:
 
     identity: tuple[object, ...]
     load: int
+    first_s: float
     checked_s: float
     extras: bytes | None = None
     problem: str = ""
@@ -92,6 +97,14 @@ class Adapters:
         """Whether requests with this adapter are not kept, whatever comes."""
         return lora_path in self._refused
 
+    def awaited(self, lora_path: str) -> bool:
+        """Whether the adapter's digest is worth waiting for: it is being made, and not for longer than
+        `FIRST_DIGEST_S`."""
+        seen = self._seen.get(lora_path)
+        if seen is None or seen.in_use or lora_path in self._refused:
+            return False
+        return self._clock() - seen.first_s < FIRST_DIGEST_S
+
     def unchanged(self, lora_path: str, since_s: float) -> bool:
         """Whether the adapter's files were found as they always were by a look not older than `since_s`."""
         seen = self._seen.get(lora_path)
@@ -101,7 +114,7 @@ class Adapters:
 
     def _first_look(self, lora_path: str, load: int, now_s: float) -> _Seen | None:
         try:
-            seen = _Seen(_identity(Path(lora_path)), load, now_s)
+            seen = _Seen(_identity(Path(lora_path)), load, now_s, now_s)
         except OSError as error:
             self._refuse(lora_path, f"cannot be read ({error})")
             return None

@@ -51,7 +51,7 @@ class Runner:
         worker = Worker(self._mover, cache)
         side: Any = WorkerSide.__new__(WorkerSide)
         side.worker, side._stored_plan, side._failed_blocks = worker, None, set()
-        side._hybrid, side._failed_requests = None, set()
+        side._hybrid, side._node, side._failed_requests = None, None, set()
         self._connector: Any = DynamoConnector.__new__(DynamoConnector)
         self._connector._worker, self._connector._scheduler = side, None
         self._update_requests = update_requests

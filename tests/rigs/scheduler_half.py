@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvbm.adapters import Adapters
+from kvbm.clock import ManualClock
 from kvbm.hashing import split_keys
 from kvbm.protocol import Hello, Reserve, ReserveReply
 from kvbm.settings import Settings
@@ -36,11 +37,12 @@ class Side:
     ) -> None:
         self.manager = ScriptedManager()
         self.digests: list[Callable[[], None]] = []
+        self.adapters_clock = ManualClock()
         monkeypatch.setattr(scheduler_side, "ManagerFinder", lambda *arguments: self.manager)
         monkeypatch.setattr(
             scheduler_side,
             "Adapters",
-            lambda memo, clock: Adapters(memo, clock, self.digests.append),
+            lambda memo, clock: Adapters(memo, self.adapters_clock, self.digests.append),
         )
         monkeypatch.setattr(scheduler_side, "hashes_are_deterministic", lambda config: True)
         groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec()) for _ in range(groups)]

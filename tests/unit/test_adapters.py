@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvbm import adapters as adapters_module
-from kvbm.adapters import CHECK_EVERY_S, Adapters, OneThread
+from kvbm.adapters import CHECK_EVERY_S, FIRST_DIGEST_S, Adapters, OneThread
 from kvbm.clock import ManualClock
 
 
@@ -221,3 +221,16 @@ def test_one_thread_does_all_the_work_in_order_and_ends() -> None:
     again = threading.Event()
     run(again.set)
     assert again.wait(10.0)
+
+
+def test_a_first_digest_is_worth_a_short_wait(tmp_path: Path, weights: Path) -> None:
+    clock, background = ManualClock(), Later()
+    adapters, path = Adapters(tmp_path / "memo.json", clock, background), str(weights.parent)
+    assert not adapters.awaited(path), "nobody makes it"
+    assert adapters.extras(path) is None
+    assert adapters.awaited(path)
+    clock.advance(FIRST_DIGEST_S)
+    assert not adapters.awaited(path)
+    background.done()
+    assert adapters.extras(path) is not None
+    assert not adapters.awaited(path)

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the scheduler's half counts with vLLM's classes; vllm is not installed")
 
+from kvbm.adapters import FIRST_DIGEST_S
 from kvbm.protocol import Commit, Lookup, Reserve
 from kvbm.step_plan import StepReport
 from kvbm.vllm_integration import scheduler_side
@@ -35,12 +36,17 @@ def weights(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_request_does_not_wait_for_its_adapters_digest_and_is_stored_after_it(
+def test_a_request_waits_a_moment_for_its_adapters_digest_and_is_then_stored_after_it(
     side: Side, weights: Path
 ) -> None:
     request = side.request("r", 3, str(weights.parent))
     side.side.added(request)
+    assert side.side.matched(request, 0) == (None, False)
+    side.adapters_clock.advance(FIRST_DIGEST_S)
     assert side.side.matched(request, 0) == (0, False)
+    second = side.request("s", 3, str(weights.parent))
+    assert side.side.matched(second, 0) == (0, False), "a digest that takes long is waited for once"
+    side.side.finished(second)
     side.side.allocated(request, None, 0)
     side.step(r=12)
     assert side.said(object) == [], "without its digest it has no name"
@@ -51,6 +57,15 @@ def test_a_request_does_not_wait_for_its_adapters_digest_and_is_stored_after_it(
     (reserve,) = side.said(Reserve)
     assert (reserve.parent, reserve.hashes) == (b"", b"".join(HASHES[:3])), "all that it has computed so far"
     assert reserve.keys != reserve.hashes
+
+
+def test_a_request_that_waited_for_its_digest_is_looked_up(side: Side, weights: Path) -> None:
+    request = side.request("r", 3, str(weights.parent))
+    assert side.side.matched(request, 0) == (None, False)
+    assert side.said(Lookup) == []
+    side.digests.pop()()
+    assert side.side.matched(request, 0) == (None, False)
+    assert len(side.said(Lookup)) == 1
 
 
 def test_a_request_that_still_waits_is_looked_up_once_the_digest_is_there(side: Side, weights: Path) -> None:
