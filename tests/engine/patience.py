@@ -14,8 +14,7 @@ SLOTS_S = 10.0
 
 def wait_for_every_hit(child: Child) -> None:
     """The engine waits for answers of its manager, and for reads from disk, however fast it would compute instead."""
-    assert child.engine is not None
-    leader: Any = child.engine.leader_half._scheduler.side.leader
+    leader = _leader(child)
     leader.lookups._patience = SimpleNamespace(
         manager_slow=False,
         unanswered_too_long=lambda search, now_s: False,
@@ -25,8 +24,7 @@ def wait_for_every_hit(child: Child) -> None:
 
 def wait_for_every_store(child: Child) -> None:
     """The engine waits for the slots of blocks that it would otherwise give up with their request."""
-    assert child.engine is not None
-    leader: Any = child.engine.leader_half._scheduler.side.leader
+    leader = _leader(child)
     wait_a_little = leader._wait_a_little
 
     def wait(seconds: float, *awaited: Any) -> None:
@@ -36,3 +34,10 @@ def wait_for_every_store(child: Child) -> None:
             wait_a_little(seconds, *awaited)
 
     leader._wait_a_little = wait
+
+
+def _leader(child: Child) -> Any:
+    """The leader, also where our connector is the first of several."""
+    assert child.engine is not None
+    half = child.engine.leader_half
+    return getattr(half, "_connectors", [half])[0]._scheduler.side.leader

@@ -31,6 +31,7 @@ from engine.handover import (
 )
 from engine.launcher import Launcher
 from engine.model_runners import chosen
+from engine.patience import wait_for_every_hit, wait_for_every_store
 from engine.workload import BLOCK_TOKENS
 from rigs.manager_probe import SharedManager, free_port, private_managers, scrape, wait_for
 
@@ -131,6 +132,8 @@ def pair(
 
 
 def test_answers_are_those_of_one_engine_and_the_second_round_is_loaded(pair: Pair) -> None:
+    pair.prefiller.call(wait_for_every_store, timeout_s=20.0)
+    pair.prefiller.call(wait_for_every_hit, timeout_s=20.0)
     asked = prompts(1)
     reference = [alone(pair.decoder, tokens) for tokens in asked]
     assert len({tuple(answer) for answer in reference}) == PROMPTS

@@ -147,7 +147,7 @@ def test_loading_only_what_is_faster(launcher: Launcher, reference: Reference, t
 def test_two_ranks(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     """tensor_parallel_size=2: a block is one shard per rank, and only what both have copied is found."""
     engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
-    two = engine.run(workload())
+    two = engine.run(workload(), bound_s=150.0)  # the ranks spin while they wait for each other
     assert differences(reference, two) == []
     metrics = launcher.metrics()
     assert metrics['kvbm_sessions{role="worker"}'] == 2
