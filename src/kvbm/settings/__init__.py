@@ -16,7 +16,13 @@ from kvbm.settings.advice import (
     size_notices,
     staging_slots,
 )
-from kvbm.settings.load import LoadedSettings, file_faults, load_settings, process_environment
+from kvbm.settings.load import (
+    LoadedSettings,
+    file_faults,
+    load_settings,
+    process_environment,
+    settings_of_arguments,
+)
 from kvbm.settings.parse import (
     GB,
     SOCKET_PATH_BYTES_MAX,
@@ -59,6 +65,7 @@ __all__ = [
     "parse_socket_path",
     "process_environment",
     "request_notices",
+    "settings_of_arguments",
     "shared_manager_notices",
     "shared_request_notices",
     "shown",

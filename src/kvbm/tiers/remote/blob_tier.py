@@ -297,7 +297,7 @@ class BlobTier:
                 "gaps": self._reader.gaps,
                 "skipped": self._reader.skipped,
             },
-            "complete": self._discovery.complete,
+            "complete": self._discovery.complete and self._queue.empty,
             "collected": upkeep.collected,
             "collect_error": upkeep.collect_error,
         }
