@@ -95,9 +95,8 @@ class BlockManager:
         remote_key_file: str | None = None,
     ) -> None:
         if (disk is not None or remote is not None) and namespace is None:
-            tier = "a disk tier" if disk is not None else "a remote tier"
             raise SettingsError(
-                "namespace", None, f"with {tier}, which outlives this process: a kvbm.Namespace"
+                "namespace", None, "with a disk tier or a store, which outlives this process: a kvbm.Namespace"
             )
         store = settings_of_arguments(
             {

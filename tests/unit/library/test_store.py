@@ -280,7 +280,7 @@ def test_status_and_clear(open_node: Open, store: Path) -> None:
         ({"remote_bytes": "much"}, "^remote_bytes="),
         ({"remote_admission": "nope"}, "^remote_admission="),
         ({"remote_key_file": "/nowhere/keys"}, "^remote_key_file="),
-        ({"namespace": None}, "^namespace=None.*remote tier"),
+        ({"namespace": None}, "^namespace=None.*or a store"),
         ({"host": None, "disk": "1MB"}, "^host=None.*remote tier"),
     ],
 )
