@@ -96,7 +96,9 @@ class BlockManager:
     ) -> None:
         if (disk is not None or remote is not None) and namespace is None:
             raise SettingsError(
-                "namespace", None, "with a disk tier or a store, which outlives this process: a kvbm.Namespace"
+                "namespace",
+                None,
+                "with a disk tier or a store, which outlives this process: a kvbm.Namespace",
             )
         store = settings_of_arguments(
             {

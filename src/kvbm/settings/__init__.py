@@ -16,6 +16,7 @@ from kvbm.settings.advice import (
     size_notices,
     staging_slots,
 )
+from kvbm.settings.aws import AwsEnvironment, aws_environment
 from kvbm.settings.load import (
     LoadedSettings,
     file_faults,
@@ -43,6 +44,7 @@ __all__ = [
     "PORT_MAX",
     "SCHEMA",
     "SOCKET_PATH_BYTES_MAX",
+    "AwsEnvironment",
     "Kind",
     "LoadedSettings",
     "Setting",
@@ -50,6 +52,7 @@ __all__ = [
     "admission_name",
     "admission_notices",
     "available_memory_bytes",
+    "aws_environment",
     "container_free_bytes",
     "container_limit_bytes",
     "disk_slots",
