@@ -24,7 +24,7 @@ from kvbm.settings import aws_environment
     ],
 )
 def test_who_we_are(variables: dict[str, str], expected: tuple[bool, bool, bool, str]) -> None:
-    said = aws_environment({"HOME": "/home/me", **variables})
+    said = aws_environment({"HOME": "/users/me", **variables})
     assert (said.keys, said.workload, said.region, said.profile) == expected
     assert variables.get(said.variable, "") == said.profile
 
@@ -35,7 +35,7 @@ def test_no_secret_is_kept() -> None:
 
 
 def test_where_profiles_are_written() -> None:
-    home = Path("/home/me/.aws")
-    assert aws_environment({"HOME": "/home/me"}).files == (home / "credentials", home / "config")
-    moved = {"HOME": "/home/me", "AWS_SHARED_CREDENTIALS_FILE": "/a/b", "AWS_CONFIG_FILE": "/c"}
+    home = Path("/users/me/.aws")
+    assert aws_environment({"HOME": "/users/me"}).files == (home / "credentials", home / "config")
+    moved = {"HOME": "/users/me", "AWS_SHARED_CREDENTIALS_FILE": "/a/b", "AWS_CONFIG_FILE": "/c"}
     assert aws_environment(moved).files == (Path("/a/b"), Path("/c"))

@@ -3,6 +3,9 @@
 `obstore` reads no profile. It asks a `ProfileCredentials` in the thread of a request, and all other requests of the
 store wait for that answer. So `botocore`, which may ask a server or run a program, works in a thread of its own, and
 who asked waits a bounded time for it. Nothing of what it finds or says is shown but the kind of an error.
+
+obstore's own provider for boto3 is not used: it waits as long as `botocore` does, promises 30 minutes of what may end
+sooner, and needs Python 3.11.
 """
 
 from __future__ import annotations
