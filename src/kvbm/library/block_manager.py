@@ -353,7 +353,7 @@ class BlockManager:
 
     def close(self) -> None:
         """Write the blocks that wait for disk or the store, and release everything. Blocks there stay, and those at a
-        shared manager.
+        shared manager. One that does not answer is waited for some seconds.
 
         Twice is no error.
         """

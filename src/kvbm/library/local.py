@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, cast
@@ -239,11 +239,8 @@ class LocalSpace:
         deadline_s = self._clock() + timeout_s
         for side in self.space.remotes:
             write_out(side)
-        while self.space.busy:
-            if self._clock() >= deadline_s:
-                return False
-            self._turn()
-            time.sleep(_POLL_S)
+        if not self._wait_while(lambda: self.space.busy, deadline_s):
+            return False
         # Others learn of what was written from our log in the store.
         return all(side.tier.drain(max(0.0, deadline_s - self._clock())) for side in self.space.remotes)
 
@@ -255,9 +252,21 @@ class LocalSpace:
         return {"namespace": namespace.short, "model": namespace.model, **self.space.describe()}
 
     def close(self) -> None:
-        self.flush(_CLOSE_FLUSH_S)
+        disk = self.space.disk
+        if disk is not None:
+            self._wait_while(lambda: disk.queued_count > 0, self._clock() + _CLOSE_FLUSH_S)
         self._copiers.close()
+        # What waits for a store is written out there, for a few seconds at most.
         self.space.close(keep=True)
+
+    def _wait_while(self, busy: Callable[[], bool], deadline_s: float) -> bool:
+        """Take in what arrives while it is so; False when it still is at that time."""
+        while busy():
+            if self._clock() >= deadline_s:
+                return False
+            self._turn()
+            time.sleep(_POLL_S)
+        return True
 
     def _turn(self) -> None:
         """Take in what has arrived and begin what can begin; about twice a second, also what is due by the clock."""

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,7 +24,7 @@ from kvbm.library import local
 from kvbm.library.store import await_listing
 from kvbm.manager.remote_side import RemoteSide
 from kvbm.tiers.remote.blob_tier import BlobTier
-from kvbm.tiers.remote.blobs import BlobInfo
+from kvbm.tiers.remote.blobs import BlobInfo, Buffer, Put
 from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
 from rigs.library import BLOCK_TOKENS, NAMESPACE, LocalHouse, computed, content, layout, new_cache
 from rigs.manager_probe import wait_for
@@ -155,6 +155,23 @@ def test_flush_writes_what_waits_and_tells_those_who_run(open_node: Open, store:
         return onboard(reader)[1] == BLOCKS
 
     wait_for(found, DEADLINE_S, lambda: str(reader.status()))
+
+
+def test_flush_says_when_a_store_takes_too_long(open_node: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, put = threading.Event(), DirectoryBlobs.put
+
+    def gated(blobs: DirectoryBlobs, name: str, parts: Sequence[Buffer]) -> Put:
+        if "packs/" in name:
+            assert gate.wait(DEADLINE_S)
+        return put(blobs, name, parts)
+
+    monkeypatch.setattr(DirectoryBlobs, "put", gated)
+    manager = open_node()
+    offload(manager)
+    assert not manager.flush(0.05)
+    gate.set()
+    assert manager.flush(DEADLINE_S)
+    assert onboard(open_node()) == (BLOCKS, BLOCKS)
 
 
 def test_what_other_weights_or_another_tenant_computed_is_never_found(open_node: Open) -> None:
