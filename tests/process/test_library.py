@@ -140,6 +140,7 @@ def test_a_manager_that_is_killed_costs_misses_and_the_next_one_is_joined(
     ("example", "says"),
     [
         ("shared_library.py", "onboarded 8, equal: True"),
+        ("store_library.py", "found 8 blocks in the store and onboarded 8, equal: True"),
         (
             "hybrid_library.py",
             "a boundary at 8 blocks, needed [[0, 1, 2, 3, 4, 5, 6, 7], [6, 7]], equal: True",

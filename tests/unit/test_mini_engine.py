@@ -256,7 +256,10 @@ def test_help_is_there_without_a_model() -> None:
 
 def test_the_guide_quotes_what_is_there() -> None:
     guide = (EXAMPLE.parents[1] / "docs" / "guides" / "embedding.md").read_text()
-    others = [EXAMPLE.with_name(name).read_text() for name in ("shared_library.py", "hybrid_library.py")]
+    others = [
+        EXAMPLE.with_name(name).read_text()
+        for name in ("shared_library.py", "store_library.py", "hybrid_library.py")
+    ]
     source = [line.strip() for line in "".join((EXAMPLE.read_text(), *others)).splitlines()]
     excerpts = [block.split("```")[0].strip() for block in guide.split("```python\n")[1:]]
     assert len(excerpts) >= 5

@@ -106,7 +106,7 @@ class Backend(Protocol):
         """
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no block is on its way to disk; False after `timeout_s`."""
+        """Wait until no block is on its way to disk or a store; False after `timeout_s`."""
 
     def clear(self, tier: str) -> int:
         """Drop the blocks that are not in use, of one tier or of all; how many."""

@@ -27,18 +27,19 @@ from kvbm.library.local import LocalOptions, LocalSpace
 from kvbm.library.remote import SharedSpace
 from kvbm.library.tables import Table, to_keep
 from kvbm.observe.metrics import Metrics
+from kvbm.settings import settings_of_arguments, without_credentials
 
 if TYPE_CHECKING:
     import torch
 
 
 class BlockManager:
-    """Keeps KV blocks in host memory and on disk, for this process alone; `connect` shares those of a manager.
+    """Keeps KV blocks in host memory, on disk and in a store, for this process; `connect` shares those of a manager.
 
     `layout` says how large a block is; `host` and `disk` are sizes (`"4GB"`, bytes) or None; `disk_dir` is where
     the disk tier lives, and persists: a manager with the same namespace finds its blocks again. `namespace` must
     name everything that gives the bytes their meaning (see `layout.Namespace`), the weights first of all; it may be
-    left out without a disk tier.
+    left out without a disk tier and a store.
 
     Policies decide which blocks are kept. They go by name, the built-in ones and those of installed packages:
     `eviction` decides what a full tier gives up (`gittins`, `lru`, …), `disk_admission` what may enter disk (`all`;
@@ -50,6 +51,15 @@ class BlockManager:
     where the GPU reaches the disk itself, otherwise in host memory. `disk_direct` says how: `"auto"`, directly where
     that works, else the log says why not; `"off"`; `"GDS"` or `"GDS_MT"`, directly or not at all; `"POSIX"`, the same
     path with plain memory, for KV caches on the CPU. `device` names the GPU, "" the present one.
+
+    `remote` is the URL of a store that other processes and nodes share, in all forms that a manager takes: what one
+    of them wrote, each finds that has the same namespace. It lies below host memory and the disk. What lies there is
+    listed at the start, for at most as long as a read may take; later a call in which it is due looks for what came
+    since, `refresh` too. The arguments `remote_…` are the settings of a manager of the same names, with their defaults:
+    blocks are written in packs, after `remote_linger_s` seconds, by `flush` or by `close`; a read that takes longer
+    than `remote_deadline_ms` is a miss; `remote_ttl_hours` and `remote_bytes` (a size; None: no bound) say what is
+    removed, by everyone with `remote_collect`; `remote_write_bytes` bounds what is written in an hour (a size; 0: no
+    bound). With `remote_write=False` nothing is written. A store that is away is a miss, and no error.
 
     `huge_pages` asks the kernel for huge pages of host memory, or, when False, for none; `DYN_KVBM_HUGE_PAGES` says
     nothing here.
@@ -73,11 +83,37 @@ class BlockManager:
         device: str = "",
         huge_pages: bool = True,
         clock: Clock = monotonic,
+        remote: str | None = None,
+        remote_write: bool = True,
+        remote_admission: str = "all",
+        remote_linger_s: int = 10,
+        remote_deadline_ms: int = 2000,
+        remote_ttl_hours: int = 168,
+        remote_bytes: str | int | None = None,
+        remote_write_bytes: str | int = 0,
+        remote_collect: bool = True,
+        remote_key_file: str | None = None,
     ) -> None:
-        if disk is not None and namespace is None:
+        if (disk is not None or remote is not None) and namespace is None:
             raise SettingsError(
-                "namespace", None, "with a disk tier, which outlives this process: a kvbm.Namespace"
+                "namespace",
+                None,
+                "with a disk tier or a store, which outlives this process: a kvbm.Namespace",
             )
+        store = settings_of_arguments(
+            {
+                "remote": remote,
+                "remote_write": remote_write,
+                "remote_admission": remote_admission,
+                "remote_linger_s": remote_linger_s,
+                "remote_deadline_ms": remote_deadline_ms,
+                "remote_ttl_hours": remote_ttl_hours,
+                "remote_bytes": remote_bytes,
+                "remote_write_bytes": remote_write_bytes,
+                "remote_collect": remote_collect,
+                "remote_key_file": remote_key_file,
+            }
+        )
         options = LocalOptions(
             host=host,
             disk=disk,
@@ -90,6 +126,7 @@ class BlockManager:
             disk_direct=disk_direct,
             device=device,
             huge_pages=huge_pages,
+            store=store if store.remote_on else None,
         )
         self._begin(layout, namespace or Namespace(model="library", fields=(("layout", repr(layout)),)))
         self._backend: Backend | None = LocalSpace(options, layout, self.namespace, self.metrics, clock)
@@ -104,18 +141,26 @@ class BlockManager:
         join_timeout_s: float = 5.0,
         reply_timeout_s: float = 1.0,
         clock: Clock = monotonic,
+        remote: None = None,
     ) -> BlockManager:
         """A block manager that shares the blocks of a running `kvbm manager`, which listens at the path `socket`.
 
         Its tiers and policies are those of that manager; blocks are shared with every client of the same namespace,
         which must name the order of the KV cache's dimensions too: processes cannot compare it. `peer_uids` are the
-        users that may serve there, besides our own and root. Raises ManagerUnavailable when there is none within
+        users that may serve there, besides our own and root. A `remote` tier is the manager's too: one that is named
+        here is refused. Raises ManagerUnavailable when there is none within
         `join_timeout_s`, ManagerRefused when it says no, ManagerUntrusted for another user's, and SettingsError for a
         path that no socket can have.
 
         Should the manager go, nothing is found and nothing kept, and a warning says so; calls try to join the next one,
         and go on without it where there is none. No answer is waited for longer than `reply_timeout_s`.
         """
+        if remote is not None:
+            raise SettingsError(
+                "remote",
+                without_credentials(str(remote)),
+                f"nothing, at a shared manager, whose tiers count: give it to the manager at {socket} (--remote)",
+            )
         attachment = Attachment.at(socket, peer_uids)
         return cls.attach(attachment, layout, namespace, join_timeout_s, reply_timeout_s, clock)
 
@@ -283,7 +328,8 @@ class BlockManager:
         self.backend.refresh()
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until no block is on its way to the disk tier; False when it takes longer than `timeout_s`.
+        """Wait until no block is on its way to the disk tier or the store, where what waits for the next blocks of its
+        chain is written at once; False when it takes longer than `timeout_s`.
 
         At a shared manager the blocks of other clients count too, and it is False without the manager.
         """
@@ -291,6 +337,7 @@ class BlockManager:
 
     def clear(self, tier: str = "") -> int:
         """Drop the blocks that are not in use, of the tier `host` or `disk`, or of both; how many blocks were dropped.
+        What lies in a store stays: others use it.
 
         At a shared manager nothing is dropped while another client has the same namespace, and ManagerUnavailable is
         raised without the manager.
@@ -305,7 +352,8 @@ class BlockManager:
         return self.backend.status()
 
     def close(self) -> None:
-        """Write the blocks that wait for disk, and release everything. Blocks on disk and at a shared manager stay.
+        """Write the blocks that wait for disk or the store, and release everything. Blocks there stay, and those at a
+        shared manager. One that does not answer is waited for some seconds.
 
         Twice is no error.
         """
@@ -344,6 +392,7 @@ class BlockManager:
             sources = run.sources[first : first + arrived]
             self.metrics.add("kvbm_onboard_blocks_h2d", sources.count(Tier.HOST))
             self.metrics.add("kvbm_onboard_blocks_d2d", sources.count(Tier.DISK))
+            self.metrics.add("kvbm_onboard_blocks_o2d", sources.count(Tier.REMOTE))
             size = arrived * self.layout.shard_bytes
             self.metrics.add("kvbm_transfer_bytes_total", size, source="host", target="device")
         return arrived

@@ -44,7 +44,7 @@ class Holder(Protocol):
 class Hit:
     """The blocks that were found for a prompt after those that `match` skipped, leased inside the `with` statement.
 
-    `blocks` of them are held in a row, `tokens` tokens; `host` and `disk` say where they were found.
+    `blocks` of them are held in a row, `tokens` tokens; `host`, `disk` and `remote` say where they were found.
 
     Of a layout with several groups `blocks` ends at a boundary at which every group holds what it needs there, and
     `needed` says which of its own blocks each group needs on the device for that.
@@ -70,6 +70,7 @@ class Hit:
         self.tokens = self.blocks * holder.layout.block_tokens
         self.host = sources.count(Tier.HOST)
         self.disk = sources.count(Tier.DISK)
+        self.remote = sources.count(Tier.REMOTE)
 
     def ready(self) -> tuple[int, bool]:
         """How many leading blocks can be onboarded without waiting, and whether more will follow."""
@@ -92,9 +93,9 @@ class Hit:
         group's own blocks from the prompt's first one on, None where it needs none (see `needed`). Blocks of the prompt
         that `match` skipped are not loaded. All of the hit arrives, or it does not count: the answer is `blocks`, or 0.
 
-        Returns how many leading blocks of the hit arrived: blocks that come from disk and fail their check do not, nor
-        do those of a shared manager that goes. The caller computes from there on. Raises KvbmError after the `match`
-        block has ended: the slots may hold anything by then.
+        Returns how many leading blocks of the hit arrived: blocks that come from disk or a store and fail their check
+        do not, nor do those of a store that is away, or of a shared manager that goes. The caller computes from there
+        on. Raises KvbmError after the `match` block has ended: the slots may hold anything by then.
         """
         self.must_be_held()
         if not 0 <= first <= self.blocks:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, cast
@@ -21,6 +22,7 @@ from kvbm.library.backend import Looked, Run, Stored
 from kvbm.library.copiers import Copiers
 from kvbm.library.layer_load import LayerLoad
 from kvbm.library.staging import StagingOptions, open_staging
+from kvbm.library.store import await_listing, open_store, write_out
 from kvbm.manager.choices import bound_writes, choose_admission, refuse_eviction
 from kvbm.manager.hearing import decided_here
 from kvbm.manager.host_side import SpaceOptions
@@ -29,7 +31,7 @@ from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD
-from kvbm.settings import container_limit_bytes, parse_size
+from kvbm.settings import Settings, container_limit_bytes, parse_size
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
@@ -43,12 +45,14 @@ if TYPE_CHECKING:
 _OWNER = 0
 _ARRIVAL_DEADLINE_S = 30.0
 _POLL_S = 0.0002
+_TICK_S = 0.5
 _CLOSE_FLUSH_S = 5.0
 _DISK_WRITES = ("through", "eviction")
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `BlockManager` of the same names, as its caller wrote them."""
+    """The arguments of `BlockManager` of the same names, as its caller wrote them; `store` has those of its store,
+    checked, and is None without one."""
 
     host: str | int | None
     disk: str | int | None
@@ -61,6 +65,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     disk_direct: str
     device: str
     huge_pages: bool
+    store: Settings | None = None
 
 
 @dataclass(eq=False)
@@ -93,6 +98,7 @@ class LocalSpace:
         self._clock = clock
         self.stays = 0
         self._numbers = count(1)
+        self._tick_s = clock()
         self._copiers = Copiers(layout, self._new_copier)
         field, size = ("staging", options.staging) if options.host is None else ("host", options.host)
         slots = _bytes(field, size) // layout.block_bytes
@@ -109,8 +115,18 @@ class LocalSpace:
             device=options.device,
             huge_pages=options.huge_pages,
         )
+        if options.host is None and options.store is not None:
+            raise SettingsError(
+                "host", None, "a size, where there is a remote tier: blocks pass through host memory"
+            )
         arena, tier, self._device_slots = self._open_tiers(wanted, options.host, options.disk)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(arena.close)
+            if tier is not None:
+                undo.callback(tier.close, keep=True)
+            remotes = open_store(options.store, layout, namespace, clock) if options.store is not None else ()
+            for remote, _, _ in remotes:
+                undo.callback(remote.close)
             self.space = Space(
                 layout,
                 arena,
@@ -124,19 +140,19 @@ class LocalSpace:
                     eviction=options.eviction,
                     write_on_eviction=options.disk_write == "eviction",
                 ),
+                remotes,
             )
-        except BaseException:
-            if tier is not None:
-                tier.close(keep=True)
-            arena.close()
-            raise
+            undo.pop_all()
+        for side in self.space.remotes:
+            assert options.store is not None
+            await_listing(side, self._turn, options.store.remote_deadline_ms / 1000)
 
     def lookup(
         self, keys: list[BlockKey], skip: int, told: EngineKeys | None = None, asker: ClientHint = UNHINTED
     ) -> Looked:
         del told  # nobody asks a program why
         number = next(self._numbers)
-        self.space.pump()
+        self._turn()
         skip = min(skip, len(keys))
         found = at_once(self.space.looking_up(_OWNER, number, keys, skip, asker))
         lease = found.lease
@@ -146,14 +162,14 @@ class LocalSpace:
         return Looked(run, decided_here(asker.verdicts, found.judged, decided))
 
     def descriptors(self) -> tuple[int, ...]:
-        return ()
+        return tuple(self.space.below.filenos()) if self.space.remotes else ()
 
     def refresh(self) -> None:
-        self.space.pump()
+        self._turn()
 
     def ready(self, run: Run) -> tuple[int, bool]:
         assert isinstance(run, _LocalRun)
-        self.space.pump()
+        self._turn()
         return run.lease.ready, not run.lease.final
 
     def load(
@@ -163,7 +179,7 @@ class LocalSpace:
         lease, end = run.lease, first + len(device_blocks)
         deadline_s = self._clock() + _ARRIVAL_DEADLINE_S
         while lease.ready < end and not lease.final and self._clock() < deadline_s:
-            self.space.pump()
+            self._turn()
             if not lease.final:
                 time.sleep(_POLL_S)
         slots = lease.slots[first : min(lease.ready, end)]
@@ -196,7 +212,7 @@ class LocalSpace:
         groups: bytes = b"",
         tenant: str = "",
     ) -> list[Stored]:
-        self.space.pump()
+        self._turn()
         number = next(self._numbers)
         # A sequence is offered again each time it has grown: step over the held blocks in one go.
         found = self.space.host_pool.find_all(keys)
@@ -221,12 +237,12 @@ class LocalSpace:
 
     def flush(self, timeout_s: float) -> bool:
         deadline_s = self._clock() + timeout_s
-        while self.space.busy:
-            if self._clock() >= deadline_s:
-                return False
-            self.space.pump()
-            time.sleep(_POLL_S)
-        return True
+        for side in self.space.remotes:
+            write_out(side)
+        if not self._wait_while(lambda: self.space.busy, deadline_s):
+            return False
+        # Others learn of what was written from our log in the store.
+        return all(side.tier.drain(max(0.0, deadline_s - self._clock())) for side in self.space.remotes)
 
     def clear(self, tier: str) -> int:
         return self.space.clear(tier)[0]
@@ -236,9 +252,29 @@ class LocalSpace:
         return {"namespace": namespace.short, "model": namespace.model, **self.space.describe()}
 
     def close(self) -> None:
-        self.flush(_CLOSE_FLUSH_S)
+        disk = self.space.disk
+        if disk is not None:
+            self._wait_while(lambda: disk.queued_count > 0, self._clock() + _CLOSE_FLUSH_S)
         self._copiers.close()
+        # What waits for a store is written out there, for a few seconds at most.
         self.space.close(keep=True)
+
+    def _wait_while(self, busy: Callable[[], bool], deadline_s: float) -> bool:
+        """Take in what arrives while it is so; False when it still is at that time."""
+        while busy():
+            if self._clock() >= deadline_s:
+                return False
+            self._turn()
+            time.sleep(_POLL_S)
+        return True
+
+    def _turn(self) -> None:
+        """Take in what has arrived and begin what can begin; about twice a second, also what is due by the clock."""
+        now_s = self._clock()
+        if now_s >= self._tick_s:
+            self._tick_s = now_s + _TICK_S
+            self.space.below.tick()
+        self.space.pump()
 
     def _open_tiers(
         self, wanted: StagingOptions, host: str | int | None, disk: str | int | None

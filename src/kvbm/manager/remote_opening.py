@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
@@ -28,13 +28,15 @@ REQUEST_S_MIN = 10.0
 class RemoteOpening:
     """Opens the remote tier of each namespace that comes. Owned by the manager's thread."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
-        """Raises SettingsError for whatever of the settings cannot be used, before anything is opened."""
+    def __init__(self, settings: Settings, clock: Clock, named: Callable[[str], str] = variable) -> None:
+        """`named` is what the user calls a setting. Raises SettingsError for whatever of the settings cannot be used,
+        before anything is opened."""
         assert settings.remote_on
         self._settings = settings
         self._clock = clock
-        choose_admission(variable("remote_admission"), settings.remote_admission, 1, clock())
-        self._keys: list[MasterKey] = _keys(settings)
+        self._named = named
+        choose_admission(named("remote_admission"), settings.remote_admission, 1, clock())
+        self._keys: list[MasterKey] = _keys(settings, named)
         if self._keys:
             Sealer(self._keys)
         self.store().close()
@@ -65,7 +67,7 @@ class RemoteOpening:
             known_tenants_only=seal is not None,
         )
         admission = choose_admission(
-            variable("remote_admission"),
+            self._named("remote_admission"),
             settings.remote_admission,
             options.catalogue_blocks,
             self._clock(),
@@ -75,21 +77,21 @@ class RemoteOpening:
     def store(self) -> BlobStore:
         """The store that the settings name. Nothing is sent."""
         deadline_s = max(REQUEST_S_MIN, self._settings.remote_deadline_ms / 1000)
-        return open_named_store(self._settings, self._clock, deadline_s)
+        return open_named_store(self._settings, self._clock, deadline_s, named=self._named)
 
 
-def _keys(settings: Settings) -> list[MasterKey]:
+def _keys(settings: Settings, named: Callable[[str], str]) -> list[MasterKey]:
     """The keys that seal. Raises SettingsError."""
-    keys, field = list[MasterKey](), variable("remote_key_command")
+    keys, field = list[MasterKey](), named("remote_key_command")
     if settings.remote_key_file and settings.remote_key_command:
         raise SettingsError(field, HIDDEN, f"without {variable('remote_key_file')}")
     if settings.remote_key_file:
-        keys = keys_from_file(settings.remote_key_file, variable("remote_key_file"))
+        keys = keys_from_file(settings.remote_key_file, named("remote_key_file"))
     if settings.remote_key_command:
         keys = keys_from_command(_words(field, settings.remote_key_command), KEY_COMMAND_S, field)
     if keys and not settings.salt_share:
         accepted = f"above 0 with {variable('remote_key_file')}: each tenant's blocks have a key of their own"
-        raise SettingsError(variable("salt_share"), settings.salt_share, accepted)
+        raise SettingsError(named("salt_share"), settings.salt_share, accepted)
     return keys
 
 

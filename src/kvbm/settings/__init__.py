@@ -16,7 +16,14 @@ from kvbm.settings.advice import (
     size_notices,
     staging_slots,
 )
-from kvbm.settings.load import LoadedSettings, file_faults, load_settings, process_environment
+from kvbm.settings.aws import AwsEnvironment, aws_environment
+from kvbm.settings.load import (
+    LoadedSettings,
+    file_faults,
+    load_settings,
+    process_environment,
+    settings_of_arguments,
+)
 from kvbm.settings.parse import (
     GB,
     SOCKET_PATH_BYTES_MAX,
@@ -37,6 +44,7 @@ __all__ = [
     "PORT_MAX",
     "SCHEMA",
     "SOCKET_PATH_BYTES_MAX",
+    "AwsEnvironment",
     "Kind",
     "LoadedSettings",
     "Setting",
@@ -44,6 +52,7 @@ __all__ = [
     "admission_name",
     "admission_notices",
     "available_memory_bytes",
+    "aws_environment",
     "container_free_bytes",
     "container_limit_bytes",
     "disk_slots",
@@ -59,6 +68,7 @@ __all__ = [
     "parse_socket_path",
     "process_environment",
     "request_notices",
+    "settings_of_arguments",
     "shared_manager_notices",
     "shared_request_notices",
     "shown",

@@ -24,6 +24,7 @@ from kvbm.settings.setting import Kind, Setting
 
 COMMAND_LINE_ORIGIN = "command line"
 EXTRA_CONFIG_ORIGIN = "kv_connector_extra_config"
+ARGUMENT_ORIGIN = "argument"
 
 
 class LoadedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,17 @@ def load_settings(
     )
 
 
+def settings_of_arguments(arguments: Mapping[str, object]) -> Settings:
+    """The settings that a program gives as arguments of these names, checked as on every other way in; None counts as
+    not given. Nothing else is read, neither the environment nor a file. Raises SettingsError, which names the argument.
+    """
+    faults: list[SettingsError] = []
+    found = _from_mapping(arguments, ARGUMENT_ORIGIN, faults)
+    if faults:
+        raise faults[0]
+    return Settings(**{name: item.value for name, item in found.items()})  # type: ignore[arg-type]  # checked above
+
+
 def file_faults(path: Path) -> list[str]:
     """What is wrong with a settings file, one line for each fault; a name that no setting has is one too."""
     faults: list[SettingsError] = []
@@ -139,7 +151,7 @@ def _from_environment(
 def _from_mapping(
     values: Mapping[str, object], origin: str, faults: list[SettingsError]
 ) -> dict[str, _Found]:
-    """The command line or an engine's configuration."""
+    """The command line, an engine's configuration or a program's arguments."""
     found: dict[str, _Found] = {}
     for field, value in values.items():
         if field not in FIELDS:

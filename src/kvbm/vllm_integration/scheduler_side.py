@@ -163,9 +163,9 @@ class SchedulerSide:
             self.added(request)
         elif request.lora_request is not None:
             self._look_at_adapter(request)
-        if request.request_id in self._unnamed and self.leader.ready:
-            if self._adapters.awaited(request.lora_request.lora_path):
-                return None, False
+        unnamed = request.request_id in self._unnamed and self.leader.ready
+        if unnamed and self._adapters.awaited(request.lora_request.lora_path):
+            return None, False
         before_tail = (request.num_tokens - 1) // self.block_tokens
         answer = self.leader.matched(
             request.request_id, num_computed_tokens // self.block_tokens, before_tail

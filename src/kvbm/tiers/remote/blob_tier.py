@@ -1,14 +1,14 @@
 """G4, the remote tier over a store of named blobs: what its owner thread sees of it.
 
 The owner asks the catalogue, submits jobs and collects their ends. Threads call the store: for loads (`loading`), for
-stores (`storing`), and for everything else (`upkeep`). What they find out reaches the catalogue through `poll`.
+stores (`storing`), and for everything else (`upkeep`); `watch` looks after their time. What they find out reaches the
+catalogue through `poll`.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from kvbm.tiers.remote.coding import Coding
 from kvbm.tiers.remote.collector import Collector
 from kvbm.tiers.remote.contract import NOWHERE, Buffers, News
 from kvbm.tiers.remote.discovery import Discovery, LearnedQueue
-from kvbm.tiers.remote.exchange import Exchange, Job, LoadJob, StoreJob
+from kvbm.tiers.remote.exchange import Exchange, LoadJob, StoreJob
 from kvbm.tiers.remote.health import StoreHealth
 from kvbm.tiers.remote.loading import Effect, Loader
 from kvbm.tiers.remote.options import RemoteOptions
@@ -35,11 +35,11 @@ from kvbm.tiers.remote.sealing import Seal
 from kvbm.tiers.remote.shared_log import LogReader, LogWriter
 from kvbm.tiers.remote.storing import Storer
 from kvbm.tiers.remote.upkeep import Upkeep
-from kvbm.tiers.remote.workers import Task, Workers
+from kvbm.tiers.remote.watch import JobWatch
+from kvbm.tiers.remote.workers import Workers
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
 
-WATCH_PERIOD_S = 0.02
 LEARNED_BLOCKS = 4096
 """Of what was discovered, so many blocks are taken into the catalogue by one `poll`: about 2 ms."""
 CLOSE_LIMIT_S = 3.0
@@ -135,10 +135,9 @@ class BlobTier:
             clock,
             jitter,
         )
-        self._tasks: dict[Job, list[Task]] = {}
-        self._watched = threading.Condition()
-        self._watch = threading.Thread(target=self._serve_watch, name="kvbm-remote-watch", daemon=True)
-        self._watch.start()
+        self._watch = JobWatch(
+            part.place, options, exchange, health, self._loader.run, self._loads, self._stores, clock
+        )
         self._upkeep.begin()
 
     # ---- where blocks are
@@ -189,7 +188,7 @@ class BlobTier:
             targets=targets,
             tenant=tenant,
         )
-        self._accept(job, partial(self._loader.run, job), self._loads)
+        self._watch.begin(job, partial(self._loader.run, job), self._loads)
         return Outcome.PENDING
 
     def submit_store(
@@ -219,7 +218,7 @@ class BlobTier:
             tenant=tenant,
             tail=tail,
         )
-        self._accept(job, partial(self._storer.run, job), self._stores)
+        self._watch.begin(job, partial(self._storer.run, job), self._stores)
         return Outcome.PENDING
 
     @property
@@ -240,7 +239,7 @@ class BlobTier:
         return self._health.expected_s(byte_count)
 
     def poll(self) -> list[Completion]:
-        self._expire()
+        self._watch.expire()
         completions = self._exchange.collect()
         # A job's effects come before its completion, so they are all there.
         while self._effects:
@@ -260,7 +259,7 @@ class BlobTier:
 
     def tick(self) -> None:
         if not self._closed:
-            self._expire()
+            self._watch.expire()
             self._upkeep.tick()
 
     def describe(self) -> dict[str, object]:
@@ -297,7 +296,7 @@ class BlobTier:
                 "gaps": self._reader.gaps,
                 "skipped": self._reader.skipped,
             },
-            "complete": self._discovery.complete,
+            "complete": self._discovery.complete and self._queue.empty,
             "collected": upkeep.collected,
             "collect_error": upkeep.collect_error,
         }
@@ -316,8 +315,7 @@ class BlobTier:
         self._exchange.wait_idle(CLOSE_LIMIT_S)
         self._upkeep.flush(end_s - time.monotonic())
         self._closed = True
-        with self._watched:
-            self._watched.notify_all()
+        self._watch.stop()
         self._queue.close()
         self._upkeep.stop()
         self._exchange.stop("the tier was closed", 1.0)
@@ -341,62 +339,6 @@ class BlobTier:
 
     def _touch(self, name: str) -> None:
         self._upkeep.touch(name)
-
-    def _accept(self, job: LoadJob | StoreJob, task: Task, workers: Workers) -> None:
-        self._exchange.accept(job)
-        with self._watched:
-            self._tasks[job] = [task]
-            self._watched.notify_all()
-        workers.run(task)
-
-    def _expire(self) -> None:
-        """End what is late; its threads may hang, so others take their places."""
-        now_s = self._clock()
-        for job in self._exchange.expire(f"{self._store.place} did not answer in time"):
-            # One that waited for its turn is not the store's fault.
-            if job.asked_s is None or 2 * (now_s - job.asked_s) < job.deadline_s - job.begun_s:
-                continue
-            if isinstance(job, LoadJob):
-                self._health.read_late(self._options.load_deadline_s)
-            else:
-                self._health.write_late(self._options.store_deadline_s)
-
-    def _serve_watch(self) -> None:
-        """In a thread: while there are jobs, look after their deadlines, and ask a second time where it takes long."""
-        while True:
-            with self._watched:
-                self._watched.wait_for(lambda: self._tasks or self._closed)
-                if self._closed:
-                    return
-            self._expire()
-            if self._options.hedge:
-                self._hedge()
-            self._let_go()
-            with self._watched:
-                self._watched.wait_for(lambda: self._closed, WATCH_PERIOD_S)
-
-    def _hedge(self) -> None:
-        now_s = self._clock()
-        for job in self._exchange.open_loads():
-            if job.hedged or job.asked_s is None:
-                continue
-            delay_s = self._health.hedge_delay_s(job.span.end - job.span.start)
-            if delay_s is None or now_s - job.asked_s < delay_s or not self._health.take_hedge():
-                continue
-            task = partial(self._loader.run, job)
-            self._exchange.asked_again(job)
-            with self._watched:
-                self._tasks.setdefault(job, []).append(task)
-            self._loads.run(task, first=True)
-
-    def _let_go(self) -> None:
-        """Threads that still work for a job that is over may hang: others take their places."""
-        with self._watched:
-            over = [job for job in self._tasks if self._exchange.over(job)]
-            tasks = [task for job in over for task in self._tasks.pop(job)]
-        for task in tasks:
-            self._loads.give_up(task)
-            self._stores.give_up(task)
 
 
 def _store_blocks_max(store: BlobStore, layout: BlockLayout) -> int:

@@ -83,6 +83,12 @@ class LearnedQueue:
             self._signal()
         return taken
 
+    @property
+    def empty(self) -> bool:
+        """Whether everything was taken."""
+        with self._changed:
+            return not self._queue
+
     def close(self) -> None:
         """Nobody takes any more."""
         with self._changed:

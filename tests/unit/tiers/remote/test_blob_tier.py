@@ -107,6 +107,18 @@ def test_hanging_loads_are_replaced_and_then_the_tier_is_off(nodes: Nodes) -> No
     faulty.release()
 
 
+def test_a_listing_is_complete_once_what_it_found_was_taken_in(nodes: Nodes) -> None:
+    first, blocks = nodes.make(), chain(0, 2)
+    store(first, LAYOUT, blocks)
+    options = RemoteOptions(collect=False, hedge=False)
+    second = open_blob_tier(nodes.blobs, LAYOUT, NAMESPACE, options, nodes.clock, random.Random(9))
+    nodes.made.append(second)
+    assert second.settle(20.0)
+    assert not second.describe()["complete"] and second.places(keys_of(blocks))[0] == NOWHERE
+    second.poll()
+    assert second.describe()["complete"] and second.places(keys_of(blocks))[0] != NOWHERE
+
+
 @pytest.mark.parametrize("fault", [BlobFault.FULL, BlobFault.REFUSED])
 def test_a_store_that_takes_nothing_still_gives(nodes: Nodes, fault: BlobFault) -> None:
     faulty = FaultyBlobs(nodes.blobs)

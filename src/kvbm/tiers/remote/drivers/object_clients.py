@@ -1,7 +1,7 @@
 """Clients of object stores: `obstore`'s, made of a URL's parts, with deadlines and the cloud's own credentials.
 
 Credentials come from where each cloud has them (the environment, a role, a metadata service), which `obstore` looks
-through by itself, or are given.
+through by itself, from a profile of AWS (`aws_profile`), or are given.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from kvbm.tiers.remote.drivers.credentials import Credentials
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
+    from kvbm.tiers.remote.drivers.aws_profile import ProfileCredentials
+
 RETRIES = 2
 
 
-def s3(bucket: str, prefix: str, options: Mapping[str, str], keys: Credentials, deadline_s: float) -> S3Store:
-    """A bucket of S3, or of a server that speaks it (`endpoint`)."""
+def s3(
+    bucket: str,
+    prefix: str,
+    options: Mapping[str, str],
+    keys: Credentials,
+    deadline_s: float,
+    profile: ProfileCredentials | None = None,
+) -> S3Store:
+    """A bucket of S3, or of a server that speaks it (`endpoint`). `profile` is asked for
+    credentials, and goes without `keys`."""
     config: dict[str, Any] = {}
     for option, key in (("region", "region"), ("endpoint", "endpoint")):
         if option in options:
@@ -35,12 +45,15 @@ def s3(bucket: str, prefix: str, options: Mapping[str, str], keys: Credentials, 
         config["s3_express"] = True
     if keys.user and keys.secret:
         config["access_key_id"], config["secret_access_key"] = keys.user, keys.secret
+    if profile is not None and profile.region:
+        config.setdefault("region", profile.region)
     return S3Store(
         bucket,
         prefix=prefix or None,
         config=config,  # type: ignore[arg-type]  # names as obstore has them, of one type each
         client_options=_client(options, deadline_s),
         retry_config=_retries(deadline_s),
+        credential_provider=profile,
     )
 
 

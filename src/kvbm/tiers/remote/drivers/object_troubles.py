@@ -19,6 +19,8 @@ _REFUSED_CODES = {
     "ExpiredToken",
     "InvalidToken",
 }
+_PROVIDER = re.compile(r"External AWS credential provider: StoreError: ([^\n]+)")
+"""A line of our own (see `aws_profile`), which holds no secret."""
 _THROTTLED_CODES = {"SlowDown", "TooManyRequests", "ServerBusy", "RequestLimitExceeded", "Throttling"}
 _FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "EntityTooLarge", "InsufficientCapacity"}
 _NO_STORE_CODES = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
@@ -51,6 +53,8 @@ def trouble_of(error: BaseException, place: str, what: str) -> StoreError:
 
 
 def _judged(kind: str, text: str, status: int, code: str) -> tuple[StoreTrouble, str]:
+    if (told := _PROVIDER.search(text)) is not None:
+        return "refused", told.group(1)
     if any(host in text.partition("Debug source")[0] for host in _METADATA_HOSTS):
         return "refused", "no credentials were found"
     if code in _NO_STORE_CODES:

@@ -1,6 +1,6 @@
 """A store of blobs by its URL, as `--remote` has it. Nothing is sent: a store that is away is no error here.
 
-    s3://bucket/prefix?region=&endpoint=&virtual-host=yes&bulk-delete=no&ca=
+    s3://bucket/prefix?region=&endpoint=&profile=&virtual-host=yes&bulk-delete=no&ca=
     gs://bucket/prefix?endpoint=&ca=
     az://container/prefix?account=&endpoint=&ca=
     file:///path?fsync=yes
@@ -10,6 +10,7 @@
 `index`: the store, by its URL, that has the names of what lies in Mooncake; its own `&` is written `%26`.
 `segment`: the memory that this node gives to the pool: 0, or as 4GiB. `metadata`: P2PHANDSHAKE, or as Mooncake has it.
 
+`profile`: one of AWS's files of profiles, whatever the environment says.
 `ca`: a file with the certificate of who signs the server's, beside those that the system trusts.
 """
 
@@ -25,12 +26,15 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError
+from kvbm.settings import aws_environment, process_environment
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.drivers.credentials import NOBODY, Credentials
 from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+    from kvbm.tiers.remote.drivers.aws_profile import ProfileCredentials
 
 DEADLINE_S = 10.0
 REDIS_PORT = 6379
@@ -39,7 +43,7 @@ MOONCAKE_PORT = 50051
 MOONCAKE_REPLICAS_MAX = 8
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "s3": ("region", "endpoint", "virtual-host", "bulk-delete", "ca"),
+    "s3": ("region", "endpoint", "profile", "virtual-host", "bulk-delete", "ca"),
     "gs": ("endpoint", "ca"),
     "az": ("account", "endpoint", "ca"),
     "file": ("fsync",),
@@ -223,9 +227,10 @@ def _open_objects(
     client: ObjectStore
     kind = Traits()
     common = (place.host, place.path, place.options)
+    profile = _profile(place, deadline_s, credentials, field) if place.scheme == "s3" else None
     try:
         if place.scheme == "s3":
-            client = clients.s3(*common, credentials, deadline_s)
+            client = clients.s3(*common, credentials, deadline_s, profile)
             kind = kind._replace(
                 ordered=clients.lists_in_order(place.host),
                 bulk_delete=place.options.get("bulk-delete") != "no",
@@ -242,6 +247,21 @@ def _open_objects(
             field, place.shown, f"{place.scheme} takes other values ({type(error).__name__})"
         ) from None
     return ObjectBlobs(client, place.shown, clock, kind=kind, find_traits=find_traits)
+
+
+def _profile(
+    place: Place, deadline_s: float, credentials: Credentials, field: str
+) -> ProfileCredentials | None:
+    """What of AWS's profiles is to be asked for credentials; None where they are given, or obstore finds its own."""
+    if credentials.user and credentials.secret:
+        return None
+    from kvbm.tiers.remote.drivers.aws_profile import open_profile, wanted_profile
+
+    said = aws_environment(process_environment())
+    wanted = wanted_profile(place.options.get("profile", ""), field, place.shown, said)
+    if wanted is None:
+        return None
+    return open_profile(wanted, said, deadline_s)
 
 
 def _open_redis(
