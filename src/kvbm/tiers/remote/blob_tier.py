@@ -114,6 +114,7 @@ class BlobTier:
             self._queue,
             self._scanners,
             options.catalogue_blocks,
+            options.sweep_period_s,
             clock,
         )
         self.collector = Collector(
@@ -292,6 +293,7 @@ class BlobTier:
             "deleted_packs": self._loader.deleted,
             "existed": self._storer.existed,
             "touched": upkeep.touched,
+            "untold_packs": self._discovery.untold,
             "log": {
                 "writer": self._own_log.writer,
                 "gaps": self._reader.gaps,
