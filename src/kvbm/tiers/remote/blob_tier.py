@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome
@@ -105,7 +105,9 @@ class BlobTier:
         self._coding = Coding(options.codec, options.element_bytes, clock)
         shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
         self._loader = Loader(*shared, clock)
-        self._storer = Storer(*shared, self._own_log, self._touch, self._coding, clock)
+        self._storer = Storer(
+            *shared, self._own_log, lambda name: self._upkeep.touch(name), self._coding, clock
+        )
         self._queue = LearnedQueue(4 * LEARNED_BLOCKS, exchange.signal)
         self._discovery = Discovery(
             part,
@@ -156,6 +158,14 @@ class BlobTier:
     def news(self) -> News:
         return self._catalogue.news()
 
+    def used(self, keys: Sequence[BlockKey], may_tell: Callable[[], bool]) -> None:
+        now_s = self._clock()
+        for name in self._catalogue.used(keys, now_s - self._options.touch_period_s):
+            if self._closed or self._health.fault or not self._upkeep.touch_room or not may_tell():
+                return
+            self._catalogue.touched(name, now_s)
+            self._upkeep.touch(name)
+
     # ---- loads and stores
 
     def submit_load(
@@ -176,7 +186,8 @@ class BlobTier:
         if span is None:
             return Outcome.MISS
         now_s = self._clock()
-        if now_s - self._catalogue.use(span.name, now_s) >= self._options.ttl_s / 4:
+        untold_s = now_s - self._catalogue.use(span.name, now_s)
+        if untold_s >= self._options.touch_period_s and self._upkeep.touch_room:
             self._catalogue.touched(span.name, now_s)
             self._upkeep.touch(span.name)
         self._upkeep.active()
@@ -340,9 +351,6 @@ class BlobTier:
         for shards in buffers:
             assert len(shards) == layout.shard_count, "one buffer per shard"
             assert all(shard.nbytes == layout.slot_bytes for shard in shards), "whole slots, padding included"
-
-    def _touch(self, name: str) -> None:
-        self._upkeep.touch(name)
 
     def _accept(self, job: LoadJob | StoreJob, task: Task, workers: Workers) -> None:
         self._exchange.accept(job)

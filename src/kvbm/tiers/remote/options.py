@@ -41,6 +41,11 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """All packs of the store together shall not take more: the least recently used are removed. None: no bound."""
     collect_period_s: float = 1800.0
 
+    @property
+    def touch_period_s(self) -> float:
+        """The store is told of a pack's use so often at most: three times that may fail, and it stays."""
+        return self.ttl_s / 4
+
     def __post_init__(self) -> None:
         for name in ("load_threads", "store_threads", "pending_limit", "scan_threads", "catalogue_blocks"):
             assert getattr(self, name) > 0, f"{name} is at least 1"
