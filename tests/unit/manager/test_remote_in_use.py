@@ -183,7 +183,5 @@ def test_a_store_that_is_off_is_told_when_it_works_again(nodes: Nodes, above: Ca
     bad.disarm()
     while node.tier.fault:
         node.passes(60.0)
-    node.hit(KEYS[:4])
-    node.passes(2.0)
     node.passes(2.0)
     assert node.touched == 1

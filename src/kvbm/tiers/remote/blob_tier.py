@@ -161,7 +161,7 @@ class BlobTier:
     def used(self, keys: Sequence[BlockKey], may_tell: Callable[[], bool]) -> None:
         now_s = self._clock()
         for name in self._catalogue.used(keys, now_s - self._options.touch_period_s):
-            if self._closed or self._health.fault or not self._upkeep.touch_room or not may_tell():
+            if self._closed or not self._upkeep.touch_room or not may_tell():
                 return
             self._catalogue.touched(name, now_s)
             self._upkeep.touch(name)
