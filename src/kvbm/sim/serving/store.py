@@ -1,8 +1,8 @@
 """A store that several nodes share, below their host memory: packs, what they cost in requests, and when they go.
 
 It does what the manager's remote tier does: admission on each node, consecutive blocks of a chain gathered until a pack
-is full or has waited long enough, blocks that host memory lost meanwhile left out, packs found by other nodes a little
-later, and packs removed by age and size, the least recently used first. Nothing fails, and no transfer takes time.
+is full, has waited long enough or waits in too much of host memory, blocks that host memory lost meanwhile left out,
+packs found by other nodes a little later, and packs removed by age and size, the least recently used first. Nothing fails, and no transfer takes time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbm.errors import SettingsError
+from kvbm.manager.write_behind import OPEN_SHARE
 from kvbm.policy import AdmissionPolicy, admission_policies, make_admission
 from kvbm.policy.contract import offer_all
 from kvbm.settings import Settings
@@ -130,6 +131,7 @@ class _Node:
     open: OrderedDict[int, _Gathering] = field(default_factory=OrderedDict)
     by_last: dict[int, _Gathering] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
+    open_blocks: int = 0
     logged_s: float = -math.inf
 
 
@@ -208,6 +210,8 @@ class SimulatedStore:
                 self._gather(number, block, before, now_s)
             else:
                 self.use.refused_blocks += 1
+        while node.open_blocks > max(node.host.free_count, node.host.slot_count // OPEN_SHARE):
+            self._write(number, next(iter(node.open.values())), now_s)
 
     def finish(self, now_s: float) -> None:
         """The run is over: what waits is written, and what lies there is taken to stay until it is old."""
@@ -239,6 +243,7 @@ class SimulatedStore:
             gathering = _Gathering([], now_s)
             node.open[id(gathering)] = gathering
         gathering.blocks.append(block)
+        node.open_blocks += 1
         node.by_last[block] = gathering
         node.waiting.add(block)
         if len(gathering.blocks) >= self.rules.pack_blocks:
@@ -248,6 +253,7 @@ class SimulatedStore:
         node, use, rules = self._nodes[number], self.use, self.rules
         del node.open[id(gathering)], node.by_last[gathering.blocks[-1]]
         node.waiting.difference_update(gathering.blocks)
+        node.open_blocks -= len(gathering.blocks)
         held = node.host.leading(gathering.blocks)
         use.lost_blocks += len(gathering.blocks) - held
         if not held:
