@@ -2,7 +2,8 @@
 
 It does what the manager's remote tier does: admission on each node, consecutive blocks of a chain gathered until a pack
 is full, has waited long enough or waits in too much of host memory, blocks that host memory lost meanwhile left out,
-packs found by other nodes a little later, and packs removed by age and size, the least recently used first. Nothing fails, and no transfer takes time.
+packs found by other nodes a little later, packs in use touched now and then, also where host memory has their blocks,
+and packs removed by age and size, the least recently used first. Nothing fails, and no transfer takes time.
 """
 
 from __future__ import annotations
@@ -104,14 +105,15 @@ class StoreUse:
 
 @dataclass(slots=True, eq=False)
 class _Pack:
-    """Blocks that are written together. `known_to`: nodes that know of it before `known_s`."""
+    """Blocks that are written together. `known_to`: nodes that know of it before `known_s`. `touched_s`: when each node
+    has touched it."""
 
     blocks: tuple[int, ...]
     put_s: float
     used_s: float
-    touched_s: float
     known_s: float
     known_to: set[int]
+    touched_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -192,13 +194,17 @@ class SimulatedStore:
                 together = 1
             if pack is not before:
                 pause_s = now_s - pack.used_s
-                self._used(pack, now_s)
+                self._used(number, pack, now_s)
             use.pauses_s.append(pause_s)
             before, position = pack, there
 
     def offered(self, number: int, blocks: Sequence[int], parent: int | None, now_s: float) -> None:
         """Blocks of a chain behind `parent` came into the node's host memory, or were asked for again."""
         node = self._nodes[number]
+        for block in blocks:
+            pack = self._find(number, block, now_s)
+            if pack is not None and self._to_be_touched(number, pack, now_s):
+                self._used(number, pack, now_s)
         new = [
             (block, before)
             for block, before in zip(blocks, (parent, *blocks), strict=False)
@@ -229,12 +235,16 @@ class SimulatedStore:
                 return pack
         return None
 
-    def _used(self, pack: _Pack, now_s: float) -> None:
+    def _used(self, number: int, pack: _Pack, now_s: float) -> None:
         self._packs.move_to_end(id(pack))
         pack.used_s = now_s
-        if now_s - pack.touched_s >= self.rules.ttl_s / 4:
-            pack.touched_s = now_s
+        if self._to_be_touched(number, pack, now_s):
+            pack.touched_s[number] = now_s
             self.use.touches += 1
+
+    def _to_be_touched(self, number: int, pack: _Pack, now_s: float) -> bool:
+        """Whether the node has not said for long that the pack is in use."""
+        return now_s - pack.touched_s.get(number, pack.put_s) >= self.rules.ttl_s / 4
 
     def _gather(self, number: int, block: int, parent: int | None, now_s: float) -> None:
         node = self._nodes[number]
@@ -265,9 +275,9 @@ class SimulatedStore:
             # Its name is that of its blocks: the store refuses it, and the node has learned of it.
             use.existed += 1
             there.known_to.add(number)
-            self._used(there, now_s)
+            self._used(number, there, now_s)
             return
-        pack = _Pack(blocks, now_s, now_s, now_s, now_s + rules.known_after_s, {number})
+        pack = _Pack(blocks, now_s, now_s, now_s + rules.known_after_s, {number})
         self._packs[id(pack)] = self._by_blocks[blocks] = pack
         for block in blocks:
             use.again += block in self._where
