@@ -30,7 +30,7 @@ from kvbm.tiers.remote.pack_size import (
     record_bytes,
 )
 
-POLL_S = RemoteOptions().poll_s
+POLL_S, SWEEP_S = RemoteOptions().poll_s, RemoteOptions().sweep_period_s
 LOG_PERIOD_S = 1.0
 KNOWN_AFTER_S = (LOG_PERIOD_S + POLL_S) / 2
 """A node writes down what it has stored once a second, and the others look every few seconds: this long on average."""
