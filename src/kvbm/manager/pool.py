@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -259,7 +259,7 @@ class SlotPool(BlockIndex[KeyT]):
         now_s: float,
         word: ClientWord | None = None,
         tenant: str | None = None,
-        brought: Container[KeyT] = (),
+        brought: Set[KeyT] = frozenset(),
     ) -> int:
         """A request of the tenant, if that is known, came for this chain, of which its client says this; how many of
         its first blocks are resident, without those that were `brought` here for it."""

@@ -27,13 +27,12 @@ from kvbm.policy.contract import offer_all
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import NOWHERE, RemoteTier
+from kvbm.tiers.remote.pack_size import OPEN_SHARE
 
 WAITING_BLOCKS_MAX = 65_536
 LINGER_S = 10.0
 IN_FLIGHT_SHARE = 4
 """One part in this many of host memory may be held by writes to a store."""
-OPEN_SHARE = 8
-"""One part in this many of host memory may wait for the next blocks of its chains once there is nothing free."""
 SUBMITTED_AT_ONCE = 4
 
 

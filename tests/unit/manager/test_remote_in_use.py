@@ -1,4 +1,4 @@
-"""What is in use stays in a store, also where nobody reads it there; what is not goes. One clock, which stands still."""
+"""What is in use stays in a store, also where nobody reads it there; what is not goes. One clock that stands still."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ import pytest
 from kvbm.block import BlockKey
 from kvbm.hashing import chain_keys
 from kvbm.manager.host_side import SpaceOptions
-from kvbm.manager.write_behind import IN_FLIGHT_SHARE, OPEN_SHARE, SUBMITTED_AT_ONCE, RemoteRules
+from kvbm.manager.write_behind import IN_FLIGHT_SHARE, SUBMITTED_AT_ONCE, RemoteRules
 from kvbm.testing.fake_remote import FakeStore
+from kvbm.tiers.remote.pack_size import OPEN_SHARE
 from rigs.remote import RemoteBench
 from rigs.space import KEYS, LAYOUT, ME, OTHER
 
@@ -35,9 +36,7 @@ def prompts(count: int, blocks: int = 4) -> Iterator[list[BlockKey]]:
     """Chains that have no block in common."""
     for number in range(count):
         first = 1_000_000 + 1000 * number
-        yield chain_keys(
-            bytes(32), range(first, first + LAYOUT.block_tokens * blocks), LAYOUT.block_tokens
-        )
+        yield chain_keys(bytes(32), range(first, first + LAYOUT.block_tokens * blocks), LAYOUT.block_tokens)
 
 
 def skipped(bench: RemoteBench) -> float:
@@ -45,9 +44,7 @@ def skipped(bench: RemoteBench) -> float:
 
 
 @pytest.mark.parametrize("eviction", ["lru", "gittins"])
-def test_blocks_are_written_before_they_are_evicted(
-    node: Callable[..., RemoteBench], eviction: str
-) -> None:
+def test_blocks_are_written_before_they_are_evicted(node: Callable[..., RemoteBench], eviction: str) -> None:
     """All of host memory changes in a third of the time that a block waits for the next ones."""
     a = node(space_options=SpaceOptions(eviction=eviction))
     computed = list(prompts(200))
@@ -76,9 +73,7 @@ def test_what_waits_in_full_host_memory_is_a_share_of_it(node: Callable[..., Rem
     for keys in prompts(40, blocks=2):
         a.compute(keys)
         a.settle()
-        assert a.space.remotes[0].queued_count <= max(
-            a.space.host_pool.free_count, SLOTS // OPEN_SHARE
-        )
+        assert a.space.remotes[0].queued_count <= max(a.space.host_pool.free_count, SLOTS // OPEN_SHARE)
 
 
 def test_a_store_that_is_behind_pins_no_more_than_before(node: Callable[..., RemoteBench]) -> None:
@@ -105,9 +100,7 @@ def weighs(bench: RemoteBench) -> None:
     policy = bench.space.host_pool.policy
     inner = policy.victims
 
-    def victims(
-        needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float
-    ) -> list[int]:
+    def victims(needed: int, incoming: Sequence[Hashable], leased: Container[int], now_s: float) -> list[int]:
         return [] if incoming else inner(needed, incoming, leased, now_s)
 
     policy.victims = victims  # type: ignore[method-assign]

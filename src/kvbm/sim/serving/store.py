@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbm.errors import SettingsError
-from kvbm.manager.write_behind import OPEN_SHARE
 from kvbm.policy import AdmissionPolicy, admission_policies, make_admission
 from kvbm.policy.contract import offer_all
 from kvbm.settings import Settings
@@ -23,6 +22,7 @@ from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import (
     LOAD_BYTES_MAX,
+    OPEN_SHARE,
     PACK_BYTES,
     PACK_BYTES_MAX,
     blocks_of_a_load,

@@ -105,9 +105,6 @@ class BlobTier:
         self._coding = Coding(options.codec, options.element_bytes, clock)
         shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
         self._loader = Loader(*shared, clock)
-        self._storer = Storer(
-            *shared, self._own_log, lambda name: self._upkeep.touch(name), self._coding, clock
-        )
         self._queue = LearnedQueue(4 * LEARNED_BLOCKS, exchange.signal)
         self._discovery = Discovery(
             part,
@@ -138,6 +135,7 @@ class BlobTier:
             clock,
             jitter,
         )
+        self._storer = Storer(*shared, self._own_log, self._upkeep.touch, self._coding, clock)
         self._tasks: dict[Job, list[Task]] = {}
         self._watched = threading.Condition()
         self._watch = threading.Thread(target=self._serve_watch, name="kvbm-remote-watch", daemon=True)

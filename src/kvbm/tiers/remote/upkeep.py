@@ -34,7 +34,7 @@ PROBE_READS = 3
 
 
 class Upkeep:
-    """Everything but `tick`, `touch`, `touch_room` and `loaded` may be called by any thread; these belong to the owner."""
+    """Everything but `tick`, `active` and `touch_room` may be called by any thread; these belong to the owner."""
 
     def __init__(
         self,
@@ -182,10 +182,10 @@ class Upkeep:
         except StoreError as error:
             self._health.write_failed(error)
         with self._touch_lock:
-            names = list(islice(self._touches, TOUCHES_AT_ONCE))
-            for name in names:
-                del self._touches[name]
-        self._touch_all(names)
+            due = list(islice(self._touches, TOUCHES_AT_ONCE))
+            for pack in due:
+                del self._touches[pack]
+        self._touch_all(due)
 
     def _touch_all(self, names: Iterable[str]) -> None:
         for name in names:
