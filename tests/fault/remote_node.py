@@ -8,6 +8,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -265,6 +266,11 @@ class Node:
     def log(self) -> str:
         """Its output so far."""
         return self._log_path.read_text()
+
+    def wait_killed(self) -> None:
+        """Until it has killed itself (see `remote_node_child`)."""
+        assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self.log()
+        self._ended()
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended."""

@@ -52,6 +52,13 @@ class Below:
         return self.disk.pool_if_on if self.disk is not None else None
 
     @property
+    def takes(self) -> bool:
+        """Whether host memory is the way into a tier that works, and that is written to."""
+        return self.disk_pool is not None or any(
+            side.writer is not None and not side.fault for side in self.remotes
+        )
+
+    @property
     def queued_count(self) -> int:
         """Blocks on their way between host memory and here."""
         return sum(side.queued_count for side in self.sides)

@@ -34,8 +34,7 @@ class Downward:
         if (offloader := self.offloader()) is not None:
             offloader.used(keys, parent)
         for remote in self.remotes:
-            if remote.writer is not None:
-                remote.writer.used(keys, parent)
+            remote.used(keys, parent)
 
     def pump(self) -> None:
         """Submit what the disk takes: blocks in a staging area wait for nothing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import compress, takewhile
 from operator import or_
 from typing import NamedTuple, TypeVar
 
@@ -120,7 +120,7 @@ class Lookups:
             if wanted.boundary and kept < len(wanted.run):  # a part of it is worth nothing to the engine
                 self._give_back(lease)
                 lease.slots, lease.sources, kept, found = [], bytearray(), 0, wanted.prompt_blocks
-            self._note(wanted, kept, asker, lease.tenant)
+            self._note(wanted, kept, asker, lease)
             lease.boundary, lease.prompt_blocks = wanted.boundary, wanted.prompt_blocks or kept
             lease.advance()
             if lease.slots:
@@ -207,13 +207,20 @@ class Lookups:
         there = bytes(slot is not None for slot in self.host_pool.find_all(keys))
         return bytes(map(or_, there, self.below.held(keys))) if self.below else there
 
-    def _note(self, wanted: _Wanted, kept: int, asker: ClientHint, tenant: str | None) -> None:
+    def _note(self, wanted: _Wanted, kept: int, asker: ClientHint, lease: Lease) -> None:
         """Tell the policies of the request."""
         word = word_of(asker, len(wanted.chain) * self.layout.block_tokens)
-        if wanted.boundary:
-            self.usage.note(wanted.chain, wanted.used, wanted.tails, taken_up=True, word=word, tenant=tenant)
-        else:
-            self.usage.note(wanted.chain, wanted.used + kept, wanted.tails, word=word, tenant=tenant)
+        brought = compress(lease.keys, map(Tier.HOST.__ne__, lease.sources[:kept]))
+        found = wanted.used if wanted.boundary else wanted.used + kept
+        self.usage.note(
+            wanted.chain,
+            found,
+            wanted.tails,
+            taken_up=wanted.boundary > 0,
+            word=word,
+            tenant=lease.tenant,
+            brought=brought,
+        )
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""

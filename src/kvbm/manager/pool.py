@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -254,12 +254,19 @@ class SlotPool(BlockIndex[KeyT]):
         self.policy.evictable(self._table.unlease(slots))
 
     def requested(
-        self, keys: list[KeyT], now_s: float, word: ClientWord | None = None, tenant: str | None = None
+        self,
+        keys: list[KeyT],
+        now_s: float,
+        word: ClientWord | None = None,
+        tenant: str | None = None,
+        brought: Set[KeyT] = frozenset(),
     ) -> int:
         """A request of the tenant, if that is known, came for this chain, of which its client says this; how many of
-        its first blocks are resident."""
+        its first blocks are resident, without those that were `brought` here for it."""
         self.favouring.asks(tenant, now_s)
         slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
+        if brought:
+            slots = [NO_SLOT if key in brought else slot for key, slot in zip(keys, slots, strict=True)]
         self.policy.requested(keys, slots, now_s)
         if word is not None and keys:
             tell_hint(self.policy, keys[-1], word, now_s)

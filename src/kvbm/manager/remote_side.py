@@ -188,6 +188,16 @@ class RemoteSide:
             return bytes(len(keys))
         return bytes(place != NOWHERE for place in self.tier.places(keys))
 
+    def used(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        """Consecutive blocks of a chain, which are held somewhere, were asked for again; `parent` is before them."""
+        if self.writer is not None:
+            self.writer.used(keys, parent)
+        self.tier.used(keys, self._may_tell)
+
+    def _may_tell(self) -> bool:
+        """Whether the hour's budget has a request left to say what is in use."""
+        return self._budget.spend(0, self.clock())
+
     def collect(self, until_s: float = inf) -> bool:
         """Take the completions; until that time, but one in any case. Whether there are some left."""
         self._ended += self.tier.poll()

@@ -91,8 +91,8 @@ class Storing:
                 break  # without its prefix the run could never be found: do not spend slots on it
             if self.disk is not None and parent is not None:
                 self.disk.keep(parent)
-            # Above a disk, host memory is the way into it: the policy decides when room is needed, not on entry.
-            insist = self._disk_pool_if_on() is not None
+            # Host memory is the way into what is below: the policy decides when room is needed, not on entry.
+            insist = self.below.takes
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist, tails[done] > 0, tenant)
             self.names.reserved(slots, run, hashes, done, group)
             answer += slots

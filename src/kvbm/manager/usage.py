@@ -7,10 +7,10 @@ not wait for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvbm.block import BlockKey
+from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.manager.downward import Downward
 from kvbm.manager.pool import SlotPool
@@ -25,7 +25,7 @@ _PENDING_KEYS_MAX = 1 << 22
 class _Requested:
     """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants `tails` too,
     the first of which was found behind them where `taken_up`. Its client says `word`. It is the `tenant`'s, None where
-    nobody knows whose it is."""
+    nobody knows whose it is. Host memory did not have those that were `brought` for it: they may have come since."""
 
     keys: list[BlockKey]
     found: int
@@ -33,6 +33,7 @@ class _Requested:
     taken_up: bool = False
     word: ClientWord | None = None
     tenant: str | None = None
+    brought: frozenset[BlockKey] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,13 @@ class Usage:
         taken_up: bool = False,
         word: ClientWord | None = None,
         tenant: str | None = None,
+        brought: Iterable[BlockKey] = (),
     ) -> None:
         """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants these tails
         of other groups too; the first of them was found behind those blocks where `taken_up`. Its client says `word`.
-        It is the `tenant`'s, None where nobody knows whose it is.
+        It is the `tenant`'s, None where nobody knows whose it is. Those `brought` were only below host memory.
         """
-        self._add(_Requested(keys, found, tails, taken_up, word, tenant))
+        self._add(_Requested(keys, found, tails, taken_up, word, tenant, frozenset(brought)))
 
     def note_stored(self, keys: list[BlockKey], parents: list[BlockKey | None]) -> None:
         """Blocks came into host memory from the device."""
@@ -143,7 +145,10 @@ class Usage:
             return
         if isinstance(news, _Requested):
             for tier in range(len(self._pools())):
-                self._pools()[tier].requested(news.keys, self._clock(), news.word, news.tenant)
+                pool = self._pools()[tier]
+                # Told late, a policy would take blocks that were read meanwhile for hits of its own.
+                brought = news.brought if pool.tier is Tier.HOST else frozenset()
+                pool.requested(news.keys, self._clock(), news.word, news.tenant, brought)
                 for tail in news.tails:
                     self._pools()[tier].requested_tail(tail, self._clock())
                 yield

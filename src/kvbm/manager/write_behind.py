@@ -1,8 +1,9 @@
 """G2 → G4: blocks of host memory go to a shared store in packs, some time after they came.
 
 Requests to a store cost time and money, blocks do not: consecutive blocks of a chain are gathered until a pack is full,
-or has waited for `RemoteRules.linger_s`. What waits is keys, not slots: a block that host memory evicts before its turn
-is skipped and counted, and with it those behind it, which could not be found without it.
+or has waited for `RemoteRules.linger_s`. In host memory that is full, and so evicts, no more than a share of its blocks
+wait: the oldest pack is closed early. What waits is keys, not slots: a block that host memory evicts before its turn is
+skipped and counted, and with it those behind it, which could not be found without it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvbm.policy.contract import offer_all
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import NOWHERE, RemoteTier
+from kvbm.tiers.remote.pack_size import OPEN_SHARE
 
 WAITING_BLOCKS_MAX = 65_536
 LINGER_S = 10.0
@@ -82,6 +84,7 @@ class WriteBehind:
         default_factory=dict, init=False
     )
     _in_flight_blocks: int = field(default=0, init=False)
+    _open_blocks: int = field(default=0, init=False)
 
     @property
     def queued_count(self) -> int:
@@ -126,11 +129,12 @@ class WriteBehind:
         self.committed([keys[i] for i in here], [parents[i] for i in here])
 
     def advance(self) -> bool:
-        """Close packs that have waited long enough, and submit what the store takes. Whether to call it again."""
+        """Close packs that have waited long enough, or wait in too much of host memory, and submit what the store
+        takes. Whether to call it again."""
         now_s = self.clock()
         while self._open:
             pack = next(iter(self._open.values()))
-            if now_s - pack.since_s < self.rules.linger_s:
+            if now_s - pack.since_s < self.rules.linger_s and not self._pressed:
                 break
             self._close(pack)
         if self.tier.fault:
@@ -208,10 +212,17 @@ class WriteBehind:
             pack = _Pack(parent, [], tail, self.clock())
             self._open[id(pack)] = pack
         pack.keys.append(key)
+        self._open_blocks += 1
         self._by_last[key] = pack
         self._on_the_way.add(key)
         if len(pack.keys) >= min(self.tier.store_blocks_max, self._pinned_max):
             self._close(pack)
+
+    @property
+    def _pressed(self) -> bool:
+        """Whether the blocks that wait for the next ones may be evicted meanwhile, and the store is not behind."""
+        waiting_max = max(self.host_pool.free_count, self.host_pool.slot_count // OPEN_SHARE)
+        return self._open_blocks > waiting_max and len(self._ready) < SUBMITTED_AT_ONCE
 
     @property
     def _pinned_max(self) -> int:
@@ -221,6 +232,7 @@ class WriteBehind:
     def _close(self, pack: _Pack) -> None:
         """Nothing more is put into this pack."""
         del self._open[id(pack)], self._by_last[pack.keys[-1]]
+        self._open_blocks -= len(pack.keys)
         self._ready.append(pack)
 
     def _submit(self, pack: _Pack) -> bool:

@@ -54,6 +54,21 @@ REMOTE_METRICS: tuple[Metric, ...] = (
         only_of=REMOTE,
     ),
     Metric(
+        name="kvbm_remote_touched_packs_total",
+        kind=_COUNTER,
+        help="Packs of which this manager told a remote store that they are in use",
+        at_zero=True,
+        only_of=REMOTE,
+    ),
+    Metric(
+        name="kvbm_remote_untold_packs_total",
+        kind=_COUNTER,
+        help="Packs that were found in remote stores without having been told of, as those of a node that was killed "
+        "right after it had written them",
+        at_zero=True,
+        only_of=REMOTE,
+    ),
+    Metric(
         name="kvbm_remote_latency_seconds",
         kind=_GAUGE,
         help="Time from a read's request to its first byte as it is expected now, that of the slowest namespace",

@@ -9,7 +9,7 @@ each knows what it stored itself, and `learn` tells it of more, true or not.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -103,8 +103,10 @@ class FakeRemote:
         """Place and number of blocks of each load that was accepted."""
         self.stores: list[int] = []
         """The number of blocks of each store that was accepted."""
-        self.hedged = self.errors = 0
-        """What it says of reads that were asked twice, and of reads that failed."""
+        self.hedged = self.errors = self.untold = 0
+        """What it says of reads that were asked twice, of reads that failed, and of packs that nobody told of."""
+        self.touched: list[BlockKey] = []
+        """The blocks of which it told the store that they are in use."""
         self._by_hand = by_hand
         self._sealed = sealed
         self._fault = ""
@@ -167,6 +169,11 @@ class FakeRemote:
 
     def tail(self, place: int) -> bool:
         return place in self._tail_places
+
+    def used(self, keys: Sequence[BlockKey], may_tell: Callable[[], bool]) -> None:
+        known = [key for key in keys if key in self._place_of]
+        if known and not self._fault and may_tell():
+            self.touched += known
 
     def submit_load(
         self,
@@ -248,6 +255,8 @@ class FakeRemote:
             "write_errors": 0,
             "latency_s": self.seconds,
             "hedged": self.hedged,
+            "touched": len(self.touched),
+            "untold_packs": self.untold,
             "codec": "none",
         }
 

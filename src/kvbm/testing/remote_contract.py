@@ -260,6 +260,21 @@ class RemoteContract(abc.ABC):
         came, gone = tier.news()
         assert not came and not gone
 
+    def test_what_is_said_to_be_in_use_costs_nothing_that_is_not_allowed(self, tier: RemoteTier) -> None:
+        blocks = chain(0, LENGTH)
+        store(tier, self.layout, blocks)
+        asked = list[bool]()
+
+        def may_not() -> bool:
+            asked.append(True)
+            return False
+
+        for keys in (keys_of(blocks), keys_of(chain(100, 3)), keys_of(blocks)[::-1]):
+            tier.used(keys, may_not)
+        tier.tick()
+        assert len(asked) <= 2 * LENGTH
+        assert load_each(tier, self.layout, keys_of(blocks)) == [Outcome.HIT] * LENGTH
+
     def test_another_node_finds_what_this_one_stored(self, make: Callable[..., RemoteTier]) -> None:
         here, there = make(), make()
         before, after = chain(0, 2), chain(10, 2)

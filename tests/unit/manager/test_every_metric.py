@@ -169,7 +169,7 @@ def test_every_metric_of_a_remote_store_moves(
     store(leader, worker, 5, KEYS[20:22])
     seen |= moved(manager)
     remote.mend()
-    remote.hedged, remote.errors, remote.seconds = 2, 3, 0.05
+    remote.hedged, remote.errors, remote.seconds, remote.untold = 2, 3, 0.05, 1
     seen |= moved(manager)
     assert [message.tiers for message in leader.take()] == [{"host": 16, "remote": NO_COUNT}]
     assert manager.metrics.value("kvbm_remote_hedged_reads_total") == 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import msgspec
 
 from kvbm.settings.parse import GB
-from kvbm.sim.serving.store import POLL_S, StoreRules, StoreUse
+from kvbm.sim.serving.store import POLL_S, SWEEP_S, StoreRules, StoreUse
+from kvbm.tiers.remote.sweep import LISTINGS_A_ROUND, PAGE_NAMES
 
 ASSUMED_STORE_PRICE = 0.02
 ASSUMED_PUT_PRICE = 0.005
@@ -68,7 +71,10 @@ def month_of(use: StoreUse, rules: StoreRules, prices: StorePrices, nodes: int, 
     if rules.size_bytes is not None:
         stored = min(stored, float(rules.size_bytes))
     puts, gets = use.pack_puts * times, use.pack_gets * times
-    told_puts = (use.log_puts + use.touches) * times + nodes * MONTH_S / POLL_S
+    blocks_a_put = use.written_blocks / use.pack_puts if use.pack_puts else 0.0
+    packs = stored / (rules.block_bytes * blocks_a_put) if blocks_a_put else 0.0
+    listings = MONTH_S / POLL_S + MONTH_S / SWEEP_S * min(LISTINGS_A_ROUND, ceil(packs / PAGE_NAMES))
+    told_puts = (use.log_puts + use.touches) * times + nodes * listings
     told_gets = use.log_gets * times
     read_bytes = use.read_blocks * rules.block_bytes * times
     return StoreMonth(
@@ -79,7 +85,7 @@ def month_of(use: StoreUse, rules: StoreRules, prices: StorePrices, nodes: int, 
         gets=gets,
         told_puts=told_puts,
         told_gets=told_gets,
-        blocks_a_put=use.written_blocks / use.pack_puts if use.pack_puts else 0.0,
+        blocks_a_put=blocks_a_put,
         blocks_a_get=use.read_blocks / use.pack_gets if use.pack_gets else 0.0,
         again=use.again / use.written_blocks if use.written_blocks else 0.0,
         storage_cost=stored / GB * prices.per_gb,

@@ -71,7 +71,9 @@ def fleet_replay(
 
     Each node has `host_blocks` blocks of host memory, at least one, under the eviction policy of that name.
     """
-    hosts = [SimulatedTier(host_blocks, make_policy(policy, host_blocks)) for _ in range(node_count)]
+    # Above a store host memory takes every newcomer, as in the manager: it is the way into it.
+    insist = store is not None
+    hosts = [SimulatedTier(host_blocks, make_policy(policy, host_blocks), insist) for _ in range(node_count)]
     fleet = _Fleet(hosts, SimulatedStore(store, hosts) if store is not None else None)
     found = FleetReplay(trace.accesses)
     running: list[tuple[float, int]] = []

@@ -1,8 +1,9 @@
 """A store that several nodes share, below their host memory: packs, what they cost in requests, and when they go.
 
 It does what the manager's remote tier does: admission on each node, consecutive blocks of a chain gathered until a pack
-is full or has waited long enough, blocks that host memory lost meanwhile left out, packs found by other nodes a little
-later, and packs removed by age and size, the least recently used first. Nothing fails, and no transfer takes time.
+is full, has waited long enough or waits in too much of host memory, blocks that host memory lost meanwhile left out,
+packs found by other nodes a little later, packs in use touched now and then, also where host memory has their blocks,
+and packs removed by age and size, the least recently used first. Nothing fails, and no transfer takes time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import (
     LOAD_BYTES_MAX,
+    OPEN_SHARE,
     PACK_BYTES,
     PACK_BYTES_MAX,
     blocks_of_a_load,
@@ -28,7 +30,7 @@ from kvbm.tiers.remote.pack_size import (
     record_bytes,
 )
 
-POLL_S = RemoteOptions().poll_s
+POLL_S, SWEEP_S = RemoteOptions().poll_s, RemoteOptions().sweep_period_s
 LOG_PERIOD_S = 1.0
 KNOWN_AFTER_S = (LOG_PERIOD_S + POLL_S) / 2
 """A node writes down what it has stored once a second, and the others look every few seconds: this long on average."""
@@ -103,14 +105,15 @@ class StoreUse:
 
 @dataclass(slots=True, eq=False)
 class _Pack:
-    """Blocks that are written together. `known_to`: nodes that know of it before `known_s`."""
+    """Blocks that are written together. `known_to`: nodes that know of it before `known_s`. `touched_s`: when each node
+    has touched it."""
 
     blocks: tuple[int, ...]
     put_s: float
     used_s: float
-    touched_s: float
     known_s: float
     known_to: set[int]
+    touched_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +133,7 @@ class _Node:
     open: OrderedDict[int, _Gathering] = field(default_factory=OrderedDict)
     by_last: dict[int, _Gathering] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
+    open_blocks: int = 0
     logged_s: float = -math.inf
 
 
@@ -190,13 +194,17 @@ class SimulatedStore:
                 together = 1
             if pack is not before:
                 pause_s = now_s - pack.used_s
-                self._used(pack, now_s)
+                self._used(number, pack, now_s)
             use.pauses_s.append(pause_s)
             before, position = pack, there
 
     def offered(self, number: int, blocks: Sequence[int], parent: int | None, now_s: float) -> None:
         """Blocks of a chain behind `parent` came into the node's host memory, or were asked for again."""
         node = self._nodes[number]
+        for block in blocks:
+            pack = self._find(number, block, now_s)
+            if pack is not None and self._to_be_touched(number, pack, now_s):
+                self._used(number, pack, now_s)
         new = [
             (block, before)
             for block, before in zip(blocks, (parent, *blocks), strict=False)
@@ -208,6 +216,8 @@ class SimulatedStore:
                 self._gather(number, block, before, now_s)
             else:
                 self.use.refused_blocks += 1
+        while node.open_blocks > max(node.host.free_count, node.host.slot_count // OPEN_SHARE):
+            self._write(number, next(iter(node.open.values())), now_s)
 
     def finish(self, now_s: float) -> None:
         """The run is over: what waits is written, and what lies there is taken to stay until it is old."""
@@ -225,12 +235,16 @@ class SimulatedStore:
                 return pack
         return None
 
-    def _used(self, pack: _Pack, now_s: float) -> None:
+    def _used(self, number: int, pack: _Pack, now_s: float) -> None:
         self._packs.move_to_end(id(pack))
         pack.used_s = now_s
-        if now_s - pack.touched_s >= self.rules.ttl_s / 4:
-            pack.touched_s = now_s
+        if self._to_be_touched(number, pack, now_s):
+            pack.touched_s[number] = now_s
             self.use.touches += 1
+
+    def _to_be_touched(self, number: int, pack: _Pack, now_s: float) -> bool:
+        """Whether the node has not said for long that the pack is in use."""
+        return now_s - pack.touched_s.get(number, pack.put_s) >= self.rules.ttl_s / 4
 
     def _gather(self, number: int, block: int, parent: int | None, now_s: float) -> None:
         node = self._nodes[number]
@@ -239,6 +253,7 @@ class SimulatedStore:
             gathering = _Gathering([], now_s)
             node.open[id(gathering)] = gathering
         gathering.blocks.append(block)
+        node.open_blocks += 1
         node.by_last[block] = gathering
         node.waiting.add(block)
         if len(gathering.blocks) >= self.rules.pack_blocks:
@@ -248,6 +263,7 @@ class SimulatedStore:
         node, use, rules = self._nodes[number], self.use, self.rules
         del node.open[id(gathering)], node.by_last[gathering.blocks[-1]]
         node.waiting.difference_update(gathering.blocks)
+        node.open_blocks -= len(gathering.blocks)
         held = node.host.leading(gathering.blocks)
         use.lost_blocks += len(gathering.blocks) - held
         if not held:
@@ -259,9 +275,9 @@ class SimulatedStore:
             # Its name is that of its blocks: the store refuses it, and the node has learned of it.
             use.existed += 1
             there.known_to.add(number)
-            self._used(there, now_s)
+            self._used(number, there, now_s)
             return
-        pack = _Pack(blocks, now_s, now_s, now_s, now_s + rules.known_after_s, {number})
+        pack = _Pack(blocks, now_s, now_s, now_s + rules.known_after_s, {number})
         self._packs[id(pack)] = self._by_blocks[blocks] = pack
         for block in blocks:
             use.again += block in self._where

@@ -95,6 +95,9 @@ class PeerTier:
     def tail(self, place: int) -> bool:
         return self._known.is_tail(place)
 
+    def used(self, keys: Sequence[BlockKey], may_tell: Callable[[], bool]) -> None:
+        """Nothing: a peer keeps what is in use there."""
+
     def held_elsewhere(self, keys: Sequence[BlockKey]) -> bytes:
         """Whether some peer is believed to hold each block, a byte each: 1 or 0. From memory: about 1 µs a key."""
         return self._known.holds(prints_of(keys))

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome
@@ -105,7 +105,6 @@ class BlobTier:
         self._coding = Coding(options.codec, options.element_bytes, clock)
         shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
         self._loader = Loader(*shared, clock)
-        self._storer = Storer(*shared, self._own_log, self._touch, self._coding, clock)
         self._queue = LearnedQueue(4 * LEARNED_BLOCKS, exchange.signal)
         self._discovery = Discovery(
             part,
@@ -114,6 +113,7 @@ class BlobTier:
             self._queue,
             self._scanners,
             options.catalogue_blocks,
+            options.sweep_period_s,
             clock,
         )
         self.collector = Collector(
@@ -135,6 +135,7 @@ class BlobTier:
             clock,
             jitter,
         )
+        self._storer = Storer(*shared, self._own_log, self._upkeep.touch, self._coding, clock)
         self._watch = JobWatch(
             part.place, options, exchange, health, self._loader.run, self._loads, self._stores, clock
         )
@@ -153,6 +154,14 @@ class BlobTier:
 
     def news(self) -> News:
         return self._catalogue.news()
+
+    def used(self, keys: Sequence[BlockKey], may_tell: Callable[[], bool]) -> None:
+        now_s = self._clock()
+        for name in self._catalogue.used(keys, now_s - self._options.touch_period_s):
+            if self._closed or not self._upkeep.touch_room or not may_tell():
+                return
+            self._catalogue.touched(name, now_s)
+            self._upkeep.touch(name)
 
     # ---- loads and stores
 
@@ -174,7 +183,8 @@ class BlobTier:
         if span is None:
             return Outcome.MISS
         now_s = self._clock()
-        if now_s - self._catalogue.use(span.name, now_s) >= self._options.ttl_s / 4:
+        untold_s = now_s - self._catalogue.use(span.name, now_s)
+        if untold_s >= self._options.touch_period_s and self._upkeep.touch_room:
             self._catalogue.touched(span.name, now_s)
             self._upkeep.touch(span.name)
         self._upkeep.active()
@@ -291,6 +301,7 @@ class BlobTier:
             "deleted_packs": self._loader.deleted,
             "existed": self._storer.existed,
             "touched": upkeep.touched,
+            "untold_packs": self._discovery.untold,
             "log": {
                 "writer": self._own_log.writer,
                 "gaps": self._reader.gaps,
@@ -336,9 +347,6 @@ class BlobTier:
         for shards in buffers:
             assert len(shards) == layout.shard_count, "one buffer per shard"
             assert all(shard.nbytes == layout.slot_bytes for shard in shards), "whole slots, padding included"
-
-    def _touch(self, name: str) -> None:
-        self._upkeep.touch(name)
 
 
 def _store_blocks_max(store: BlobStore, layout: BlockLayout) -> int:

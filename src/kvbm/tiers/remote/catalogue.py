@@ -223,6 +223,17 @@ class Catalogue:
         self._by_number.move_to_end(pack.first // PLACES_PER_PACK)
         return pack.used_s
 
+    def used(self, keys: Sequence[BlockKey], told_s: float) -> list[str]:
+        """These blocks are in use: their packs go last. Those packs of which the store was not told after `told_s`."""
+        places = (place for place in self.places(keys) if place != NOWHERE)
+        untold = list[str]()
+        for number in dict.fromkeys(place // PLACES_PER_PACK for place in places):
+            self._by_number.move_to_end(number)
+            pack = self._by_number[number]
+            if pack.used_s <= told_s:
+                untold.append(pack.name)
+        return untold
+
     def touched(self, name: str, now_s: float) -> None:
         """The store was told of its use."""
         pack = self._by_name.get(name)

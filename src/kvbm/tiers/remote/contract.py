@@ -16,7 +16,7 @@ Guarantees that every tier gives, checked by `kvbm.testing.remote_contract`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvbm.block import BlockKey, Outcome
@@ -64,6 +64,13 @@ class RemoteTier(Protocol):
 
     def tail(self, place: int) -> bool:
         """Whether the block there was stored as one of a tail (see `submit_store`)."""
+
+    def used(self, keys: Sequence[BlockKey], may_tell: Callable[[], bool]) -> None:
+        """These blocks were found above the tier, and may lie in it too: what is in use shall stay there.
+
+        The tier tells the store so now and then, later and not for every call. Each telling costs a request, for which
+        it asks `may_tell` first; False: not now, the next use asks again.
+        """
 
     def submit_load(
         self,

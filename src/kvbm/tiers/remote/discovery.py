@@ -1,4 +1,5 @@
-"""How a node learns of the packs of others: their logs again and again, all packs at the start and after a gap.
+"""How a node learns of the packs of others: their logs again and again, all packs at the start and after a gap, and
+now and then a part of the packs, for those that no log told of (see `sweep`).
 
 It runs in a thread of its own; what it learns waits in a bounded queue for the owner thread. Ages are by the store's
 clock alone.
@@ -10,7 +11,7 @@ import heapq
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from kvbm.tiers.remote.shared_log import (
     decode_segment,
     is_pack_name,
 )
+from kvbm.tiers.remote.sweep import READS_A_ROUND, Sweep
 from kvbm.tiers.remote.workers import Workers
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
@@ -108,9 +110,12 @@ class Discovery:
         queue: LearnedQueue,
         scanners: Workers,
         blocks_max: int,
+        sweep_period_s: float,
         clock: Clock,
     ) -> None:
         self._store = store
+        self._sweep = Sweep(sweep_period_s)
+        self._listed = 0
         self._reader = reader
         self._knows = knows
         self._queue = queue
@@ -124,6 +129,8 @@ class Discovery:
         """How often all packs were listed."""
         self.foreign = 0
         """So many blobs were no packs of ours in the last of these listings."""
+        self.untold = 0
+        """So many packs no log had told of, though their writers had the time."""
 
     @property
     def complete(self) -> bool:
@@ -140,6 +147,8 @@ class Discovery:
             new_s = 0.0 if before_s is None else begun_s - before_s + NEW_MARGIN_S
             found |= self._scan(told, new_s)
             self._scan_wanted = False
+        elif self._sweep.due(begun_s):
+            found |= self._sweep_some(told)
         self._looked_s = begun_s
         return found
 
@@ -176,8 +185,10 @@ class Discovery:
         """
         self.scans += 1
         store_now_s, now_s = self._store.now_s(), self._clock()
-        blocks = 0
-        for chunk in _chunks(self._newest(told)):
+        blocks, self.foreign = 0, 0
+        newest = _newest(self._unknown(PACK_PREFIX, told), SCAN_PACKS_MAX)
+        self._sweep.listed_all(self._listed, now_s, store_now_s)
+        for chunk in _chunks(newest):
             for info, entry in zip(chunk, self._read_ends([info.name for info in chunk]), strict=True):
                 if entry is None:
                     self.foreign += 1
@@ -189,6 +200,33 @@ class Discovery:
             if blocks >= self._blocks_max:
                 break
         return blocks > 0
+
+    def _sweep_some(self, told: Container[str]) -> bool:
+        """Learn of packs in a part of the store that no log told of in time; whether there were any."""
+        store_now_s, now_s = self._store.now_s(), self._clock()
+        parts = self._sweep.begin(now_s, store_now_s)
+        unknown, names, self.foreign = list[BlobInfo](), 0, 0
+        for part in parts:
+            new = (
+                info
+                for info in self._unknown(part.prefix, told)
+                if part.since_s < info.modified_s <= part.until_s
+            )
+            unknown = _newest([*unknown, *new], READS_A_ROUND)
+            names += self._listed
+        found = False
+        for chunk in _chunks(unknown):
+            for info, entry in zip(chunk, self._read_ends([info.name for info in chunk]), strict=True):
+                if entry is None:
+                    continue
+                self.untold += 1
+                found = True
+                if not self._queue.put(
+                    Learned(entry, now_s - max(0.0, store_now_s - info.modified_s), False)
+                ):
+                    return True
+        self._sweep.end(parts, names)
+        return found
 
     def _read_ends(self, names: Sequence[str]) -> list[PackEntry | None]:
         """What these packs say of themselves, several asked at once. Raises the first StoreError."""
@@ -221,16 +259,19 @@ class Discovery:
             entries.append(entry)
         return entries
 
-    def _newest(self, told: Container[str]) -> list[BlobInfo]:
-        self.foreign = 0
-        return heapq.nlargest(SCAN_PACKS_MAX, self._unknown(told), key=lambda info: info.modified_s)
-
-    def _unknown(self, told: Container[str]) -> Iterator[BlobInfo]:
-        for info in self._store.listing(PACK_PREFIX):
+    def _unknown(self, prefix: str, told: Container[str]) -> Iterator[BlobInfo]:
+        """List a part of the packs; `_listed` counts the names."""
+        self._listed = 0
+        for info in self._store.listing(prefix):
+            self._listed += 1
             if not is_pack_name(info.name):
                 self.foreign += 1
             elif info.name not in told and not self._knows(info.name):
                 yield info
+
+
+def _newest(infos: Iterable[BlobInfo], count: int) -> list[BlobInfo]:
+    return heapq.nlargest(count, infos, key=lambda info: info.modified_s)
 
 
 def _chunks(infos: Sequence[BlobInfo]) -> Iterator[Sequence[BlobInfo]]:

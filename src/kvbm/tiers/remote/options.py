@@ -22,6 +22,8 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How often the other nodes' logs are listed while anything changes or is loaded."""
     poll_max_s: float = 60.0
     """How often at least."""
+    sweep_period_s: float = 600.0
+    """How often a part of the packs is listed, for those that their writers could not tell of."""
     scan_threads: int = 4
     """So many packs' ends are read at once when all packs are listed."""
     catalogue_blocks: int = 1 << 20
@@ -39,9 +41,15 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """All packs of the store together shall not take more: the least recently used are removed. None: no bound."""
     collect_period_s: float = 1800.0
 
+    @property
+    def touch_period_s(self) -> float:
+        """The store is told of a pack's use so often at most: three times that may fail, and it stays."""
+        return self.ttl_s / 4
+
     def __post_init__(self) -> None:
         for name in ("load_threads", "store_threads", "pending_limit", "scan_threads", "catalogue_blocks"):
             assert getattr(self, name) > 0, f"{name} is at least 1"
-        for name in ("load_deadline_s", "store_deadline_s", "poll_s", "ttl_s", "collect_period_s"):
+        deadlines = ("load_deadline_s", "store_deadline_s")
+        for name in (*deadlines, "poll_s", "sweep_period_s", "ttl_s", "collect_period_s"):
             assert getattr(self, name) > 0.0, f"{name} is above 0"
         assert self.poll_max_s >= self.poll_s

@@ -1,4 +1,4 @@
-"""How many blocks travel together: in a pack, which is one write, and in one read of a part of it."""
+"""How many blocks travel together: in a pack, which is one write, and in one read of a part of it; how many wait."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ PACK_BYTES_MAX = 64 << 20
 PACK_BLOCKS = 16
 """A pack has so many blocks even if they are more than `PACK_BYTES`, but is never above `PACK_BYTES_MAX`."""
 PACK_BLOCKS_MAX = 1024
+OPEN_SHARE = 8
+"""One part in this many of host memory may wait for the next blocks of its chains once there is nothing free."""
 _RECORD_EXTRA = 8 << 10
 
 

@@ -89,7 +89,8 @@ class Storer:
         if created:
             in_time = not self._exchange.over(job)
             self._health.write_took(entry.size, self._clock() - begun_s, in_time)
-            self._own_log.add(entry)
+        if created or not self._catalogue.knows(entry.name):
+            self._own_log.add(entry)  # also for another node that was killed before it could tell
         keys = [head.key for head in job.blocks]
         learn = partial(self._catalogue.add, entry, self._clock(), keys)
         known = partial(self._effects.append, learn)

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable
+from itertools import islice
 
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import BlobStore, StoreError
@@ -26,12 +27,14 @@ log = logging.getLogger("kvbm.tiers.remote.tier")
 
 LOG_PERIOD_S = 1.0
 TOUCHES_MAX = 1024
+TOUCHES_AT_ONCE = 32
+"""So many packs are touched in a `LOG_PERIOD_S`: our log waits for no more of them."""
 PROBE_BYTES = 1 << 20
 PROBE_READS = 3
 
 
 class Upkeep:
-    """Everything but `tick`, `touch` and `loaded` may be called by any thread; these belong to the owner."""
+    """Everything but `tick`, `active` and `touch_room` may be called by any thread; these belong to the owner."""
 
     def __init__(
         self,
@@ -94,6 +97,11 @@ class Upkeep:
     def active(self) -> None:
         """Blocks are loaded or stored: look more often again."""
         self._active = True
+
+    @property
+    def touch_room(self) -> bool:
+        """Whether another pack can wait to be touched."""
+        return len(self._touches) < TOUCHES_MAX
 
     def touch(self, name: str) -> None:
         """Tell the store, soon, that this pack is in use."""
@@ -174,8 +182,10 @@ class Upkeep:
         except StoreError as error:
             self._health.write_failed(error)
         with self._touch_lock:
-            names, self._touches = list(self._touches), {}
-        self._touch_all(names)
+            due = list(islice(self._touches, TOUCHES_AT_ONCE))
+            for pack in due:
+                del self._touches[pack]
+        self._touch_all(due)
 
     def _touch_all(self, names: Iterable[str]) -> None:
         for name in names:

@@ -15,7 +15,7 @@ from kvbm.sim.plan.planning import HOST_SPAN, STAGING_BYTES, Question
 from kvbm.sim.plan.store_prices import MONTH_S, StorePrices, month_of
 from kvbm.sim.plan.stores import DISK, HOST, STORE, StoreAnswer, StoreQuestion, Way, answer_stores
 from kvbm.sim.replay.fleet import fleet_replay, routed
-from kvbm.sim.serving.store import POLL_S, StoreRules, StoreUse
+from kvbm.sim.serving.store import POLL_S, SWEEP_S, StoreRules, StoreUse
 from kvbm.sim.traces.synthetic import ChatShape, chats
 
 LIMIT = 300
@@ -66,7 +66,7 @@ def test_a_month_by_hand() -> None:
     assert month.stored_bytes == 2 * GB
     assert (month.written_bytes, month.read_bytes) == (43_200 * GB, 21_600 * GB)
     assert (month.puts, month.gets) == (14_400, 7_200)
-    assert month.told_puts == 720 * 6 + 2 * MONTH_S / POLL_S
+    assert month.told_puts == 720 * 6 + 2 * MONTH_S * (1 / POLL_S + 1 / SWEEP_S)
     assert month.told_gets == 7_200
     assert (month.blocks_a_put, month.blocks_a_get, month.again) == (3.0, 3.0, 0.1)
     assert month.storage_cost == pytest.approx(0.2)

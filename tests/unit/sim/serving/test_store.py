@@ -133,6 +133,27 @@ def test_packs_go_when_nobody_has_used_them_for_the_ttl() -> None:
     assert nodes.use.removed_blocks == 6
 
 
+def test_what_is_hit_in_host_memory_is_touched_now_and_then() -> None:
+    nodes = Nodes()
+    nodes.compute(0, CHAIN[:3], 0.0)
+    nodes.compute(1, [5, 6, 7], 0.0)
+    for now_s in range(5, 300, 5):
+        nodes.store.advance(float(now_s))
+        nodes.store.offered(0, CHAIN[:3], None, float(now_s))
+    assert nodes.known(0, 299.0) == CHAIN[:3]
+    assert nodes.use.touches == 11, "once in a quarter of the TTL"
+    assert nodes.known(0, 399.0) == []
+
+
+def test_what_waits_in_full_host_memory_is_written_before_it_goes() -> None:
+    nodes = Nodes(nodes=1)
+    for number in range(20):
+        nodes.compute(0, [100 + number], number / 10)
+    nodes.store.finish(2.0)
+    assert (nodes.use.written_blocks, nodes.use.lost_blocks) == (20, 0)
+    assert nodes.use.pack_puts == 20
+
+
 def test_the_least_recently_used_packs_make_room() -> None:
     nodes = Nodes(replace(RULES, size_bytes=7000))
     nodes.compute(0, [0, 1, 2], 1.0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvbm.block import Outcome
+from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs
 from kvbm.testing.remote_contract import (
     chain,
     keys_of,
@@ -14,9 +15,11 @@ from kvbm.testing.remote_contract import (
     store,
 )
 from kvbm.testing.tier_contract import LAYOUT
+from kvbm.tiers.contract import BlockHead
+from kvbm.tiers.remote.blob_tier import BlobTier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.prefixed import PrefixedBlobs
-from rigs.remote_nodes import WAIT_S, Nodes
+from rigs.remote_nodes import PREFIX, WAIT_S, Nodes
 
 
 @pytest.fixture
@@ -73,6 +76,85 @@ def test_a_new_node_reads_the_ends_of_the_newest_packs_first(nodes: Nodes) -> No
     known = [first for first in range(0, 60, 2) if there.places(keys_of(chain(first, 2)))[0] != NOWHERE]
     assert known == list(range(40, 60, 2))
     assert load_each(there, LAYOUT, keys_of(chain(40, 20))) == [Outcome.HIT] * 20
+
+
+def untold(nodes: Nodes, *blocks: list[BlockHead]) -> None:
+    """Another node writes these packs, and nothing of what it notes in its log ever arrives."""
+    rule = BlobRule(fault=BlobFault.LOST, operation="put", name="/log/")
+    node = nodes.make(FaultyBlobs(nodes.blobs, rule))
+    for each in blocks:
+        store(node, LAYOUT, each)
+    nodes.pass_on(node, seconds=1.0)
+
+
+def requests_of(nodes: Nodes, seconds: float, *looking: BlobTier) -> dict[str, int]:
+    """What a minute after another costs these nodes."""
+    before = nodes.blobs.requests()
+    for _ in range(int(seconds / 60.0)):
+        nodes.pass_on(*looking)
+    after = nodes.blobs.requests()
+    return {kind: after[kind] - before[kind] for kind in after}
+
+
+def test_a_pack_that_no_log_tells_of_is_found_in_a_round(nodes: Nodes) -> None:
+    here = nodes.make(sweep_period_s=600.0)
+    untold(nodes, chain(0, 4))
+    (listings,) = {requests_of(nodes, 540.0, here)["list"]}
+    assert here.places(keys_of(chain(0, 4)))[0] == NOWHERE
+    assert requests_of(nodes, 120.0, here)["get"] == 1
+    assert load_each(here, LAYOUT, keys_of(chain(0, 4))) == [Outcome.HIT] * 4
+    assert here.describe()["untold_packs"] == 1
+    # Rounds go on, and read nothing twice. Each costs one listing beside those of the logs.
+    quiet = requests_of(nodes, 3600.0, here)
+    assert quiet["get"] == 0
+    assert quiet["list"] <= 60 + 6
+    assert listings <= 9
+
+
+def test_what_a_log_tells_in_time_is_not_read_by_a_round(nodes: Nodes) -> None:
+    here, there = nodes.make(), nodes.make()
+    store(there, LAYOUT, chain(0, 2))
+    spent = requests_of(nodes, 3600.0, here, there)
+    assert NOWHERE not in here.places(keys_of(chain(0, 2)))
+    assert spent["get"] == 1, "the segment of the log"
+    assert here.describe()["untold_packs"] == 0
+
+
+def test_a_round_leaves_alone_what_is_young_or_was_looked_at(nodes: Nodes) -> None:
+    here = nodes.make(sweep_period_s=600.0)
+    nodes.clock.advance(570.0)
+    untold(nodes, chain(0, 2))
+    nodes.blobs.put(f"{PREFIX}packs/00/{'0' * 40}", [b"no pack of ours"])
+    before = nodes.blobs.requests()["get"]
+    nodes.pass_on(here, seconds=50.0)
+    assert nodes.blobs.requests()["get"] == before, "its log may still tell"
+    assert requests_of(nodes, 7200.0, here)["get"] <= 3
+    assert NOWHERE not in here.places(keys_of(chain(0, 2)))
+
+
+def test_a_pack_that_was_left_untold_goes_like_every_other(nodes: Nodes) -> None:
+    """It is collected when nobody used it for long, also where no node ever found it."""
+    untold(nodes, chain(0, 2))
+    node = nodes.make(ttl_s=5000.0, collect_period_s=1000.0, collect=True, sweep_period_s=1e9)
+    nodes.clock.advance(4000.0)
+    node.collector.run(in_turn=False)
+    assert len(nodes.packs()) == 1
+    nodes.clock.advance(1100.0)
+    node.collector.run(in_turn=False)
+    assert nodes.packs() == []
+    assert load_each(node, LAYOUT, keys_of(chain(0, 2))) == [Outcome.MISS] * 2
+
+
+def test_who_finds_its_own_pack_there_tells_of_it(nodes: Nodes) -> None:
+    """Whoever wrote it may have been killed before it told."""
+    here, there = nodes.make(sweep_period_s=1e9), nodes.make(sweep_period_s=1e9)
+    untold(nodes, chain(0, 2))
+    nodes.pass_on(here, there)
+    store(here, LAYOUT, chain(0, 2))
+    assert here.describe()["existed"] == 1
+    nodes.pass_on(here, there)
+    nodes.pass_on(there)
+    assert NOWHERE not in there.places(keys_of(chain(0, 2)))
 
 
 def test_a_quiet_node_looks_less_often(nodes: Nodes) -> None:

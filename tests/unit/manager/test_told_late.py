@@ -1,0 +1,53 @@
+"""Policies learn of a request after its answer, and of the same request the same, however late that is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import pytest
+
+from kvbm.block import NO_SLOT, Tier
+from kvbm.testing.fake_remote import FakeStore
+from rigs.remote import RemoteBench
+from rigs.space import KEYS, LAYOUT, ME
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("below", [Tier.DISK, Tier.REMOTE])
+def test_what_was_read_for_a_request_is_no_hit_of_host_memory(below: Tier, late: bool) -> None:
+    """A policy that compares its hits with another's would take the reads for its own."""
+    bench = RemoteBench(FakeStore(LAYOUT), disk_slots=16 if below is Tier.DISK else 0)
+    bench.shares(KEYS[:6])
+    bench.space.clear("host")
+    bench.compute(KEYS[:2])
+    bench.settle()
+    heard = list[list[int]]()
+    policy = bench.space.host_pool.policy
+    inner = policy.requested
+
+    def requested(keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
+        heard.append(list(slots))
+        inner(keys, slots, now_s)
+
+    policy.requested = requested  # type: ignore[method-assign]
+    lease = bench.space.lookup(ME, 1, KEYS[:8], 0)
+    assert lease is not None
+    assert bytes(lease.sources) == bytes((Tier.HOST,)) * 2 + bytes((below,)) * 4
+    if late:
+        bench.space.below.advance()
+        while bench.remote.release() + (bench.disk.release() if bench.disk is not None else 0):
+            bench.space.below.collect()
+            bench.space.below.advance()
+        assert lease.ready == 6, "all reads have ended, and the policy has not heard of the request"
+    assert heard == []
+    while bench.space.tell_policies():
+        pass
+    assert heard == [[*lease.slots[:2], *[NO_SLOT] * 6]]
+    bench.settle()
+    assert (lease.ready, bench.right(lease)) == (6, True)
+    # The next request finds them all.
+    bench.space.lookup(ME, 2, KEYS[:8], 0)
+    while bench.space.tell_policies():
+        pass
+    assert heard[1][:6] == lease.slots
+    bench.close()
