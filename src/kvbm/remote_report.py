@@ -17,7 +17,7 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     breakers. This manager knows of `blocks` in `packs`, of at most `blocks_max`, and of all that lie there once it is
     `complete`. `requests` counts by kind since the start, as stores bill them; `hedged` reads were asked twice. So many
     blocks wait or are under way to it (`down_blocks`) and from it (`up_blocks`); where nothing is written, `writes` is
-    false.
+    false. `links` counts the nodes that are read from, by how the last block came from each: `tcp` or `nixl`.
     """
 
     name: str = ""
@@ -46,6 +46,7 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     write_bytes_per_s: float = 0.0
     codec: str = ""
     collect_error: str = ""
+    links: dict[str, int] = {}
 
     @property
     def shown(self) -> str:

@@ -72,7 +72,7 @@ class PeerServer:
         """For operators."""
         with self._lock:
             readers = [connection.describe() for connection in self._connections]
-        return {"port": self.port, "tls": self._house.tls is not None, "readers": readers, **self.counts}
+        return {"port": self.port, "tls": self._house.tls is not None, **self.counts, "readers": readers}
 
     def close(self) -> None:
         """Let nobody in any more and end all connections. The loop takes no part: `Lending.close` comes after it."""

@@ -267,7 +267,7 @@ class PeerTier:
             "blocks": len(self._known),
             "pending": self._pending,
             "tls": self._tls is not None,
-            "links": transports,
+            "links": dict(transports),
             "notes": self._notes(transports),
             "peers": links,
         }
