@@ -88,7 +88,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "tcp", "nixl"],
         Setting("DYN_KVBM_FLEET_TRANSPORT", "--fleet-transport", ours=True, needs="fleet"),
         "how blocks come from other nodes: `tcp`, over the connection, or `nixl`, by NIXL (RDMA), which does not "
-        "encrypt. `auto` is `nixl` where NIXL is installed, the machine has an RDMA device and `fleet_certs` is not set",
+        "encrypt. `auto` is `nixl` where NIXL is installed, there is an RDMA device, and `fleet_certs` is not set",
     ] = "auto"
     fleet_share: Annotated[
         float,
