@@ -63,7 +63,10 @@ class ModelAgent:
         return json.dumps([self.name, registration]).encode()
 
     def meet(self, metadata: bytes) -> str:
-        name, (address, size) = json.loads(metadata)
+        try:
+            name, (address, size) = json.loads(metadata)
+        except ValueError as error:
+            raise OSError(f"no metadata: {error}") from None
         self.known[name] = address, size
         return str(name)
 

@@ -378,10 +378,10 @@ class PeerLink:
     def _arrived(self, arrival: Arrival) -> None:
         self._arrival = None
         end, head = arrival.end(), arrival.head
-        self._ended(head.ask, arrival.load, head.index, end)
         self.transport = "nixl" if arrival.moved else "tcp"
+        self.counts["moved"] += arrival.moved and end.outcome is Outcome.HIT
+        self._ended(head.ask, arrival.load, head.index, end)
         if end.outcome is Outcome.HIT:
-            self.counts["moved"] += arrival.moved
             self._waits.succeeded()
         if end.corrupt:
             self._lies += 1
