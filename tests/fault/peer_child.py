@@ -1,4 +1,4 @@
-"""A lender in a process of its own: `peer_child.py HOST PORT FILE [nixl]`. FILE gets the port when blocks can be had."""
+"""A lender in its own process: `peer_child.py HOST PORT FILE [nixl]`. FILE gets the port once blocks can be had."""
 
 from __future__ import annotations
 

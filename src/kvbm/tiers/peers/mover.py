@@ -42,6 +42,7 @@ WRITE_S = 1.0
 START_S = 60.0
 PING_S = 5.0
 GONE_S = 15.0
+END_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 STEADY_S = 120.0
 """A mover that ran so long makes up for those that ended before it."""
@@ -126,8 +127,9 @@ class Mover:
         """End it."""
         self._closing.set()
         os.eventfd_write(self._event, 1)
-        self._thread.join()
-        os.close(self._event)
+        self._thread.join(END_S)
+        if not self._thread.is_alive():  # else the kernel does not let the child go yet
+            os.close(self._event)
 
     # ---- the thread
 

@@ -42,7 +42,8 @@ from kvbm.tiers.peers.mover_wire import (
 )
 from kvbm.tiers.peers.wire import one_line
 
-CHANNELS_MAX = 512
+CHANNELS_MAX = 256
+"""Each has some descriptors of its own, and a process may have a thousand."""
 STUCK_MAX = 8
 """So many transfers that do not end: the mover ends instead, and all of them with it."""
 _SOON_S = 0.00005
