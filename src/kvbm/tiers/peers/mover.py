@@ -54,9 +54,11 @@ _RDMA_DEVICES = "/sys/class/infiniband"
 class Child(Protocol):
     """A process that runs, as `subprocess.Popen` has it."""
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End it now."""
 
-    def wait(self) -> int: ...
+    def wait(self) -> int:
+        """Its status, once it has ended; the number of the signal that ended it, less than 0."""
 
 
 def rdma_devices() -> list[str]:
