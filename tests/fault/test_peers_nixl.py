@@ -243,7 +243,8 @@ def test_a_lender_is_killed_in_mid_read(tmp_path: Path) -> None:
 
 
 @needs_nixl
-def test_a_mover_ends_with_its_manager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_a_mover_ends_with_its_manager(tmp_path: Path, stopped: bool) -> None:
     program = (
         "import sys, time; from kvbm.tiers.peers.mover import Mover\n"
         "if __name__ == '__main__':\n"
@@ -259,6 +260,8 @@ def test_a_mover_ends_with_its_manager(tmp_path: Path) -> None:
         assert manager.stdout is not None
         pid = int(manager.stdout.readline())
         assert is_there(pid)
+        if stopped:  # as if in a call that does not return
+            os.kill(pid, signal.SIGSTOP)
         manager.kill()
     wait_until(lambda: not is_there(pid), "the mover has ended")
 

@@ -11,7 +11,17 @@ import pytest
 from kvbm.block import Outcome
 from kvbm.hashing import split_keys
 from kvbm.tiers.contract import Completion
-from kvbm.tiers.peers.wire import NO_PLACE, WIRE_VERSION, Ask, Greeting, Offer, Welcome, framed, joined_places
+from kvbm.tiers.peers.wire import (
+    NO_PLACE,
+    WIRE_VERSION,
+    Ask,
+    Beat,
+    Greeting,
+    Offer,
+    Welcome,
+    framed,
+    joined_places,
+)
 from rigs.lying_peer import LyingPeer, block, head
 from rigs.movers import ModelNetwork, model_mover, moves
 from rigs.peers import (
@@ -200,22 +210,21 @@ def test_a_reader_that_offers_nonsense_is_sent_away(
             mover.close()
 
 
-@pytest.mark.parametrize(
-    "useless",
-    [
-        offer(place_bytes=LAYOUT.block_bytes - 1),
-        offer(metadata=b"no metadata"),
-        offer(number=2),
-    ],
-    ids=["places too small", "metadata of nobody", "another offer than is asked for"],
-)
-def test_an_offer_of_no_use_leaves_blocks_to_the_connection(network: ModelNetwork, useless: Offer) -> None:
+def test_places_of_another_offer_are_not_used(network: ModelNetwork) -> None:
     mover = model_mover(network)
     lender = LendingNode(mover=mover)
     lender.store(KEYS)
     try:
         with greeted(lender) as reader:
-            reader.sendall(framed(useless) + framed(ask(joined_places((0, NO_PLACE)))))
+            reader.sendall(framed(offer(number=2)))
+
+            def known() -> bool:
+                reader.sendall(framed(Beat()))
+                (each,) = lender.server.describe()["readers"]  # type: ignore[misc]
+                return each["transport"] == "nixl"  # type: ignore[no-any-return]
+
+            wait_until(known)
+            reader.sendall(framed(ask(joined_places((0, NO_PLACE)))))
             wait_until(lambda: lender.server.counts["blocks"] == 2)
             assert lender.server.counts["moved"] == network.writes == 0
     finally:

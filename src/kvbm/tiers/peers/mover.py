@@ -127,6 +127,8 @@ class Mover:
 
     def close(self) -> None:
         """End it."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         os.eventfd_write(self._event, 1)
         self._thread.join(END_S)
