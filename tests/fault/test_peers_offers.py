@@ -12,7 +12,6 @@ from kvbm.block import Outcome
 from kvbm.hashing import split_keys
 from kvbm.tiers.contract import Completion
 from kvbm.tiers.peers.wire import (
-    NO_PLACE,
     WIRE_VERSION,
     Ask,
     Beat,
@@ -210,21 +209,31 @@ def test_a_reader_that_offers_nonsense_is_sent_away(
             mover.close()
 
 
-def test_places_of_another_offer_are_not_used(network: ModelNetwork) -> None:
+@pytest.mark.parametrize("asked_before", [False, True], ids=["after the offer", "before the offer"])
+def test_places_of_another_offer_are_not_used(network: ModelNetwork, asked_before: bool) -> None:
     mover = model_mover(network)
     lender = LendingNode(mover=mover)
     lender.store(KEYS)
     try:
         with greeted(lender) as reader:
-            reader.sendall(framed(offer(number=2)))
 
-            def known() -> bool:
-                reader.sendall(framed(Beat()))
-                (each,) = lender.server.describe()["readers"]  # type: ignore[misc]
-                return each["transport"] == "nixl"  # type: ignore[no-any-return]
+            def known(number: int) -> bool:
+                reader.sendall(framed(Beat()))  # its thread looks at its mover
+                (connection,) = lender.server._connections
+                moving = connection._sending.moving
+                return moving is not None and moving.ready and moving.offer.number == number
 
-            wait_until(known)
-            reader.sendall(framed(ask(joined_places((0, NO_PLACE)))))
+            def offers(number: int) -> None:
+                reader.sendall(framed(offer(number=number)))
+                wait_until(lambda: known(number))
+
+            with lender.hold():
+                offers(1)
+                if not asked_before:
+                    offers(2)
+                reader.sendall(framed(ask(joined_places((0, 1)))))
+                if asked_before:
+                    offers(2)
             wait_until(lambda: lender.server.counts["blocks"] == 2)
             assert lender.server.counts["moved"] == network.writes == 0
     finally:
