@@ -129,10 +129,9 @@ def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
         )
         metrics.set("kvbm_remote_breakers", reading, operation="read", state=state)
         metrics.set("kvbm_remote_breakers", writing, operation="write", state=state)
-    if any(report.name == "peers" for report in reports):
-        for transport in TRANSPORTS:
-            links = sum(report.links.get(transport, 0) for report in reports)
-            metrics.set("kvbm_peer_links", links, transport=transport)
+    for transport in TRANSPORTS:
+        links = sum(report.links.get(transport, 0) for report in reports)
+        metrics.set("kvbm_peer_links", links, transport=transport)
     for codec in CODECS:
         # A codec's name may go on with its parameters.
         used = any(report.codec.partition("-")[0] == codec for report in reports)
