@@ -263,7 +263,11 @@ def test_a_mover_ends_with_its_manager(tmp_path: Path, stopped: bool) -> None:
         if stopped:  # as if in a call that does not return
             os.kill(pid, signal.SIGSTOP)
         manager.kill()
-    wait_until(lambda: not is_there(pid), "the mover has ended")
+    try:
+        wait_until(lambda: not is_there(pid), "the mover has ended")
+    finally:
+        if is_there(pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_there(pid: int) -> bool:
