@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvbm.block import Outcome
+from kvbm.block import BlockKey, Outcome
 from kvbm.clock import ManualClock
 from kvbm.tiers.contract import Completion
 from kvbm.tiers.peers.mover import Mover
@@ -69,12 +69,14 @@ class Pair:
         self.reads.close()
 
 
-def right(completion: Completion, targets: Targets, must_hit: bool = False) -> None:
+def right(
+    completion: Completion, targets: Targets, must_hit: bool = False, keys: Sequence[BlockKey] = KEYS
+) -> None:
     """Whatever is a hit has the right bytes."""
     for index, end in enumerate(completion.blocks):
         assert end.outcome is Outcome.HIT or not must_hit, end
         if end.outcome is Outcome.HIT:
-            assert targets.block(index) == content(KEYS[index])
+            assert targets.block(index) == content(keys[index])
 
 
 @pytest.fixture
@@ -197,8 +199,8 @@ def test_too_many_writes_that_do_not_end_end_the_mover(network: ModelNetwork) ->
         reads.close()
 
 
+@needs_nixl
 def test_a_lender_is_killed_in_mid_read(tmp_path: Path) -> None:
-    pytest.importorskip("nixl_cu12", reason="NIXL is not installed (pip install --no-deps nixl-cu12)")
     big = type(LAYOUT)(block_tokens=4, shard_bytes=4 << 20)
     keys = keys_of(8)
     told = tmp_path / "port"
@@ -287,6 +289,9 @@ def test_wrong_bytes_in_the_readers_memory_are_a_counted_miss(model: Pair, netwo
     assert completion.outcome is Outcome.MISS and completion.corrupt
     assert model.peer()["corrupt"] == 1
     assert not knows(model.tier, KEYS[:1]), "it is not asked for again"
+    right(*model.loads.load(KEYS[1:5]), must_hit=True, keys=KEYS[1:5])
+    assert model.peer()["corrupt"] == 1, "the mover is not trusted any more on this connection"
+    assert model.peer()["transport"] == "tcp"
 
 
 @needs_nixl

@@ -71,11 +71,14 @@ class ModelAgent:
         return str(name)
 
     def forget(self, name: str) -> None:
-        del self.known[name]
+        if self.known.pop(name, None) is None:
+            raise OSError("not known")
 
     def begin(self, spans: Sequence[Span], name: str) -> object:
-        address, size = self.known[name]
         network = self.network
+        if name not in self.known:
+            raise OSError("not known")
+        address, size = self.known[name]
         network.writes += 1
         if network.refuse:
             raise OSError("the other end is gone")

@@ -217,7 +217,7 @@ class PeerConnection:
                 self._refuse(str(refusal))
                 more = False
             blocked = self._send(stream)
-            if self._refusing and not blocked:
+            if self._refusing and self._sending.quiet:
                 raise LinkEnded("refused")
             seconds = 0.0 if more else self._next_due_s()
             listening = 0 if self._refusing else select.POLLIN

@@ -45,6 +45,13 @@ class Landings:
         """The lender takes offers."""
         self._allowed = self._mover is not None and self._places > 0
 
+    def distrust(self) -> None:
+        """What lay there was not what the lender sealed: no more of it on this connection."""
+        self._allowed = False
+        if self._now is not None:
+            log.warning("NIXL brought other bytes than were sent: blocks of this node come over TCP now")
+            self._lose(self._now)
+
     def fileno(self) -> int:
         """Readable when `turn` has something to do; -1 where there is nothing to wait for."""
         landing = self._now

@@ -117,7 +117,7 @@ class Mover:
                 if self._control is None:
                     raise OSError("no mover runs")
                 message = packet(Open(size=staging.size, lands=lands))
-                socket.send_fds(self._control, [message], [theirs.fileno(), staging.fd], socket.MSG_DONTWAIT)
+                socket.send_fds(self._control, [message], [theirs.fileno(), staging.fd])
         except OSError:
             ours.close()
             raise
@@ -160,6 +160,7 @@ class Mover:
     def _keep(self) -> tuple[str, bool]:
         """Start a mover and stay with it until it ends: why, and whether another would fare no better."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)  # nobody waits for a mover that takes no more
         with control:
             with theirs:
                 self.child = child = self._start(theirs)
@@ -203,7 +204,7 @@ class Mover:
                 if now_s - heard_s >= (GONE_S if self.running else START_S):
                     return f"its process said nothing for {now_s - heard_s:.0f} s", False
                 with contextlib.suppress(OSError):
-                    control.send(packet(Ping()), socket.MSG_DONTWAIT)
+                    control.send(packet(Ping()))
         return "it was ended", False
 
     def _is_ready(self, control: socket.socket) -> None:

@@ -120,7 +120,8 @@ class _Memory:
         """Nothing is under way."""
         self.connection.close()
         if self._peer:
-            self.agent.forget(self._peer)
+            with contextlib.suppress(OSError):  # it was forgotten with another channel
+                self.agent.forget(self._peer)
         self.agent.deregister(self._registration)
         if self.lands:
             self.agent.close()

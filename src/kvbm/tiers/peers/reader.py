@@ -384,6 +384,8 @@ class PeerLink:
         if end.outcome is Outcome.HIT:
             self._waits.succeeded()
         if end.corrupt:
+            if arrival.moved:
+                self._landings.distrust()
             self._lies += 1
             if self._lies >= LIES_MAX:
                 raise LinkEnded(f"{self._lies} blocks with wrong bytes")

@@ -102,6 +102,22 @@ def test_a_channel_that_closes_lets_its_memory_go(mover: Mover, network: ModelNe
     assert not sender.closed
 
 
+def test_two_channels_to_one_agent_let_their_memory_go(mover: Mover, network: ModelNetwork) -> None:
+    """The second one finds it forgotten."""
+    lands, _, mapped = opened(mover, True)
+    both = [opened(mover, False)[0] for _ in range(2)]
+    for sends in both:
+        sends.send(Reach(metadata=mapped.metadata))
+        assert said(sends) == Reached()
+    both[0].close()
+    wait_until(lambda: len(network.agents[0].regions) == 1)
+    both[1].send(Write(number=1, spans=[(0, mapped.address, 8)], limit_s=20.0))
+    assert said(both[1]) == Written(number=1, line="not known")
+    both[1].close()
+    wait_until(lambda: not network.agents[0].regions)
+    lands.close()
+
+
 def test_memory_stays_until_what_is_under_way_from_it_has_ended(mover: Mover, network: ModelNetwork) -> None:
     lands, _, mapped = opened(mover, True)
     sends, _, _ = opened(mover, False)
