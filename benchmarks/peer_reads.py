@@ -2,6 +2,8 @@
 
     python -m benchmarks.peer_reads [--output DIR] [--block-bytes N]
 
+With NIXL where it is installed, between two movers on this machine: UCX_TLS=tcp in the environment says how.
+
 Bare: a process sends the same bytes with `send`, and `recv_into` puts them into the same targets; each block's
 checksum is computed as it comes. The tier does more: the lender asks its loop for leases and computes checksums too.
 """
@@ -34,6 +36,8 @@ from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
 from kvbm.present.tables import console, plain_table, save_json
 from kvbm.tiers.host import HostArena
+from kvbm.tiers.nixl.package import is_installed
+from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.tier import PeerTier, open_peer_tier
 
@@ -65,7 +69,8 @@ def lend(block_bytes: int, told: Told) -> None:
         arena.slot_views(slot)[0][:] = bytes((slot % 251,)) * block_bytes
     space.commit(1, 1)
     lending = Lending([(NAMESPACE, space)], monotonic, LendOptions(share=0.25))
-    server = PeerServer(f"{HOST}:0", None, "benchmark", "lender", lending)
+    mover = Mover() if is_installed() else None
+    server = PeerServer(f"{HOST}:0", None, "benchmark", "lender", lending, mover=mover)
     told.send(server.port)
     turns: list[float] = []
     with selectors.DefaultSelector() as selector:
@@ -77,6 +82,8 @@ def lend(block_bytes: int, told: Told) -> None:
                 turns.append(time.perf_counter() - started)
     server.close()
     lending.close()
+    if mover is not None:
+        mover.close()
     turns.sort()
     told.send((statistics.median(turns), turns[int(0.99 * len(turns))], turns[-1]))
 
@@ -126,6 +133,29 @@ def read(tier: PeerTier, keys: list[BlockKey], targets: list[memoryview]) -> Non
         collect(tier, waiting)
 
 
+def open_tier(port: int, layout: BlockLayout, keys: list[BlockKey], mover: Mover | None = None) -> PeerTier:
+    """A tier that knows where all blocks are."""
+    tier = open_peer_tier(
+        StaticDirectory(f"{HOST}:{port}"),
+        layout,
+        NAMESPACE,
+        PeerOptions(fleet="benchmark", node="reader", deadline_s=20.0),
+        monotonic,
+        mover=mover,
+    )
+    while not all(tier.held_elsewhere(keys)):
+        time.sleep(0.01)
+    return tier
+
+
+def wait_for_nixl(tier: PeerTier, keys: list[BlockKey], targets: list[memoryview]) -> None:
+    """Until blocks come that way."""
+    while not tier.describe()["links"].get("nixl"):  # type: ignore[attr-defined]
+        tier.tick()
+        read(tier, keys[:1], targets[:1])
+        time.sleep(0.1)
+
+
 def collect(tier: PeerTier, waiting: set[int]) -> None:
     select.select([tier.fileno()], [], [], 1.0)
     for completion in tier.poll():
@@ -155,26 +185,32 @@ def main() -> int:
     for target in targets:
         target[:] = bytes(len(target))
     keys = keys_for(count)
-    tier = open_peer_tier(
-        StaticDirectory(f"{HOST}:{lender_port}"),
-        layout,
-        NAMESPACE,
-        PeerOptions(fleet="benchmark", node="reader", deadline_s=20.0),
-        monotonic,
-    )
-    while not all(tier.held_elsewhere(keys)):
-        time.sleep(0.01)
+    mover = Mover() if is_installed() else None
+    tiers = {"tcp": open_tier(lender_port, layout, keys)}
+    if mover is not None:
+        tiers["nixl"] = open_tier(lender_port, layout, keys, mover)
+        wait_for_nixl(tiers["nixl"], keys, targets)
     bare = Bare(sender_port, block_bytes)
-    rates: dict[str, list[float]] = {"bare": [], "tier": []}
+    rates: dict[str, list[float]] = {name: [] for name in ("bare", *tiers)}
     for _ in range(ROUNDS):
         rates["bare"].append(_rate(lambda: bare.read(targets)))
-        rates["tier"].append(_rate(lambda: read(tier, keys, targets)))
-    one_ms = statistics.median(_milliseconds(lambda: read(tier, keys[:1], targets[:1])) for _ in range(50))
-    tier.close()
+        for name, tier in tiers.items():
+            rates[name].append(_rate(lambda: read(tier, keys, targets)))  # noqa: B023
+    ones_ms = {
+        name: statistics.median(_milliseconds(lambda: read(tier, keys[:1], targets[:1])) for _ in range(50))  # noqa: B023
+        for name, tier in tiers.items()
+    }
+    for tier in tiers.values():
+        tier.close()
+    if mover is not None:
+        mover.close()
     ends[0].send("end")
     turn = ends[0].recv()
     processes[1].kill()
-    ratio = statistics.median(t / b for t, b in zip(rates["tier"], rates["bare"], strict=True))
+    ratios = {
+        name: statistics.median(t / b for t, b in zip(rates[name], rates["bare"], strict=True))
+        for name in tiers
+    }
     table = plain_table(
         ("read", "GB/s"), words={"read"}, title=f"{count} blocks of {block_bytes} bytes over loopback"
     )
@@ -182,12 +218,19 @@ def main() -> int:
         table.add_row(name, f"{statistics.median(all_rates) / 1e9:.2f}")
     console().print(f"{count} blocks of {block_bytes} bytes over loopback")
     console().print(table)
-    console().print(f"tier / bare: {ratio:.2f}; one block alone: {one_ms:.2f} ms")
+    for name in tiers:
+        console().print(f"{name} / bare: {ratios[name]:.2f}; one block alone: {ones_ms[name]:.2f} ms")
     console().print(
         "the lender's turns, µs: median {:.0f}, 99 % {:.0f}, longest {:.0f}".format(*(t * 1e6 for t in turn))
     )
     if options.output:
-        found = {"block_bytes": block_bytes, "ratio": ratio, "one_block_ms": one_ms, "turn_s": turn, **rates}
+        found = {
+            "block_bytes": block_bytes,
+            "ratio": ratios,
+            "one_block_ms": ones_ms,
+            "turn_s": turn,
+            **rates,
+        }
         save_json(options.output / "peer_reads.json", found)
     return 0
 

@@ -274,6 +274,12 @@ ROWS: tuple[Row, ...] = (
                 "Managers that write so: compressed where that pays, or as it is.",
                 (plain("kvbm_remote_codec", by=("codec",)),),
             ),
+            Panel(
+                "Other nodes read from",
+                "short",
+                "Once for each namespace, by how the last block came: over the connection (tcp) or by NIXL.",
+                (plain("kvbm_peer_links", by=("transport",)),),
+            ),
         ),
     ),
     Row(

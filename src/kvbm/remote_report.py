@@ -18,7 +18,8 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     `complete`. `requests` counts by kind since the start, as stores bill them; `hedged` reads were asked twice. The
     store was told of `touched` packs that they are in use, and `untold_packs` were found that no other node had told
     of. So many blocks wait or are under way to it (`down_blocks`) and from it (`up_blocks`); where nothing is written,
-    `writes` is false.
+    `writes` is false. `links` counts the nodes that are read from, by how the last block came from
+    each: `tcp` or `nixl`.
     """
 
     name: str = ""
@@ -49,6 +50,7 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     write_bytes_per_s: float = 0.0
     codec: str = ""
     collect_error: str = ""
+    links: dict[str, int] = {}
 
     @property
     def shown(self) -> str:

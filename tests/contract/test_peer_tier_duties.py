@@ -13,8 +13,10 @@ from kvbm.block import Outcome
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.remote_contract import RemoteContract, chain, keys_of, load, store
 from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.tier import PeerTier
 from kvbm.tiers.remote.contract import Buffers, RemoteTier
+from rigs.movers import ModelNetwork, model_mover, moves, needs_nixl, nixl_mover
 from rigs.peers import LendingNode, knows, open_tier, wait_until
 
 
@@ -85,6 +87,9 @@ class StoringPeer:
 
 
 class TestPeerTier(RemoteContract):
+    lends: Mover | None = None
+    reads: Mover | None = None
+
     @pytest.fixture(autouse=True)
     def lenders(self) -> Iterator[dict[Namespace, LendingNode]]:
         self.by_namespace: dict[Namespace, LendingNode] = {}
@@ -96,11 +101,13 @@ class TestPeerTier(RemoteContract):
         self, tmp_path: Path, layout: BlockLayout, namespace: Namespace, pending_limit: int
     ) -> RemoteTier:
         if namespace not in self.by_namespace:
-            self.by_namespace[namespace] = LendingNode(layout=layout, namespace=namespace)
+            self.by_namespace[namespace] = LendingNode(layout=layout, namespace=namespace, mover=self.lends)
         lender = self.by_namespace[namespace]
         # All nodes' lenders are in the directory, those of another namespace too: they refuse.
         peers = [each.peer for each in self.by_namespace.values()]
-        tier = open_tier(peers, layout, namespace, pending_limit=pending_limit)
+        tier = open_tier(peers, layout, namespace, mover=self.reads, pending_limit=pending_limit)
+        if self.reads is not None:
+            wait_until(lambda: moves(lender, tier), "the lender knows the reader's memory")
         return StoringPeer(lender, tier, pending_limit)  # type: ignore[return-value]
 
     def test_news_names_each_block_once(self, tier: RemoteTier) -> None:
@@ -110,3 +117,38 @@ class TestPeerTier(RemoteContract):
         for _ in range(2):
             load(tier, self.layout, keys_of(chain(0, 1)), tier.places(keys_of(chain(0, 1)))[0])
         assert (list(tier.news().came), list(tier.news().came)) == (keys_of(chain(0, 1)), [])
+
+
+@pytest.fixture(scope="module")
+def model_movers() -> Iterator[tuple[Mover, Mover]]:
+    network = ModelNetwork()
+    yield from pair(model_mover(network), model_mover(network))
+
+
+@pytest.fixture(scope="module")
+def nixl_movers() -> Iterator[tuple[Mover, Mover]]:
+    yield from pair(nixl_mover(), nixl_mover())
+
+
+def pair(lends: Mover, reads: Mover) -> Iterator[tuple[Mover, Mover]]:
+    yield lends, reads
+    lends.close()
+    reads.close()
+
+
+class TestPeerTierWithModelMovers(TestPeerTier):
+    @pytest.fixture(autouse=True)
+    def movers(self, model_movers: tuple[Mover, Mover]) -> None:
+        self.lends, self.reads = model_movers
+
+    def test_blocks_come_by_the_mover(self, tier: RemoteTier) -> None:
+        store(tier, self.layout, chain(0, 2))
+        load(tier, self.layout, keys_of(chain(0, 2)), tier.places(keys_of(chain(0, 1)))[0])
+        assert sum(lender.server.counts["moved"] for lender in self.by_namespace.values()) == 2
+
+
+@needs_nixl
+class TestPeerTierWithNixl(TestPeerTierWithModelMovers):
+    @pytest.fixture(autouse=True)
+    def movers(self, nixl_movers: tuple[Mover, Mover]) -> None:
+        self.lends, self.reads = nixl_movers

@@ -14,6 +14,7 @@ import pytest
 from kvbm.block import Outcome
 from kvbm.fleet.directory import Peer
 from rigs.manager_probe import wait_for
+from rigs.movers import needs_nixl, nixl_mover
 from rigs.peers import Loads, content, keys_of, knows, open_tier, wait_until
 
 KEYS = keys_of(8)
@@ -63,16 +64,25 @@ def apart() -> Iterator[Apart]:
     both.end()
 
 
-def test_the_link_goes_down_in_mid_read(apart: Apart, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=needs_nixl)])
+def test_the_link_goes_down_in_mid_read(
+    apart: Apart, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvbm.layout import BlockLayout
 
+    by_nixl = transport == "nixl"
+    monkeypatch.setenv(
+        "UCX_TLS", "tcp"
+    )  # else it goes through this machine's memory, and no cable can be cut
+    mover = nixl_mover() if by_nixl else None
     big = BlockLayout(block_tokens=4, shard_bytes=4 << 20)
     told = tmp_path / "port"
     words = ["ip", "netns", "exec", apart.name, sys.executable, str(CHILD), f"{apart.net}.2", "0", str(told)]
+    words += ["nixl"] if by_nixl else []
     child = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     try:
         wait_for(told.exists, 30.0, lambda: "the child does not start")
-        tier = open_tier([Peer(f"{apart.net}.2:{told.read_text()}")], layout=big, deadline_s=1.0)
+        tier = open_tier([Peer(f"{apart.net}.2:{told.read_text()}")], layout=big, deadline_s=3.0, mover=mover)
         loads = Loads(tier, big)
         try:
             wait_until(lambda: knows(tier, KEYS), "the other namespace's blocks")
@@ -80,6 +90,12 @@ def test_the_link_goes_down_in_mid_read(apart: Apart, tmp_path: Path) -> None:
             assert completion.outcome is Outcome.HIT
             assert targets.block(7) == content(KEYS[7], big)
 
+            def comes_so() -> bool:
+                tier.tick()
+                loads.load(KEYS)
+                return tier.describe()["links"] == {transport: 1}
+
+            wait_until(comes_so)
             begun = [loads.begin(KEYS) for _ in range(12)]
             loads.wait_any()
             apart.cable("down")
@@ -94,8 +110,11 @@ def test_the_link_goes_down_in_mid_read(apart: Apart, tmp_path: Path) -> None:
             apart.cable("up")
             wait_until(lambda: knows(tier, KEYS), "it comes back by itself")
             assert loads.load(KEYS)[0].outcome is Outcome.HIT
+            wait_until(comes_so)
         finally:
             tier.close()
     finally:
         child.kill()
         child.wait()
+        if mover is not None:
+            mover.close()

@@ -13,9 +13,12 @@ from kvbm.block import Tier
 from kvbm.cli.main import main
 from kvbm.clock import monotonic
 from kvbm.manager.fleet_side import FleetSide
+from kvbm.manager.gauges import publish_gauges
+from kvbm.manager.remote_side import report_remote
 from kvbm.settings import Settings
 from rigs.manager import KEYS, Client, ManagerBench, store
 from rigs.manager_probe import free_port, wait_for
+from rigs.movers import needs_nixl
 
 
 class Node:
@@ -74,6 +77,17 @@ def right(node: Node, slots: tuple[int, ...], lender: Node) -> bool:
     )
 
 
+def moves(lender: Node, reader: Node) -> bool:
+    """Whether the lender knows memory of the reader's."""
+    for each in (lender, reader):
+        each.manager.step(1)
+    for side in reader.manager.space().remotes:
+        side.tick()
+    assert lender.fleet.server is not None
+    readers = lender.fleet.server.describe()["readers"]
+    return any(each["transport"] == "nixl" for each in readers)  # type: ignore[attr-defined]
+
+
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
     made: list[Node] = []
@@ -82,10 +96,17 @@ def nodes() -> Iterator[list[Node]]:
         node.close()
 
 
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=needs_nixl)])
 @pytest.mark.parametrize("certified", [False, True], ids=["plain", "certificates"])
-def test_one_node_reads_what_another_computed(tmp_path: Path, nodes: list[Node], certified: bool) -> None:
+def test_one_node_reads_what_another_computed(
+    tmp_path: Path, nodes: list[Node], certified: bool, transport: str
+) -> None:
     listen = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    common: dict[str, object] = {"fleet": "test", "fleet_peers": ",".join(listen)}
+    common: dict[str, object] = {
+        "fleet": "test",
+        "fleet_peers": ",".join(listen),
+        "fleet_transport": transport,
+    }
     if certified:
         pytest.importorskip("cryptography")
         for name in ("a", "b"):
@@ -96,9 +117,21 @@ def test_one_node_reads_what_another_computed(tmp_path: Path, nodes: list[Node],
     for name, address in zip(("a", "b"), listen, strict=True):
         nodes.append(Node(tmp_path / name, fleet_node=name, fleet_listen=address, **common))
     a, b = nodes
+    by_nixl = transport == "nixl"
+    assert (a.fleet.mover is not None) is by_nixl
     store(a.leader, a.worker, 1, KEYS[:12])
+    if by_nixl:
+        wait_for(lambda: moves(a, b), 60.0, "the lender knows the reader's memory")
     slots = hits(b, [a], 12)
     assert right(b, slots, a)
+    assert a.fleet.server is not None and a.fleet.server.counts["moved"] == (12 if by_nixl else 0)
+    metrics = b.manager.metrics
+    publish_gauges([("b", b.manager.space())], metrics)
+    links = {name: metrics.value("kvbm_peer_links", transport=name) for name in ("tcp", "nixl")}
+    assert links == {"tcp": not by_nixl, "nixl": by_nixl}
+    (side,) = b.manager.space().remotes
+    notes = ("reads from 1 of 1 nodes by NIXL",) if by_nixl else ()
+    assert report_remote(side).notes == notes, "which `kvbm status` shows"
     assert b.manager.metrics.value("kvbm_hit_blocks_total", tier="remote") >= 12
 
 

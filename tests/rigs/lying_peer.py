@@ -21,6 +21,7 @@ from kvbm.tiers.peers.wire import (
     Greeting,
     Held,
     Lent,
+    Offer,
     Welcome,
     begun_checksum,
     framed,
@@ -41,6 +42,7 @@ class LyingPeer:
         )
         self.connections = 0
         self.asks: list[Ask] = []
+        self.offers: list[Offer] = []
         self._listener = socket.create_server((HOST, 0))
         self._open: list[socket.socket] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -82,6 +84,8 @@ class LyingPeer:
         )
         while True:
             message = self._next(connection)
+            if isinstance(message, Offer):
+                self.offers.append(message)
             if isinstance(message, Ask):
                 self.asks.append(message)
                 self.answer(self, connection, message)

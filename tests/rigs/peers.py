@@ -23,6 +23,7 @@ from kvbm.policy import AdmitAll
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.contract import Completion
 from kvbm.tiers.host import HostArena
+from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.tier import PeerTier, open_peer_tier
 from kvbm.tiers.remote.contract import Buffers
@@ -85,6 +86,7 @@ class LendingNode:
         clock: Clock = monotonic,
         listen: str = f"{HOST}:0",
         staging: bool = False,
+        mover: Mover | None = None,
     ) -> None:
         self.node, self.layout, self.namespace = node, layout, namespace
         self.arena = HostArena(layout, slots, touch_threads=0)
@@ -100,7 +102,7 @@ class LendingNode:
         )
         self.spaces: list[tuple[Namespace, Space]] = [(namespace, self.space)]
         self.lending = Lending(_Live(self), clock, options or LendOptions(share=0.5))
-        self.server = PeerServer(listen, tls, fleet, node, self.lending, clock=clock)
+        self.server = PeerServer(listen, tls, fleet, node, self.lending, clock=clock, mover=mover)
         self.turns = 0
         self._numbers = iter(range(1, 1 << 30))
         self._work: list[Callable[[], object]] = []
@@ -184,12 +186,13 @@ def open_tier(
     clock: Clock = monotonic,
     node: str = "reader",
     fleet: str = FLEET,
+    mover: Mover | None = None,
     **options: float,
 ) -> PeerTier:
     """A tier that reads from these peers; waits are as short as can be."""
     directory = peers if isinstance(peers, ListedPeers) else ListedPeers(peers)
     chosen = PeerOptions(fleet=fleet, node=node, **options)  # type: ignore[arg-type]
-    return open_peer_tier(directory, layout, namespace, chosen, clock, tls, lambda: 0.0)
+    return open_peer_tier(directory, layout, namespace, chosen, clock, tls, lambda: 0.0, mover)
 
 
 class Targets:

@@ -20,6 +20,7 @@ from kvbm.manager.space import Space
 from kvbm.settings import Settings, variable
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.tier import PeerTier, open_peer_tier
+from kvbm.tiers.peers.transport import open_mover
 
 log = logging.getLogger("kvbm.manager")
 
@@ -40,6 +41,9 @@ class FleetSide:
         self._files = certificates(settings)
         self._reading: ssl.SSLContext | None = reading_context(self._files) if self._files else None
         self.directory = self._directory()
+        self.mover = open_mover(
+            settings.fleet_transport, self._files is not None, variable("fleet_transport")
+        )
         self.lending: Lending | None = None
         self.server: PeerServer | None = None
 
@@ -53,7 +57,9 @@ class FleetSide:
             deadline_s=settings.remote_deadline_ms / 1000,
             pending_limit=READS_MAX,
         )
-        return open_peer_tier(self.directory, layout, namespace, options, self._clock, self._reading)
+        return open_peer_tier(
+            self.directory, layout, namespace, options, self._clock, self._reading, mover=self.mover
+        )
 
     def lend(self, spaces: Iterable[tuple[Namespace, Space]], private: bool) -> Lending | None:
         """Let other nodes read these spaces' blocks, where the settings say so.
@@ -75,6 +81,7 @@ class FleetSide:
                 settings.fleet_plain,
                 clock=self._clock,
                 field=variable("fleet_listen"),
+                mover=self.mover,
             )
         except SettingsError as error:
             lending.close()
@@ -97,6 +104,8 @@ class FleetSide:
         """Leave the fleet."""
         self.stop_lending()
         self.directory.close()
+        if self.mover is not None:
+            self.mover.close()
 
     def _directory(self) -> Directory:
         settings = self._settings

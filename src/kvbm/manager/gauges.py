@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvbm.manager.remote_side import report_remote
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
-from kvbm.observe.remote_metrics import BREAKER_STATES, CODECS, REQUESTS
+from kvbm.observe.remote_metrics import BREAKER_STATES, CODECS, REQUESTS, TRANSPORTS
 from kvbm.remote_report import RemoteReport
 
 
@@ -131,6 +131,9 @@ def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
         )
         metrics.set("kvbm_remote_breakers", reading, operation="read", state=state)
         metrics.set("kvbm_remote_breakers", writing, operation="write", state=state)
+    for transport in TRANSPORTS:
+        links = sum(report.links.get(transport, 0) for report in reports)
+        metrics.set("kvbm_peer_links", links, transport=transport)
     for codec in CODECS:
         # A codec's name may go on with its parameters.
         used = any(report.codec.partition("-")[0] == codec for report in reports)

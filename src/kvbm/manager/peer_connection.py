@@ -1,8 +1,9 @@
-"""One reader of another node: a thread with its connection, which sends blocks straight out of host memory.
+"""One reader of another node: a thread with its connection, which sends blocks out of host memory (`peer_sending`).
 
 The thread knows no pool and no index. It passes asks on to the loop (`Lending.request`), and sends what the loop posts:
-what host memory holds, and leased blocks. It never waits inside a send, so a lease is never held longer than its
-deadline: then the connection ends, in the middle of a block if need be.
+what host memory holds, and leased blocks, by the mover (`peer_moving`) where the reader offered memory. It never waits
+inside a send, so a lease is never held longer than its deadline: then the connection ends, in the middle of a block if
+need be.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import socket
 import ssl
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
 
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
@@ -29,18 +29,19 @@ from kvbm.manager.peer_messages import (
     Enter,
     GiveBack,
     Leave,
-    LentBlock,
     Part,
     Refused,
     TellMore,
 )
+from kvbm.manager.peer_moving import Moving
+from kvbm.manager.peer_sending import AskPlaces, Sending
+from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.wire import (
     ASKS_MAX,
-    BROKEN,
-    CHECKSUM_BYTES,
     HEARTBEAT_S,
+    NO_PLACE,
+    PLACE_BYTES,
     QUIET_S_MAX,
-    WHOLE,
     WIRE_VERSION,
     Ask,
     Beat,
@@ -48,15 +49,15 @@ from kvbm.tiers.peers.wire import (
     Greeting,
     Held,
     Incoming,
-    Lent,
     LinkEnded,
+    Offer,
     Refusal,
     Stream,
     Welcome,
-    begun_checksum,
     framed,
     from_reader,
     one_line,
+    split_places,
     tune,
 )
 
@@ -65,20 +66,11 @@ log = logging.getLogger("kvbm.manager")
 GREET_S = 5.0
 NEWS_EVERY_S = 0.05
 """What came and went is told together, so often at most."""
-SENT_AT_ONCE = 1 << 18
-"""Bytes that go to the socket in one call: they are still in the CPU's cache when their checksum is computed."""
 READS_AT_ONCE = 32
 
 
 class _Refusing(KvbmError):
     """Tell the reader this line, and end."""
-
-
-class Digest(Protocol):
-    """A checksum that grows."""
-
-    def update(self, data: memoryview) -> None:
-        """These bytes come next."""
 
 
 class House:
@@ -92,7 +84,9 @@ class House:
         lend: Lending,
         clock: Clock,
         gone: Callable[[PeerConnection], None],
+        mover: Mover | None = None,
     ) -> None:
+        self.mover = mover
         self.tls, self.fleet, self.node, self.lend, self.clock, self.gone = (
             tls,
             fleet,
@@ -119,15 +113,12 @@ class PeerConnection:
         self._house, self._connection, self._lend = house, connection, house.lend
         self._clock = house.clock
         self._posted: deque[Admitted | Refused | Part | Held] = deque()
-        self._parts: deque[Part] = deque()
-        self._frames: deque[bytes] = deque()
-        self._sending: Iterator[None] | None = None
-        self._part_deadline_s: float | None = None
+        self._open_asks: dict[int, AskPlaces] = {}
+        self._sending = Sending(self._open_asks, self._clock, house.count, self._sent)
         self._fingerprint = b""
-        self._admitted = self._news_out = self._refusing = False
-        self._tell_at_s: float | None = None
-        self._open_asks: set[int] = set()
-        self._heard_s = self._said_s = self._clock()
+        self._block_bytes = 0
+        self._admitted = self._refusing = False
+        self._heard_s = self._clock()
         self._stopping = False
         self._event_lock = threading.Lock()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -147,7 +138,14 @@ class PeerConnection:
 
     def describe(self) -> dict[str, object]:
         """For operators."""
-        return {"host": self.host, "node": self.node, "asks": len(self._open_asks)}
+        moving = self._sending.moving
+        transport = "nixl" if moving is not None and moving.ready else "tcp"
+        return {
+            "host": self.host,
+            "node": self.node,
+            "asks": len(self._open_asks),
+            "transport": transport,
+        }
 
     def post(self, message: Admitted | Refused | Part | Held) -> None:
         self._posted.append(message)
@@ -175,6 +173,8 @@ class PeerConnection:
             trouble = one_line(error)
         finally:
             self._connection.close()
+            if self._sending.moving is not None:
+                self._sending.moving.close()
             if stream is not None:
                 stream.close()
             self._lend.request(Leave(self))
@@ -210,18 +210,26 @@ class PeerConnection:
             try:
                 more = self._read(incoming) if not self._refusing else False
                 self._take_posted()
+                moving = self._sending.moving
+                if moving is not None:
+                    moving.turn()
             except _Refusing as refusal:
                 self._refuse(str(refusal))
                 more = False
             blocked = self._send(stream)
-            if self._refusing and not blocked:
+            if self._refusing and self._sending.quiet:
                 raise LinkEnded("refused")
             seconds = 0.0 if more else self._next_due_s()
             listening = 0 if self._refusing else select.POLLIN
             poller.modify(fd, listening | (select.POLLOUT if blocked or stream.wants_write else 0))
+            mover_fd = -1 if moving is None else moving.fileno()
+            if mover_fd >= 0:
+                poller.register(mover_fd, select.POLLIN)
             for ready, _ in poller.poll(seconds * 1000):
                 if ready == self._event:
                     os.eventfd_read(self._event)
+            if mover_fd >= 0:
+                poller.unregister(mover_fd)
         raise LinkEnded("the manager ends")
 
     def _next_due_s(self) -> float:
@@ -230,20 +238,22 @@ class PeerConnection:
         quiet_s_max = QUIET_S_MAX if self._admitted else GREET_S
         if now_s - self._heard_s >= quiet_s_max:
             raise LinkEnded(f"nothing was heard for {quiet_s_max:.0f} s")
-        if self._part_deadline_s is not None and now_s >= self._part_deadline_s:
+        sending = self._sending
+        lease_s = sending.deadline_s()
+        if lease_s is not None and now_s >= lease_s:
             raise LinkEnded("it takes its blocks too slowly: their lease has ended")
-        due_s = self._heard_s + quiet_s_max
-        if self._tell_at_s is not None:
-            if now_s >= self._tell_at_s:
-                self._tell_at_s = None
+        dues_s = [self._heard_s + quiet_s_max]
+        if sending.told_s is not None:
+            if now_s >= sending.told_s + NEWS_EVERY_S:
+                sending.told_s = None
                 self._lend.request(TellMore(self))
             else:
-                due_s = min(due_s, self._tell_at_s)
-        if self._part_deadline_s is not None:
-            due_s = min(due_s, self._part_deadline_s)
+                dues_s.append(sending.told_s + NEWS_EVERY_S)
+        moving_s = sending.moving.due_s() if sending.moving is not None else None
+        dues_s += [due_s for due_s in (lease_s, moving_s) if due_s is not None]
         if self._admitted:
-            due_s = min(due_s, self._said_s + HEARTBEAT_S)
-        return max(0.0, due_s - now_s)
+            dues_s.append(sending.said_s + HEARTBEAT_S)
+        return max(0.0, min(dues_s) - now_s)
 
     # ---- in
 
@@ -260,6 +270,8 @@ class PeerConnection:
                 raise ProtocolError(f"{type(message).__name__} before it was let in")
             elif isinstance(message, Ask):
                 self._asked(message)
+            elif isinstance(message, Offer):
+                self._offered(message)
             else:
                 assert isinstance(message, Beat)
         return True
@@ -275,9 +287,11 @@ class PeerConnection:
         if house.tls is not None and greeting.node != self.node:
             raise _Refusing(f"the certificate is of node {self.node!r}, not of {greeting.node!r}")
         self.node, self._fingerprint = greeting.node, greeting.fingerprint
+        self._sending.fingerprint = greeting.fingerprint
+        self._block_bytes = greeting.slot_bytes * greeting.shard_count
         if greeting.node == house.node:
             # It reached itself, by a list that names all nodes: the answer tells it so.
-            self._frames.append(self._welcome())
+            self._sending.say(self._welcome())
             return
         enter = Enter(
             self, greeting.fingerprint, greeting.slot_bytes, greeting.shard_count, greeting.known_max
@@ -285,15 +299,38 @@ class PeerConnection:
         self._lend.request(enter)
 
     def _welcome(self) -> bytes:
-        return framed(Welcome(version=WIRE_VERSION, fleet=self._house.fleet, node=self._house.node))
+        house = self._house
+        moves = house.mover is not None
+        return framed(Welcome(version=WIRE_VERSION, fleet=house.fleet, node=house.node, moves=moves))
 
     def _asked(self, ask: Ask) -> None:
         if len(ask.keys) % KEY_BYTES:
             raise ProtocolError(f"{len(ask.keys)} bytes are no whole number of keys")
         if ask.number in self._open_asks or len(self._open_asks) >= ASKS_MAX:
             raise ProtocolError(f"{len(self._open_asks)} asks are open, and one more comes: {ask.number}")
-        self._open_asks.add(ask.number)
-        self._lend.request(AskFor(self, ask.number, split_keys(ask.keys)))
+        keys = split_keys(ask.keys)
+        if ask.places and len(ask.places) != PLACE_BYTES * len(keys):
+            raise ProtocolError(f"{len(ask.places)} bytes of places for {len(keys)} keys")
+        self._open_asks[ask.number] = self._places(ask)
+        self._lend.request(AskFor(self, ask.number, keys))
+
+    def _places(self, ask: Ask) -> AskPlaces:
+        moving = self._sending.moving
+        if not ask.places or moving is None or moving.offer.number != ask.offer:
+            return AskPlaces()
+        places = split_places(ask.places)
+        beyond = [place for place in places if place != NO_PLACE and place >= moving.offer.places]
+        if beyond:
+            raise ProtocolError(f"place {beyond[0]} of {moving.offer.places}")
+        return AskPlaces(ask.offer, tuple(places))
+
+    def _offered(self, offer: Offer) -> None:
+        house, before = self._house, self._sending.moving
+        if house.mover is None:
+            raise ProtocolError("an Offer, and there is no mover here")
+        if before is not None:
+            before.close()
+        self._sending.moving = Moving(house.mover, offer, self._block_bytes, self._clock)
 
     def _take_posted(self) -> None:
         while self._posted:
@@ -302,99 +339,34 @@ class PeerConnection:
                 self._admitted = True
                 self._house.count("readers")
                 log.info("reader %s (%s): let in", self.host, self.node)
-                self._frames.append(self._welcome())
+                self._sending.say(self._welcome())
             elif isinstance(message, Refused):
                 raise _Refusing(message.line)
             elif isinstance(message, Part):
-                self._parts.append(message)
+                self._sending.lend(message)
             else:
-                self._news_out = True
-                self._frames.append(framed(message))
+                self._sending.say(framed(message), news=True)
 
     def _refuse(self, line: str) -> None:
         """Say why, after what is half said; then `_serve` ends."""
         self._refusing = True
-        self._parts.clear()
-        self._frames.append(framed(Refusal(line=line)))
+        self._sending.only_frames()
+        self._sending.say(framed(Refusal(line=line)))
         log.log(logging.INFO, "reader %s (%s): refused: %s", self.host, self.node or "?", line)
 
     # ---- out
 
     def _send(self, stream: Stream) -> bool:
         """Send what there is. Whether bytes are left that the socket does not take now."""
-        quiet = self._sending is None and not self._frames and not self._refusing
-        if quiet and self._admitted and self._clock() - self._said_s >= HEARTBEAT_S:
-            self._frames.append(framed(Held()))
-        while True:
-            if self._sending is None:
-                self._sending = self._next_sending(stream)
-                if self._sending is None:
-                    return False
-            if next(self._sending, self) is not self:
-                return True
-            self._sending = None
+        sending = self._sending
+        quiet = sending.quiet and not self._refusing
+        if quiet and self._admitted and self._clock() - sending.said_s >= HEARTBEAT_S:
+            sending.say(framed(Held()))
+        return sending.send(stream)
 
-    def _next_sending(self, stream: Stream) -> Iterator[None] | None:
-        if self._frames:
-            frames = b"".join(self._frames)
-            self._frames.clear()
-            told, self._news_out = self._news_out, False
-            return self._send_frames(stream, frames, told)
-        if self._parts:
-            return self._send_part(stream, self._parts.popleft())
-        return None
-
-    def _send_frames(self, stream: Stream, frames: bytes, told: bool) -> Iterator[None]:
-        yield from self._send_all(stream, memoryview(frames))
-        if told:
-            self._tell_at_s = self._clock() + NEWS_EVERY_S
-
-    def _send_part(self, stream: Stream, part: Part) -> Iterator[None]:
-        """Send the blocks of a part and give its lease back. Yields when the socket takes no more."""
-        self._part_deadline_s = part.deadline_s if part.lease else None
-        for index, block in enumerate(part.blocks, part.first):
-            if block is None:
-                yield from self._send_all(stream, memoryview(framed(Lent(ask=part.ask, index=index))))
-            else:
-                yield from self._send_block(stream, part.ask, index, block)
-        self._part_deadline_s = None
+    def _sent(self, part: Part) -> None:
+        """A part is over: give its lease back."""
         if part.last:
-            self._open_asks.discard(part.ask)
+            self._open_asks.pop(part.ask, None)
         if part.lease:
             self._lend.request(GiveBack(self, part.lease))
-
-    def _send_block(self, stream: Stream, ask: int, index: int, block: LentBlock) -> Iterator[None]:
-        size = sum(view.nbytes for view in block.views)
-        head = Lent(
-            ask=ask,
-            index=index,
-            there=True,
-            size=size,
-            engine_hash=block.engine_hash,
-            group=block.group,
-            facts=block.facts,
-        )
-        yield from self._send_all(stream, memoryview(framed(head)))
-        checksum = begun_checksum(self._fingerprint, block.key)
-        for view in block.views:
-            yield from self._send_all(stream, view, checksum)
-        # The slot may have changed hands between the bytes' way out and their way into the checksum.
-        if block.intact():
-            self._house.count("blocks")
-            self._house.count("bytes", size)
-            seal = bytes((WHOLE,)) + checksum.digest()
-        else:
-            self._house.count("broken")
-            seal = bytes((BROKEN,)) + bytes(CHECKSUM_BYTES)
-        yield from self._send_all(stream, memoryview(seal))
-
-    def _send_all(self, stream: Stream, data: memoryview, checksum: Digest | None = None) -> Iterator[None]:
-        while data:
-            count = stream.send(data[:SENT_AT_ONCE])
-            if not count:
-                yield
-                continue
-            self._said_s = self._clock()
-            if checksum is not None:
-                checksum.update(data[:count])
-            data = data[count:]

@@ -19,6 +19,7 @@ from kvbm.errors import SettingsError
 from kvbm.fleet.directory import is_private, refuse_name, split_address
 from kvbm.manager.lending import Lending
 from kvbm.manager.peer_connection import House, PeerConnection
+from kvbm.tiers.peers.mover import Mover
 
 log = logging.getLogger("kvbm.manager")
 
@@ -44,11 +45,12 @@ class PeerServer:
         readers_max: int = READERS_MAX,
         clock: Clock = monotonic,
         field: str = "peer_listen",
+        mover: Mover | None = None,
     ) -> None:
         refuse_name("fleet", fleet)
         refuse_name("node", node)
         host, port = split_address(field, listen)
-        self._house = House(tls, fleet, node, lend, clock, self._gone)
+        self._house = House(tls, fleet, node, lend, clock, self._gone, mover)
         self._readers_max = readers_max
         self._listener = _listening(
             field, listen, host, port, plain_everywhere=allow_plain or tls is not None
@@ -62,14 +64,15 @@ class PeerServer:
 
     @property
     def counts(self) -> Counter[str]:
-        """`readers` that were let in, `refused` ones, and of blocks sent `blocks`, `broken` and `bytes`."""
+        """`readers` that were let in, `refused` ones, and of blocks sent `blocks`, `broken` and `bytes`; `moved` are
+        those of `blocks` that went by the mover."""
         return self._house.counts
 
     def describe(self) -> dict[str, object]:
         """For operators."""
         with self._lock:
             readers = [connection.describe() for connection in self._connections]
-        return {"port": self.port, "tls": self._house.tls is not None, "readers": readers, **self.counts}
+        return {"port": self.port, "tls": self._house.tls is not None, **self.counts, "readers": readers}
 
     def close(self) -> None:
         """Let nobody in any more and end all connections. The loop takes no part: `Lending.close` comes after it."""

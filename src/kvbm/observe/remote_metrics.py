@@ -14,6 +14,8 @@ REQUESTS = ("put", "get", "list", "delete")
 """The kinds of requests to a store."""
 BREAKER_STATES = ("closed", "open", "half-open")
 CODECS = ("none", "zstd")
+TRANSPORTS = ("tcp", "nixl")
+"""How blocks come from other nodes' memory."""
 
 REMOTE_METRICS: tuple[Metric, ...] = (
     Metric(
@@ -78,6 +80,13 @@ REMOTE_METRICS: tuple[Metric, ...] = (
         kind=_GAUGE,
         help="1 for the codecs that what is written to remote stores has now: none or zstd",
         labels=(Label("codec", CODECS),),
+    ),
+    Metric(
+        name="kvbm_peer_links",
+        kind=_GAUGE,
+        help="Nodes of the fleet whose memory is read, once for each namespace, by how the last block came: over the "
+        "connection (tcp) or by NIXL (nixl)",
+        labels=(Label("transport", TRANSPORTS),),
     ),
     Metric(
         name="kvbm_remote_skipped_blocks_total",

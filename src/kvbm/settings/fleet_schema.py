@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -84,6 +84,12 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting("DYN_KVBM_FLEET_PLAIN", "--fleet-plain", ours=True, reader="both"),
         "without certificates, listen on any address: whoever reaches it reads all blocks",
     ] = False
+    fleet_transport: Annotated[
+        Literal["auto", "tcp", "nixl"],
+        Setting("DYN_KVBM_FLEET_TRANSPORT", "--fleet-transport", ours=True, needs="fleet"),
+        "how blocks come from other nodes: `tcp`, over the connection, or `nixl`, by NIXL (RDMA), which does not "
+        "encrypt. `auto` is `nixl` where NIXL is installed, there is an RDMA device, and `fleet_certs` is not set",
+    ] = "auto"
     fleet_share: Annotated[
         float,
         Setting("DYN_KVBM_FLEET_SHARE", "--fleet-share", ours=True, needs="fleet"),

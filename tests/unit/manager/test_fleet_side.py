@@ -10,6 +10,7 @@ import pytest
 
 from kvbm.clock import monotonic
 from kvbm.errors import SettingsError
+from kvbm.fleet.certificates import make_node
 from kvbm.fleet.directory import Peer
 from kvbm.fleet.static import StaticDirectory
 from kvbm.manager import fleet_side
@@ -90,6 +91,24 @@ def test_without_certificates_it_listens_on_private_addresses(side: Callable[...
     with pytest.raises(SettingsError, match="DYN_KVBM_FLEET_LISTEN"):
         side(**anywhere).lend((), private=False)
     assert side(fleet_plain=True, **anywhere).lend((), private=False) is not None
+
+
+@pytest.mark.parametrize(("settings", "certified"), [({}, False), ({"fleet_certs": "certs"}, True)])
+def test_it_asks_for_a_mover_by_what_the_settings_say(
+    side: Callable[..., FleetSide],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: dict[str, str],
+    certified: bool,
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(fleet_side, "open_mover", lambda *words: asked.append(words))
+    if certified:
+        pytest.importorskip("cryptography")
+        make_node(tmp_path, "n", 30, "f")
+        settings = {"fleet_certs": str(tmp_path)}
+    side(fleet_peers=PEERS, fleet_transport="nixl", **settings)
+    assert asked == [("nixl", certified, "DYN_KVBM_FLEET_TRANSPORT")]
 
 
 def test_an_engines_own_manager_does_without_an_address_that_is_taken(side: Callable[..., FleetSide]) -> None:

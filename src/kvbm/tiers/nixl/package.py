@@ -35,6 +35,12 @@ def import_nixl() -> ModuleType:
     raise DirectRefused(f"NIXL is not installed; {install_hint(cuda)}")
 
 
+def is_installed() -> bool:
+    """Whether there is a NIXL package; it is not imported."""
+    find_spec = importlib.import_module("importlib.util").find_spec
+    return any(find_spec(name) is not None for name in PACKAGES)
+
+
 def install_hint(cuda: int) -> str:
     """How to install the NIXL for this major version of CUDA; 0 is not known, and then for either."""
     if cuda:

@@ -1,4 +1,4 @@
-"""A load under way at a peer: which blocks still lack their answer, and the one whose bytes are arriving."""
+"""A load under way at a peer: which blocks still lack their answer, and the one that is arriving."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from kvbm.tiers.contract import BlockEnd, Completion
 from kvbm.tiers.peers.wire import CHECKSUM_BYTES, SEAL_BYTES, WHOLE, Lent, Stream, begun_checksum
 from kvbm.tiers.remote.contract import Buffers
 
+COPIED_AT_ONCE = 1 << 18
+"""Bytes that are still in the CPU's cache when their checksum is computed."""
 _RETRIED = BlockEnd(Outcome.RETRY)
 
 
@@ -53,6 +55,8 @@ class Load:
 class Arrival:
     """The bytes of one block, straight into its targets, then its seal. The checksum grows as they come."""
 
+    moved = False
+
     def __init__(self, load: Load, head: Lent, fingerprint: bytes) -> None:
         """Raises ProtocolError where what is to come is not what was asked for: nothing is written then."""
         targets = load.targets[head.index]
@@ -60,10 +64,14 @@ class Arrival:
         if head.size != size:
             raise ProtocolError(f"a block of {head.size} bytes: asked for are {size}")
         self.load, self.head = load, head
+        self._targets = targets
         self._checksum = begun_checksum(fingerprint, load.keys[head.index])
         self._seal = memoryview(bytearray(SEAL_BYTES))
-        self._left = [*targets, self._seal]
+        self._left = self._to_receive()
         self._place = 0
+
+    def _to_receive(self) -> list[memoryview]:
+        return [*self._targets, self._seal]
 
     def receive(self, stream: Stream) -> int:
         """Take what has arrived, in one go; 0 when nothing has. Raises OSError."""
@@ -86,7 +94,34 @@ class Arrival:
         verdict, checksum = self._seal[0], bytes(self._seal[-CHECKSUM_BYTES:])
         if verdict != WHOLE:
             return BlockEnd(Outcome.MISS)
+        self._fetch()
         if checksum != self._checksum.digest():
             return BlockEnd(Outcome.MISS, corrupt=True)
         head = self.head
         return BlockEnd(Outcome.HIT, False, head.engine_hash, head.group, head.facts)
+
+    def _fetch(self) -> None:
+        """Bring the bytes that did not come over the connection."""
+
+
+class MovedArrival(Arrival):
+    """A block whose bytes a mover has put into `source`: only its seal comes. The checksum is that of the targets, so
+    what still changes in the source is wrong bytes like any other."""
+
+    moved = True
+
+    def __init__(self, load: Load, head: Lent, fingerprint: bytes, source: memoryview) -> None:
+        super().__init__(load, head, fingerprint)
+        self._source = source
+
+    def _to_receive(self) -> list[memoryview]:
+        return [self._seal]
+
+    def _fetch(self) -> None:
+        first = 0
+        for target in self._targets:
+            for at in range(0, target.nbytes, COPIED_AT_ONCE):
+                piece = target[at : at + COPIED_AT_ONCE]
+                piece[:] = self._source[first : first + piece.nbytes]
+                self._checksum.update(piece)
+                first += piece.nbytes

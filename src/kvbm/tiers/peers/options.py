@@ -11,7 +11,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`fleet` and `node` are our own names. `deadline_s`: a load takes so long at most.
 
     Of each peer at most `known_max` blocks are kept in mind (some 250 bytes each), of `peers_max` peers. `window` loads
-    are asked of a peer at once, `pending_limit` of all together.
+    are asked of a peer at once, `pending_limit` of all together. `staging_bytes` of memory are offered to a peer whose
+    mover brings blocks.
     """
 
     fleet: str
@@ -23,6 +24,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     pending_limit: int = 64
     window: int = 4
     load_blocks_max: int = 16
+    staging_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         assert 0 < self.window <= ASKS_MAX and 0 < self.load_blocks_max <= ASK_BLOCKS_MAX

@@ -5,6 +5,9 @@ like this: the connection is closed, and then the load completes; nothing can wr
 
 A peer that fails in any way is left alone for a while, longer each time, and until a new connection works nothing is
 known of it: nobody asks it for anything.
+
+Bytes come over the connection, or where both ends have a mover, through memory of ours that the peer writes to
+(`landings`); what is said goes over the connection always.
 """
 
 from __future__ import annotations
@@ -12,32 +15,31 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import ssl
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvbm.block import Outcome
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
-from kvbm.fleet.directory import Peer, split_address
-from kvbm.fleet.tls import certified
+from kvbm.fleet.directory import Peer
 from kvbm.hashing import join_keys
 from kvbm.layout import BlockLayout
 from kvbm.tiers.contract import BlockEnd, Completion
+from kvbm.tiers.peers.connecting import PeerRefused, connect, greeting, refuse_welcome
 from kvbm.tiers.peers.known import PeerBlocks, unpacked
-from kvbm.tiers.peers.loads import Arrival, Load
+from kvbm.tiers.peers.landings import Landings
+from kvbm.tiers.peers.loads import Arrival, Load, MovedArrival
+from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.waits import Waits
 from kvbm.tiers.peers.wire import (
     HEARTBEAT_S,
     QUIET_S_MAX,
-    WIRE_VERSION,
     Ask,
     Beat,
     FromLender,
-    Greeting,
     Held,
     Incoming,
     Lent,
@@ -48,7 +50,6 @@ from kvbm.tiers.peers.wire import (
     framed,
     from_lender,
     one_line,
-    tune,
 )
 
 log = logging.getLogger("kvbm.tiers")
@@ -57,12 +58,9 @@ READS_AT_ONCE = 64
 """After so many reads deadlines are looked at, also while bytes keep coming."""
 STEADY_S = 60.0
 """A connection that lasted so long makes up for the failures before it."""
+_COUNTS = ("hits", "misses", "corrupt", "retries", "bytes", "moved")
 LIES_MAX = 3
 """So many blocks with a wrong checksum end a connection."""
-
-
-class PeerRefused(KvbmError):
-    """The peer is of another fleet or version, or has no use for us: one line."""
 
 
 class PeerLink:
@@ -80,6 +78,7 @@ class PeerLink:
         clock: Clock,
         waits: Waits,
         done: Callable[[Completion, Load], None],
+        mover: Mover | None = None,
     ) -> None:
         self.peer = peer
         self.blocks = blocks
@@ -98,6 +97,10 @@ class PeerLink:
         self._ask_number = 0
         self._outgoing = bytearray()
         self._arrival: Arrival | None = None
+        self._mover = mover
+        self._landings = self._new_landings()
+        self.transport = "tcp"
+        """How the last block came, on this connection: "tcp" or "nixl"."""
         self._lies = 0
         self._heard_s = self._said_s = 0.0
         self._stopping = False
@@ -137,12 +140,13 @@ class PeerLink:
 
     def describe(self) -> dict[str, object]:
         """For operators."""
-        counts = {name: self.counts[name] for name in ("hits", "misses", "corrupt", "retries", "bytes")}
+        counts = {name: self.counts[name] for name in _COUNTS}
         known = len(self.blocks.places)
         return {
             "address": self.peer.address,
             "node": self.node,
             "trouble": self.trouble,
+            "transport": self.transport,
             "blocks": known,
             **counts,
         }
@@ -174,44 +178,38 @@ class PeerLink:
 
     def _pause(self, until_s: float) -> None:
         while not self._stopping and (left_s := until_s - self._clock()) > 0:
-            self._wait(None, min(left_s, 5.0))
+            self._wait(min(left_s, 5.0))
 
     def _connect(self) -> Stream:
         """Raises OSError, ValueError and KvbmError."""
-        timeout_s = self._options.connect_timeout_s
-        connection = socket.create_connection(split_address("peers", self.peer.address), timeout_s)
-        try:
-            tune(connection)
-            if self._tls is not None:
-                connection = self._tls.wrap_socket(connection)
-                identity = certified(connection, self._options.fleet)
-                if self.peer.node and identity.node != self.peer.node:
-                    raise PeerRefused(
-                        f"it is {identity.node}, and {self.peer.node} is expected at this address"
-                    )
-                self.node = identity.node
-            return Stream(connection)
-        except BaseException:
-            connection.close()
-            raise
+        stream, node = connect(self.peer, self._options, self._tls)
+        self.node = node or self.node
+        return stream
 
     def _serve(self, stream: Stream) -> None:
         """Until the connection ends, which an exception tells: OSError or KvbmError."""
         self._said_s = self._heard_s = self._clock()
         self._lies = 0
-        self._outgoing += framed(self._greeting())
+        self._landings, self.transport = self._new_landings(), "tcp"
+        self._outgoing += framed(
+            greeting(self._options, self._fingerprint, self._layout, self.blocks.blocks_max)
+        )
         incoming: Incoming[FromLender] = Incoming(stream, from_lender)
         trouble: Exception | None = None
         try:
             while not self._over():
                 more = self._read(stream, incoming)
+                offer = self._landings.turn()
+                if offer is not None:
+                    self._outgoing += framed(offer)
                 self._ask()
                 self._beat()
                 blocked = self._send(stream)
                 next_s = self._next_due_s()
                 if not more:
                     events = select.POLLIN | (select.POLLOUT if blocked or stream.wants_write else 0)
-                    self._wait((stream.connection.fileno(), events), next_s)
+                    polled = [(stream.connection.fileno(), events), (self._landings.fileno(), select.POLLIN)]
+                    self._wait(next_s, polled)
             raise LinkEnded("the tier is closed")
         except Exception as error:
             trouble = error
@@ -220,17 +218,6 @@ class PeerLink:
             stream.close()  # before anything completes
             self._end_all(one_line(trouble))
 
-    def _greeting(self) -> Greeting:
-        return Greeting(
-            version=WIRE_VERSION,
-            fleet=self._options.fleet,
-            node=self._options.node,
-            fingerprint=self._fingerprint,
-            slot_bytes=self._layout.slot_bytes,
-            shard_count=self._layout.shard_count,
-            known_max=self.blocks.blocks_max,
-        )
-
     def _end_all(self, reason: str) -> None:
         with self._lock:
             self._open = False
@@ -238,16 +225,21 @@ class PeerLink:
             self._asked.clear()
             self._queue.clear()
         self._arrival = None
+        self._landings.close()
         self._outgoing.clear()
         self.blocks.forget()
         for load in left:
             self._complete(load, reason)
 
-    def _wait(self, polled: tuple[int, int] | None, seconds: float) -> None:
+    def _new_landings(self) -> Landings:
+        return Landings(self._mover, self._layout.block_bytes, self._options.staging_bytes)
+
+    def _wait(self, seconds: float, polled: Iterable[tuple[int, int]] = ()) -> None:
         poller = select.poll()
         poller.register(self._event, select.POLLIN)
-        if polled is not None:
-            poller.register(*polled)
+        for fd, events in polled:
+            if fd >= 0:
+                poller.register(fd, events)
         for fd, _ in poller.poll(max(0.0, seconds) * 1000):
             if fd == self._event:
                 os.eventfd_read(self._event)
@@ -282,11 +274,16 @@ class PeerLink:
             with self._lock:
                 if not self._queue:
                     return
+                places = self._landings.places_for(self._ask_number + 1, len(self._queue[0].keys))
+                if places is None:
+                    return
                 load = self._queue.popleft()
             self._ask_number += 1
             load.asked_s = self._clock()
             self._asked[self._ask_number] = load
-            self._outgoing += framed(Ask(number=self._ask_number, keys=join_keys(load.keys)))
+            offer, joined = places
+            ask = Ask(number=self._ask_number, keys=join_keys(load.keys), offer=offer, places=joined)
+            self._outgoing += framed(ask)
 
     def _beat(self) -> None:
         if self._open and not self._outgoing and self._clock() - self._said_s >= HEARTBEAT_S:
@@ -311,7 +308,11 @@ class PeerLink:
                 if not self._arrival.receive(stream):
                     return False
                 if self._arrival.complete:
+                    moved = self._arrival.moved
                     self._arrived(self._arrival)
+                    if moved:  # it was copied just now: look at deadlines
+                        self._heard_s = self._clock()
+                        return True
             else:
                 message = incoming.next()
                 if message is None:
@@ -335,17 +336,14 @@ class PeerLink:
     def _welcomed(self, message: Welcome) -> None:
         if self._open:
             raise ProtocolError("a second Welcome")
-        if message.version != WIRE_VERSION:
-            raise PeerRefused(f"it speaks version {message.version} of the wire; accepted is {WIRE_VERSION}")
-        if message.fleet != self._options.fleet:
-            raise PeerRefused(f"it is of the fleet {message.fleet!r}, and we are of {self._options.fleet!r}")
-        if self._tls is not None and message.node != self.node:
-            raise PeerRefused(f"it calls itself {message.node!r}, and its certificate says {self.node!r}")
+        refuse_welcome(message, self._options, self.node if self._tls is not None else None)
         self.node = message.node
         if message.node == self._options.node:
             self.is_ourselves = True
             self.trouble = "it is this node itself"
             return
+        if message.moves:
+            self._landings.allow()
         log.info("peer %s (%s): connected", self.peer.address, self.node)
         self.trouble = ""
         with self._lock:
@@ -369,7 +367,10 @@ class PeerLink:
         if load is None or message.index >= len(load.keys) or load.ends[message.index] is not None:
             raise ProtocolError(f"a block {message.ask}/{message.index} that was not asked for")
         load.answered_s = load.answered_s or self._clock()
-        if message.there:
+        if message.moved:
+            source = self._landings.source(message.ask, message.index, message.size)
+            self._arrival = MovedArrival(load, message, self._fingerprint, source)
+        elif message.there:
             self._arrival = Arrival(load, message, self._fingerprint)
         else:
             self._ended(message.ask, load, message.index, BlockEnd(Outcome.MISS))
@@ -377,10 +378,14 @@ class PeerLink:
     def _arrived(self, arrival: Arrival) -> None:
         self._arrival = None
         end, head = arrival.end(), arrival.head
+        self.transport = "nixl" if arrival.moved else "tcp"
+        self.counts["moved"] += arrival.moved and end.outcome is Outcome.HIT
         self._ended(head.ask, arrival.load, head.index, end)
         if end.outcome is Outcome.HIT:
             self._waits.succeeded()
         if end.corrupt:
+            if arrival.moved:
+                self._landings.distrust()
             self._lies += 1
             if self._lies >= LIES_MAX:
                 raise LinkEnded(f"{self._lies} blocks with wrong bytes")
@@ -391,6 +396,7 @@ class PeerLink:
             self.blocks.drop(load.keys[index])
         if load.ended:
             del self._asked[number]
+            self._landings.ended(number)
             self._complete(load)
 
     def _complete(self, load: Load, error: str = "") -> None:

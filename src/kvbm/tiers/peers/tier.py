@@ -11,7 +11,7 @@ import random
 import ssl
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from kvbm.block import BlockKey, Outcome
@@ -21,6 +21,7 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.peers.known import Known, link_of, prints_of
 from kvbm.tiers.peers.loads import Load
+from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.pace import Pace
 from kvbm.tiers.peers.reader import PeerLink
@@ -41,13 +42,15 @@ def open_peer_tier(
     clock: Clock,
     tls: ssl.SSLContext | None = None,
     random_number: Callable[[], float] = random.random,
+    mover: Mover | None = None,
 ) -> PeerTier:
     """The blocks of this namespace in the memory of the directory's nodes.
 
-    `tls` is `kvbm.fleet.tls.reading_context`, or None for plain TCP. The directory stays the caller's. Links to peers
-    begin here, and come up by themselves.
+    `tls` is `kvbm.fleet.tls.reading_context`, or None for plain TCP. With a `mover`, peers that have one too
+    bring blocks by it. Both stay the caller's, as the directory does. Links to peers begin here, and come up by
+    themselves.
     """
-    return PeerTier(directory, layout, namespace.fingerprint, options, clock, tls, random_number)
+    return PeerTier(directory, layout, namespace.fingerprint, options, clock, tls, random_number, mover)
 
 
 class PeerTier:
@@ -65,11 +68,13 @@ class PeerTier:
         clock: Clock,
         tls: ssl.SSLContext | None,
         random_number: Callable[[], float],
+        mover: Mover | None,
     ) -> None:
         self.pending_limit = options.pending_limit
         self.load_blocks_max = options.load_blocks_max
         self._directory, self._layout, self._fingerprint = directory, layout, fingerprint
         self._options, self._clock, self._tls, self._random = options, clock, tls, random_number
+        self._mover = mover
         self._known = Known()
         self._links: dict[Peer, PeerLink] = {}
         self._by_number: dict[int, PeerLink] = {}
@@ -246,6 +251,7 @@ class PeerTier:
                     self._clock,
                     Waits(self._random),
                     self._completed,
+                    self._mover,
                 )
 
     def _has_left(self, link: PeerLink, timeout_s: float = 0.0) -> bool:
@@ -257,14 +263,25 @@ class PeerTier:
 
     def describe(self) -> dict[str, object]:
         links = [link.describe() for link in self._links.values()]
+        transports = Counter(link.transport for link in self._links.values() if not link.trouble)
         return {
             "place": f"peers of the fleet {self._options.fleet!r}, from {self._directory.place}",
             "directory_fault": self._directory.fault,
             "blocks": len(self._known),
             "pending": self._pending,
             "tls": self._tls is not None,
+            "links": dict(transports),
+            "notes": self._notes(transports),
             "peers": links,
         }
+
+    def _notes(self, transports: Counter[str]) -> tuple[str, ...]:
+        """For `RemoteReport`."""
+        if self._mover is None:
+            return ()
+        if self._mover.trouble:
+            return (f"reads over TCP: NIXL: {self._mover.trouble}",)
+        return (f"reads from {transports['nixl']} of {sum(transports.values())} nodes by NIXL",)
 
     def drain(self, deadline_s: float) -> bool:
         end_s = time.monotonic() + deadline_s

@@ -5,6 +5,10 @@ bytes, one shard after the other, and then by a *seal*: a byte that says whether
 the last byte had left, and the checksum of what it sent. The seal comes last because the sender computes it over the
 very bytes that went out.
 
+Where both ends have a mover (see `mover`), a reader may `Offer` memory of its own in which the lender puts blocks. A
+`Lent` that is `moved` is followed by the seal alone: its bytes lie in that memory already. An end without a mover knows
+none of this: what is new here has a default, and is sent only to an end that asked for it.
+
 Every size is bounded, and a frame beyond the bound is refused before it is read. Nothing that comes from the other end
 is believed before its seal was verified.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -33,6 +38,10 @@ ASKS_MAX = 8
 CHECKSUM_BYTES = 16
 SEAL_BYTES = 1 + CHECKSUM_BYTES
 WHOLE, BROKEN = 1, 0
+METADATA_BYTES_MAX = 1 << 16
+PLACES_MAX = 4096
+NO_PLACE = 0xFFFFFFFF
+PLACE_BYTES = 4
 QUIET_S_MAX = 15.0
 """An end that has said nothing for so long has gone: each says something every `HEARTBEAT_S`."""
 HEARTBEAT_S = 4.0
@@ -67,10 +76,29 @@ class Greeting(_Message, frozen=True, kw_only=True, tag="greeting"):
 
 
 class Ask(_Message, frozen=True, kw_only=True, tag="ask"):
-    """The keys of blocks to send, joined. `number` is the reader's name for it, new each time."""
+    """The keys of blocks to send, joined. `number` is the reader's name for it, new each time.
+
+    `places` says for each block where in the memory of that `offer` it may be put, 4 bytes each (`joined_places`);
+    empty where none may.
+    """
 
     number: Count
     keys: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=ASK_BLOCKS_MAX * KEY_BYTES)]
+    offer: Count = 0
+    places: Annotated[bytes, msgspec.Meta(max_length=ASK_BLOCKS_MAX * PLACE_BYTES)] = b""
+
+
+class Offer(_Message, frozen=True, kw_only=True, tag="offer"):
+    """Memory for blocks: `places` of `place_bytes` each, from `address` on, which `metadata` lets a mover reach.
+
+    It takes the place of the offer before it. Sent only to a lender whose `Welcome` said that it moves.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=METADATA_BYTES_MAX)]
+    address: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    place_bytes: Count
+    places: Annotated[int, msgspec.Meta(ge=1, le=PLACES_MAX)]
 
 
 class Beat(_Message, frozen=True, kw_only=True, tag="beat"):
@@ -81,11 +109,12 @@ class Beat(_Message, frozen=True, kw_only=True, tag="beat"):
 
 
 class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
-    """The reader is let in, by this node."""
+    """The reader is let in, by this node. `moves`: it takes offers of memory to put blocks in."""
 
     version: int
     fleet: Name
     node: Name
+    moves: bool = False
 
 
 class Refusal(_Message, frozen=True, kw_only=True, tag="refusal"):
@@ -109,18 +138,22 @@ class Held(_Message, frozen=True, kw_only=True, tag="held"):
 
 
 class Lent(_Message, frozen=True, kw_only=True, tag="lent"):
-    """The answer for block `index` of an ask: it is not there, or `size` bytes and the seal follow."""
+    """The answer for block `index` of an ask: it is not there, or `size` bytes and the seal follow.
+
+    `moved`: they lie in the place that the ask named, and the seal alone follows.
+    """
 
     ask: Count
     index: Annotated[int, msgspec.Meta(ge=0, lt=ASK_BLOCKS_MAX)]
     there: bool = False
     size: Count = 0
+    moved: bool = False
     engine_hash: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)] = b""
     group: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)] = 0
     facts: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX // 2)] = b""
 
 
-FromReader = Greeting | Ask | Beat
+FromReader = Greeting | Ask | Offer | Beat
 FromLender = Welcome | Refusal | Held | Lent
 
 _encoder = msgspec.msgpack.Encoder()
@@ -147,6 +180,19 @@ def begun_checksum(fingerprint: bytes, key: BlockKey) -> xxhash.xxh3_128:
 def joined_prints(prints: list[int]) -> bytes:
     """Prints as they travel."""
     return b"".join(each.to_bytes(PRINT_BYTES, "little") for each in prints)
+
+
+def joined_places(places: Sequence[int]) -> bytes:
+    """Places as they travel."""
+    return b"".join(each.to_bytes(PLACE_BYTES, "little") for each in places)
+
+
+def split_places(places: bytes) -> list[int]:
+    """The counterpart of `joined_places`; what is cut off at the end is left out."""
+    return [
+        int.from_bytes(places[at : at + PLACE_BYTES], "little")
+        for at in range(0, len(places) - PLACE_BYTES + 1, PLACE_BYTES)
+    ]
 
 
 class Stream:

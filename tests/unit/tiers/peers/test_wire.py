@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 
 from kvbm.errors import ProtocolError
@@ -11,16 +12,23 @@ from kvbm.tiers.peers.pace import Pace
 from kvbm.tiers.peers.waits import Waits
 from kvbm.tiers.peers.wire import (
     FRAME_BYTES_MAX,
+    METADATA_BYTES_MAX,
+    NO_PLACE,
+    PLACES_MAX,
     PRINTS_AT_ONCE,
     Ask,
     Beat,
     Held,
     Incoming,
     LinkEnded,
+    Offer,
     Stream,
+    Welcome,
     framed,
     from_lender,
     from_reader,
+    joined_places,
+    split_places,
 )
 
 
@@ -110,3 +118,47 @@ def test_pace() -> None:
     assert pace.expected_s(500) == pytest.approx(0.501)
     pace.took(0.001, 2.0, 1000)
     assert pace.expected_s(1000) == pytest.approx(0.001 + 1.2)
+
+
+@pytest.mark.parametrize("places", [[], [0], [0, 7, NO_PLACE, 4095]])
+def test_places_travel(places: list[int]) -> None:
+    assert split_places(joined_places(places)) == places
+
+
+def test_an_end_that_knows_of_no_movers_is_understood() -> None:
+    """What it says lacks the fields that came later, and it skips those that it does not know."""
+
+    class Older(msgspec.Struct, tag_field="type", tag="welcome"):
+        version: int
+        fleet: str
+        node: str
+
+    welcome = from_lender.decode(msgspec.msgpack.encode(Older(version=1, fleet="f", node="n")))
+    assert isinstance(welcome, Welcome) and not welcome.moves
+    newer = msgspec.msgpack.encode(Welcome(version=1, fleet="f", node="n", moves=True))
+    assert msgspec.msgpack.decode(newer, type=Older).node == "n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"number": 0},
+        {"metadata": b""},
+        {"metadata": bytes(METADATA_BYTES_MAX + 1)},
+        {"address": -1},
+        {"places": 0},
+        {"places": PLACES_MAX + 1},
+    ],
+)
+def test_an_offer_is_bounded(wrong: dict[str, object]) -> None:
+    good: dict[str, object] = {
+        "type": "offer",
+        "number": 1,
+        "metadata": b"m",
+        "address": 1 << 47,
+        "place_bytes": 4096,
+        "places": 4,
+    }
+    assert isinstance(from_reader.decode(msgspec.msgpack.encode(good)), Offer)
+    with pytest.raises(msgspec.ValidationError):
+        from_reader.decode(msgspec.msgpack.encode({**good, **wrong}))

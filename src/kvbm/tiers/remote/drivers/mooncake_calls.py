@@ -7,7 +7,6 @@ process without anybody. When as many calls in a row as there are connections we
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import msgspec
 
 from kvbm.clock import Clock
 from kvbm.settings import process_environment
+from kvbm.tiers.own_process import program_of
 from kvbm.tiers.remote.blobs import Buffer, StoreError
 from kvbm.tiers.remote.drivers.mooncake_wire import (
     CONNECTIONS,
@@ -31,15 +31,7 @@ from kvbm.tiers.remote.drivers.mooncake_wire import (
 )
 
 RESTART_S = 2.0
-_SOURCES = os.path.abspath(__file__).removesuffix(
-    os.path.join("kvbm", "tiers", "remote", "drivers", "mooncake_calls.py")
-)
-_PROGRAM = (
-    "import sys; sys.path[:] = [path for path in sys.path if path]; "
-    f"sys.path.append({_SOURCES!r}); "
-    "from kvbm.tiers.remote.drivers.mooncake_process import main; main()"
-)
-"""Never a `kvbm` of the working directory; ours is found last where it is found by other means."""
+_PROGRAM = program_of("kvbm.tiers.remote.drivers.mooncake_process")
 
 
 class _Process:
