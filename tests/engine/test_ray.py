@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,14 @@ from engine.launcher import Launcher, differences
 from engine.model_runners import V1, chosen
 from engine.vllm_versions import VERSION
 from engine.workload import again, small_workload
+from kvbm.vllm_integration.under_ray import NEWER_EXECUTOR, PREFIXES_VARIABLE
 from rigs.manager_probe import SharedManager, free_port, private_managers, wait_for
 from rigs.ray_nodes import RayNode, install_platform
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (make ray-test)"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed (make ray-test)"
+    ),
     pytest.mark.skipif(VERSION < (0, 32), reason="under Ray vLLM 0.32 was looked at"),
     pytest.mark.skipif(chosen() != V1, reason="under Ray engines are run on V1"),
     pytest.mark.slow,
@@ -53,7 +56,7 @@ class Nodes:
     def __init__(self, directory: Path, paths: str, model: Path, process: EngineProcess) -> None:
         self.process = process
         self.launcher = Launcher(process, model, directory)
-        self._directory = directory
+        self.directory = directory
         self._environment = {"PYTHONPATH": paths}
         self.model = model
         self._nodes: list[RayNode] = []
@@ -63,12 +66,12 @@ class Nodes:
         """Where engines find Ray."""
         return self._nodes[0].address
 
-    def start_nodes(self, *environments: dict[str, str], devices: int = 1) -> None:
-        """A node for each of these environments."""
-        for host, environment in zip(HOSTS, environments, strict=False):
+    def start_nodes(self, *environments: dict[str, str], devices: Sequence[int] = (1, 1)) -> None:
+        """A node for each of these environments, with so many devices."""
+        for host, environment, count in zip(HOSTS, environments, devices, strict=False):
             head = self._nodes[0] if self._nodes else None
             variables = {**self._environment, **environment}
-            self._nodes.append(RayNode(self._directory, host, devices, variables, head))
+            self._nodes.append(RayNode(self.directory, host, count, variables, head))
 
     def start(self, environment: dict[str, str], **options: Any) -> EngineProcess:
         """An engine whose ranks are on these nodes."""
@@ -98,11 +101,9 @@ def nodes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_under_ray_on_one_node(
-    nodes: Nodes, v1_reference: dict[str, list[int]], parallel: str
-) -> None:
+def test_ranks_under_ray_on_one_node(nodes: Nodes, v1_reference: dict[str, list[int]], parallel: str) -> None:
     """With a private manager, which a rank starts; it ends with the engine."""
-    nodes.start_nodes({}, devices=2)
+    nodes.start_nodes({}, devices=(2,))
     engine = nodes.start({"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "600"}, **{parallel: 2})
     if parallel == "pipeline_parallel_size":
         engine.call(pipeline.make_room_between_stages, timeout_s=20.0)
@@ -166,6 +167,48 @@ def test_stages_on_two_nodes(
     for turn in ("", "+"):
         assert differences(v1_reference, engine.run(again(small_workload(), turn)), turn) == []
     assert min(manager.metrics()[LOADED] for manager in (first, second)) > 50
+    # The negative control: the second node's part of the blocks counts.
+    engine.call(reach.scribble_in_rank, 1, timeout_s=20.0)
+    assert len(differences(v1_reference, engine.run(again(small_workload(), "-")), "-")) > 3
+
+
+def test_the_scheduler_may_be_on_a_node_without_ranks(
+    nodes: Nodes, shared_manager: Managers, v1_reference: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """No manager runs on its node, and where it looks for one the ranks find theirs."""
+    listen = f"127.0.0.1:{free_port()}"
+    manager = shared_manager("--host-blocks", "600", "--node-listen", listen)
+    nodes.start_nodes({}, {"DYN_KVBM_MANAGER": manager.socket_path}, devices=(0, 2))
+    variables = {
+        "DYN_KVBM_MANAGER": str(nodes.directory / "nobody.sock"),
+        "DYN_KVBM_NODE_MANAGERS": f"tcp://{listen}",
+    }
+    engine = nodes.start(variables, tensor_parallel_size=2)
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    for turn in ("", "+"):
+        assert differences(v1_reference, engine.run(again(small_workload(), turn)), turn) == []
+    assert manager.metrics()[LOADED] > 50
+    assert manager.metrics()[WORKERS] == 2
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_the_older_executor(nodes: Nodes, v1_reference: dict[str, list[int]], parallel: str) -> None:
+    """It passes on what the last stage's ranks report: KVBM serves without stages, and says why with them."""
+    nodes.start_nodes({}, devices=(2,))
+    variables = {
+        NEWER_EXECUTOR: "0",
+        PREFIXES_VARIABLE: "DYN_",
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "600",
+    }
+    engine = nodes.start(variables, **{parallel: 2})
+    if parallel == "pipeline_parallel_size":
+        assert "KVBM is off for this engine: pipeline_parallel_size=2 under vLLM's older" in engine.log()
+        return
+    engine.call(reach.wait_until_ready, timeout_s=40.0)
+    for turn in ("", "+"):
+        assert differences(v1_reference, engine.run(again(small_workload(), turn)), turn) == []
+    assert nodes.launcher.metrics()[LOADED] > 50
+    nodes.launcher.assert_nothing_held()
 
 
 def test_a_killed_actor_ends_the_engine_and_frees_its_blocks(

@@ -1,8 +1,8 @@
 """Nodes of Ray on one machine, each a raylet with an environment of its own; and a platform of vLLM for them.
 
-vLLM's CPU platform names no device that Ray could count (`ray_device_key` is empty), so its Ray executors refuse it. The
-nodes here say that they have GPUs, which nothing uses, and vLLM gets a platform by its own plug-ins: the CPU's, with
-that one name. Nothing else of vLLM or Ray is replaced.
+vLLM's CPU platform names no device that Ray could count (`ray_device_key` is empty), so its Ray executors refuse it.
+The nodes here say that they have GPUs, which nothing uses, and vLLM gets a platform by its own plug-ins: the CPU's,
+with that one name. Nothing else of vLLM or Ray is replaced.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class RayNode:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**outside, **environment}, start_new_session=True
             )
-        wait_for(lambda: "--block" in self.log() or not self.alive, 60.0, lambda: f"no node of Ray\n{self.log()}")
+        wait_for(
+            lambda: "--block" in self.log() or not self.alive, 60.0, lambda: f"no node of Ray\n{self.log()}"
+        )
         assert self.alive, self.log()
 
     @property
