@@ -183,7 +183,7 @@ def _under_ray(report: Report) -> tuple[list[str], list[str]]:
     lines = [
         "",
         "Written by `make ray-test`: vLLM's ranks as actors of Ray, on one node of Ray and over two of one machine;",
-        "CPU build, tiny fp32 model. vLLM's CPU platform gets the name by which Ray counts its devices, and nothing else.",
+        "CPU build, tiny fp32 model. vLLM's CPU platform gets the name by which Ray counts its devices, nothing else.",
         "",
         "| Ray | vLLM | result | passed | failed | skipped | Python | torch | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
