@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rigs.checkout import ROOT
@@ -20,6 +20,8 @@ from rigs.manager_probe import free_port, wait_for
 PLATFORM = "rigs.ray_platform.CpuUnderRay"
 OBJECT_STORE_BYTES = 100_000_000
 """Nothing large goes through it."""
+STARTS_MAX = 3
+"""Ray ends a node that is not there after 30 s; a busy machine may take longer."""
 
 
 def platform() -> str:
@@ -64,14 +66,19 @@ class RayNode:
         command += [f"--node-ip-address={host}", "--num-cpus=1", f"--num-gpus={devices}"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "RAY_"))}
+        for _ in range(STARTS_MAX):
+            self._start(command, {**outside, **environment})
+            if self.alive:
+                return
+        raise AssertionError(f"no node of Ray\n{self.log()}")
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it once, and wait until it says that it is there, or has ended."""
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**outside, **environment}, start_new_session=True
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        wait_for(
-            lambda: "--block" in self.log() or not self.alive, 60.0, lambda: f"no node of Ray\n{self.log()}"
-        )
-        assert self.alive, self.log()
+        wait_for(lambda: "--block" in self.log() or not self.alive, 120.0, self.log)
 
     @property
     def alive(self) -> bool:
