@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test sglang-test sglang-table gpu-kit reference clean
+.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test ray-test sglang-test sglang-table gpu-kit reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ dynamo: setup  ## the same experiment through NVIDIA's Dynamo: a frontend, route
 
 dynamo-test: setup  ## the tests under NVIDIA's Dynamo; writes their row of docs/reference/support-matrix.md
 	@$(BIN)/python scripts/dynamo_test.py $(ARGS)
+
+ray-test: setup  ## the tests of engines whose ranks are Ray's actors; writes their row of docs/reference/support-matrix.md
+	@$(BIN)/python scripts/ray_test.py $(ARGS)
 
 sglang-test: setup  ## the tests under SGLang; writes their row of docs/reference/support-matrix.md
 	@$(BIN)/python scripts/sglang_test.py $(ARGS)

@@ -9,6 +9,7 @@ import sys
 
 import sglang_venv
 from support_matrix import describe, read_junit, read_report, write_report
+from venv_beside import CannotBeHad
 from venvs import ROOT, Venv, say
 
 
@@ -16,7 +17,7 @@ def main() -> int:
     """0 when something ran and nothing failed."""
     try:
         venv = sglang_venv.prepare()
-    except sglang_venv.NoSglang as reason:
+    except CannotBeHad as reason:
         say(f"no tests under SGLang: {reason}")
         return 1
     junit = venv.path / "sglang-tests.xml"

@@ -37,7 +37,7 @@ from venvs import (
 )
 
 Report = dict[str, dict[str, dict[str, Any]]]
-"""Rows by name: of the releases of vLLM, of those of Dynamo, of those of SGLang."""
+"""Rows by name: of the releases of vLLM, of those of Dynamo, of those of Ray, of those of SGLang."""
 RELEASES = ("0.28.0", "0.30.0", "0.31.0", "0.32.0")
 RUNNERS = ("V1", "V2")
 V2_RELEASES = ("0.32.0",)
@@ -157,7 +157,7 @@ def render(report: Report) -> str:
     failures = [
         f"- {name}: `{test}`" for name in sorted(rows, key=_in_order) for test in rows[name]["failures"]
     ]
-    for table, more_failures in (_under_dynamo(report), _under_sglang(report)):
+    for table, more_failures in (_under_dynamo(report), _under_ray(report), _under_sglang(report)):
         lines += table
         failures += more_failures
     if failures:
@@ -176,6 +176,20 @@ def _under_dynamo(report: Report) -> tuple[list[str], list[str]]:
     ]
     columns = ("vllm", RESULT, "passed", "failed", "skipped", "python", "amx", "date")
     return _table("Dynamo", report.get("dynamo", {}), columns, lines)
+
+
+def _under_ray(report: Report) -> tuple[list[str], list[str]]:
+    """The lines of Ray's table, and of its failures."""
+    lines = [
+        "",
+        "Written by `make ray-test`: vLLM's ranks as actors of Ray, on one node of Ray and over two of one machine;",
+        "CPU build, tiny fp32 model. vLLM's CPU platform gets the name by which Ray counts its devices, nothing else.",
+        "",
+        "| Ray | vLLM | result | passed | failed | skipped | Python | torch | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    columns = ("vllm", RESULT, "passed", "failed", "skipped", "python", "torch", "date")
+    return _table("Ray", report.get("ray", {}), columns, lines)
 
 
 def _under_sglang(report: Report) -> tuple[list[str], list[str]]:

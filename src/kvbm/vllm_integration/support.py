@@ -10,6 +10,7 @@ from kvbm.vllm_integration.block_hashes import hashes_are_deterministic
 from kvbm.vllm_integration.hybrid import SUPPORTED_SPECS, cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.ranks import block_tokens, context_parallel
 from kvbm.vllm_integration.runner import V2, model_runner
+from kvbm.vllm_integration.under_ray import unheard_stages
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -34,7 +35,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
         return "prefix caching is off (enable_prefix_caching), so block hashes do not name contents"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}; accepted is 1"
-    return _unsupported_groups(vllm_config, kv_cache_config)
+    return unheard_stages(vllm_config) or _unsupported_groups(vllm_config, kv_cache_config)
 
 
 def _unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -36,6 +36,7 @@ from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.vllm_integration.runner import model_runner
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.support import layout_notice, unsupported_reason
+from kvbm.vllm_integration.under_ray import lost_variables
 from kvbm.vllm_integration.worker_side import WorkerSide
 
 try:
@@ -82,6 +83,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             for line in (*loaded.warnings, *notices):
                 log.warning("%s", line)
             if notice := layout_notice(loaded.settings.kv_layout, KVCacheLayout is not None):
+                log.warning("%s", notice)
+            if notice := lost_variables(vllm_config, environment):
                 log.warning("%s", notice)
             # Also where the engine runs without us: a router was told to listen there.
             self._consolidator = kept_consolidator(vllm_config, loaded.settings)
