@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit test-fast test-pythons check format bench support-matrix dynamo dynamo-test ray-test sglang-test sglang-table gpu-kit reference clean
+.PHONY: help setup demo test unit test-fast slow-test test-pythons check format bench support-matrix dynamo dynamo-test ray-test sglang-test sglang-table gpu-kit reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -25,6 +25,9 @@ unit: setup  ## the tests that start no engine; those of one part: make unit ARG
 	@$(BIN)/python scripts/unit_tests.py $(ARGS)
 
 test-fast: unit  ## the same, by its older name
+
+slow-test: setup  ## the tests that start no engine and take long; writes their row of docs/reference/support-matrix.md
+	@$(BIN)/python scripts/slow_test.py $(ARGS)
 
 test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.10 and 3.13 where installed
 	@$(BIN)/python scripts/other_pythons.py

@@ -1,9 +1,9 @@
 """All tests: first those that start no engine, as many at a time as there are cores, then the engines one by one.
 
 Arguments go to pytest, each time. An engine and its manager take two cores, so nothing runs beside them: a manager
-that gets no processor time grants no slots, and then blocks are not stored that tests expect. Engine tests that are
-marked slow are left to `make support-matrix`, those under NVIDIA's Dynamo to `make dynamo-test`, and those under SGLang
-that are marked slow to `make sglang-test`.
+that gets no processor time grants no slots, and then blocks are not stored that tests expect. Tests that are marked
+slow are left to `make slow-test`, with an engine to `make support-matrix`, under SGLang to `make sglang-test`; and all
+under NVIDIA's Dynamo to `make dynamo-test`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 NOTHING_COLLECTED = 5
 PARTS = (
-    ["-m", "not engine and not dynamo and not sglang", "-n", "auto", "--dist", "loadfile"],
+    ["-m", "not engine and not dynamo and not sglang and not slow", "-n", "auto", "--dist", "loadfile"],
     ["-m", "engine and not slow"],
     ["-m", "sglang and not slow"],
 )

@@ -157,7 +157,8 @@ def render(report: Report) -> str:
     failures = [
         f"- {name}: `{test}`" for name in sorted(rows, key=_in_order) for test in rows[name]["failures"]
     ]
-    for table, more_failures in (_under_dynamo(report), _under_ray(report), _under_sglang(report)):
+    others = (_under_dynamo(report), _under_ray(report), _under_sglang(report), _slow(report))
+    for table, more_failures in others:
         lines += table
         failures += more_failures
     if failures:
@@ -204,6 +205,19 @@ def _under_sglang(report: Report) -> tuple[list[str], list[str]]:
     ]
     columns = (RESULT, "passed", "failed", "skipped", "python", "torch", "transformers", "date")
     return _table("SGLang", report.get("sglang", {}), columns, lines)
+
+
+def _slow(report: Report) -> tuple[list[str], list[str]]:
+    """The lines of the table of tests that start no engine and take long, and of its failures."""
+    lines = [
+        "",
+        "Written by `make slow-test`: tests that start no engine and take long, which `make test` leaves out.",
+        "",
+        "| KVBM | result | passed | failed | skipped | Python | date |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    columns = (RESULT, "passed", "failed", "skipped", "python", "date")
+    return _table("KVBM", report.get("slow", {}), columns, lines)
 
 
 def _table(
