@@ -175,8 +175,10 @@ def test_managers_of_a_fleet_reach_each_other_and_nobody_else_gets_there() -> No
     for side, rules in (("from", found["ingress"][1:]), ("to", found["egress"][:1])):
         (rule,) = rules
         assert rule["ports"] == [{"protocol": "TCP", "port": 7500}]
-        ((selector,),) = (each.values() for each in rule[side])
-        assert selector["matchLabels"] and selector["matchLabels"].items() <= labels.items()
+        (other,) = rule[side]
+        assert set(other) == {"podSelector"}, "of our own namespace alone"
+        selector = other["podSelector"]["matchLabels"]
+        assert selector and selector.items() <= labels.items()
 
 
 NAMES = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
