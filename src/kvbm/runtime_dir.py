@@ -14,7 +14,7 @@ import secrets
 import stat
 
 from kvbm.errors import SettingsError
-from kvbm.peers import is_ourselves, nameless_as
+from kvbm.peers import ROOT, is_ourselves, nameless_as
 from kvbm.settings import variable
 
 FIELD = variable("runtime_dir")
@@ -74,6 +74,27 @@ def read_private(path: str, secret: bool = False) -> bytes:
         return file.read(_READ_BYTES_MAX)
 
 
+def read_provided(path: str) -> bytes:
+    """The content of a file with a secret that an operator put there.
+
+    It may be ours, as for `read_private`; or root's, for a group of ours to read: so Kubernetes mounts a Secret where
+    the pod has an `fsGroup`. Raises OSError for all else.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not _is_roots_for_our_group(status):
+            refuse_foreign(status, secret=True)
+        return file.read(_READ_BYTES_MAX)
+
+
+def _is_roots_for_our_group(status: os.stat_result) -> bool:
+    """Whether root alone writes to a plain file, and a group of ours alone reads it."""
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != ROOT or stat.S_IMODE(status.st_mode) & 0o037:
+        return False
+    return status.st_gid in (os.getegid(), *os.getgroups())
+
+
 def refuse_foreign(status: os.stat_result, secret: bool = False) -> None:
     """Raises OSError for an open file that others own or can write to, or read if it has a secret, and for anything but
     a plain file."""
@@ -81,7 +102,9 @@ def refuse_foreign(status: os.stat_result, secret: bool = False) -> None:
         raise OSError(errno.EPERM, "it is no plain file")
     refused = 0o077 if secret else 0o022
     if not is_ourselves(status.st_uid) or stat.S_IMODE(status.st_mode) & refused:
-        raise OSError(errno.EPERM, f"user {status.st_uid} owns it, mode {stat.S_IMODE(status.st_mode):o}")
+        group = f", group {status.st_gid}" if secret else ""
+        said = f"user {status.st_uid} owns it, mode {stat.S_IMODE(status.st_mode):o}{group}"
+        raise OSError(errno.EPERM, said)
 
 
 def replace_private(path: str, content: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +15,11 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
-def run_as(uid: int, action: Callable[[], object]) -> tuple[int, int]:
-    """Start `action` in a child that is this user; its process id, and a descriptor of what it returned as text."""
+def run_as(uid: int, action: Callable[[], object], groups: Sequence[int] = ()) -> tuple[int, int]:
+    """Start `action` in a child that is this user, in a group of its number and in `groups`.
+
+    Its process id, and a descriptor of what it returned as text.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child:
@@ -25,7 +28,7 @@ def run_as(uid: int, action: Callable[[], object]) -> tuple[int, int]:
     said = ""
     try:
         os.close(reader)
-        os.setgroups([])
+        os.setgroups(list(groups))
         os.setgid(uid)
         os.setuid(uid)
         said = str(action())

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 from pathlib import Path
 
+from kvbm.clock import Clock
 from kvbm.errors import SettingsError
 from kvbm.fleet.certificates import node_files
 from kvbm.fleet.directory import refuse_name
-from kvbm.fleet.tls import TlsFiles
+from kvbm.fleet.tls import TlsFiles, ending
 from kvbm.settings import Settings, variable
+
+log = logging.getLogger("kvbm.fleet")
 
 DEFAULT_FLEET = "kvbm"
 """As `kvbm fleet cert` names one that nobody named."""
@@ -29,8 +34,11 @@ def fleet_name(settings: Settings) -> str:
     return fleet
 
 
-def certificates(settings: Settings) -> TlsFiles | None:
-    """This node's certificate and its authority's; None without. Raises SettingsError where a file is missing."""
+def certificates(settings: Settings, wall: Clock = time.time) -> TlsFiles | None:
+    """This node's certificate and its authority's; None without. Raises SettingsError where a file is missing.
+
+    One that ends soon by the system's clock `wall` has a line in the log.
+    """
     where = settings.fleet_certs
     if where is None:
         return None
@@ -40,4 +48,6 @@ def certificates(settings: Settings) -> TlsFiles | None:
             raise SettingsError(
                 variable("fleet_certs"), where, f"a directory with {path.name} (kvbm fleet cert makes it)"
             )
+    if line := ending(files, wall()):
+        log.warning("%s", line)
     return files

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from kvbm.errors import KvbmError, SettingsError
 
 SCHEME = "kvbm"
+WARN_S = 30 * 86400.0
+"""A certificate that ends sooner has a line at each start."""
 
 
 class TlsFiles(NamedTuple):
@@ -67,6 +69,27 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as error:
         raise SettingsError("fleet_cert", f"{files.certificate}, {files.key}", _accepted(error)) from None
     return context
+
+
+def ending(files: TlsFiles, now_s: float) -> str:
+    """A line where the node's certificate ends within 30 days of `now_s` (seconds since 1970), or has; else nothing.
+
+    Nothing too where nobody can tell: without `cryptography`, or with a file that a context refuses. The authority's
+    own certificate never ends before those that it signs.
+    """
+    try:
+        from cryptography import x509
+    except ImportError:
+        return ""
+    try:
+        ends = x509.load_pem_x509_certificate(files.certificate.read_bytes()).not_valid_after_utc
+    except (OSError, ValueError):
+        return ""
+    left_s = ends.timestamp() - now_s
+    if left_s > WARN_S:
+        return ""
+    when = f"ended on {ends:%Y-%m-%d}" if left_s <= 0 else f"ends on {ends:%Y-%m-%d}"
+    return f"the certificate {files.certificate} {when}: renew it (kvbm fleet cert --renew), and start this again"
 
 
 def _accepted(error: Exception) -> str:

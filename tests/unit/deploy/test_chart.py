@@ -33,6 +33,17 @@ from rigs.kubernetes import (
 
 pytestmark = pytest.mark.skipif(not CHART.exists(), reason="a source distribution has no chart")
 
+CERTIFIED = {
+    "fleet": {
+        "enabled": True,
+        "name": "llama",
+        "etcd": ["http://etcd.etcd:2379"],
+        "certsSecret": "fleet-certs",
+    }
+}
+CLAIMED = {
+    "remote": {"directory": {"existingClaim": "shared"}, "keys": {"secret": "keys", "file": "keys.txt"}}
+}
 ALL = {
     "nameOverride": "cache",
     "image": {"repository": "registry.example/kvbm", "tag": "x"},
@@ -63,7 +74,12 @@ ALL = {
         ],
         "ingress": [{"ports": [{"port": 5557}]}],
         "egress": [{"ports": [{"port": 443}]}],
+        "dns": {"to": [{"namespaceSelector": {}}]},
     },
+    **CERTIFIED,
+    **CLAIMED,
+    "extraVolumes": [{"name": "more", "secret": {"secretName": "more"}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/etc/more", "readOnly": True}],
 }
 """Every value that makes something appear."""
 LEAST = {
@@ -78,7 +94,18 @@ DISK_ALONE = {
     "disk": {"sizeGB": 100, "type": "ephemeral", "ephemeral": {"storageClassName": "local"}},
 }
 CLAIM = {"disk": {"sizeGB": 10, "type": "existingClaim", "existingClaim": "cache"}}
-VALUES = {"defaults": {}, "all": ALL, "least": LEAST, "disk alone": DISK_ALONE, "claim": CLAIM}
+LISTED = {
+    "fleet": {"enabled": True, "port": 7500, "peers": ["10.0.0.8:7500", "[fd00::9]:7500"]},
+    "remote": {"directory": {"hostPath": "/mnt/nfs/kvbm"}},
+}
+VALUES = {
+    "defaults": {},
+    "all": ALL,
+    "least": LEAST,
+    "disk alone": DISK_ALONE,
+    "claim": CLAIM,
+    "a list of peers": LISTED,
+}
 EACH = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 
 
@@ -206,7 +233,7 @@ def test_directories_of_the_settings_are_mounted_and_can_be_written(
 @EACH
 def test_probes_ask_for_pages_that_there_are(values: dict[str, Any], tmp_path: Path) -> None:
     loaded, manager = settings(tmp_path, **values), manager_of(render(**values)["DaemonSet"])
-    (port,) = manager["ports"]
+    port = manager["ports"][0]
     assert loaded.metrics and port["containerPort"] == loaded.metrics_port
     asked = {name: manager[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert {each["port"] for each in asked.values()} == {port["name"]}

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from kvbm.cli.fleet import app
 from kvbm.errors import SettingsError
 from kvbm.fleet.certificates import make_node
-from kvbm.fleet.tls import TlsFiles, lending_context, reading_context
+from kvbm.fleet.named import certificates
+from kvbm.fleet.tls import TlsFiles, ending, lending_context, reading_context
+from kvbm.settings import Settings
 
 x509 = pytest.importorskip("cryptography.x509", reason="certificates are made with the package cryptography")
 
@@ -86,6 +88,55 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(SettingsError, match=r"pip install 'openkvbm\[fleet\]'"):
         make_node(tmp_path, "a", 30)
+
+
+DAY_S = 86400.0
+MADE_S = 1_800_000_000.0  # 2027-01-15
+
+
+@pytest.mark.parametrize(
+    ("days_later", "said"),
+    [
+        (0, ""),
+        (334.9, ""),
+        (335.1, "ends on 2028-01-15"),
+        (364.9, "ends on 2028-01-15"),
+        (365.1, "ended on 2028-01-15"),
+    ],
+)
+def test_a_certificate_that_ends_soon_has_a_line_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days_later: float, said: str
+) -> None:
+    make_node(tmp_path, "a", 365, now_s=MADE_S)
+    settings = Settings(fleet_certs=str(tmp_path), fleet_node="a")
+    files = certificates(settings, lambda: MADE_S + days_later * DAY_S)
+    assert files is not None
+    lines = [
+        f"the certificate {files.certificate} {said}: renew it (kvbm fleet cert --renew), and start this again"
+    ]
+    assert [record.getMessage() for record in caplog.records] == (lines if said else [])
+
+
+def test_renewing_ends_the_line(tmp_path: Path) -> None:
+    late_s = MADE_S + 364 * DAY_S
+    files = make_node(tmp_path, "a", 365, now_s=MADE_S)[0]
+    assert ending(files, late_s)
+    make_node(tmp_path, "a", 365, renew=True, now_s=late_s)
+    assert ending(files, late_s) == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"none", b"-----BEGIN CERTIFICATE-----\n"])
+def test_who_cannot_tell_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    files = make_node(tmp_path, "a", 365, now_s=MADE_S)[0]
+    late_s = MADE_S + 400 * DAY_S
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert ending(files, late_s) == ""
+    monkeypatch.undo()
+    assert ending(files, late_s) != ""
+    files.certificate.write_bytes(content)
+    assert ending(files, late_s) == ""
 
 
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:

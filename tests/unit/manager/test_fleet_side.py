@@ -16,6 +16,8 @@ from kvbm.fleet.static import StaticDirectory
 from kvbm.manager import fleet_side
 from kvbm.manager.fleet_side import FleetSide
 from kvbm.settings import Settings
+from kvbm.tiers.peers.connecting import connect
+from kvbm.tiers.peers.options import PeerOptions
 from rigs.manager_probe import free_port
 
 PEERS = "127.0.0.1:7400,127.0.0.1:7401"
@@ -125,6 +127,13 @@ def test_readers_may_hold_a_share_of_host_memory(side: Callable[..., FleetSide])
     )
     assert lending is not None
     assert lending.options.share == 0.25
+
+
+def test_an_address_may_stand_in_brackets_whatever_it_is(side: Callable[..., FleetSide]) -> None:
+    """As the Helm chart writes it, which does not know whether pods have IPv6."""
+    port = free_port()
+    assert side(fleet_peers=PEERS, fleet_listen=f"[127.0.0.1]:{port}").lend((), private=False)
+    connect(Peer(f"[127.0.0.1]:{port}"), PeerOptions(fleet="f", node="m"), None)[0].close()
 
 
 def test_who_lends_nothing_only_reads(side: Callable[..., FleetSide], tmp_path: Path) -> None:

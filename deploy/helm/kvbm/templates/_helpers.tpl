@@ -41,6 +41,79 @@ app.kubernetes.io/component: manager
 /var/lib/kvbm
 {{- end -}}
 
+{{- define "kvbm.certsMount" -}}
+/etc/kvbm-fleet
+{{- end -}}
+
+{{- define "kvbm.keysMount" -}}
+/etc/kvbm-keys
+{{- end -}}
+
+{{- define "kvbm.remoteMount" -}}
+/mnt/kvbm
+{{- end -}}
+
+{{- define "kvbm.hasRemoteDirectory" -}}
+{{- with .Values.remote.directory -}}
+{{- if and .existingClaim .hostPath -}}
+{{- fail "remote.directory.existingClaim and remote.directory.hostPath cannot be used together: name one" -}}
+{{- end -}}
+{{- if or .existingClaim .hostPath -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* What only the pod knows: its address, in brackets, as an IPv6 one must be and an IPv4 one may be, and its node. */ -}}
+{{- define "kvbm.fleetEnv" -}}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+- name: DYN_KVBM_FLEET_LISTEN
+  value: "[$(POD_IP)]:{{ .Values.fleet.port }}"
+- name: DYN_KVBM_FLEET_NODE
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+{{- end -}}
+
+{{- define "kvbm.env" -}}
+{{- if .Values.fleet.enabled -}}
+{{- range .Values.extraEnv -}}
+{{- if has .name (list "POD_IP" "DYN_KVBM_FLEET_LISTEN" "DYN_KVBM_FLEET_NODE") -}}
+{{- fail (printf "extraEnv %s cannot be used: fleet.enabled says it" .name) -}}
+{{- end -}}
+{{- end -}}
+{{ include "kvbm.fleetEnv" . }}
+{{ end -}}
+{{- with .Values.extraEnv -}}
+{{ toYaml . }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvbm.fleetSettings" -}}
+{{- with .Values.fleet -}}
+{{- if and .etcd .peers -}}
+{{- fail "fleet.etcd and fleet.peers cannot be used together: name one" -}}
+{{- end -}}
+{{- if not (or .etcd .peers) -}}
+{{- fail "fleet.enabled needs fleet.etcd, or fleet.peers: who else is there" -}}
+{{- end -}}
+{{- if eq (int .port) (int $.Values.metrics.port) -}}
+{{- fail (printf "fleet.port=%d cannot be used: it is metrics.port" (int .port)) -}}
+{{- end -}}
+fleet: {{ .name | quote }}
+{{- with .etcd }}
+fleet_etcd: {{ join "," . | quote }}
+{{- end }}
+{{- with .peers }}
+fleet_peers: {{ join "," . | quote }}
+{{- end }}
+{{- if .certsSecret }}
+fleet_certs: {{ include "kvbm.certsMount" $ | quote }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
 {{- /* What other values of the chart say, by the names of the settings file. */ -}}
 {{- define "kvbm.ownSettings" -}}
 manager: {{ include "kvbm.socket" . | quote }}
@@ -52,13 +125,26 @@ disk_dir: {{ include "kvbm.diskMount" . | quote }}
 {{- end }}
 metrics: true
 metrics_port: {{ .Values.metrics.port }}
+{{- if .Values.fleet.enabled }}
+{{ include "kvbm.fleetSettings" . }}
+{{- end }}
+{{- if include "kvbm.hasRemoteDirectory" . }}
+remote: {{ printf "file://%s" (include "kvbm.remoteMount" .) | quote }}
+{{- end }}
+{{- if .Values.remote.keys.secret }}
+remote_key_file: {{ printf "%s/%s" (include "kvbm.keysMount" .) .Values.remote.keys.file | quote }}
+{{- end }}
 {{- end -}}
 
 {{- /* The settings file. Text of JSON is text of TOML; numbers come as floats, and whole ones are written as such. */ -}}
 {{- define "kvbm.toml" -}}
 {{- $own := include "kvbm.ownSettings" . | fromYaml -}}
+{{- $more := list "disk_dir" "host_blocks" "disk_blocks" -}}
+{{- if .Values.fleet.enabled -}}
+{{- $more = concat $more (list "fleet_listen" "fleet_node" "fleet_etcd" "fleet_peers") -}}
+{{- end -}}
 {{- range $name := keys .Values.settings | sortAlpha -}}
-{{- if or (hasKey $own $name) (has $name (list "disk_dir" "host_blocks" "disk_blocks")) -}}
+{{- if or (hasKey $own $name) (has $name $more) -}}
 {{- fail (printf "settings.%s cannot be used: other values of this chart say it" $name) -}}
 {{- end -}}
 {{- end -}}

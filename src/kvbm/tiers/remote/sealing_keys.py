@@ -1,4 +1,5 @@
-"""Where the master keys for sealing come from: a file that only we can read, or what a command prints.
+"""Where the master keys for sealing come from: a file that nobody else can read but root and a group of ours, or what a
+command prints.
 
 Either has a line `id:base64` for each key, 32 bytes each, the one that seals first; empty lines and lines that begin
 with `#` are left out. No error shows any part of a line.
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError
-from kvbm.runtime_dir import read_private
+from kvbm.runtime_dir import read_provided
 from kvbm.tiers.remote.sealing import ID_PATTERN, MASTER_BYTES, MasterKey
 
 KEYS_MAX = 16
@@ -72,15 +73,16 @@ def _key_in(line: bytes) -> MasterKey | str:
 
 
 def keys_from_file(path: str, field: str) -> list[MasterKey]:
-    """The keys in a file of ours, 0600 or stricter. Raises SettingsError that names `field`."""
+    """The keys in a file of ours, 0600 or stricter, or of root's for our group. Raises SettingsError for `field`."""
     try:
         # A secret that Kubernetes mounts is a link; what counts is whose the file is that it leads to.
-        text = read_private(os.path.realpath(path), secret=True)
+        text = read_provided(os.path.realpath(path))
     except (OSError, ValueError) as error:
         raise SettingsError(
             field,
             path,
-            f"{error}; accepted is a file that nobody else owns, reads or writes (0600 or stricter)",
+            f"{error}; accepted is a file that nobody else owns, reads or writes (0600 or stricter), or root's that "
+            "a group of ours may read (0640 or stricter), as Kubernetes mounts a Secret",
         ) from None
     return keys_in(text, field, path)
 

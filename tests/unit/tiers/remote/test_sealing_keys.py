@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from kvbm.tiers.remote.sealing_keys import (
     keys_from_file,
     keys_in,
 )
+from rigs.other_user import needs_root, result, run_as
 
+POD, STRANGERS = 1000, 12345
 SECRET = bytes(range(100, 132))
 CODED = base64.b64encode(SECRET)
 GOOD = b"one:" + CODED + b"\n"
@@ -96,8 +100,72 @@ def test_a_link_leads_to_the_file_that_is_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o666])
 def test_a_file_that_others_could_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = key_file(tmp_path, mode)
+    if os.geteuid() == 0:
+        os.chown(path, -1, STRANGERS)  # root's own group may read what is root's
     with pytest.raises(SettingsError, match=rf"remote_keys=.*mode {mode:o}.*0600 or stricter"):
-        keys_from_file(str(key_file(tmp_path, mode)), "remote_keys")
+        keys_from_file(str(path), "remote_keys")
+
+
+@pytest.fixture
+def mounted() -> Iterator[Path]:
+    """A file behind links, as Kubernetes mounts a Secret, in a directory that every user can enter."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        folder.chmod(0o755)
+        (folder / "..2026").mkdir(mode=0o755)
+        (folder / "..data").symlink_to("..2026")
+        key_file(folder / "..2026")
+        (folder / "keys").symlink_to("..data/keys")
+        yield folder / "keys"
+
+
+def read_by_a_pods_user(path: Path, owner: int, group: int, mode: int, groups: list[int]) -> str:
+    """What user 1000 makes of the file with this owner, group and mode: the keys' names, or the error's line."""
+    os.chown(path, owner, group)
+    path.chmod(mode)
+    return result(
+        run_as(POD, lambda: [key.key_id for key in keys_from_file(str(path), "remote_keys")], groups)
+    )
+
+
+@needs_root
+@pytest.mark.parametrize(("mode", "groups"), [(0o440, []), (0o640, []), (0o440, [7, 2000])])
+def test_a_secret_that_kubernetes_mounts_is_read(mounted: Path, mode: int, groups: list[int]) -> None:
+    """It is root's, and the pod's `fsGroup` may read it: the user's own group, or one of his others."""
+    group = groups[-1] if groups else POD
+    assert read_by_a_pods_user(mounted, 0, group, mode, groups) == "['one']"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "group", "mode"),
+    [
+        (0, POD, 0o444),  # everybody reads it
+        (0, POD, 0o460),  # our group, others in it perhaps, writes to it
+        (0, POD, 0o450),
+        (0, POD, 0o642),
+        (0, STRANGERS, 0o444),
+        (STRANGERS, POD, 0o440),  # not root: who owns it writes to it
+        (POD, POD, 0o440),  # ours: there is no need that others read it
+    ],
+)
+def test_what_others_than_root_and_our_group_reach_is_refused(
+    mounted: Path, owner: int, group: int, mode: int
+) -> None:
+    said = read_by_a_pods_user(mounted, owner, group, mode, [])
+    assert f"user {owner} owns it, mode {mode:o}, group {group}" in said
+    assert "as Kubernetes mounts a Secret" in said
+
+
+@needs_root
+def test_a_group_that_is_not_ours_does_not_count(tmp_path: Path) -> None:
+    path = key_file(tmp_path, 0o640)
+    os.chown(path, 0, STRANGERS)
+    with pytest.raises(SettingsError, match=f"group {STRANGERS}"):
+        keys_from_file(str(path), "remote_keys")
+    os.chown(path, 0, os.getegid())
+    assert len(keys_from_file(str(path), "remote_keys")) == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
