@@ -264,12 +264,18 @@ class PeerTier:
     def describe(self) -> dict[str, object]:
         links = [link.describe() for link in self._links.values()]
         transports = Counter(link.transport for link in self._links.values() if not link.trouble)
+        others = [link for link in self._links.values() if not link.is_ourselves]
+        troubles = [f"{link.peer.address}: {link.trouble}" for link in others if link.trouble]
         return {
             "place": f"peers of the fleet {self._options.fleet!r}, from {self._directory.place}",
             "directory_fault": self._directory.fault,
             "blocks": len(self._known),
             "pending": self._pending,
             "tls": self._tls is not None,
+            "fleet": self._options.fleet,
+            "nodes": len(others),
+            "nodes_reached": len(others) - len(troubles),
+            "troubles": troubles,
             "links": dict(transports),
             "notes": self._notes(transports),
             "peers": links,
