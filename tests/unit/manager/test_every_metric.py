@@ -108,7 +108,9 @@ def test_every_metric_moves(make_manager: Callable[..., ManagerBench], below: Fa
     leader.reserve(11, KEYS[400:416])
     seen |= moved(manager)
     missing = {metric.name for metric in TABLE} - seen
-    assert missing - OF_A_STORE - OF_A_FLEET == {"kvbm_offload_blocks_d2d"}, "which only counts where disk is alone"
+    assert missing - OF_A_STORE - OF_A_FLEET == {"kvbm_offload_blocks_d2d"}, (
+        "which only counts where disk is alone"
+    )
     assert missing >= OF_A_STORE | OF_A_FLEET
     assert {"kvbm_peer_links", "kvbm_peer_nodes", "kvbm_peer_directory_away"} == OF_A_FLEET
 

@@ -116,3 +116,21 @@ def test_a_node_that_is_ourselves_is_none_of_the_others(seen: Seen) -> None:
         assert faults_of(seen.described()) == [] and seen.gauges() == (0, 0, 0)
     finally:
         ourselves.close()
+
+
+def test_nodes_beyond_the_bound_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    listed = ListedPeers(Peer(f"127.0.0.1:{free_port()}", f"n{number}") for number in range(5))
+    tier = open_tier(listed, peers_max=3)
+    try:
+        for _ in range(2):
+            tier.tick()
+        said = (
+            f"the fleet {FLEET} has 5 nodes and at most 3 are read from: the last 2 of the list are left out"
+        )
+        assert [line for line in caplog.messages if "at most" in line] == [said]
+        assert tier.describe()["notes"] == ("reads from 3 nodes at most, and leaves 2 out",)
+        listed.listed = listed.listed[:3]
+        tier.tick()
+        assert tier.describe()["notes"] == ()
+    finally:
+        tier.close()
