@@ -25,6 +25,7 @@ log = logging.getLogger("kvbm.fleet")
 EVERY_S = 2.0
 LEASE_S = 10
 REQUEST_S = 2.0
+NOT_REACHED_YET = "not reached yet"
 _ROOT = "kvbm/fleets"
 _ADDRESS_LENGTH_MAX = 300
 
@@ -84,7 +85,7 @@ class EtcdDirectory:
         self._every_s, self._lease_s = every_s, lease_s
         self._client: Client | None = None
         self._lease: Lease | None = None
-        self._fault = "not reached yet"
+        self._fault = NOT_REACHED_YET
         self._warned = False
         self._heard: dict[str, Peer] = {}
         self._missing_since_s: dict[str, float] = {}

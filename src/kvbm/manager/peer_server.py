@@ -55,7 +55,7 @@ class PeerServer:
         host, port = split_address(field, listen)
         self._house = House(tls, fleet, node, lend, clock, self._gone, mover)
         self._readers_max = readers_max
-        self._listener = _listening(
+        self._listener = listening(
             field, listen, host, port, plain_everywhere=allow_plain or tls is not None
         )
         self.port: int = self._listener.getsockname()[1]
@@ -146,7 +146,8 @@ def _pause(event: int, seconds: float = 0.5) -> None:
     poller.poll(seconds * 1000)
 
 
-def _listening(field: str, listen: str, host: str, port: int, plain_everywhere: bool) -> socket.socket:
+def listening(field: str, listen: str, host: str, port: int, plain_everywhere: bool) -> socket.socket:
+    """A socket that listens there. Raises SettingsError, which names `field`, where that may not or cannot be."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
