@@ -61,7 +61,8 @@ def fleet_of(node: Node) -> tuple[int, dict[str, Any], str]:
 
 def test_one_manager_loads_what_another_holds(nodes: tuple[Node, Node]) -> None:
     lender, reader = (
-        node.engine(node.manage("manager.sock", *words)) for node, words in zip(nodes, commands(), strict=True)
+        node.engine(node.manage("manager.sock", *words))
+        for node, words in zip(nodes, commands(), strict=True)
     )
     keys = KEYS[:5]
     lender.store(keys)

@@ -55,9 +55,7 @@ class PeerServer:
         host, port = split_address(field, listen)
         self._house = House(tls, fleet, node, lend, clock, self._gone, mover)
         self._readers_max = readers_max
-        self._listener = listening(
-            field, listen, host, port, plain_everywhere=allow_plain or tls is not None
-        )
+        self._listener = listening(field, listen, host, port, plain_everywhere=allow_plain or tls is not None)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._connections: set[PeerConnection] = set()
