@@ -280,6 +280,16 @@ ROWS: tuple[Row, ...] = (
                 "Once for each namespace, by how the last block came: over the connection (tcp) or by NIXL.",
                 (plain("kvbm_peer_links", by=("transport",)),),
             ),
+            Panel(
+                "Other nodes reached",
+                "short",
+                "Nodes of the fleet, once for each namespace: `kvbm status` says why some are not reached. away: "
+                "managers for which nothing lists the nodes now.",
+                (
+                    plain("kvbm_peer_nodes", by=("reached",)),
+                    plain("kvbm_peer_directory_away", "away"),
+                ),
+            ),
         ),
     ),
     Row(

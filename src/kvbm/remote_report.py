@@ -20,6 +20,10 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     of. So many blocks wait or are under way to it (`down_blocks`) and from it (`up_blocks`); where nothing is written,
     `writes` is false. `links` counts the nodes that are read from, by how the last block came from
     each: `tcp` or `nixl`.
+
+    Other nodes' memory has the name of its `fleet`. Of its `nodes`, without this one, `nodes_reached` can be read from
+    now, and for those that cannot there is a line in `troubles`. `directory_fault` says why nobody tells which nodes
+    there are. `tls`: both ends show certificates.
     """
 
     name: str = ""
@@ -51,8 +55,22 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = ""
     collect_error: str = ""
     links: dict[str, int] = {}
+    fleet: str = ""
+    nodes: int = 0
+    nodes_reached: int = 0
+    troubles: tuple[str, ...] = ()
+    directory_fault: str = ""
+    tls: bool = False
 
     @property
     def shown(self) -> str:
         """Where it is, for people: the place of a namespace's part ends in the whole fingerprint, which they know."""
         return _PART.sub("", self.place) or self.name
+
+    @property
+    def fleet_fault(self) -> str:
+        """Why a fleet as a whole does not work, one line; empty while some node is read from, and for a store."""
+        parts = [self.directory_fault]
+        if self.nodes and not self.nodes_reached:
+            parts.append(f"none of {self.nodes} nodes is reached: {', '.join(self.troubles[:1])}")
+        return "; ".join(filter(None, parts))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source d
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 PARSED_ONLY = {
-    "manager": "it stays in the foreground (tests/process/test_manager.py runs it)",
+    "manager": "it stays in the foreground (tests/process/test_manager.py runs it, test_fleet_commands.py a fleet)",
     "web": "it stays in the foreground (tests/process/test_web.py runs it)",
     "top": "it takes a terminal (its tests run it in one), unless --once is given",
     "simulate": "the traces are downloaded, and take minutes (tests/unit/cli/test_simulate.py runs it)",

@@ -1,4 +1,5 @@
-"""Two managers of one fleet, as commands: what one holds in host memory, the other brings up; with certificates."""
+"""Two managers of one fleet in one process, stepped by hand: what one holds in host memory, the other brings up; with
+certificates, over NIXL, through etcd (`test_fleet_commands` has the commands)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.lending import Lending, LendOptions
-from kvbm.manager.peer_server import PeerServer
+from kvbm.manager.peer_server import READERS_MAX, PeerServer
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
@@ -87,6 +87,7 @@ class LendingNode:
         listen: str = f"{HOST}:0",
         staging: bool = False,
         mover: Mover | None = None,
+        readers_max: int = READERS_MAX,
     ) -> None:
         self.node, self.layout, self.namespace = node, layout, namespace
         self.arena = HostArena(layout, slots, touch_threads=0)
@@ -102,7 +103,9 @@ class LendingNode:
         )
         self.spaces: list[tuple[Namespace, Space]] = [(namespace, self.space)]
         self.lending = Lending(_Live(self), clock, options or LendOptions(share=0.5))
-        self.server = PeerServer(listen, tls, fleet, node, self.lending, clock=clock, mover=mover)
+        self.server = PeerServer(
+            listen, tls, fleet, node, self.lending, readers_max=readers_max, clock=clock, mover=mover
+        )
         self.turns = 0
         self._numbers = iter(range(1, 1 << 30))
         self._work: list[Callable[[], object]] = []

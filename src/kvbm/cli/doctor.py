@@ -14,6 +14,7 @@ from kvbm.cli.config import AsJson, ConfigFile, ExtraConfig, parse_json
 from kvbm.cli.doctor_check import Check, advice, ok
 from kvbm.cli.doctor_device import check_device_round_trip
 from kvbm.cli.doctor_disk import check_disk, existing_part
+from kvbm.cli.doctor_fleet import check_fleet
 from kvbm.cli.doctor_machine import (
     check_device,
     check_memory,
@@ -98,7 +99,8 @@ def doctor(
 
 
 def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list[Check]:
-    """All checks, in the order in which they are shown: the settings, the machine, the disk, the store, the managers.
+    """All checks, in the order in which they are shown: the settings, the machine, the disk, the store, the fleet,
+    the managers.
 
     `block_bytes` of 0 is that of a manager that runs.
     """
@@ -122,6 +124,7 @@ def examine(loaded: LoadedSettings, block_bytes: int, device_bytes: int) -> list
         check_page_locks(settings, block_bytes, on_gpus),
         *disk,
         *check_remote(settings, time.time),
+        *check_fleet(settings, time.time, managers.answering > 0),
         check_device_round_trip(block_bytes, on_gpus),
         *check_round_trip(settings, block_bytes, usable),
         check_port(settings, managers.answering > 0),

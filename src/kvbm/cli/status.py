@@ -17,8 +17,11 @@ from kvbm.observe.view import resize_line
 from kvbm.present import tables
 from kvbm.present.numbers import format_bytes, format_ms, name_ranks
 from kvbm.present.tables import json_text, plain_table
+from kvbm.remote_report import RemoteReport
 
 FAULT_EXIT_CODE = 1
+TROUBLES_SHOWN = 3
+"""So many nodes that are not reached are named; `--json` has all."""
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -79,6 +82,11 @@ def faults_of(description: Description) -> list[str]:
             f"{tier_label('remote')} of {name} takes no blocks: {each.store_fault}"
             for each in space.remotes
             if each.store_fault and not each.fault
+        ]
+        faults += [
+            f"{tier_label('remote')} of {name}: the fleet {each.fleet!r}: {each.fleet_fault}"
+            for each in space.remotes
+            if each.fleet_fault
         ]
     faults += [
         f"engine {engine.engine} runs without a KV cache: {lacking}"
@@ -173,26 +181,42 @@ def _queued_into(space: SpaceReport, tier: str) -> int:
 
 
 def remote_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:
-    """A line for each remote store of a namespace: where it is, and what it costs and does."""
+    """A line for each remote store of a namespace: where it is, and what it costs and does; or for each fleet."""
     lines = []
     for space in spaces:
         for each in space.remotes:
-            asked = ", ".join(f"{count} {kind}" for kind, count in each.requests.items())
-            parts = [
-                "" if each.complete else "not all that lies there is known yet",
-                "" if each.writes else "only read",
-                f"requests: {asked}" if asked else "",
-                f"read {format_bytes(each.read_bytes)}, written {format_bytes(each.written_bytes)}",
-                f"latency {format_ms(each.latency_s)}" if each.latency_s else "",
-                f"{each.hedged} reads asked twice" if each.hedged else "",
-                f"{each.corrupt_blocks} blocks were corrupt" if each.corrupt_blocks else "",
-                f"codec {each.codec}" if each.codec else "",
-                *(f"it {note}" for note in each.notes),
-                f"the last collection failed: {each.collect_error}" if each.collect_error else "",
-            ]
-            shown = "; ".join(filter(None, parts))
+            shown = "; ".join(filter(None, _fleet_parts(each) if each.fleet else _store_parts(each)))
             lines.append(f"{tier_label('remote')} of namespace {space.namespace}, {each.shown}: {shown}")
     return lines
+
+
+def _store_parts(store: RemoteReport) -> list[str]:
+    asked = ", ".join(f"{count} {kind}" for kind, count in store.requests.items())
+    return [
+        "" if store.complete else "not all that lies there is known yet",
+        "" if store.writes else "only read",
+        f"requests: {asked}" if asked else "",
+        f"read {format_bytes(store.read_bytes)}, written {format_bytes(store.written_bytes)}",
+        f"latency {format_ms(store.latency_s)}" if store.latency_s else "",
+        f"{store.hedged} reads asked twice" if store.hedged else "",
+        f"{store.corrupt_blocks} blocks were corrupt" if store.corrupt_blocks else "",
+        f"codec {store.codec}" if store.codec else "",
+        *(f"it {note}" for note in store.notes),
+        f"the last collection failed: {store.collect_error}" if store.collect_error else "",
+    ]
+
+
+def _fleet_parts(fleet: RemoteReport) -> list[str]:
+    by = [f"{count} over {transport.upper()}" for transport, count in sorted(fleet.links.items()) if count]
+    more = len(fleet.troubles) - TROUBLES_SHOWN
+    return [
+        f"{fleet.nodes_reached} of {fleet.nodes} nodes reached" + (f" ({', '.join(by)})" if by else ""),
+        f"{fleet.blocks} blocks known",
+        f"certificates {'on' if fleet.tls else 'off'}",
+        *(f"it {note}" for note in fleet.notes),
+        *fleet.troubles[:TROUBLES_SHOWN],
+        f"{more} more nodes are not reached" if more > 0 else "",
+    ]
 
 
 def favour_lines(spaces: tuple[SpaceReport, ...]) -> list[str]:

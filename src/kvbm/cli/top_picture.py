@@ -82,6 +82,10 @@ def stores(view: View) -> Text:
     lines = []
     for space in view.spaces:
         for each in space.remotes:
+            if each.fleet:
+                reached = f"{each.nodes_reached:,} of {each.nodes:,} nodes reached"
+                lines.append(f"{each.shown}: {reached}, {each.blocks:,} blocks known")
+                continue
             state = (
                 "" if each.reading == each.writing == "closed" or not each.reading else " " + _breakers(each)
             )

@@ -25,6 +25,7 @@ log = logging.getLogger("kvbm.fleet")
 EVERY_S = 2.0
 LEASE_S = 10
 REQUEST_S = 2.0
+NOT_REACHED_YET = "not reached yet"
 _ROOT = "kvbm/fleets"
 _ADDRESS_LENGTH_MAX = 300
 
@@ -84,7 +85,8 @@ class EtcdDirectory:
         self._every_s, self._lease_s = every_s, lease_s
         self._client: Client | None = None
         self._lease: Lease | None = None
-        self._fault = "not reached yet"
+        self._fault = NOT_REACHED_YET
+        self._warned = False
         self._heard: dict[str, Peer] = {}
         self._missing_since_s: dict[str, float] = {}
         self._keep_missing_until_s = 0.0
@@ -126,16 +128,16 @@ class EtcdDirectory:
         except Exception as error:  # its client raises errors of several kinds
             self._client = None
             self._endpoints.append(self._endpoints.pop(0))
-            if not self._fault or not self._heard:
-                level = logging.WARNING if not self._fault else logging.DEBUG
-                log.log(level, "etcd cannot be reached; the %d nodes known stay: %s", len(self._heard), error)
+            level = logging.DEBUG if self._warned else logging.WARNING
+            log.log(level, "etcd cannot be reached; the %d nodes known stay: %s", len(self._heard), error)
+            self._warned = True
             self._fault = f"etcd cannot be reached: {' '.join(str(error).split())[:300]}"
             self._keep_missing_until_s = self._clock() + self._lease_s
             return
         if self._fault:
             log.info("etcd answers: %d nodes", len(self._peers))
             self._keep_missing_until_s = self._clock() + self._lease_s
-            self._fault = ""
+            self._fault, self._warned = "", False
 
     def _register(self, client: Client) -> None:
         if self._me is None:

@@ -69,6 +69,7 @@ class FleetSide:
         """
         settings = self._settings
         if not settings.fleet_listen or not settings.fleet:
+            log.warning("this manager lends nothing: %s is not set", variable("fleet_listen"))
             return None
         lending = Lending(spaces, self._clock, LendOptions(share=settings.fleet_share))
         try:
@@ -87,7 +88,7 @@ class FleetSide:
             lending.close()
             if not private:
                 raise
-            log.warning("this manager lends no blocks to other nodes: %s", error)
+            log.warning("this manager lends nothing: %s", error)
             return None
         self.lending = lending
         return lending

@@ -134,6 +134,10 @@ def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
     for transport in TRANSPORTS:
         links = sum(report.links.get(transport, 0) for report in reports)
         metrics.set("kvbm_peer_links", links, transport=transport)
+    reached = sum(report.nodes_reached for report in reports)
+    metrics.set("kvbm_peer_nodes", reached, reached="yes")
+    metrics.set("kvbm_peer_nodes", sum(report.nodes for report in reports) - reached, reached="no")
+    metrics.set("kvbm_peer_directory_away", int(any(report.directory_fault for report in reports)))
     for codec in CODECS:
         # A codec's name may go on with its parameters.
         used = any(report.codec.partition("-")[0] == codec for report in reports)

@@ -37,6 +37,7 @@ from kvbm.manager.peer_messages import (
     TellMore,
 )
 from kvbm.manager.space import Space
+from kvbm.tiers.peers.wire import NOT_SERVED
 
 if TYPE_CHECKING:
     from kvbm.manager.lent_news import NewsCursor, SlotNews
@@ -217,7 +218,7 @@ class Lending:
         space = self._space_of(request.fingerprint)
         short = request.fingerprint.hex()[:12]
         if space is None:
-            return f"namespace {short} is not served here"
+            return f"namespace {short} {NOT_SERVED}"
         layout = space.layout
         if (request.slot_bytes, request.shard_count) != (layout.slot_bytes, layout.shard_count):
             return (

@@ -107,8 +107,10 @@ class House:
 class PeerConnection:
     """See the module. `start`, `stop`, `join` and `describe` are the server's, `post` is the loop's."""
 
-    def __init__(self, house: House, connection: socket.socket, host: str) -> None:
+    def __init__(self, house: House, connection: socket.socket, host: str, refusal: str = "") -> None:
+        """`refusal`: there is no room for it, which it is told in this line."""
         self.host = host
+        self._no_room = refusal
         self.node = ""
         self._house, self._connection, self._lend = house, connection, house.lend
         self._clock = house.clock
@@ -183,9 +185,10 @@ class PeerConnection:
                 event, self._event = self._event, -1
                 os.close(event)
         level = logging.INFO if self._admitted else logging.WARNING
-        if self.node == self._house.node:
+        ourselves = self.node == self._house.node
+        if ourselves or self._no_room:  # the server has said that it is full
             level = logging.DEBUG
-        elif not self._admitted:
+        if not self._admitted and not ourselves:
             self._house.count("refused")
         log.log(level, "reader %s (%s): %s", self.host, self.node or "?", trouble)
 
@@ -293,6 +296,8 @@ class PeerConnection:
             # It reached itself, by a list that names all nodes: the answer tells it so.
             self._sending.say(self._welcome())
             return
+        if self._no_room:
+            raise _Refusing(self._no_room)
         enter = Enter(
             self, greeting.fingerprint, greeting.slot_bytes, greeting.shard_count, greeting.known_max
         )
@@ -352,7 +357,8 @@ class PeerConnection:
         self._refusing = True
         self._sending.only_frames()
         self._sending.say(framed(Refusal(line=line)))
-        log.log(logging.INFO, "reader %s (%s): refused: %s", self.host, self.node or "?", line)
+        level = logging.DEBUG if self._no_room else logging.INFO
+        log.log(level, "reader %s (%s): refused: %s", self.host, self.node or "?", line)
 
     # ---- out
 

@@ -24,6 +24,9 @@ from kvbm.tiers.peers.mover import Mover
 log = logging.getLogger("kvbm.manager")
 
 READERS_MAX = 64
+"""Readers that are let in: a connection for each node and namespace."""
+TURNED_AWAY_MAX = 16
+"""Connections beyond those that are told why they are not let in, at a time; others are closed."""
 BACKLOG = 64
 END_S = 3.0
 
@@ -52,12 +55,12 @@ class PeerServer:
         host, port = split_address(field, listen)
         self._house = House(tls, fleet, node, lend, clock, self._gone, mover)
         self._readers_max = readers_max
-        self._listener = _listening(
-            field, listen, host, port, plain_everywhere=allow_plain or tls is not None
-        )
+        self._listener = listening(field, listen, host, port, plain_everywhere=allow_plain or tls is not None)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._connections: set[PeerConnection] = set()
+        self._turned_away: set[PeerConnection] = set()
+        self._full = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvbm-peer-door", daemon=True)
         self._thread.start()
@@ -79,7 +82,7 @@ class PeerServer:
         os.eventfd_write(self._event, 1)
         self._thread.join(END_S)
         with self._lock:
-            connections = list(self._connections)
+            connections = [*self._connections, *self._turned_away]
         for connection in connections:
             connection.stop()
         for connection in connections:
@@ -90,6 +93,7 @@ class PeerServer:
     def _gone(self, connection: PeerConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
+            self._turned_away.discard(connection)
 
     def _run(self) -> None:
         poller = select.poll()
@@ -107,12 +111,21 @@ class PeerServer:
             self._let_in(accepted, address[0])
 
     def _let_in(self, accepted: socket.socket, host: str) -> None:
+        bound = self._readers_max
         with self._lock:
-            full = len(self._connections) >= self._readers_max
-            if not full:
-                connection = PeerConnection(self._house, accepted, host)
-                self._connections.add(connection)
-        if full:
+            full = len(self._connections) >= bound
+            refusal = (
+                f"{bound} readers are let in here at most, one for each node and namespace" if full else ""
+            )
+            guests = self._turned_away if full else self._connections
+            connection: PeerConnection | None = None
+            if not full or len(guests) < TURNED_AWAY_MAX:
+                connection = PeerConnection(self._house, accepted, host, refusal)
+                guests.add(connection)
+        if full and not self._full:
+            log.warning("reader %s and those after it are refused: %s", host, refusal)
+        self._full = full
+        if connection is None:
             self._house.count("refused")
             accepted.close()
             return
@@ -131,7 +144,8 @@ def _pause(event: int, seconds: float = 0.5) -> None:
     poller.poll(seconds * 1000)
 
 
-def _listening(field: str, listen: str, host: str, port: int, plain_everywhere: bool) -> socket.socket:
+def listening(field: str, listen: str, host: str, port: int, plain_everywhere: bool) -> socket.socket:
+    """A socket that listens there. Raises SettingsError, which names `field`, where that may not or cannot be."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -16,6 +16,7 @@ BREAKER_STATES = ("closed", "open", "half-open")
 CODECS = ("none", "zstd")
 TRANSPORTS = ("tcp", "nixl")
 """How blocks come from other nodes' memory."""
+REACHED = ("yes", "no")
 
 REMOTE_METRICS: tuple[Metric, ...] = (
     Metric(
@@ -87,6 +88,18 @@ REMOTE_METRICS: tuple[Metric, ...] = (
         help="Nodes of the fleet whose memory is read, once for each namespace, by how the last block came: over the "
         "connection (tcp) or by NIXL (nixl)",
         labels=(Label("transport", TRANSPORTS),),
+    ),
+    Metric(
+        name="kvbm_peer_nodes",
+        kind=_GAUGE,
+        help="Other nodes of the fleet, once for each namespace: those that can be read from now (yes), and those that "
+        "cannot (no); `kvbm status` says why",
+        labels=(Label("reached", REACHED),),
+    ),
+    Metric(
+        name="kvbm_peer_directory_away",
+        kind=_GAUGE,
+        help="1 while what lists the nodes of the fleet does not answer: those last heard of are kept",
     ),
     Metric(
         name="kvbm_remote_skipped_blocks_total",

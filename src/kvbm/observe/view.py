@@ -271,6 +271,7 @@ def _signs(view: View, deltas: Deltas) -> Signs:
                     for each in space.remotes
                     if each.store_fault and not each.fault
                 ),
+                *(f"{_REMOTE}: {each.fleet_fault}" for each in space.remotes if each.fleet_fault),
             )
             if fault
         ),

@@ -131,6 +131,13 @@ def notices(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         lines += _no_effect("without a store (DYN_KVBM_REMOTE)", settings, origins, _needing("remote"))
     if not settings.fleet:
         lines += _no_effect("without a fleet (DYN_KVBM_FLEET)", settings, origins, _needing("fleet"))
+    if not settings.beyond_on:
+        lines += _no_effect(
+            "without a store (DYN_KVBM_REMOTE) or a fleet (DYN_KVBM_FLEET)",
+            settings,
+            origins,
+            _needing("beyond"),
+        )
     if settings.remote or not settings.object_on:
         why = "beside DYN_KVBM_REMOTE" if settings.remote else "without DYN_KVBM_OBJECT_ENABLED and a bucket"
         lines += _no_effect(why, settings, origins, _needing("object"))

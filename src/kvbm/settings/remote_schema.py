@@ -86,9 +86,10 @@ class RemoteSettings(FleetSettings, frozen=True, kw_only=True):
             minimum=10,
             maximum=600_000,
             ours=True,
-            needs="remote",
+            needs="beyond",
         ),
-        "a read that takes longer, in milliseconds, is given up: its blocks are computed",
+        "a read from a store or from another node that takes longer, in milliseconds, is given up: its blocks are "
+        "computed",
     ] = 2000
     remote_ttl_hours: Annotated[
         int,

@@ -44,7 +44,7 @@ class Setting(msgspec.Struct, frozen=True):
     `default_text` is the page's word for a default whose value says too little.
     `inverted` belongs to the variable alone: `DYN_KVBM_…_DISABLE_X=true` means that field x is false.
     `ours` marks a variable that the original does not have.
-    `needs` is the part that must be on for the setting to have an effect.
+    `needs` is the part that must be on for the setting to have an effect; `beyond` is a store or a fleet.
     `reader` is the process that acts on it: a user who sets it for the other one gets a line that says so.
     `no_effect` is the reason why this build does not act on the setting; a user who sets it gets a warning with it.
     """
@@ -59,7 +59,7 @@ class Setting(msgspec.Struct, frozen=True):
     default_text: str = ""
     inverted: bool = False
     ours: bool = False
-    needs: Literal["", "disk", "metrics", "events", "remote", "object", "fleet"] = ""
+    needs: Literal["", "disk", "metrics", "events", "remote", "object", "fleet", "beyond"] = ""
     reader: Literal["manager", "engine", "both"] = "manager"
     no_effect: str = ""
     field: str = ""

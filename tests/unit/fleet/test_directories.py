@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from kvbm.errors import SettingsError
 from kvbm.fleet.directory import Peer, split_address
 from kvbm.fleet.etcd import EtcdDirectory, open_etcd_directory
 from kvbm.fleet.static import StaticDirectory
+from rigs.manager_probe import wait_for
 
 A, B = Peer("10.0.0.1:7400", "a"), Peer("10.0.0.2:7400", "b")
 
@@ -81,8 +83,7 @@ class Watched:
         self.directory = EtcdDirectory(endpoints, "f", me, self.etcd.connect, self.clock, every_s=1e6)
         self.directory._stopping.wait(0)
         self.directory._thread.join(0.0)
-        while not self.etcd.connected:
-            pass
+        wait_for(lambda: self.directory.fault != "not reached yet", 20.0, "it does not look")
         self.etcd.down = False
 
     def look(self) -> tuple[Peer, ...]:
@@ -152,3 +153,29 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "etcd3gw", None)
     with pytest.raises(SettingsError, match=r"pip install 'openkvbm\[fleet\]'"):
         open_etcd_directory(["http://one:1"], "f", A, ManualClock())
+
+
+@pytest.mark.parametrize("reached_before", [False, True])
+def test_that_it_cannot_be_reached_is_said_once_until_it_answers(
+    caplog: pytest.LogCaptureFixture, reached_before: bool
+) -> None:
+    with caplog.at_level(logging.INFO, "kvbm.fleet"):
+        watched = Watched()
+        if reached_before:
+            watched.look()
+            caplog.clear()
+        watched.etcd.down = True
+        for _ in range(3):
+            watched.look()
+
+        def said() -> list[tuple[str, str]]:
+            return [(each.levelname, each.getMessage().partition(";")[0]) for each in caplog.records]
+
+        assert said() == [("WARNING", "etcd cannot be reached")]
+        caplog.clear()
+        watched.etcd.down = False
+        watched.look()
+        watched.etcd.down = True
+        watched.look()
+        assert said() == [("INFO", "etcd answers: 2 nodes"), ("WARNING", "etcd cannot be reached")]
+    watched.directory.close()

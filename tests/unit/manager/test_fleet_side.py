@@ -136,7 +136,10 @@ def test_an_address_may_stand_in_brackets_whatever_it_is(side: Callable[..., Fle
     connect(Peer(f"[127.0.0.1]:{port}"), PeerOptions(fleet="f", node="m"), None)[0].close()
 
 
-def test_who_lends_nothing_only_reads(side: Callable[..., FleetSide], tmp_path: Path) -> None:
+def test_who_lends_nothing_only_reads_and_says_so(
+    side: Callable[..., FleetSide], caplog: pytest.LogCaptureFixture
+) -> None:
     fleet = side(fleet_peers=PEERS)
     assert fleet.lend((), private=False) is None
+    assert caplog.messages == ["this manager lends nothing: DYN_KVBM_FLEET_LISTEN is not set"]
     assert fleet.directory.peers() == (Peer("127.0.0.1:7400"), Peer("127.0.0.1:7401"))

@@ -311,9 +311,17 @@ def test_without_one_there_are_no_flows_of_it() -> None:
             store(store_fault="remote tier takes no stores (full): x"),
             "remote: remote tier takes no stores (full): x",
         ),
+        (
+            store(
+                fleet="f", nodes=2, troubles=("h:1: refused", "h:2: refused"), directory_fault="etcd is away"
+            ),
+            "remote: etcd is away; none of 2 nodes is reached: h:1: refused",
+        ),
     ],
 )
-def test_a_store_that_is_off_or_takes_nothing_is_a_fault_told_once(report: RemoteReport, said: str) -> None:
+def test_a_store_that_is_off_or_takes_nothing_and_a_fleet_apart_are_faults_told_once(
+    report: RemoteReport, said: str
+) -> None:
     view = look(state(moment(60.0, {}), moment(0.0, {}), with_store(report)))
     faults = [finding.text for finding in view.findings if finding.level == "fault"]
     assert faults == [f"namespace aa: {said}"]

@@ -159,6 +159,16 @@ def test_an_address_of_metrics_that_are_off():
     assert said({**host, "DYN_KVBM_METRICS": "true"}) == []
 
 
+def test_the_deadline_of_reads_is_a_stores_and_a_fleets():
+    host = {"DYN_KVBM_CPU_CACHE_GB": "4", "DYN_KVBM_REMOTE_DEADLINE_MS": "500"}
+    without = "no effect without a store (DYN_KVBM_REMOTE) or a fleet (DYN_KVBM_FLEET)"
+    assert said(host) == [f"{without}: DYN_KVBM_REMOTE_DEADLINE_MS"]
+    assert said({**host, "DYN_KVBM_FLEET": "f", "DYN_KVBM_FLEET_PEERS": "h:1"}) == []
+    store = {"DYN_KVBM_OBJECT_ENABLED": "1", "DYN_KVBM_OBJECT_BUCKET": "b"}
+    for there in ({"DYN_KVBM_REMOTE": "file:///s"}, store):
+        assert said({**host, **there}) == []
+
+
 def test_a_host_tier_below_the_devices():
     assert size_notices(100, 100) == size_notices(0, 100) == []
     assert size_notices(99, 100)[0].startswith("the host tier holds 99 blocks, fewer than the device's 100")

@@ -6,6 +6,7 @@ tier itself is never off: a block of a peer that cannot be reached is not known.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import ssl
@@ -27,6 +28,8 @@ from kvbm.tiers.peers.pace import Pace
 from kvbm.tiers.peers.reader import PeerLink
 from kvbm.tiers.peers.waits import Waits
 from kvbm.tiers.remote.contract import NOWHERE, Buffers, News
+
+log = logging.getLogger("kvbm.tiers")
 
 SEEN_MAX = 65_536
 """Blocks that were loaded and are remembered, so that `news` can tell when they go."""
@@ -79,6 +82,7 @@ class PeerTier:
         self._links: dict[Peer, PeerLink] = {}
         self._by_number: dict[int, PeerLink] = {}
         self._leaving: list[PeerLink] = []
+        self._left_out = 0
         self._pending = 0
         self._done: deque[tuple[Completion, Load]] = deque()
         self._pace = Pace()
@@ -232,7 +236,9 @@ class PeerTier:
     def _follow_directory(self) -> None:
         self._leaving = [link for link in self._leaving if not self._has_left(link)]
         wanted = [peer for peer in self._directory.peers() if peer.node != self._options.node]
-        wanted = list(dict.fromkeys(wanted))[: self._options.peers_max]
+        wanted = list(dict.fromkeys(wanted))
+        self._bounded(len(wanted))
+        wanted = wanted[: self._options.peers_max]
         for peer in [peer for peer in self._links if peer not in wanted]:
             link = self._links.pop(peer)
             link.stop()
@@ -254,6 +260,16 @@ class PeerTier:
                     self._mover,
                 )
 
+    def _bounded(self, listed: int) -> None:
+        """Say that there are nodes too many, once until it changes."""
+        left_out = max(0, listed - self._options.peers_max)
+        if left_out and not self._left_out:
+            log.warning(
+                "the fleet %s has %d nodes and at most %d are read from: the last %d of the list are left out",
+                *(self._options.fleet, listed, self._options.peers_max, left_out),
+            )
+        self._left_out = left_out
+
     def _has_left(self, link: PeerLink, timeout_s: float = 0.0) -> bool:
         if not link.join(timeout_s):
             return False
@@ -264,12 +280,18 @@ class PeerTier:
     def describe(self) -> dict[str, object]:
         links = [link.describe() for link in self._links.values()]
         transports = Counter(link.transport for link in self._links.values() if not link.trouble)
+        others = [link for link in self._links.values() if not link.is_ourselves]
+        troubles = [f"{link.peer.address}: {link.trouble}" for link in others if link.trouble]
         return {
             "place": f"peers of the fleet {self._options.fleet!r}, from {self._directory.place}",
             "directory_fault": self._directory.fault,
             "blocks": len(self._known),
             "pending": self._pending,
             "tls": self._tls is not None,
+            "fleet": self._options.fleet,
+            "nodes": len(others),
+            "nodes_reached": len(others) - len(troubles),
+            "troubles": troubles,
             "links": dict(transports),
             "notes": self._notes(transports),
             "peers": links,
@@ -277,11 +299,16 @@ class PeerTier:
 
     def _notes(self, transports: Counter[str]) -> tuple[str, ...]:
         """For `RemoteReport`."""
-        if self._mover is None:
-            return ()
-        if self._mover.trouble:
-            return (f"reads over TCP: NIXL: {self._mover.trouble}",)
-        return (f"reads from {transports['nixl']} of {sum(transports.values())} nodes by NIXL",)
+        notes = []
+        if self._left_out:
+            notes.append(
+                f"reads from {self._options.peers_max} nodes at most, and leaves {self._left_out} out"
+            )
+        if self._mover is not None:
+            by_nixl = f"reads from {transports['nixl']} of {sum(transports.values())} nodes by NIXL"
+            trouble = self._mover.trouble
+            notes.append(f"reads over TCP: NIXL: {trouble}" if trouble else by_nixl)
+        return tuple(notes)
 
     def drain(self, deadline_s: float) -> bool:
         end_s = time.monotonic() + deadline_s

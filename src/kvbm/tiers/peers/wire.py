@@ -46,6 +46,9 @@ QUIET_S_MAX = 15.0
 """An end that has said nothing for so long has gone: each says something every `HEARTBEAT_S`."""
 HEARTBEAT_S = 4.0
 
+NOT_SERVED = "is not served here"
+"""In the refusal of a node of the same fleet that has no blocks of the namespace."""
+
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Line = Annotated[str, msgspec.Meta(max_length=1000)]
 Prints = Annotated[bytes, msgspec.Meta(max_length=PRINTS_AT_ONCE * PRINT_BYTES)]
