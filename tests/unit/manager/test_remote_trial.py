@@ -20,11 +20,15 @@ def opening(store: BlobStore) -> Callable[[Settings, Clock, float], BlobStore]:
     return lambda *_: store
 
 
+def wait_for_the_trial() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvbm-remote-trial":
+            thread.join()
+
+
 def warnings(caplog: pytest.LogCaptureFixture, settings: Settings, **options: Any) -> list[str]:
     with remote_trial(settings, ManualClock(), **options):
-        for thread in threading.enumerate():
-            if thread.name == "kvbm-remote-trial":
-                thread.join()
+        wait_for_the_trial()
     return caplog.messages
 
 
@@ -70,5 +74,6 @@ def test_a_store_that_does_not_answer_holds_up_nobody(caplog: pytest.LogCaptureF
         asked.wait()
         assert not store.closed and caplog.messages == []
         answers.set()
+        wait_for_the_trial()
     (line,) = caplog.messages
     assert line.endswith("it did not answer")
