@@ -48,6 +48,7 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     corrupt_blocks: int = 0
     hedged: int = 0
     touched: int = 0
+    touch_errors: int = 0
     untold_packs: int = 0
     latency_s: float = 0.0
     read_bytes_per_s: float = 0.0

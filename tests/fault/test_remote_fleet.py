@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fault.remote_node import CHAIN_BLOCKS, LAYOUT, Engine, Node, chain, ended
-from rigs.blob_services import program, redis_server
+from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, program, redis_server, seaweedfs
 from rigs.manager_probe import free_port, wait_for
 
 CHAINS = 8
@@ -183,6 +183,35 @@ def test_a_node_whose_clock_is_an_hour_off(tmp_path: Path, kind: str, hours: int
             assert collected["removed_packs"] == collected["removed_leftovers"] == 0
         comes(nodes[0], engines[0], CHAINS)
         comes(nodes[1], engines[1], 0)
+        for node in nodes:
+            node.assert_nothing_held()
+
+
+@pytest.mark.parametrize("hours", [1, pytest.param(-1, marks=pytest.mark.slow)])
+def test_s3_refuses_a_node_whose_clock_is_an_hour_off(tmp_path: Path, hours: int) -> None:
+    """Requests are signed with the time. Its tier is off and says why; it computes, and others go on."""
+    pytest.importorskip("obstore")
+    off = clock_off_by(3600 * hours)
+    with ExitStack() as stack:
+        service = stack.enter_context(seaweedfs(tmp_path))
+        service.make_bucket("kv-cache")
+        url = f"s3://kv-cache/fleet?endpoint={service.endpoint}&region={REGION}"
+        keys = {"object_access_key": ACCESS_KEY, "object_secret_key": SECRET_KEY, "remote_deadline_ms": 5000}
+        nodes = stack.enter_context(ended([]))
+        nodes.append(Node(tmp_path, url, environment=off, **keys))
+        nodes.append(Node(tmp_path, url, host_blocks=CHAIN_BLOCKS + 2, **keys))
+        wrong, right = [node.engine() for node in nodes]
+        nodes[0].wait_until(lambda tier: "refused" in tier["fault"], "it does not notice")
+        assert "RequestTimeTooSkewed" in nodes[0].describe()["fault"] + nodes[0].log()
+        for number in range(2):  # its host memory holds one chain
+            fill(nodes[1], right, range(number, number + 1))
+        comes(nodes[1], right, 0)
+        assert wrong.look(chain(0)).promised == 0
+        assert wrong.store(chain(2)) == CHAIN_BLOCKS
+        assert wrong.look(chain(2)).ready == CHAIN_BLOCKS, "host memory works"
+        nodes[1].wait_until_knows(2)
+        tier = nodes[0].describe()
+        assert (tier["packs"], tier["written_bytes"], tier["read_bytes"]) == (0, 0, 0)
         for node in nodes:
             node.assert_nothing_held()
 

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.clock import monotonic
 from kvbm.testing.blob_contract import blob_name
 from kvbm.tiers.remote.blobs import BlobStore, Put, StoreError
 from kvbm.tiers.remote.drivers.credentials import Credentials
 from kvbm.tiers.remote.drivers.opening import open_blobs
-from kvbm.tiers.remote.drivers.probing import measure
 from rigs.blob_services import ACCESS_KEY, HOST, SECRET_KEY, rclone, redis_server
 from rigs.manager_probe import free_port
 
@@ -191,15 +189,6 @@ def test_redis_behind_tls(tmp_path: Path) -> None:
         assert (
             trouble(open_blobs(f"rediss://{where}"))[0] == "refused"
         )  # signed by nobody that the system trusts
-
-
-def test_a_store_is_measured(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as service:
-        store = open_blobs(f"redis://{HOST}:{service.port}")
-        probe = measure(store, monotonic)
-        assert 0.0 < probe.latency_s < 5.0
-        assert probe.read_bytes_per_s > 1e5 and probe.write_bytes_per_s > 1e5
-        assert list(store.listing("")) == []
 
 
 def _fill(store: BlobStore) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
+
+import pytest
 
 from rigs.admin import Node
 from rigs.manager import KEYS, LAYOUT, NAMESPACE
-from rigs.manager_probe import wait_for
+from rigs.manager_probe import SharedManager, free_port, wait_for
 from rigs.web import served
 
 END_S = 30.0
@@ -75,3 +81,52 @@ def test_commands_and_page_know_the_store(make_node: MakeNode, tmp_path: Path) -
     )
     (tmp_path / "away").rename(shared)
     wait_for(lambda: report()["fault"] == "", END_S, "still off")
+
+
+def is_ready(manager: SharedManager) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{manager.metrics_port}/ready") as page:
+            return page.status == 200
+    except urllib.error.HTTPError:
+        return False
+
+
+def test_a_store_that_is_wrong_has_a_line_before_any_engine(tmp_path: Path) -> None:
+    """The manager starts, and is ready all the same: it serves without."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-") as short:
+        words = ("--host-memory", "50MB", "--remote", f"file://{tmp_path}/none")
+        manager = SharedManager(tmp_path, f"{short}/manager.sock", *words)
+        try:
+            wait_for(
+                lambda: "that DYN_KVBM_REMOTE names cannot be used now" in manager.log(), END_S, manager.log
+            )
+            assert f"{tmp_path}/none" in manager.log()
+            wait_for(lambda: is_ready(manager), END_S, manager.log)
+        finally:
+            manager.close()
+
+
+@pytest.mark.parametrize("at", ["@", "%40"])
+def test_a_password_in_a_store_s_url_is_not_in_the_log(tmp_path: Path, at: str) -> None:
+    pytest.importorskip("valkey")
+    url = f"redis://u:TOPSECRET@127.0.0.1:{free_port()}/0"
+    if at == "%40":
+        pytest.importorskip("mooncake")
+        url = f"mooncake://m:1?index={quote(url, safe='')}"
+    with tempfile.TemporaryDirectory(prefix="kvbm-") as short:
+        manager = SharedManager(
+            tmp_path,
+            f"{short}/manager.sock",
+            "--host-memory",
+            "50MB",
+            "--remote",
+            url,
+            "--log-level",
+            "debug",
+        )
+        try:
+            wait_for(lambda: "cannot be used now" in manager.log(), END_S, manager.log)
+            assert "***@127.0.0.1" in manager.log()
+            assert "TOPSECRET" not in manager.log()
+        finally:
+            manager.close()

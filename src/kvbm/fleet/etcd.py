@@ -18,7 +18,7 @@ import msgspec
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.fleet.directory import NAME_LENGTH_MAX, PEERS_MAX, Peer, refuse_name, split_address
-from kvbm.fleet.tls import TlsFiles
+from kvbm.settings import variable, without_credentials
 
 log = logging.getLogger("kvbm.fleet")
 
@@ -79,7 +79,7 @@ class EtcdDirectory:
         lease_s: int = LEASE_S,
     ) -> None:
         refuse_name("fleet", fleet)
-        self.place = f"etcd at {', '.join(_shown(endpoint) for endpoint in endpoints)}"
+        self.place = f"etcd at {', '.join(without_credentials(endpoint) for endpoint in endpoints)}"
         self._endpoints, self._connect, self._clock = list(endpoints), connect, clock
         self._prefix, self._me = f"{_ROOT}/{fleet}/nodes/", me
         self._every_s, self._lease_s = every_s, lease_s
@@ -171,20 +171,13 @@ def _peer(value: bytes) -> Peer | None:
     return Peer(entry.address, entry.node)
 
 
-def _shown(endpoint: str) -> str:
-    """Without a user and a password."""
-    scheme, _, rest = endpoint.rpartition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+def open_etcd_directory(endpoints: Sequence[str], fleet: str, me: Peer | None, clock: Clock) -> EtcdDirectory:
+    """The fleet's nodes in etcd, at `http://host:port` or `https://host:port` each.
 
-
-def open_etcd_directory(
-    endpoints: Sequence[str], fleet: str, me: Peer | None, clock: Clock, files: TlsFiles | None = None
-) -> EtcdDirectory:
-    """The fleet's nodes in etcd, at `http://host:port` or `https://host:port` each; `files` are etcd's own, for https.
-
-    Raises SettingsError for endpoints that are none, and where the package is missing. etcd need not be up.
+    With https its certificate is of a public authority, or of one that `REQUESTS_CA_BUNDLE` names; we show none, and no
+    user. Raises SettingsError for endpoints that are none, and where the package is missing. etcd need not be up.
     """
-    field = "etcd_endpoints"
+    field = variable("fleet_etcd")
     for endpoint in endpoints:
         parts = urlsplit(endpoint)
         try:
@@ -192,7 +185,9 @@ def open_etcd_directory(
         except ValueError:
             usable = False
         if not usable or parts.username is not None:
-            raise SettingsError(field, _shown(endpoint), "http://host:port, without a user")
+            raise SettingsError(
+                field, without_credentials(endpoint), "http://host:port or https://host:port, without a user"
+            )
     if not endpoints:
         raise SettingsError(field, "", "at least one endpoint, http://host:port")
     try:
@@ -201,13 +196,13 @@ def open_etcd_directory(
         raise SettingsError(
             field, endpoints[0], "etcd needs a package: pip install 'openkvbm[fleet]'"
         ) from None
-    return EtcdDirectory(endpoints, fleet, me, lambda endpoint: _Gateway(endpoint, files), clock)
+    return EtcdDirectory(endpoints, fleet, me, _Gateway, clock)
 
 
 class _Gateway:
     """`etcd3gw` as a `Client`: every request has a deadline."""
 
-    def __init__(self, endpoint: str, files: TlsFiles | None) -> None:
+    def __init__(self, endpoint: str) -> None:
         import etcd3gw
 
         parts = urlsplit(endpoint)
@@ -215,9 +210,6 @@ class _Gateway:
             host=parts.hostname or "",
             port=parts.port or 0,
             protocol=parts.scheme,
-            ca_cert=str(files.authority) if files else None,
-            cert_cert=str(files.certificate) if files else None,
-            cert_key=str(files.key) if files else None,
             timeout=REQUEST_S,
         )
 

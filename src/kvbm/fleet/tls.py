@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.errors import KvbmError, SettingsError
+from kvbm.settings import variable
 
 SCHEME = "kvbm"
 WARN_S = 30 * 86400.0
@@ -58,16 +59,17 @@ def reading_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
+    field = variable("fleet_certs")
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_verify_locations(cafile=files.authority)
     except (OSError, ssl.SSLError) as error:
-        raise SettingsError("fleet_ca", str(files.authority), _accepted(error)) from None
+        raise SettingsError(field, str(files.authority), _accepted(error)) from None
     try:
         context.load_cert_chain(files.certificate, files.key)
     except (OSError, ssl.SSLError) as error:
-        raise SettingsError("fleet_cert", f"{files.certificate}, {files.key}", _accepted(error)) from None
+        raise SettingsError(field, f"{files.certificate}, {files.key}", _accepted(error)) from None
     return context
 
 

@@ -21,6 +21,7 @@ from kvbm.fleet.tls import certified
 from kvbm.framing import LENGTH_BYTES
 from kvbm.protocol import Hello
 from kvbm.protocol_decoding import decode_to_manager
+from kvbm.settings import variable
 
 log = logging.getLogger("kvbm.manager")
 
@@ -169,7 +170,7 @@ def _listening(field: str, listen: str, anywhere: bool) -> socket.socket:
             field,
             listen,
             "without certificates (`kvbm fleet cert`) a loopback or private address, because anybody who can connect "
-            "can lease and reserve blocks",
+            f"can lease and reserve blocks; {variable('fleet_plain')}=1 allows any",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     with contextlib.ExitStack() as undo:

@@ -19,6 +19,7 @@ from kvbm.errors import SettingsError
 from kvbm.fleet.directory import is_private, refuse_name, split_address
 from kvbm.manager.lending import Lending
 from kvbm.manager.peer_connection import House, PeerConnection
+from kvbm.settings import variable
 from kvbm.tiers.peers.mover import Mover
 
 log = logging.getLogger("kvbm.manager")
@@ -156,7 +157,8 @@ def listening(field: str, listen: str, host: str, port: int, plain_everywhere: b
             field,
             listen,
             "without TLS a loopback or private address, because anybody who can connect can read blocks; "
-            "give it certificates (`kvbm fleet cert`), or allow plain connections explicitly",
+            f"give it certificates ({variable('fleet_certs')}; `kvbm fleet cert` makes them), or allow plain "
+            f"connections from anywhere ({variable('fleet_plain')}=1)",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -106,6 +106,8 @@ def serve(
         events = publisher.endpoint if publisher is not None else None
         log.info("%s", _started(settings, socket_path, private, metrics_port, events))
         undo.enter_context(_node_door(settings, socket_path, private))
+        if not private:  # an engine's own manager opens its tiers at once, and they say how they are
+            undo.enter_context(_remote_trial(settings, clock))
         start_page()
         start_controller()
         on_listening()
@@ -159,6 +161,14 @@ def _fleet(settings: Settings, clock: Clock) -> Iterator[FleetSide | None]:
 
     with contextlib.closing(FleetSide(settings, clock)) as fleet:
         yield fleet
+
+
+def _remote_trial(settings: Settings, clock: Clock) -> contextlib.AbstractContextManager[None]:
+    if not settings.remote_on:
+        return contextlib.nullcontext()
+    from kvbm.manager.remote_trial import remote_trial  # its packages are not everywhere, and take a while
+
+    return remote_trial(settings, clock)
 
 
 def _size(size_bytes: int | None, blocks: int | None) -> str | None:

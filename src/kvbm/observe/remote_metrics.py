@@ -31,8 +31,9 @@ REMOTE_METRICS: tuple[Metric, ...] = (
     Metric(
         name="kvbm_remote_errors_total",
         kind=_COUNTER,
-        help="Requests to remote stores that failed or came too late",
-        labels=(_OPERATION,),
+        help="Requests to remote stores that failed or came too late: reads, writes, and those that say what is in use "
+        "(touch)",
+        labels=(Label("operation", ("read", "write", "touch")),),
         at_zero=True,
         only_of=REMOTE,
     ),

@@ -34,7 +34,8 @@ from kvbm.settings.parse import (
     parse_socket_path,
 )
 from kvbm.settings.schema import CONSOLIDATOR_PORT_OFFSET, FIELDS, PORT_MAX, SCHEMA, Settings, variable
-from kvbm.settings.setting import HIDDEN, Kind, Setting, shown, without_credentials
+from kvbm.settings.setting import Kind, Setting, shown
+from kvbm.settings.store_urls import HIDDEN, STORE_OPTIONS, without_credentials
 
 __all__ = [
     "CONSOLIDATOR_PORT_OFFSET",
@@ -44,6 +45,7 @@ __all__ = [
     "PORT_MAX",
     "SCHEMA",
     "SOCKET_PATH_BYTES_MAX",
+    "STORE_OPTIONS",
     "AwsEnvironment",
     "Kind",
     "LoadedSettings",

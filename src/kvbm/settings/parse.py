@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from kvbm.errors import SettingsError
-from kvbm.settings.setting import HIDDEN, without_credentials
+from kvbm.settings.store_urls import HIDDEN, without_credentials
 
 GB = 1_000_000_000
 """Bytes in one GB; the `…_GB` variables and `GB` on the command line both mean this."""
@@ -235,7 +235,8 @@ def parse_urls(field: str, text: str) -> str:
         scheme, _, place = word.partition("://")
         match = _TCP.fullmatch(place.rstrip("/"))
         if scheme not in ("http", "https") or match is None or int(match[1]) >= 1 << 16:
-            raise reject(field, without_credentials(text), "http://host:port, separated by commas")
+            shown = ",".join(without_credentials(word) for word in words)
+            raise reject(field, shown, "http://host:port, separated by commas")
     return ",".join(words)
 
 

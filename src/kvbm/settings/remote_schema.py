@@ -17,8 +17,9 @@ class RemoteSettings(FleetSettings, frozen=True, kw_only=True):
         str | None,
         Setting("DYN_KVBM_REMOTE", "--remote", Kind.STORE, metavar="URL", ours=True),
         "store that many managers share (G4): s3://bucket/prefix?region=…&endpoint=…, gs://bucket/prefix, "
-        "az://container/prefix?account=…, redis://host:port/db (rediss, valkey, valkeys), or file:///path of a shared "
-        "directory. Credentials are found as each cloud's own tools find them. Unset is off",
+        "az://container/prefix?account=…, redis://host:port/db (rediss, valkey, valkeys), "
+        "mooncake://master:port?index=URL, or file:///path of a shared directory. Credentials are found as "
+        "each cloud's own tools find them. Unset is off",
     ] = None
     object_enabled: Annotated[
         bool,

@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from kvbm.settings.store_urls import HIDDEN, without_credentials
+
 COUNT_MAX = 2**31 - 1
 
 
@@ -72,17 +74,9 @@ def shown(setting: Setting, value: object) -> object:
         return value
     if setting.kind is Kind.SECRET:
         return HIDDEN
-    return without_credentials(value) if setting.kind is Kind.STORE else value
-
-
-def without_credentials(url: str) -> str:
-    """A URL, or what was meant to be one, without what stands before its host."""
-    scheme, slashes, rest = url.partition("://")
-    _, at, host = rest.rpartition("@") if slashes else url.rpartition("@")
-    return f"{scheme}{slashes}{HIDDEN}@{host}" if at else url
-
-
-HIDDEN = "***"
+    # An address that should have no user in it may have one.
+    hides = setting.kind is Kind.STORE or ("@" in value and "://" in value)
+    return without_credentials(value) if hides else value
 
 
 def declared(field: str, hint: Any) -> Setting:

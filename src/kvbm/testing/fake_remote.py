@@ -103,7 +103,8 @@ class FakeRemote:
         """Place and number of blocks of each load that was accepted."""
         self.stores: list[int] = []
         """The number of blocks of each store that was accepted."""
-        self.hedged = self.errors = self.untold = 0
+        self.hedged = self.errors = self.touch_errors = self.untold = 0
+        self.links: dict[str, int] = {}
         """What it says of reads that were asked twice, of reads that failed, and of packs that nobody told of."""
         self.touched: list[BlockKey] = []
         """The blocks of which it told the store that they are in use."""
@@ -256,7 +257,9 @@ class FakeRemote:
             "latency_s": self.seconds,
             "hedged": self.hedged,
             "touched": len(self.touched),
+            "touch_errors": self.touch_errors,
             "untold_packs": self.untold,
+            "links": self.links,
             "codec": "none",
         }
 

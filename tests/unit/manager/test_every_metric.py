@@ -175,9 +175,11 @@ def test_every_metric_of_a_remote_store_moves(
     seen |= moved(manager)
     remote.mend()
     remote.hedged, remote.errors, remote.seconds, remote.untold = 2, 3, 0.05, 1
+    remote.touch_errors, remote.links = 4, {"tcp": 1}
     seen |= moved(manager)
     assert [message.tiers for message in leader.take()] == [{"host": 16, "remote": NO_COUNT}]
     assert manager.metrics.value("kvbm_remote_hedged_reads_total") == 2
+    assert manager.metrics.value("kvbm_remote_errors_total", operation="touch") == 4
     moved(manager)
     assert manager.metrics.value("kvbm_remote_hedged_reads_total") == 2, "it counts what is new"
     assert OF_A_STORE - seen == set()

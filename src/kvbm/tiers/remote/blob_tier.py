@@ -301,6 +301,7 @@ class BlobTier:
             "deleted_packs": self._loader.deleted,
             "existed": self._storer.existed,
             "touched": upkeep.touched,
+            "touch_errors": upkeep.touch_errors,
             "untold_packs": self._discovery.untold,
             "log": {
                 "writer": self._own_log.writer,

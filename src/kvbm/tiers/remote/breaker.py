@@ -103,11 +103,6 @@ class Breaker:
             else:
                 self._open(trouble, line)
 
-    def wait_left_s(self) -> float:
-        """Seconds until the next probe; 0 where none is waited for."""
-        with self._lock:
-            return max(0.0, self._due_s - self._clock()) if self._state is BreakerState.OPEN else 0.0
-
     def _count(self, weight: int, trouble: StoreTrouble, line: str) -> None:
         with self._lock:
             if self._state is not BreakerState.CLOSED:

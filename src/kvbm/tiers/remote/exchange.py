@@ -171,11 +171,6 @@ class Exchange:
         with self._lock:
             return [job for job in self._open.values() if isinstance(job, LoadJob)]
 
-    def next_deadline_s(self) -> float | None:
-        """The earliest deadline of a job that is not late."""
-        with self._lock:
-            return min((job.deadline_s for job in self._open.values() if not job.late), default=None)
-
     def signal(self) -> None:
         """Make the descriptor readable."""
         with self._lock:

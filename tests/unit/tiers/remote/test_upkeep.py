@@ -186,6 +186,20 @@ def test_used_packs_are_touched_now_and_then(nodes: Nodes) -> None:
     assert nodes.blobs.modified_s[name] > written_s
 
 
+def test_touches_that_fail_are_counted(nodes: Nodes) -> None:
+    """A store that lets nobody touch what it has can be read and written to all the same."""
+    store_refuses = FaultyBlobs(nodes.blobs, BlobRule(fault=BlobFault.REFUSED, operation="touch"))
+    node = nodes.make(store_refuses, ttl_s=1000.0)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    nodes.clock.advance(251.0)
+    load_each(node, LAYOUT, keys_of(blocks))
+    nodes.pass_on(node, seconds=2.0)
+    described = node.describe()
+    assert (described["touched"], described["touch_errors"]) == (0, 1)
+    assert (described["reading"], described["writing"]) == ("closed", "closed")
+
+
 def test_nodes_collect_in_turn(nodes: Nodes) -> None:
     here, there = (nodes.make(collect=True, ttl_s=5000.0, collect_period_s=1000.0) for _ in range(2))
     store(here, LAYOUT, chain(0, 2))

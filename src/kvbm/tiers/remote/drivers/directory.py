@@ -23,6 +23,7 @@ from typing import TypeVar
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import RESERVED, BlobInfo, Buffer, Put, StoreError, StoreTrouble, valid_name
 from kvbm.tiers.remote.drivers.deadline import Deadline
+from kvbm.tiers.remote.drivers.peculiarities import say_once
 from kvbm.tiers.remote.drivers.store_clock import StoreClock
 
 BLOB_BYTES_MAX = 64 << 20
@@ -191,6 +192,7 @@ class DirectoryBlobs:
             # a blob.
             os.rename(unfinished, last, src_dir_fd=folder, dst_dir_fd=folder)
             self.notes = ("has no hard links: a blob may be written twice",)
+            say_once(self.place, self.notes[0])
         return Put.CREATED
 
     def _opened(self, name: str, use: Callable[[int, int], _Answer]) -> _Answer | None:

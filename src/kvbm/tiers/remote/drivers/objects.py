@@ -21,6 +21,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import RESERVED, BlobInfo, Buffer, Put, StoreError, valid_name
 from kvbm.tiers.remote.drivers.object_troubles import ignores_ranges, is_no_store, status_of, trouble_of
+from kvbm.tiers.remote.drivers.peculiarities import say_once
 from kvbm.tiers.remote.drivers.store_clock import StoreClock
 
 if TYPE_CHECKING:
@@ -204,6 +205,8 @@ class ObjectBlobs:
                 if not self._traits.ranges:
                     self.blob_bytes_max = min(self.blob_bytes_max, WHOLE_BYTES_MAX)
                 self.notes = _notes(self._traits)
+                for note in self.notes:
+                    say_once(self.place, note)
         return self._traits
 
     def _write(self, name: str, parts: Sequence[Buffer] | bytes, create: bool = False) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError
-from kvbm.settings import aws_environment, process_environment
+from kvbm.settings import STORE_OPTIONS, aws_environment, process_environment, without_credentials
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.drivers.credentials import NOBODY, Credentials
 from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
@@ -42,17 +42,6 @@ REDIS_CONNECTIONS = 32
 MOONCAKE_PORT = 50051
 MOONCAKE_REPLICAS_MAX = 8
 
-_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "s3": ("region", "endpoint", "profile", "virtual-host", "bulk-delete", "ca"),
-    "gs": ("endpoint", "ca"),
-    "az": ("account", "endpoint", "ca"),
-    "file": ("fsync",),
-    "redis": ("prefix",),
-    "rediss": ("prefix", "ca"),
-    "valkey": ("prefix",),
-    "valkeys": ("prefix", "ca"),
-    "mooncake": ("index", "prefix", "metadata", "protocol", "device", "segment", "host", "replicas"),
-}
 _YES_NO = ("virtual-host", "bulk-delete", "fsync")
 _OBJECTS = ("s3", "gs", "az")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
@@ -113,7 +102,7 @@ def open_blobs(
 
 def parsed(url: str, field: str = "remote") -> Place:
     """A URL's parts. Raises SettingsError."""
-    shown = _redacted(url)
+    shown = without_credentials(url)
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -121,9 +110,9 @@ def parsed(url: str, field: str = "remote") -> Place:
     except ValueError as error:
         raise SettingsError(field, shown, f"this is no URL ({type(error).__name__})") from None
     scheme = parts.scheme
-    if scheme not in _OPTIONS:
+    if scheme not in STORE_OPTIONS:
         raise SettingsError(
-            field, shown, f"it begins with one of {', '.join(f'{name}://' for name in _OPTIONS)}"
+            field, shown, f"it begins with one of {', '.join(f'{name}://' for name in STORE_OPTIONS)}"
         )
     host = parts.hostname or ""
     if ":" in host:
@@ -196,7 +185,7 @@ def _index(options: Mapping[str, str], shown: str, field: str) -> Place:
 
 
 def _require_options(place: Place, shown: str, field: str) -> None:
-    known = _OPTIONS[place.scheme]
+    known = STORE_OPTIONS[place.scheme]
     for option, value in place.options.items():
         if option not in known:
             raise SettingsError(
@@ -347,10 +336,3 @@ def _require_package(name: str, place: Place, field: str, extra: str) -> None:
             place.shown,
             f"this needs a package: pip install openkvbm[{extra}] ({error.name} is missing)",
         ) from None
-
-
-def _redacted(url: str) -> str:
-    """A URL as it was written, with `***` for whatever may be a secret, also where it is no URL at all."""
-    head, at, tail = url.rpartition("@")
-    scheme = re.match(r"[a-z0-9+.-]*://", head)
-    return f"{scheme.group() if scheme else ''}***@{tail}" if at else url
