@@ -26,6 +26,10 @@ DYNAMO_TESTS = Path(__file__).parent / "under_dynamo"
 SGLANG_TESTS = Path(__file__).parent / "under_sglang"
 SGLANG_TIMEOUT_S = 300
 """A test starts several engines, one after the other."""
+MILLIONS_OF_KEYS = "test_memory_stays_bounded"
+"""A test of the contract kits that takes long for each policy, and again for each thing around policies."""
+KEPT = "test_policies.py::TestEvictionPolicies::test_memory_stays_bounded[gittins]"
+"""What a manager has by itself is tried every time."""
 OPTIONAL = {
     "huggingface_hub",
     "matplotlib",
@@ -78,6 +82,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the engine tests. An engine's own threads and destructors may warn; ours may not."""
     for item in items:
+        if item.name.startswith(MILLIONS_OF_KEYS) and KEPT not in item.nodeid:
+            item.add_marker(pytest.mark.slow)
         if DYNAMO_TESTS in item.path.parents:
             item.add_marker(pytest.mark.dynamo)
         if SGLANG_TESTS in item.path.parents:

@@ -69,6 +69,7 @@ def test_loads_fail_and_are_recomputed(ahead_launcher: Launcher, reference: Refe
     launcher.assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_layers_fail_and_so_do_their_requests_alone(ahead_launcher: Launcher, reference: Reference) -> None:
     launcher = ahead_launcher
     engine = launcher.start({**host(), **MODES["layer by layer"]}, transfer={**KV_CONNECTOR, **FAIL})

@@ -178,6 +178,7 @@ def test_names_make_no_difference(
         assert found.fields == first.fields, options
 
 
+@pytest.mark.slow
 def test_longrope_factors_are_told_apart(launcher: Launcher, tmp_path: Path) -> None:
     """The length decides on the factors: other K, another fingerprint."""
     phi3 = str(make_longrope_model(tmp_path / "phi3"))

@@ -54,7 +54,7 @@ def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
     assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host",reason="capacity"}'] > some(100)
 
 
-@pytest.mark.parametrize("below", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize("below", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["host", "disk"])
 def test_host_smaller_than_a_request(
     launcher: Launcher, reference: Reference, tmp_path: Path, below: bool
 ) -> None:
@@ -99,6 +99,7 @@ def test_host_and_disk(launcher: Launcher, reference: Reference, tmp_path: Path)
     launcher.assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     engine = launcher.start(disk(tmp_path))
     answers = engine.run(workload())

@@ -186,6 +186,7 @@ def test_shared_manager_without_a_place_for_weights_that_may_have_changed(
     assert len(engine.run(requests).outputs) == 4
 
 
+@pytest.mark.slow
 def test_shared_manager_is_missing(
     launcher: Launcher, reference: Reference, runtime_dir: Path, shared_manager: Any
 ) -> None:

@@ -22,7 +22,13 @@ from rigs.manager_probe import free_port, private_managers
 from rigs.namespaces import Apart, namespace
 
 
-@pytest.fixture(params=["directory", "seaweedfs", "moto", "mooncake"])
+@pytest.fixture(
+    params=[
+        "directory",
+        "seaweedfs",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("moto", "mooncake")),
+    ]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
     """The settings of a store of each kind, on loopback."""
     if request.param == "directory":

@@ -99,7 +99,6 @@ class Audit:
         return lost, undead
 
 
-@pytest.mark.slow
 def test_after_a_kill_every_block_is_right_or_a_miss(tmp_path: Path) -> None:
     """All crashes hit one directory, each run taking over what the one before left."""
     total: Counter[str] = Counter()

@@ -214,6 +214,7 @@ def test_nothing_comes_from_elsewhere() -> None:
         assert words == set(), part.name
 
 
+@pytest.mark.slow
 def test_the_api_under_a_fuzzer(loaded: Loaded, tmp_path: Path) -> None:
     """No request makes it fail, and every answer is what the OpenAPI document says."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")

@@ -131,6 +131,7 @@ def served(point: Point, statistic: str) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [Bounds(), Bounds(disk_bytes=0), Bounds(host_bytes=GB, disk_bytes=3 * GB)])
 def test_times_against_all_sizes(bounds: Bounds) -> None:
     all_times = {point: served(point, "mean") for point in lattice(bounds)}
