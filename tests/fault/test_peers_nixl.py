@@ -15,6 +15,7 @@ import pytest
 from kvbm.block import BlockKey, Outcome
 from kvbm.clock import ManualClock
 from kvbm.tiers.contract import Completion
+from kvbm.tiers.peers import offer_pause
 from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.tier import PeerTier
 from rigs.manager_probe import wait_for
@@ -39,7 +40,7 @@ CHILD = Path(__file__).with_name("peer_child.py")
 class Pair:
     """A lender and a reader, each with a mover; the lender holds KEYS."""
 
-    def __init__(self, make: Callable[[], Mover], **options: float) -> None:
+    def __init__(self, make: Callable[[], Mover], **options: object) -> None:
         self.lends, self.reads = make(), make()
         self.lender = LendingNode(mover=self.lends)
         self.slots = self.lender.store(KEYS)
@@ -292,6 +293,53 @@ def test_wrong_bytes_in_the_readers_memory_are_a_counted_miss(model: Pair, netwo
     right(*model.loads.load(KEYS[1:5]), must_hit=True, keys=KEYS[1:5])
     assert model.peer()["corrupt"] == 1, "the mover is not trusted any more on this connection"
     assert model.peer()["transport"] == "tcp"
+
+
+def test_wrong_bytes_of_a_whole_ask_do_not_end_the_link(
+    network: ModelNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that were asked for before the first wrong one are lost; the others come, over TCP, on later connections
+    too, until a pause is over; the next one is longer."""
+    monkeypatch.setattr(offer_pause, "FIRST_S", 6.0)  # no connection is over by that
+    clock = ManualClock(100.0)
+    pair = Pair(lambda: model_mover(network), clock=clock)
+    others = [keys_of(16, seed) for seed in range(3, 6)]
+    lend = pair.lender
+    try:
+        for keys in others:
+            lend.store(keys)
+        wait_until(lambda: all(knows(pair.tier, keys) for keys in others))
+        network.spoil = True
+        completion, _ = pair.loads.load(KEYS)
+        assert [end.corrupt for end in completion.blocks] == [True] * 16
+        right(*pair.loads.load(others[0]), must_hit=True, keys=others[0])
+        assert lend.server.counts["readers"] == 1, "the same connection"
+        assert pair.moved == 16
+
+        def loaded_over_tcp_alone(keys: Sequence[BlockKey]) -> None:
+            pair.tier.tick()
+            moved = pair.moved
+            right(*pair.loads.load(keys), must_hit=True, keys=keys)
+            assert pair.moved == moved
+
+        (connection,) = lend.server._connections
+        connection.stop()
+
+        def on_another_connection() -> bool:
+            if pair.peer()["trouble"]:
+                clock.advance(0.05)  # it waits before it connects again
+            return lend.server.counts["readers"] == 2 and knows(pair.tier, others[1])
+
+        wait_until(on_another_connection)
+        loaded_over_tcp_alone(others[1])
+        clock.advance(6.0)
+        pair.connected()
+        completion, _ = pair.loads.load(others[2])
+        assert [end.corrupt for end in completion.blocks] == [True] * 16
+        clock.advance(11.0)
+        loaded_over_tcp_alone(others[1])
+    finally:
+        pair.close()
 
 
 @needs_nixl

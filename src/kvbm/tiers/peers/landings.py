@@ -13,6 +13,7 @@ import msgspec
 from kvbm.errors import ProtocolError
 from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.mover_wire import Channel, Expect, Mapped, Unmapped
+from kvbm.tiers.peers.offer_pause import OfferPause
 from kvbm.tiers.peers.staging import Staging, places_within
 from kvbm.tiers.peers.wire import NO_PLACE, Offer, joined_places
 
@@ -32,8 +33,10 @@ class _Landing:
 class Landings:
     """Of one connection; owned by its thread. Without a mover nothing is ever offered."""
 
-    def __init__(self, mover: Mover | None, block_bytes: int, staging_bytes: int) -> None:
-        self._mover, self._block_bytes = mover, block_bytes
+    def __init__(
+        self, mover: Mover | None, block_bytes: int, staging_bytes: int, pause: OfferPause
+    ) -> None:
+        self._mover, self._block_bytes, self._pause = mover, block_bytes, pause
         self._places = places_within(staging_bytes, block_bytes)
         self._allowed = False
         self._tried = 0
@@ -46,11 +49,15 @@ class Landings:
         self._allowed = self._mover is not None and self._places > 0
 
     def distrust(self) -> None:
-        """What lay there was not what the lender sealed: no more of it on this connection."""
-        self._allowed = False
+        """What lay there was not what the lender sealed: nothing is offered for a while, on later connections too.
+
+        More of it may follow: blocks that were asked for before this.
+        """
         if self._now is not None:
-            log.warning("NIXL brought other bytes than were sent: blocks of this node come over TCP now")
-            self._lose(self._now)
+            seconds = self._withdraw(self._now)
+            log.warning(
+                "NIXL brought other bytes than were sent: blocks of this node come over TCP for %.0f s", seconds
+            )
 
     def fileno(self) -> int:
         """Readable when `turn` has something to do; -1 where there is nothing to wait for."""
@@ -63,7 +70,7 @@ class Landings:
         if mover is None or not self._allowed:
             return None
         if self._now is None:
-            if not mover.running or mover.starts == self._tried:
+            if not mover.running or mover.starts == self._tried or not self._pause.over:
                 return None
             self._tried = mover.starts
             self._begin(mover)
@@ -101,6 +108,12 @@ class Landings:
                 places=landing.staging.places,
             )
         return None
+
+    def _withdraw(self, landing: _Landing) -> float:
+        """Offer again after so many seconds, also to the same mover."""
+        self._lose(landing)
+        self._tried = 0
+        return self._pause.begin()
 
     def _lose(self, landing: _Landing) -> None:
         if landing.channel is not None:

@@ -32,6 +32,7 @@ from kvbm.tiers.peers.known import PeerBlocks, unpacked
 from kvbm.tiers.peers.landings import Landings
 from kvbm.tiers.peers.loads import Arrival, Load, MovedArrival
 from kvbm.tiers.peers.mover import Mover
+from kvbm.tiers.peers.offer_pause import OfferPause
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.waits import Waits
 from kvbm.tiers.peers.wire import (
@@ -60,7 +61,7 @@ STEADY_S = 60.0
 """A connection that lasted so long makes up for the failures before it."""
 _COUNTS = ("hits", "misses", "corrupt", "retries", "bytes", "moved")
 LIES_MAX = 3
-"""So many blocks with a wrong checksum end a connection."""
+"""So many blocks with a wrong checksum, that came over the connection, end it."""
 
 
 class PeerLink:
@@ -98,6 +99,7 @@ class PeerLink:
         self._outgoing = bytearray()
         self._arrival: Arrival | None = None
         self._mover = mover
+        self._offer_pause = OfferPause(clock)
         self._landings = self._new_landings()
         self.transport = "tcp"
         """How the last block came, on this connection: "tcp" or "nixl"."""
@@ -232,7 +234,8 @@ class PeerLink:
             self._complete(load, reason)
 
     def _new_landings(self) -> Landings:
-        return Landings(self._mover, self._layout.block_bytes, self._options.staging_bytes)
+        options, block_bytes = self._options, self._layout.block_bytes
+        return Landings(self._mover, block_bytes, options.staging_bytes, self._offer_pause)
 
     def _wait(self, seconds: float, polled: Iterable[tuple[int, int]] = ()) -> None:
         poller = select.poll()
@@ -383,9 +386,10 @@ class PeerLink:
         self._ended(head.ask, arrival.load, head.index, end)
         if end.outcome is Outcome.HIT:
             self._waits.succeeded()
-        if end.corrupt:
-            if arrival.moved:
-                self._landings.distrust()
+        if end.corrupt and arrival.moved:
+            # Not the peer's lie: it may be a card's, and the other blocks of this ask may have it too.
+            self._landings.distrust()
+        elif end.corrupt:
             self._lies += 1
             if self._lies >= LIES_MAX:
                 raise LinkEnded(f"{self._lies} blocks with wrong bytes")
