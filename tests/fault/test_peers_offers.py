@@ -186,6 +186,7 @@ def ask(places: bytes) -> Ask:
     ("has_mover", "says", "named"),
     [
         (False, [offer()], "there is no mover here"),
+        (True, [offer(address=1 << 62, place_bytes=1 << 53, places=4096)], "beyond what an address may be"),
         (True, [offer(), ask(joined_places((0, 4)))], "place 4 of 4"),
         (True, [offer(), ask(joined_places((0,)))], "4 bytes of places for 2 keys"),
     ],
