@@ -15,7 +15,7 @@ import pytest
 from kvbm.block import BlockKey, Outcome
 from kvbm.clock import ManualClock
 from kvbm.tiers.contract import Completion
-from kvbm.tiers.peers import offer_pause
+from kvbm.tiers.peers import landings, offer_pause
 from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.tier import PeerTier
 from rigs.manager_probe import wait_for
@@ -171,6 +171,34 @@ def test_a_mover_that_writes_nothing(model: Pair, network: ModelNetwork) -> None
     network.refuse = True
     model.all_hits()
     assert network.writes > 0 and model.moved == 0
+
+
+def test_an_offer_that_is_not_used_is_withdrawn_and_another_one_made_later(
+    network: ModelNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lender does not say that it has given up; its blocks come over the connection."""
+    monkeypatch.setattr(offer_pause, "FIRST_S", 6.0)
+    clock = ManualClock(100.0)
+    pair = Pair(lambda: model_mover(network), clock=clock)
+    try:
+        reading = network.agents[-1]
+        network.refuse = True
+        for _ in range(landings.UNUSED_MAX // len(KEYS)):
+            pair.all_hits()
+        assert not reading.closed, "it may be a lender's mover that starts"
+        clock.advance(landings.UNUSED_S)
+        pair.all_hits()
+        wait_until(lambda: reading.closed, "the reader's memory is let go")
+        network.refuse = False
+        pair.tier.tick()
+        pair.all_hits()
+        assert pair.moved == 0 and pair.peer()["transport"] == "tcp"
+        clock.advance(6.0)
+        pair.connected()
+        pair.all_hits()
+        assert pair.moved == len(KEYS) and pair.lender.server.counts["readers"] == 1
+    finally:
+        pair.close()
 
 
 def test_too_many_writes_that_do_not_end_end_the_mover(network: ModelNetwork) -> None:

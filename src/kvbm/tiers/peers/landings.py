@@ -1,7 +1,8 @@
 """The reader's side of blocks that a lender's mover brings: memory offered to it, and its places.
 
 The lender writes into memory of this connection alone, and never into a load's targets. Nothing here waits: until the
-mover has answered, and after it has gone, asks name no places, and blocks come over the connection.
+mover has answered, and after it has gone, asks name no places, and blocks come over the connection. An offer that does
+harm, or that the lender makes no use of, is withdrawn, and another one made after a pause.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 
 import msgspec
 
+from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
 from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.mover_wire import Channel, Expect, Mapped, Unmapped
@@ -18,6 +20,10 @@ from kvbm.tiers.peers.staging import Staging, places_within
 from kvbm.tiers.peers.wire import NO_PLACE, Offer, joined_places
 
 log = logging.getLogger("kvbm.tiers")
+
+UNUSED_MAX, UNUSED_S = 64, 10.0
+"""So many answers in a row, over so long, that came over the connection though a place was named: the lender makes no
+use of the offer. It takes a second or more to reach a mover, and longer to start one."""
 
 
 class _Landing:
@@ -28,14 +34,22 @@ class _Landing:
         self.channel: Channel | None = channel
         self.offered = False
         self.asks = 0
+        self.unused, self.unused_since_s = 0, 0.0
+        """Answers in a row that named places were not used for, and when the first of them came."""
 
 
 class Landings:
     """Of one connection; owned by its thread. Without a mover nothing is ever offered."""
 
     def __init__(
-        self, mover: Mover | None, block_bytes: int, staging_bytes: int, pause: OfferPause
+        self,
+        mover: Mover | None,
+        block_bytes: int,
+        staging_bytes: int,
+        pause: OfferPause,
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._mover, self._block_bytes, self._pause = mover, block_bytes, pause
         self._places = places_within(staging_bytes, block_bytes)
         self._allowed = False
@@ -96,8 +110,10 @@ class Landings:
             self._lose(landing)
             return None
         if isinstance(message, Unmapped):
-            log.warning("NIXL takes no memory for blocks of other nodes: %s", message.line)
-            self._lose(landing)
+            seconds = self._withdraw(landing)
+            log.warning(
+                "NIXL takes no memory for blocks of another node, for %.0f s: %s", seconds, message.line
+            )
         elif isinstance(message, Mapped):
             landing.offered = True
             return Offer(
@@ -126,15 +142,13 @@ class Landings:
 
     # ---- asks
 
-    def places_for(self, ask: int, count: int) -> tuple[int, bytes] | None:
-        """Which offer and places an ask of so many blocks names; None: wait until an ask has ended."""
+    def places_for(self, ask: int, count: int) -> tuple[int, bytes]:
+        """Which offer and places an ask of so many blocks names: no places for those that there is no room for."""
         landing = self._now
-        if landing is None or not landing.offered:
+        if landing is None or not landing.offered or not landing.staging.free:
             return 0, b""
         staging = landing.staging
-        if staging.free < min(count, staging.places):
-            return None
-        taken = [staging.take() for _ in range(min(count, staging.places))]
+        taken = [staging.take() for _ in range(min(count, staging.free))]
         self._asks[ask] = landing, taken
         landing.asks += 1
         if landing.asks == 1:
@@ -146,7 +160,23 @@ class Landings:
         landing, places = self._asks.get(ask, (None, []))
         if landing is None or index >= len(places) or size > self._block_bytes:
             raise ProtocolError(f"a block {ask}/{index} of {size} bytes was moved, and no place named for it")
+        landing.unused = 0
         return landing.staging.view(places[index], size)
+
+    def unused(self, ask: int, index: int) -> None:
+        """The lender sends this block over the connection."""
+        landing, places = self._asks.get(ask, (None, []))
+        if landing is None or landing is not self._now or index >= len(places):
+            return
+        now_s = self._clock()
+        if not landing.unused:
+            landing.unused_since_s = now_s
+        landing.unused += 1
+        if landing.unused >= UNUSED_MAX and now_s - landing.unused_since_s >= UNUSED_S:
+            seconds = self._withdraw(landing)
+            log.warning(
+                "a node brings no blocks by NIXL: they come over TCP, and it is tried again in %.0f s", seconds
+            )
 
     def ended(self, ask: int) -> None:
         """All blocks of an ask have their answer."""

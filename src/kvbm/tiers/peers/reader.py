@@ -235,7 +235,7 @@ class PeerLink:
 
     def _new_landings(self) -> Landings:
         options, block_bytes = self._options, self._layout.block_bytes
-        return Landings(self._mover, block_bytes, options.staging_bytes, self._offer_pause)
+        return Landings(self._mover, block_bytes, options.staging_bytes, self._offer_pause, self._clock)
 
     def _wait(self, seconds: float, polled: Iterable[tuple[int, int]] = ()) -> None:
         poller = select.poll()
@@ -277,14 +277,11 @@ class PeerLink:
             with self._lock:
                 if not self._queue:
                     return
-                places = self._landings.places_for(self._ask_number + 1, len(self._queue[0].keys))
-                if places is None:
-                    return
                 load = self._queue.popleft()
             self._ask_number += 1
             load.asked_s = self._clock()
             self._asked[self._ask_number] = load
-            offer, joined = places
+            offer, joined = self._landings.places_for(self._ask_number, len(load.keys))
             ask = Ask(number=self._ask_number, keys=join_keys(load.keys), offer=offer, places=joined)
             self._outgoing += framed(ask)
 
@@ -374,6 +371,7 @@ class PeerLink:
             source = self._landings.source(message.ask, message.index, message.size)
             self._arrival = MovedArrival(load, message, self._fingerprint, source)
         elif message.there:
+            self._landings.unused(message.ask, message.index)
             self._arrival = Arrival(load, message, self._fingerprint)
         else:
             self._ended(message.ask, load, message.index, BlockEnd(Outcome.MISS))
