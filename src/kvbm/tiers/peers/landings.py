@@ -70,7 +70,8 @@ class Landings:
         if self._now is not None:
             seconds = self._withdraw(self._now)
             log.warning(
-                "NIXL brought other bytes than were sent: blocks of this node come over TCP for %.0f s", seconds
+                "NIXL brought other bytes than were sent: blocks of this node come over TCP for %.0f s",
+                seconds,
             )
 
     def fileno(self) -> int:
@@ -175,7 +176,8 @@ class Landings:
         if landing.unused >= UNUSED_MAX and now_s - landing.unused_since_s >= UNUSED_S:
             seconds = self._withdraw(landing)
             log.warning(
-                "a node brings no blocks by NIXL: they come over TCP, and it is tried again in %.0f s", seconds
+                "a node brings no blocks by NIXL: they come over TCP, and it is tried again in %.0f s",
+                seconds,
             )
 
     def ended(self, ask: int) -> None:
