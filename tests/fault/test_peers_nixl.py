@@ -7,24 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvbm.block import BlockKey, Outcome
+from kvbm.block import Outcome
 from kvbm.clock import ManualClock
-from kvbm.tiers.contract import Completion
-from kvbm.tiers.peers import landings, offer_pause
 from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.tier import PeerTier
 from rigs.manager_probe import wait_for
 from rigs.movers import PATIENT_S, ModelNetwork, model_mover, moves, needs_nixl, nixl_mover
+from rigs.moving_pair import KEYS, Pair, right
 from rigs.peers import (
     LAYOUT,
     LendingNode,
     Loads,
-    Targets,
     content,
     keys_of,
     knows,
@@ -32,52 +30,8 @@ from rigs.peers import (
     wait_until,
 )
 
-KEYS = keys_of(16)
 UNTOUCHED = [b"\xa5" * LAYOUT.slot_bytes] * 2
 CHILD = Path(__file__).with_name("peer_child.py")
-
-
-class Pair:
-    """A lender and a reader, each with a mover; the lender holds KEYS."""
-
-    def __init__(self, make: Callable[[], Mover], **options: object) -> None:
-        self.lends, self.reads = make(), make()
-        self.lender = LendingNode(mover=self.lends)
-        self.slots = self.lender.store(KEYS)
-        self.tier = open_tier([self.lender.peer], mover=self.reads, **{"deadline_s": 60.0, **options})
-        self.loads = Loads(self.tier)
-        wait_until(lambda: knows(self.tier, KEYS))
-        self.connected()
-
-    def connected(self) -> None:
-        wait_until(lambda: moves(self.lender, self.tier), "the lender knows the reader's memory")
-
-    @property
-    def moved(self) -> int:
-        return self.lender.server.counts["moved"]
-
-    def peer(self) -> dict[str, object]:
-        (peer,) = self.tier.describe()["peers"]  # type: ignore[misc]
-        return peer  # type: ignore[no-any-return]
-
-    def all_hits(self) -> None:
-        right(*self.loads.load(KEYS), must_hit=True)
-
-    def close(self) -> None:
-        self.tier.close()
-        self.lender.close()
-        self.lends.close()
-        self.reads.close()
-
-
-def right(
-    completion: Completion, targets: Targets, must_hit: bool = False, keys: Sequence[BlockKey] = KEYS
-) -> None:
-    """Whatever is a hit has the right bytes."""
-    for index, end in enumerate(completion.blocks):
-        assert end.outcome is Outcome.HIT or not must_hit, end
-        if end.outcome is Outcome.HIT:
-            assert targets.block(index) == content(keys[index])
 
 
 @pytest.fixture
@@ -171,34 +125,6 @@ def test_a_mover_that_writes_nothing(model: Pair, network: ModelNetwork) -> None
     network.refuse = True
     model.all_hits()
     assert network.writes > 0 and model.moved == 0
-
-
-def test_an_offer_that_is_not_used_is_withdrawn_and_another_one_made_later(
-    network: ModelNetwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lender does not say that it has given up; its blocks come over the connection."""
-    monkeypatch.setattr(offer_pause, "FIRST_S", 6.0)
-    clock = ManualClock(100.0)
-    pair = Pair(lambda: model_mover(network), clock=clock)
-    try:
-        reading = network.agents[-1]
-        network.refuse = True
-        for _ in range(landings.UNUSED_MAX // len(KEYS)):
-            pair.all_hits()
-        assert not reading.closed, "it may be a lender's mover that starts"
-        clock.advance(landings.UNUSED_S)
-        pair.all_hits()
-        wait_until(lambda: reading.closed, "the reader's memory is let go")
-        network.refuse = False
-        pair.tier.tick()
-        pair.all_hits()
-        assert pair.moved == 0 and pair.peer()["transport"] == "tcp"
-        clock.advance(6.0)
-        pair.connected()
-        pair.all_hits()
-        assert pair.moved == len(KEYS) and pair.lender.server.counts["readers"] == 1
-    finally:
-        pair.close()
 
 
 def test_too_many_writes_that_do_not_end_end_the_mover(network: ModelNetwork) -> None:
@@ -321,53 +247,6 @@ def test_wrong_bytes_in_the_readers_memory_are_a_counted_miss(model: Pair, netwo
     right(*model.loads.load(KEYS[1:5]), must_hit=True, keys=KEYS[1:5])
     assert model.peer()["corrupt"] == 1, "the mover is not trusted any more on this connection"
     assert model.peer()["transport"] == "tcp"
-
-
-def test_wrong_bytes_of_a_whole_ask_do_not_end_the_link(
-    network: ModelNetwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks that were asked for before the first wrong one are lost; the others come, over TCP, on later connections
-    too, until a pause is over; the next one is longer."""
-    monkeypatch.setattr(offer_pause, "FIRST_S", 6.0)  # no connection is over by that
-    clock = ManualClock(100.0)
-    pair = Pair(lambda: model_mover(network), clock=clock)
-    others = [keys_of(16, seed) for seed in range(3, 6)]
-    lend = pair.lender
-    try:
-        for keys in others:
-            lend.store(keys)
-        wait_until(lambda: all(knows(pair.tier, keys) for keys in others))
-        network.spoil = True
-        completion, _ = pair.loads.load(KEYS)
-        assert [end.corrupt for end in completion.blocks] == [True] * 16
-        right(*pair.loads.load(others[0]), must_hit=True, keys=others[0])
-        assert lend.server.counts["readers"] == 1, "the same connection"
-        assert pair.moved == 16
-
-        def loaded_over_tcp_alone(keys: Sequence[BlockKey]) -> None:
-            pair.tier.tick()
-            moved = pair.moved
-            right(*pair.loads.load(keys), must_hit=True, keys=keys)
-            assert pair.moved == moved
-
-        (connection,) = lend.server._connections
-        connection.stop()
-
-        def on_another_connection() -> bool:
-            if pair.peer()["trouble"]:
-                clock.advance(0.05)  # it waits before it connects again
-            return lend.server.counts["readers"] == 2 and knows(pair.tier, others[1])
-
-        wait_until(on_another_connection)
-        loaded_over_tcp_alone(others[1])
-        clock.advance(6.0)
-        pair.connected()
-        completion, _ = pair.loads.load(others[2])
-        assert [end.corrupt for end in completion.blocks] == [True] * 16
-        clock.advance(11.0)
-        loaded_over_tcp_alone(others[1])
-    finally:
-        pair.close()
 
 
 @needs_nixl
