@@ -81,6 +81,7 @@ def test_what_comes_and_goes_is_told(lender: LendingNode, movers: Movers) -> Non
         loads = Loads(tier)
         loads.load(KEYS[:2])
         assert list(tier.news().came) == KEYS[:2]
+        wait_until(lambda: lender.leased() == 0, "their leases are given back: a block in use is not dropped")
         lender.drop()
         wait_until(lambda: not any(tier.held_elsewhere(KEYS)))
         tier.tick()

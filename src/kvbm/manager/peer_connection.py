@@ -67,6 +67,7 @@ GREET_S = 5.0
 NEWS_EVERY_S = 0.05
 """What came and went is told together, so often at most."""
 READS_AT_ONCE = 32
+ADDRESS_MAX = 1 << 63
 
 
 class _Refusing(KvbmError):
@@ -213,12 +214,12 @@ class PeerConnection:
             try:
                 more = self._read(incoming) if not self._refusing else False
                 self._take_posted()
-                moving = self._sending.moving
-                if moving is not None:
-                    moving.turn()
+                if self._sending.moving is not None:
+                    self._sending.moving.turn()
             except _Refusing as refusal:
                 self._refuse(str(refusal))
                 more = False
+            moving = self._sending.moving
             blocked = self._send(stream)
             if self._refusing and self._sending.quiet:
                 raise LinkEnded("refused")
@@ -333,6 +334,9 @@ class PeerConnection:
         house, before = self._house, self._sending.moving
         if house.mover is None:
             raise ProtocolError("an Offer, and there is no mover here")
+        end = offer.address + offer.places * offer.place_bytes
+        if end >= ADDRESS_MAX:
+            raise ProtocolError(f"an Offer of memory up to {end:#x}, beyond what an address may be")
         if before is not None:
             before.close()
         self._sending.moving = Moving(house.mover, offer, self._block_bytes, self._clock)

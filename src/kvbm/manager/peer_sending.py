@@ -74,6 +74,8 @@ class Sending:
         self._parts: deque[Part] = deque()
         self._answers: deque[_Answer] = deque()
         self._going: Iterator[bool] | None = None
+        self._half_out = self._ending = False
+        """The first answer has begun to go out; no other one begins any more."""
 
     # ---- what is to go out
 
@@ -87,9 +89,13 @@ class Sending:
         self._parts.append(part)
 
     def only_frames(self) -> None:
-        """No block begins any more."""
+        """No block begins any more. One that is half out goes on, under its lease's deadline."""
+        self._ending = True
         self._parts.clear()
+        half = self._answers[0] if self._half_out else None
         self._answers.clear()
+        if half is not None:
+            self._answers.append(half)
 
     @property
     def quiet(self) -> bool:
@@ -137,6 +143,8 @@ class Sending:
         has nothing to do while there is a next part."""
         asked = self._asks.get(part.ask, AskPlaces())
         for index, block in enumerate(part.blocks):
+            if self._ending:
+                return
             put = None
             place = self._place(asked, part.first + index)
             if block is not None and place != NO_PLACE:
@@ -146,10 +154,12 @@ class Sending:
                     yield from self._send_answer(stream)
                 if self.moving is not None and self.moving.ready and self.moving.room:
                     put = self.moving.put(block, self.fingerprint, place)
-            self._answers.append(_Answer(part, index, put))
+            if not self._ending:
+                self._answers.append(_Answer(part, index, put))
             while self._answers and (self._answers[0].put is None or self._answers[0].put.ended):
                 yield from self._send_answer(stream)
-        self._answers.append(_Answer(part, len(part.blocks)))
+        if not self._ending:
+            self._answers.append(_Answer(part, len(part.blocks)))
         if self.moving is not None:
             self.moving.flush()
 
@@ -164,8 +174,12 @@ class Sending:
         part, at, put = self._answers[0]
         if put is not None and not put.ended and self.moving is not None:
             self.moving.flush()
-        while put is not None and not put.ended:
+        while put is not None and not put.ended and not self._ending:
             yield MOVER
+        if self._ending:
+            self._answers.clear()
+            return
+        self._half_out = True
         if at == len(part.blocks):
             self._sent(part)
         elif (block := part.blocks[at]) is None:
@@ -175,8 +189,8 @@ class Sending:
             yield from self._send_moved(stream, part, at, block, put)
         else:
             yield from self._send_block(stream, part, at, block)
-        if self._answers:  # else they were given up meanwhile
-            self._answers.popleft()
+        self._half_out = False
+        self._answers.popleft()
 
     def _send_moved(self, stream: Stream, part: Part, at: int, block: LentBlock, put: Put) -> Iterator[bool]:
         head = _head(part, at, block, moved=True)

@@ -111,16 +111,17 @@ class Mover:
 
     def open(self, staging: Staging, lands: bool) -> Channel:
         """Make memory known. `Mapped` or `Unmapped` comes first on the channel. Raises OSError where none runs."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs, self._lock:
-                if self._control is None:
-                    raise OSError("no mover runs")
-                message = packet(Open(size=staging.size, lands=lands))
-                socket.send_fds(self._control, [message], [theirs.fileno(), staging.fd])
-        except OSError:
-            ours.close()
-            raise
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                with theirs, self._lock:
+                    if self._control is None:
+                        raise OSError("no mover runs")
+                    message = packet(Open(size=staging.size, lands=lands))
+                    socket.send_fds(self._control, [message], [theirs.fileno(), staging.fd])
+            except OSError:
+                ours.close()
+                raise
         finally:
             staging.forget_fd()
         return Channel(ours)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import secrets
 import select
 import signal
@@ -43,9 +44,15 @@ from kvbm.tiers.peers.mover_wire import (
 from kvbm.tiers.peers.wire import one_line
 
 CHANNELS_MAX = 256
-"""Each has some descriptors of its own, and a process may have a thousand."""
-STUCK_MAX = 8
-"""So many transfers that do not end: the mover ends instead, and all of them with it."""
+LANDING_FDS = 16
+"""Descriptors of memory that others write to: 13 were counted, for its channel and for an agent of its own."""
+OTHER_FDS = 384
+"""Kept free for channels without an agent, and for what the process has besides."""
+FDS_WANTED = 1 << 16
+"""No more than that: some libraries go through all numbers that a descriptor may have."""
+STUCK_CHANNELS_MAX = 16
+"""So many channels with transfers that do not end: the mover ends instead, and all of them with it. One reader that
+hangs has one channel, however many transfers were under way to it; each holds its memory until they end."""
 _SOON_S = 0.00005
 _LATER_S = 0.001
 _SOON_FOR_S = 0.02
@@ -134,6 +141,7 @@ class MoverLoop:
         self._control, self._make_agent = control, make_agent
         self._memories: dict[int, _Memory] = {}
         self._leaving: list[_Memory] = []
+        self._landings_max = landings_within(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._active_s = self._stuck_look_s = 0.0
         self._poller = select.epoll()
         self._poller.register(control, select.EPOLLIN)
@@ -148,7 +156,7 @@ class MoverLoop:
         self._sender = sender
         self._control.send(packet(Ready()))
         with self._poller:
-            while sum(len(each.stuck) for each in self._all()) < STUCK_MAX:
+            while sum(bool(each.stuck) for each in self._all()) < STUCK_CHANNELS_MAX:
                 for fd, _ in self._poller.poll(self._rest_s()):
                     if fd != self._control.fileno():
                         self._hear(fd)
@@ -179,25 +187,46 @@ class MoverLoop:
         if isinstance(message, Ping):
             self._control.send(packet(Pong()))
         elif isinstance(message, Open):
-            channel, memory = fds
-            connection = socket.socket(fileno=channel)
-            try:
-                self._open(connection, memory, message)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    connection.send(packet(Unmapped(line=one_line(error))))
-                connection.close()
-            finally:
-                os.close(memory)
+            self._opened(fds, message)
+            # An agent takes a while to make: who asked for many shall not find the process silent.
+            self._control.send(packet(Pong()))
         return True
 
+    def _opened(self, fds: list[int], message: Open) -> None:
+        """The descriptors are those that arrived: fewer than were sent where this process can have no more."""
+        if not fds:
+            return  # the channel has closed with it
+        connection = socket.socket(fileno=fds[0])
+        try:
+            if len(fds) < 2:
+                raise OSError("the process has no descriptor left")
+            self._open(connection, fds[1], message)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                connection.send(packet(Unmapped(line=one_line(error))))
+            connection.close()
+        finally:
+            for fd in fds[1:]:
+                os.close(fd)
+
     def _open(self, connection: socket.socket, fd: int, message: Open) -> None:
-        if len(self._memories) >= CHANNELS_MAX:
+        if len(self._all()) >= CHANNELS_MAX:
             raise OSError(f"{CHANNELS_MAX} pieces of memory are open")
+        if message.lands and sum(each.lands for each in self._all()) >= self._landings_max:
+            raise OSError(f"others write to {self._landings_max} pieces of memory: no descriptors for more")
         agent = self._make_agent(_name()) if message.lands else self._sender
-        memory = _Memory(connection, fd, message, agent)
-        connection.setblocking(False)
-        connection.send(packet(memory.mapped()))
+        try:
+            memory = _Memory(connection, fd, message, agent)
+        except OSError:
+            if message.lands:
+                agent.close()
+            raise
+        try:
+            connection.setblocking(False)
+            connection.send(packet(memory.mapped()))
+        except OSError:  # nobody waits for it any more
+            memory.let_go()
+            raise
         self._memories[connection.fileno()] = memory
         self._poller.register(connection, select.EPOLLIN)
 
@@ -267,9 +296,25 @@ def _name() -> str:
     return f"kvbm-{secrets.token_hex(8)}"
 
 
+def landings_within(fds: int) -> int:
+    """How many pieces of memory others may write to, in a process that may have so many descriptors."""
+    if fds == resource.RLIM_INFINITY:
+        return CHANNELS_MAX
+    return max(1, min(CHANNELS_MAX, (fds - OTHER_FDS) // LANDING_FDS))
+
+
+def _raise_fd_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FDS_WANTED if hard == resource.RLIM_INFINITY else min(FDS_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # then there is room for fewer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def main() -> None:
     """Serve the manager at the other end of the standard input."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _raise_fd_limit()
     status = 1
     try:
         MoverLoop(socket.socket(fileno=os.dup(0)), UcxAgent).run()

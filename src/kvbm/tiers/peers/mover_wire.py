@@ -55,7 +55,7 @@ class Failed(_Message, frozen=True, kw_only=True, tag="failed"):
 
 
 class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
-    """The answer to `Ping`."""
+    """The answer to `Ping`; also said after each `Open`, so that many of them are no silence."""
 
 
 # ---- a channel, from the manager

@@ -32,6 +32,7 @@ from kvbm.tiers.peers.known import PeerBlocks, unpacked
 from kvbm.tiers.peers.landings import Landings
 from kvbm.tiers.peers.loads import Arrival, Load, MovedArrival
 from kvbm.tiers.peers.mover import Mover
+from kvbm.tiers.peers.offer_pause import OfferPause
 from kvbm.tiers.peers.options import PeerOptions
 from kvbm.tiers.peers.waits import Waits
 from kvbm.tiers.peers.wire import (
@@ -60,7 +61,7 @@ STEADY_S = 60.0
 """A connection that lasted so long makes up for the failures before it."""
 _COUNTS = ("hits", "misses", "corrupt", "retries", "bytes", "moved")
 LIES_MAX = 3
-"""So many blocks with a wrong checksum end a connection."""
+"""So many blocks with a wrong checksum, that came over the connection, end it."""
 
 
 class PeerLink:
@@ -98,6 +99,7 @@ class PeerLink:
         self._outgoing = bytearray()
         self._arrival: Arrival | None = None
         self._mover = mover
+        self._offer_pause = OfferPause(clock)
         self._landings = self._new_landings()
         self.transport = "tcp"
         """How the last block came, on this connection: "tcp" or "nixl"."""
@@ -232,7 +234,8 @@ class PeerLink:
             self._complete(load, reason)
 
     def _new_landings(self) -> Landings:
-        return Landings(self._mover, self._layout.block_bytes, self._options.staging_bytes)
+        options, block_bytes = self._options, self._layout.block_bytes
+        return Landings(self._mover, block_bytes, options.staging_bytes, self._offer_pause, self._clock)
 
     def _wait(self, seconds: float, polled: Iterable[tuple[int, int]] = ()) -> None:
         poller = select.poll()
@@ -274,14 +277,11 @@ class PeerLink:
             with self._lock:
                 if not self._queue:
                     return
-                places = self._landings.places_for(self._ask_number + 1, len(self._queue[0].keys))
-                if places is None:
-                    return
                 load = self._queue.popleft()
             self._ask_number += 1
             load.asked_s = self._clock()
             self._asked[self._ask_number] = load
-            offer, joined = places
+            offer, joined = self._landings.places_for(self._ask_number, len(load.keys))
             ask = Ask(number=self._ask_number, keys=join_keys(load.keys), offer=offer, places=joined)
             self._outgoing += framed(ask)
 
@@ -371,6 +371,7 @@ class PeerLink:
             source = self._landings.source(message.ask, message.index, message.size)
             self._arrival = MovedArrival(load, message, self._fingerprint, source)
         elif message.there:
+            self._landings.unused(message.ask, message.index)
             self._arrival = Arrival(load, message, self._fingerprint)
         else:
             self._ended(message.ask, load, message.index, BlockEnd(Outcome.MISS))
@@ -383,9 +384,10 @@ class PeerLink:
         self._ended(head.ask, arrival.load, head.index, end)
         if end.outcome is Outcome.HIT:
             self._waits.succeeded()
-        if end.corrupt:
-            if arrival.moved:
-                self._landings.distrust()
+        if end.corrupt and arrival.moved:
+            # Not the peer's lie: it may be a card's, and the other blocks of this ask may have it too.
+            self._landings.distrust()
+        elif end.corrupt:
             self._lies += 1
             if self._lies >= LIES_MAX:
                 raise LinkEnded(f"{self._lies} blocks with wrong bytes")

@@ -18,11 +18,17 @@ from kvbm.tiers.peers.mover_wire import (
     Expect,
     FromMover,
     Mapped,
+    Open,
+    Ping,
+    Pong,
     Reach,
     Reached,
+    Ready,
     Unmapped,
     Write,
     Written,
+    from_mover,
+    packet,
 )
 from kvbm.tiers.peers.staging import Staging
 from rigs.movers import ModelNetwork, ThreadChild, model_mover
@@ -170,6 +176,91 @@ def test_no_more_channels_than_it_can_have(mover: Mover, monkeypatch: pytest.Mon
     answer = said(mover.open(Staging(SIZE, 1), lands=False))
     assert isinstance(answer, Unmapped) and "2 pieces of memory are open" in answer.line
     assert kept
+
+
+def test_no_more_landings_than_there_are_descriptors_for(
+    network: ModelNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover_process, "landings_within", lambda fds: 1)
+    mover = model_mover(network)
+    kept, _, _ = opened(mover, True)
+    answer = said(mover.open(Staging(SIZE, 1), lands=True))
+    assert isinstance(answer, Unmapped) and "no descriptors for more" in answer.line
+    opened(mover, False)[0].close()
+    kept.close()
+    wait_until(lambda: all(agent.closed for agent in network.agents[1:]))
+    opened(mover, True)[0].close()
+    mover.close()
+
+
+@pytest.mark.parametrize(("fds", "landings"), [(64, 1), (1024, 40), (4096, 232), (1 << 16, 256), (-1, 256)])
+def test_landings_within_a_limit_of_descriptors(fds: int, landings: int) -> None:
+    assert mover_process.landings_within(fds) == landings
+
+
+def test_descriptors_that_did_not_arrive_refuse_the_memory_alone(network: ModelNetwork) -> None:
+    """A process that may have no more of them gets a message without, or with the first one. It says something after
+    each `Open`, so that many of them are no silence."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = ThreadChild(network, theirs)
+    theirs.close()
+    control.settimeout(20.0)
+
+    def heard() -> FromMover:
+        return from_mover.decode(control.recv(1 << 16))
+
+    assert heard() == Ready()
+    staging = Staging(SIZE, 1)
+    message = packet(Open(size=staging.size, lands=True))
+    for count in range(2):
+        ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(20.0)
+        with end:
+            socket.send_fds(control, [message], [end.fileno()][:count])
+        assert heard() == Pong()
+        if count:
+            refused = from_mover.decode(ours.recv(1 << 16))
+            assert isinstance(refused, Unmapped) and "no descriptor left" in refused.line
+        assert ours.recv(1) == b""
+        ours.close()
+    control.send(packet(Ping()))
+    assert heard() == Pong()
+    staging.close()
+    control.close()
+    child.wait()
+
+
+def test_memory_is_not_kept_where_no_channel_can_be_made(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*words: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    staging = Staging(SIZE, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", none_left)
+        with pytest.raises(OSError, match="Too many"):
+            mover.open(staging, lands=True)
+    assert staging.fd == -1
+
+
+def test_one_reader_that_hangs_does_not_end_the_mover(mover: Mover, network: ModelNetwork) -> None:
+    """However many transfers were under way to it."""
+    lands, _, mapped = opened(mover, True)
+    sends, _, _ = opened(mover, False)
+    sends.send(Reach(metadata=mapped.metadata))
+    said(sends)
+    network.hang = True
+    count = 2 * mover_process.STUCK_CHANNELS_MAX
+    for number in range(count):
+        sends.send(Write(number=number, spans=[(0, mapped.address, 8)], limit_s=0.01))
+    for number in range(count):
+        assert said(sends) == Written(number=number, line="it took too long")
+    sends.close()
+    opened(mover, True)[0].close()
+    assert mover.running and mover.starts == 1
+    network.hang = False
+    lands.close()
 
 
 def test_a_mover_that_cannot_work_says_why_and_is_not_tried_again(
