@@ -2,8 +2,9 @@
 
 Requests to a store cost time and money, blocks do not: consecutive blocks of a chain are gathered until a pack is full,
 or has waited for `RemoteRules.linger_s`. In host memory that is full, and so evicts, no more than a share of its blocks
-wait: the oldest pack is closed early, as long as the hour's requests allow it. What waits is keys, not slots: a block that host memory evicts before its turn is
-skipped and counted, and with it those behind it, which could not be found without it.
+wait: the oldest pack is closed early, as long as the hour's requests allow it. What waits is keys, not slots: a block
+that host memory evicts before its turn is skipped and counted, and with it those behind it, which could not be found
+without it.
 """
 
 from __future__ import annotations

@@ -128,7 +128,10 @@ def test_host_memory_is_the_way_into_a_store(node: Callable[..., RemoteBench]) -
     weighs(a)
     a.shares(OTHER[:4])
     assert len(a.store.blocks) == 8
-    # A store that is off takes nothing: the policy decides.
+    # A store that is full, or off, takes nothing: the policy decides.
+    a.remote.full = "full"
+    assert a.space.reserve(ME, 2, None, KEYS[10:12]) == a.space.refuse(KEYS[10:12])
+    a.remote.full = ""
     a.remote.break_down()
     assert a.space.reserve(ME, 1, None, OTHER[10:12]) == a.space.refuse(OTHER[10:12])
 

@@ -267,6 +267,10 @@ class BlobTier:
     def fault(self) -> str:
         return self._health.fault
 
+    @property
+    def store_fault(self) -> str:
+        return self._health.store_fault
+
     def tick(self) -> None:
         if not self._closed:
             self._watch.expire()
