@@ -110,6 +110,7 @@ class BlobTier:
             part,
             self._reader,
             self._catalogue.knows,
+            lambda: self._catalogue.forgotten_packs > 0,
             self._queue,
             self._scanners,
             options.catalogue_blocks,

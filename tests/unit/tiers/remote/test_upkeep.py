@@ -19,6 +19,7 @@ from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.remote.blob_tier import BlobTier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.prefixed import PrefixedBlobs
+from kvbm.tiers.remote.sweep import READS_A_ROUND
 from rigs.remote_nodes import PREFIX, WAIT_S, Nodes
 
 
@@ -130,6 +131,38 @@ def test_a_round_leaves_alone_what_is_young_or_was_looked_at(nodes: Nodes) -> No
     assert nodes.blobs.requests()["get"] == before, "its log may still tell"
     assert requests_of(nodes, 7200.0, here)["get"] <= 3
     assert NOWHERE not in here.places(keys_of(chain(0, 2)))
+
+
+def test_what_was_told_and_forgotten_is_no_find(nodes: Nodes) -> None:
+    """A touch makes packs look new, and a small catalogue has forgotten them: they push out nothing."""
+    here, there = nodes.make(sweep_period_s=600.0, catalogue_blocks=4), nodes.make()
+    told = [chain(10 * number, 2) for number in range(20)]
+    for each in told:
+        store(there, LAYOUT, each)
+    nodes.pass_on(there, seconds=1.0)
+    nodes.pass_on(here)
+
+    def known() -> list[int]:
+        return [number for number in range(20) if here.places(keys_of(told[number]))[0] != NOWHERE]
+
+    before = known()
+    assert len(before) == 2
+    for _ in range(3):
+        for name in nodes.packs():
+            nodes.blobs.touch(name)
+        requests_of(nodes, 900.0, here)
+    assert known() == before
+    assert here.describe()["untold_packs"] == 0
+
+
+def test_more_untold_packs_than_a_round_reads_are_found_in_the_next_ones(nodes: Nodes) -> None:
+    here = nodes.make(sweep_period_s=600.0)
+    for number in range(READS_A_ROUND):
+        nodes.blobs.put(f"{PREFIX}packs/00/{number:040x}", [b"no pack of ours"])
+    untold(nodes, *(chain(10 * number, 2) for number in range(READS_A_ROUND + 10)))
+    requests_of(nodes, 3000.0, here)
+    assert here.describe()["untold_packs"] == READS_A_ROUND + 10
+    assert requests_of(nodes, 3600.0, here)["get"] == 0
 
 
 def test_a_pack_that_was_left_untold_goes_like_every_other(nodes: Nodes) -> None:
