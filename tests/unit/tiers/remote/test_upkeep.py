@@ -219,6 +219,22 @@ def test_used_packs_are_touched_now_and_then(nodes: Nodes) -> None:
     assert nodes.blobs.modified_s[name] > written_s
 
 
+def test_a_touch_that_fails_is_no_reason_to_forget_the_others(nodes: Nodes) -> None:
+    node = nodes.make(
+        FaultyBlobs(nodes.blobs, BlobRule(fault=BlobFault.FAILED, operation="touch", times=1)), ttl_s=1000.0
+    )
+    told = [chain(10 * number, 1) for number in range(5)]
+    for blocks in told:
+        store(node, LAYOUT, blocks)
+    nodes.clock.advance(251.0)
+    began_s = nodes.clock()
+    for blocks in told:
+        load_each(node, LAYOUT, keys_of(blocks))
+    nodes.pass_on(node, seconds=2.0)
+    nodes.pass_on(node, seconds=2.0)
+    assert sum(nodes.blobs.modified_s[name] > began_s for name in nodes.packs()) == 4
+
+
 def test_nodes_collect_in_turn(nodes: Nodes) -> None:
     here, there = (nodes.make(collect=True, ttl_s=5000.0, collect_period_s=1000.0) for _ in range(2))
     store(here, LAYOUT, chain(0, 2))
