@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from kvbm.tiers.remote.drivers.credentials import NOBODY, Credentials
 from kvbm.tiers.remote.drivers.opening import open_blobs
 from kvbm.tiers.remote.named_store import open_named_store
 from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, S3Service, moto, seaweedfs
+from rigs.manager_probe import wait_for
 
 NAME = blob_name(1)
 WAIT_S = 30.0
@@ -230,6 +232,10 @@ def test_a_program_that_hangs_fails_requests_in_time_and_holds_up_nobody(
     wait_until_it_works(store)
 
 
+def after(moment_s: float) -> bool:
+    return time.monotonic() > moment_s
+
+
 @pytest.mark.parametrize("renewed", [True, False])
 def test_requests_are_many_and_searches_few(
     profiles: Path, service: S3Service, monkeypatch: pytest.MonkeyPatch, renewed: bool
@@ -251,14 +257,14 @@ def test_requests_are_many_and_searches_few(
     store = opened(service, "right")
     assert works(store)
     for _ in range(5):
-        time.sleep(BACKOFF_S)
+        again_s = time.monotonic() + BACKOFF_S
+        wait_for(partial(after, again_s), WAIT_S, "the clock stands still")
         store.read(NAME, 0, 10)
     assert len(searches) == (1 if renewed else 2)
 
 
 def wait_until_it_works(store: BlobStore) -> None:
     """The program has answered; a request sees it once it has ended."""
-    from rigs.manager_probe import wait_for
 
     def there() -> bool:
         try:
