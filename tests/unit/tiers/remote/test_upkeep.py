@@ -151,7 +151,7 @@ def test_what_was_told_and_forgotten_is_no_find(nodes: Nodes) -> None:
         for name in nodes.packs():
             nodes.blobs.touch(name)
         requests_of(nodes, 900.0, here)
-    assert known() == before
+        assert known() == before
     assert here.describe()["untold_packs"] == 0
 
 
