@@ -41,6 +41,10 @@ class StoringPeer:
     def store_room(self) -> int:
         return self._limit - len(self._stored)
 
+    @property
+    def store_fault(self) -> str:
+        return ""
+
     def submit_store(
         self,
         job_id: int,

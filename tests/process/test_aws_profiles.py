@@ -6,7 +6,10 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,9 +27,12 @@ from kvbm.tiers.remote.drivers.credentials import NOBODY, Credentials
 from kvbm.tiers.remote.drivers.opening import open_blobs
 from kvbm.tiers.remote.named_store import open_named_store
 from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, S3Service, moto, seaweedfs
+from rigs.manager_probe import wait_for
 
 NAME = blob_name(1)
 WAIT_S = 30.0
+BACKOFF_S = 0.15
+"""Obstore asks again no sooner, whatever end it was told."""
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +232,39 @@ def test_a_program_that_hangs_fails_requests_in_time_and_holds_up_nobody(
     wait_until_it_works(store)
 
 
+def after(moment_s: float) -> bool:
+    return time.monotonic() > moment_s
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_requests_are_many_and_searches_few(
+    profiles: Path, service: S3Service, monkeypatch: pytest.MonkeyPatch, renewed: bool
+) -> None:
+    """As obstore asks: it renews what ends within 5 minutes."""
+    searches = list[bool]()
+    real = aws_profile.ProfileCredentials._look
+    began = datetime.now(timezone.utc) - aws_profile.FRESH
+
+    def look(asked: aws_profile.ProfileCredentials) -> aws_profile._Found:
+        searches.append(True)
+        if renewed:
+            return real(asked)
+        if len(searches) > 1:
+            raise StoreError("refused", "no more")
+        return real(asked)._replace(since=began)  # its time is over at once, and it is kept
+
+    monkeypatch.setattr(aws_profile.ProfileCredentials, "_look", look)
+    store = opened(service, "right")
+    assert works(store)
+    for _ in range(5):
+        again_s = time.monotonic() + BACKOFF_S
+        wait_for(partial(after, again_s), WAIT_S, "the clock stands still")
+        store.read(NAME, 0, 10)
+    assert len(searches) == (1 if renewed else 2)
+
+
 def wait_until_it_works(store: BlobStore) -> None:
     """The program has answered; a request sees it once it has ended."""
-    from rigs.manager_probe import wait_for
 
     def there() -> bool:
         try:

@@ -53,9 +53,9 @@ class Below:
 
     @property
     def takes(self) -> bool:
-        """Whether host memory is the way into a tier that works, and that is written to."""
+        """Whether host memory is the way into a tier that takes blocks."""
         return self.disk_pool is not None or any(
-            side.writer is not None and not side.fault for side in self.remotes
+            side.writer is not None and not side.tier.store_fault for side in self.remotes
         )
 
     @property

@@ -107,6 +107,8 @@ class Lookups:
         lease.tenant = asker.tenant if owner >= 0 else None  # an operator asks for anybody's blocks
         self._gather(lease, wanted.run)
         found = len(lease.slots)
+        # What is read for the request, whether or not it is given up again.
+        brought = frozenset(compress(lease.keys, map(Tier.HOST.__ne__, lease.sources)))
         try:
             if lease.slots:
                 self.leases.add(lease)
@@ -120,7 +122,7 @@ class Lookups:
             if wanted.boundary and kept < len(wanted.run):  # a part of it is worth nothing to the engine
                 self._give_back(lease)
                 lease.slots, lease.sources, kept, found = [], bytearray(), 0, wanted.prompt_blocks
-            self._note(wanted, kept, asker, lease)
+            self._note(wanted, kept, asker, lease.tenant, brought)
             lease.boundary, lease.prompt_blocks = wanted.boundary, wanted.prompt_blocks or kept
             lease.advance()
             if lease.slots:
@@ -207,10 +209,16 @@ class Lookups:
         there = bytes(slot is not None for slot in self.host_pool.find_all(keys))
         return bytes(map(or_, there, self.below.held(keys))) if self.below else there
 
-    def _note(self, wanted: _Wanted, kept: int, asker: ClientHint, lease: Lease) -> None:
+    def _note(
+        self,
+        wanted: _Wanted,
+        kept: int,
+        asker: ClientHint,
+        tenant: str | None,
+        brought: frozenset[BlockKey],
+    ) -> None:
         """Tell the policies of the request."""
         word = word_of(asker, len(wanted.chain) * self.layout.block_tokens)
-        brought = compress(lease.keys, map(Tier.HOST.__ne__, lease.sources[:kept]))
         found = wanted.used if wanted.boundary else wanted.used + kept
         self.usage.note(
             wanted.chain,
@@ -218,7 +226,7 @@ class Lookups:
             wanted.tails,
             taken_up=wanted.boundary > 0,
             word=word,
-            tenant=lease.tenant,
+            tenant=tenant,
             brought=brought,
         )
 

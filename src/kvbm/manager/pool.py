@@ -264,18 +264,22 @@ class SlotPool(BlockIndex[KeyT]):
         """A request of the tenant, if that is known, came for this chain, of which its client says this; how many of
         its first blocks are resident, without those that were `brought` here for it."""
         self.favouring.asks(tenant, now_s)
-        slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
-        if brought:
-            slots = [NO_SLOT if key in brought else slot for key, slot in zip(keys, slots, strict=True)]
+        slots = self._found_before(keys, brought)
         self.policy.requested(keys, slots, now_s)
         if word is not None and keys:
             tell_hint(self.policy, keys[-1], word, now_s)
         return slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
 
-    def requested_tail(self, keys: list[KeyT], now_s: float) -> None:
-        """The same request wants these blocks of other groups too."""
+    def requested_tail(self, keys: list[KeyT], now_s: float, brought: Set[KeyT] = frozenset()) -> None:
+        """The same request wants these blocks of other groups too, of which these were `brought` here for it."""
+        request_tail(self.policy, keys, self._found_before(keys, brought), now_s)
+
+    def _found_before(self, keys: list[KeyT], brought: Set[KeyT]) -> list[int]:
+        """The slots of these blocks, `NO_SLOT` for one that is not here or was brought."""
         slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
-        request_tail(self.policy, keys, slots, now_s)
+        if brought:
+            slots = [NO_SLOT if key in brought else slot for key, slot in zip(keys, slots, strict=True)]
+        return slots
 
     def finished(self, key: KeyT, output_tokens: int, now_s: float) -> None:
         """The request whose chain ended with this key when it came has generated that many tokens, and no more."""

@@ -84,13 +84,14 @@ def _keys(settings: Settings, named: Callable[[str], str]) -> list[MasterKey]:
     """The keys that seal. Raises SettingsError."""
     keys, field = list[MasterKey](), named("remote_key_command")
     if settings.remote_key_file and settings.remote_key_command:
-        raise SettingsError(field, HIDDEN, f"without {variable('remote_key_file')}")
+        raise SettingsError(field, HIDDEN, f"without {named('remote_key_file')}")
     if settings.remote_key_file:
         keys = keys_from_file(settings.remote_key_file, named("remote_key_file"))
     if settings.remote_key_command:
         keys = keys_from_command(_words(field, settings.remote_key_command), KEY_COMMAND_S, field)
     if keys and not settings.salt_share:
-        accepted = f"above 0 with {variable('remote_key_file')}: each tenant's blocks have a key of their own"
+        source = named("remote_key_file" if settings.remote_key_file else "remote_key_command")
+        accepted = f"above 0 with {source}: each tenant's blocks have a key of their own"
         raise SettingsError(named("salt_share"), settings.salt_share, accepted)
     return keys
 

@@ -7,7 +7,7 @@ not wait for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbm.block import BlockKey, Tier
@@ -95,13 +95,13 @@ class Usage:
         taken_up: bool = False,
         word: ClientWord | None = None,
         tenant: str | None = None,
-        brought: Iterable[BlockKey] = (),
+        brought: frozenset[BlockKey] = frozenset(),
     ) -> None:
         """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants these tails
         of other groups too; the first of them was found behind those blocks where `taken_up`. Its client says `word`.
         It is the `tenant`'s, None where nobody knows whose it is. Those `brought` were only below host memory.
         """
-        self._add(_Requested(keys, found, tails, taken_up, word, tenant, frozenset(brought)))
+        self._add(_Requested(keys, found, tails, taken_up, word, tenant, brought))
 
     def note_stored(self, keys: list[BlockKey], parents: list[BlockKey | None]) -> None:
         """Blocks came into host memory from the device."""
@@ -150,7 +150,7 @@ class Usage:
                 brought = news.brought if pool.tier is Tier.HOST else frozenset()
                 pool.requested(news.keys, self._clock(), news.word, news.tenant, brought)
                 for tail in news.tails:
-                    self._pools()[tier].requested_tail(tail, self._clock())
+                    pool.requested_tail(tail, self._clock(), brought)
                 yield
         end = news.found if isinstance(news, _Requested) else len(keys)
         for start in range(0, end, OFFERED_AT_ONCE):

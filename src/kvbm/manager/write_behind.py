@@ -2,8 +2,9 @@
 
 Requests to a store cost time and money, blocks do not: consecutive blocks of a chain are gathered until a pack is full,
 or has waited for `RemoteRules.linger_s`. In host memory that is full, and so evicts, no more than a share of its blocks
-wait: the oldest pack is closed early. What waits is keys, not slots: a block that host memory evicts before its turn is
-skipped and counted, and with it those behind it, which could not be found without it.
+wait: the oldest pack is closed early, as long as the hour's requests allow it. What waits is keys, not slots: a block
+that host memory evicts before its turn is skipped and counted, and with it those behind it, which could not be found
+without it.
 """
 
 from __future__ import annotations
@@ -220,9 +221,15 @@ class WriteBehind:
 
     @property
     def _pressed(self) -> bool:
-        """Whether the blocks that wait for the next ones may be evicted meanwhile, and the store is not behind."""
+        """Whether the blocks that wait for the next ones may be evicted meanwhile, and the store is not behind.
+
+        Packs that are closed early are small: they leave half of the requests that may be made at once to others, with
+        which more is stored.
+        """
         waiting_max = max(self.host_pool.free_count, self.host_pool.slot_count // OPEN_SHARE)
-        return self._open_blocks > waiting_max and len(self._ready) < SUBMITTED_AT_ONCE
+        if self._open_blocks <= waiting_max or len(self._ready) >= SUBMITTED_AT_ONCE:
+            return False
+        return self.budget.plenty(len(self._ready) + 1, self.clock())
 
     @property
     def _pinned_max(self) -> int:

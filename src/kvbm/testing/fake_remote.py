@@ -99,6 +99,8 @@ class FakeRemote:
         self.throttled = False
         self.lose = False
         self.seconds = 0.0
+        self.full = ""
+        """Why it takes no stores; it is still read from."""
         self.loads: list[tuple[int, int]] = []
         """Place and number of blocks of each load that was accepted."""
         self.stores: list[int] = []
@@ -237,6 +239,10 @@ class FakeRemote:
     def fault(self) -> str:
         return self._fault
 
+    @property
+    def store_fault(self) -> str:
+        return self._fault or self.full
+
     def tick(self) -> None:
         if self._mended and not self._closed:
             self._fault = ""
@@ -252,6 +258,7 @@ class FakeRemote:
             "reading": state,
             "writing": state,
             "fault": self._fault,
+            "store_fault": self.store_fault,
             "read_errors": self.errors,
             "write_errors": 0,
             "latency_s": self.seconds,
@@ -295,7 +302,7 @@ class FakeRemote:
         assert len(buffers) == len(heads), "the buffers of each block"
         for shards in buffers:
             assert [shard.nbytes for shard in shards] == [layout.slot_bytes] * layout.shard_count
-        if self._fault or self._closed:
+        if self._fault or self._closed or (is_store and self.full):
             return Outcome.RETRY
         if self._room == 0:
             return Outcome.THROTTLED

@@ -200,7 +200,7 @@ class RemoteContract(abc.ABC):
         assert 0 < tier.pending_limit <= PENDING_LIMIT
         assert tier.load_blocks_max > 0 and tier.store_blocks_max > 0
         assert 0 < tier.load_room <= tier.pending_limit and 0 < tier.store_room <= tier.pending_limit
-        assert tier.fault == "" and tier.expected_s(1 << 20) >= 0.0
+        assert tier.fault == "" and tier.store_fault == "" and tier.expected_s(1 << 20) >= 0.0
         assert tier.describe()["place"]
 
     def test_what_is_stored_together_comes_back_bit_for_bit(self, tier: RemoteTier) -> None:

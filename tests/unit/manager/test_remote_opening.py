@@ -87,6 +87,25 @@ def test_with_a_key_only_blocks_of_known_tenants_are_written(
         opened(**settings, salt_share=0.0)
 
 
+@pytest.mark.parametrize("source", ["remote_key_file", "remote_key_command"])
+def test_the_library_names_its_own_parameters(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEY + "\n")
+    file.chmod(0o600)
+    keys = {"remote_key_file": str(file), "remote_key_command": f"cat {file}"}
+    for settings, field in (
+        (keys, "remote_key_command"),
+        ({source: keys[source], "salt_share": 0.0}, "salt_share"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            RemoteOpening(
+                Settings(remote=f"file://{tmp_path}", **settings), ManualClock(1.0), lambda name: name
+            )  # type: ignore[arg-type]
+        assert caught.value.field == field
+        assert (source if field == "salt_share" else "remote_key_file") in str(caught.value)
+        assert "DYN_KVBM" not in str(caught.value)
+
+
 def test_a_namespace_that_nobody_else_can_name_has_none(tmp_path: Path) -> None:
     alone = Namespace(model="m", fields=(("weights", "aa"),), ephemeral=True)
     opening = RemoteOpening(Settings(remote=f"file://{tmp_path}"), ManualClock(1.0))

@@ -95,6 +95,20 @@ def test_a_store_that_is_behind_pins_no_more_than_before(node: Callable[..., Rem
     assert skipped(a) + sum(a.remote.stores) == 120
 
 
+def test_early_packs_leave_requests_to_full_ones(node: Callable[..., RemoteBench]) -> None:
+    """Many chains grow slowly: with small packs the hour's requests would store less than with full ones."""
+    a = node(options=RemoteRules(linger_s=10.0, requests_per_hour=360))
+    chains = list(prompts(8, blocks=20))
+    for place in range(20):
+        for keys in chains:
+            a.compute(keys[place : place + 1], keys[place - 1] if place else None)
+            a.settle(0.1)
+    a.settle(10.0)
+    assert a.remote.stores[0] < 8 and 8 in a.remote.stores
+    assert len(a.store.blocks) > 100, "with early packs alone 93"
+    assert a.metrics.value("kvbm_remote_skipped_blocks_total", reason="budget") == 0
+
+
 def weighs(bench: RemoteBench) -> None:
     """The policy of host memory finds no block that it has worth less than a newcomer."""
     policy = bench.space.host_pool.policy
@@ -114,7 +128,10 @@ def test_host_memory_is_the_way_into_a_store(node: Callable[..., RemoteBench]) -
     weighs(a)
     a.shares(OTHER[:4])
     assert len(a.store.blocks) == 8
-    # A store that is off takes nothing: the policy decides.
+    # A store that is full, or off, takes nothing: the policy decides.
+    a.remote.full = "full"
+    assert a.space.reserve(ME, 2, None, KEYS[10:12]) == a.space.refuse(KEYS[10:12])
+    a.remote.full = ""
     a.remote.break_down()
     assert a.space.reserve(ME, 1, None, OTHER[10:12]) == a.space.refuse(OTHER[10:12])
 

@@ -29,6 +29,11 @@ class StoreBudget:
         self._requests.left -= 1
         return True
 
+    def plenty(self, requests: int, now_s: float) -> bool:
+        """Whether after so many requests half of those that may be made at once are left."""
+        self._requests.fill(now_s)
+        return self._requests.keeps_half(requests)
+
     def refund(self, byte_count: int) -> None:
         """A request that was paid for was not made."""
         self._bytes.left += byte_count
@@ -49,6 +54,10 @@ class _Bucket:
         rate = max(0.0, self._per_hour - self._burst) / HOUR_S
         self.left = min(self.left + (now_s - self._filled_s) * rate, self._burst)
         self._filled_s = now_s
+
+    def keeps_half(self, amount: int) -> bool:
+        """Whether half of a burst is left when so much is spent."""
+        return not self._per_hour or self.left - amount >= self._burst / 2
 
     def has(self, amount: int) -> bool:
         """Whether so much can be spent: what is larger than a burst as soon as the bucket is full."""

@@ -225,6 +225,10 @@ class PeerTier:
     def fault(self) -> str:
         return ""
 
+    @property
+    def store_fault(self) -> str:
+        return "other nodes' memory is only read"
+
     def tick(self) -> None:
         """Follow the directory; the links look at the clock."""
         if not self._closed:

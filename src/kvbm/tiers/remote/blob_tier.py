@@ -110,6 +110,7 @@ class BlobTier:
             part,
             self._reader,
             self._catalogue.knows,
+            lambda: self._catalogue.forgotten_packs > 0,
             self._queue,
             self._scanners,
             options.catalogue_blocks,
@@ -266,6 +267,10 @@ class BlobTier:
     @property
     def fault(self) -> str:
         return self._health.fault
+
+    @property
+    def store_fault(self) -> str:
+        return self._health.store_fault
 
     def tick(self) -> None:
         if not self._closed:

@@ -93,7 +93,8 @@ class RemoteTier(Protocol):
         tenant: str | None,
         tail: bool = False,
     ) -> Outcome:
-        """Start writing consecutive blocks of a chain, together. PENDING, THROTTLED or RETRY (the tier is off).
+        """Start writing consecutive blocks of a chain, together. PENDING, THROTTLED or RETRY (see
+        `store_fault`).
 
         The caller keeps the sources unchanged until the completion is polled. `tail`: they are a tail of other groups
         of a hybrid model (see `kvbm.grouping`).
@@ -122,6 +123,11 @@ class RemoteTier(Protocol):
     @property
     def fault(self) -> str:
         """Empty while the tier works; otherwise one line saying why it is off."""
+
+    @property
+    def store_fault(self) -> str:
+        """Empty while stores are taken; otherwise one line saying why not. It may be read from all the same: a store
+        may be full, or its credentials may only read."""
 
     def tick(self) -> None:
         """Called about twice a second: look after time (a breaker's next try, what is due)."""

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from kvbm.clock import Clock
@@ -26,7 +27,7 @@ from kvbm.tiers.remote.shared_log import (
     decode_segment,
     is_pack_name,
 )
-from kvbm.tiers.remote.sweep import READS_A_ROUND, Sweep
+from kvbm.tiers.remote.sweep import READS_A_ROUND, Part, Sweep
 from kvbm.tiers.remote.workers import Workers
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
@@ -36,6 +37,8 @@ SCAN_PACKS_MAX = 1 << 16
 SCAN_PERIOD_S = 60.0
 """All packs are listed at most so often."""
 NEW_MARGIN_S = 60.0
+LOOKED_MAX = 64 * READS_A_ROUND
+"""So many packs that rounds have read are read in no later one."""
 SEGMENT_READS_MAX = 3
 """A segment that is not whole is read so often: perhaps only the way from the store is bad, and nobody tells twice."""
 _AT_ONCE = 32
@@ -107,13 +110,18 @@ class Discovery:
         store: BlobStore,
         reader: LogReader,
         knows: Callable[[str], bool],
+        forgets: Callable[[], bool],
         queue: LearnedQueue,
         scanners: Workers,
         blocks_max: int,
         sweep_period_s: float,
         clock: Clock,
     ) -> None:
+        """`forgets`: packs were forgotten for want of room, so one that is not known may have been told of."""
         self._store = store
+        self._forgets = forgets
+        # Names that rounds have read: what was not taken, or is no pack, must not be in the way of others.
+        self._looked: dict[str, None] = {}
         self._sweep = Sweep(sweep_period_s)
         self._listed = 0
         self._reader = reader
@@ -130,7 +138,8 @@ class Discovery:
         self.foreign = 0
         """So many blobs were no packs of ours in the last of these listings."""
         self.untold = 0
-        """So many packs no log had told of, though their writers had the time."""
+        """So many packs no log had told of, though their writers had the time. None is counted once packs were
+        forgotten for want of room."""
 
     @property
     def complete(self) -> bool:
@@ -206,27 +215,41 @@ class Discovery:
         store_now_s, now_s = self._store.now_s(), self._clock()
         parts = self._sweep.begin(now_s, store_now_s)
         unknown, names, self.foreign = list[BlobInfo](), 0, 0
+        counts: dict[Part, int] = {}
         for part in parts:
-            new = (
-                info
-                for info in self._unknown(part.prefix, told)
-                if part.since_s < info.modified_s <= part.until_s
-            )
-            unknown = _newest([*unknown, *new], READS_A_ROUND)
+            counts[part] = 0
+            unknown = _newest(chain(unknown, self._new(part, told, counts)), READS_A_ROUND)
             names += self._listed
-        found = False
+        found, forgets = False, self._forgets()
         for chunk in _chunks(unknown):
             for info, entry in zip(chunk, self._read_ends([info.name for info in chunk]), strict=True):
+                self._looked[info.name] = None
                 if entry is None:
                     continue
-                self.untold += 1
+                # A touch makes an old pack look new: it takes no place of one that is in use.
+                self.untold += not forgets
                 found = True
                 if not self._queue.put(
-                    Learned(entry, now_s - max(0.0, store_now_s - info.modified_s), False)
+                    Learned(entry, now_s - max(0.0, store_now_s - info.modified_s), forgets)
                 ):
                     return True
-        self._sweep.end(parts, names)
+        while len(self._looked) > LOOKED_MAX:
+            del self._looked[next(iter(self._looked))]
+        read = [info.name for info in unknown]
+        cut = [
+            part
+            for part, count in counts.items()
+            if sum(name.startswith(part.prefix) for name in read) < count
+        ]
+        self._sweep.end(parts, names, cut)
         return found
+
+    def _new(self, part: Part, told: Container[str], counts: dict[Part, int]) -> Iterator[BlobInfo]:
+        """What came to a part, and was not known or read before; counted as it goes."""
+        for info in self._unknown(part.prefix, told):
+            if part.since_s < info.modified_s <= part.until_s and info.name not in self._looked:
+                counts[part] += 1
+                yield info
 
     def _read_ends(self, names: Sequence[str]) -> list[PackEntry | None]:
         """What these packs say of themselves, several asked at once. Raises the first StoreError."""

@@ -7,7 +7,7 @@ since the last time and that it does not know. Times are the store's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -66,16 +66,19 @@ class Sweep:
             for number in numbers
         ]
 
-    def end(self, parts: Sequence[Part], names: int) -> None:
-        """These parts were listed, and had so many names."""
+    def end(self, parts: Sequence[Part], names: int, cut: Container[Part] = ()) -> None:
+        """These parts were listed, and had so many names. Those that were `cut` had more to be read than a round reads:
+        their next turn begins where this one began."""
         store_now_s = parts[0].until_s + self._settled_s
         if parts[0].prefix == PACK_PREFIX:
             self._names = names
-            self._listed_s = [store_now_s] * _DIRECTORIES
+            if parts[0] not in cut:
+                self._listed_s = [store_now_s] * _DIRECTORIES
             return
         self._names = names * _DIRECTORIES // len(parts)
-        for _ in parts:
-            self._listed_s[self._next] = store_now_s
+        for part in parts:
+            if part not in cut:
+                self._listed_s[self._next] = store_now_s
             self._next = (self._next + 1) % _DIRECTORIES
 
     def _directories(self) -> int:

@@ -10,8 +10,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Sequence
+from itertools import chain, islice
 
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import BlobStore, StoreError
@@ -187,8 +187,8 @@ class Upkeep:
                 del self._touches[pack]
         self._touch_all(due)
 
-    def _touch_all(self, names: Iterable[str]) -> None:
-        for name in names:
+    def _touch_all(self, names: Sequence[str]) -> None:
+        for place, name in enumerate(names, 1):
             try:
                 self._store.touch(name)
                 self.touched += 1
@@ -196,6 +196,9 @@ class Upkeep:
                 # No reason to store nothing: that may be allowed. They are used again, or not worth it.
                 self.touch_errors += 1
                 log.debug("remote tier: touching %s: %s", name, error)
+                with self._touch_lock:  # the others were not tried: they are next
+                    waiting = dict.fromkeys(chain(names[place:], self._touches))
+                    self._touches = dict.fromkeys(islice(waiting, TOUCHES_MAX))
                 return
 
     def _run_mend(self) -> None:

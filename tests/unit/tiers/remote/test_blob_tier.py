@@ -128,7 +128,8 @@ def test_a_store_that_takes_nothing_still_gives(nodes: Nodes, fault: BlobFault) 
     assert store(node, LAYOUT, chain(10, 2)).outcome is Outcome.RETRY
     sources = RemoteBuffers(LAYOUT, 1)
     assert node.submit_store(3, chain(20, 1), sources.views, None) is Outcome.RETRY
-    assert node.fault == "" and fault.value in str(node.describe()["store_fault"])
+    assert node.fault == "" and fault.value in node.store_fault
+    assert node.describe()["store_fault"] == node.store_fault
     assert load_each(node, LAYOUT, keys_of(chain(0, 2))) == [Outcome.HIT] * 2
     nodes.pass_on(node, seconds=1.0)
     assert node.describe()["writing"] == "open", "the probe was refused too"

@@ -54,5 +54,19 @@ def test_a_round_that_failed_is_tried_again() -> None:
     assert [(part.prefix, part.since_s) for part in again] == [(part.prefix, part.since_s) for part in failed]
 
 
+@pytest.mark.parametrize("packs", [100, 100_000])
+def test_a_part_that_had_too_much_begins_there_again(packs: int) -> None:
+    sweep, since = Sweep(PERIOD_S), dict[str, list[float]]()
+    sweep.listed_all(packs, 0.0, 0.0)
+    cut = sweep.begin(600.0, 600.0)[0]
+    for number in range(1, 40):
+        parts = sweep.begin(number * PERIOD_S, number * PERIOD_S)
+        for part in parts:
+            since.setdefault(part.prefix, []).append(part.since_s)
+        sweep.end(parts, packs * len(parts) // 256, [part for part in parts if part.prefix == cut.prefix])
+    assert len(since[cut.prefix]) > 1 and set(since.pop(cut.prefix)) == {cut.since_s}
+    assert all(each == sorted(set(each)) for each in since.values()), "the others go on"
+
+
 def test_none_is_due_before_all_packs_were_listed() -> None:
     assert not Sweep(PERIOD_S).due(1e9)

@@ -19,6 +19,7 @@ from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.remote.blob_tier import BlobTier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.prefixed import PrefixedBlobs
+from kvbm.tiers.remote.sweep import READS_A_ROUND
 from rigs.remote_nodes import PREFIX, WAIT_S, Nodes
 
 
@@ -132,6 +133,38 @@ def test_a_round_leaves_alone_what_is_young_or_was_looked_at(nodes: Nodes) -> No
     assert NOWHERE not in here.places(keys_of(chain(0, 2)))
 
 
+def test_what_was_told_and_forgotten_is_no_find(nodes: Nodes) -> None:
+    """A touch makes packs look new, and a small catalogue has forgotten them: they push out nothing."""
+    here, there = nodes.make(sweep_period_s=600.0, catalogue_blocks=4), nodes.make()
+    told = [chain(10 * number, 2) for number in range(20)]
+    for each in told:
+        store(there, LAYOUT, each)
+    nodes.pass_on(there, seconds=1.0)
+    nodes.pass_on(here)
+
+    def known() -> list[int]:
+        return [number for number in range(20) if here.places(keys_of(told[number]))[0] != NOWHERE]
+
+    before = known()
+    assert len(before) == 2
+    for _ in range(3):
+        for name in nodes.packs():
+            nodes.blobs.touch(name)
+        requests_of(nodes, 900.0, here)
+        assert known() == before
+    assert here.describe()["untold_packs"] == 0
+
+
+def test_more_untold_packs_than_a_round_reads_are_found_in_the_next_ones(nodes: Nodes) -> None:
+    here = nodes.make(sweep_period_s=600.0)
+    for number in range(READS_A_ROUND):
+        nodes.blobs.put(f"{PREFIX}packs/00/{number:040x}", [b"no pack of ours"])
+    untold(nodes, *(chain(10 * number, 2) for number in range(READS_A_ROUND + 10)))
+    requests_of(nodes, 3000.0, here)
+    assert here.describe()["untold_packs"] == READS_A_ROUND + 10
+    assert requests_of(nodes, 3600.0, here)["get"] == 0
+
+
 def test_a_pack_that_was_left_untold_goes_like_every_other(nodes: Nodes) -> None:
     """It is collected when nobody used it for long, also where no node ever found it."""
     untold(nodes, chain(0, 2))
@@ -198,6 +231,22 @@ def test_touches_that_fail_are_counted(nodes: Nodes) -> None:
     described = node.describe()
     assert (described["touched"], described["touch_errors"]) == (0, 1)
     assert (described["reading"], described["writing"]) == ("closed", "closed")
+
+
+def test_a_touch_that_fails_is_no_reason_to_forget_the_others(nodes: Nodes) -> None:
+    node = nodes.make(
+        FaultyBlobs(nodes.blobs, BlobRule(fault=BlobFault.FAILED, operation="touch", times=1)), ttl_s=1000.0
+    )
+    told = [chain(10 * number, 1) for number in range(5)]
+    for blocks in told:
+        store(node, LAYOUT, blocks)
+    nodes.clock.advance(251.0)
+    began_s = nodes.clock()
+    for blocks in told:
+        load_each(node, LAYOUT, keys_of(blocks))
+    nodes.pass_on(node, seconds=2.0)
+    nodes.pass_on(node, seconds=2.0)
+    assert sum(nodes.blobs.modified_s[name] > began_s for name in nodes.packs()) == 4
 
 
 def test_nodes_collect_in_turn(nodes: Nodes) -> None:

@@ -36,6 +36,12 @@ KEPT = timedelta(minutes=9)
 """So long they are used where renewing them fails."""
 KEPT_STEP = timedelta(seconds=15)
 """Meanwhile it is tried again so often."""
+AHEAD = timedelta(minutes=5)
+"""`obstore` asks again so long before the end that it was told: it is told an end that much later."""
+LEFT_AFTER = 3
+"""A search is given up after so many times what a request waits for it."""
+SEARCHES_MAX = 4
+"""So many hang at most. Then another begins when one of them ends."""
 PROFILES_SHOWN = 20
 
 Session = Any
@@ -126,20 +132,20 @@ class ProfileCredentials:
         self._patience_s = patience_s
         self._now = now
         self._search: _Search | None = None
+        # Given up, and still under way.
+        self._left: list[_Search] = []
         self._kept: _Found | None = None
-        # Of the searching thread alone.
-        self._source: Any = None
-        self._stamps: Sequence[int] = ()
+        # What the next search renews, and the stamps of the files that it came from. One search has it at a time, so
+        # that no other waits behind one that hangs.
+        self._source: tuple[Any, Sequence[int]] | None = None
 
     def __repr__(self) -> str:
         return f"ProfileCredentials({self._what})"
 
     def __call__(self) -> S3Credential:
         """Credentials that are good for now. Raises StoreError, whose line holds no secret."""
-        search = self._search
-        if search is None or search.is_of_no_use(self._now()):
-            search = self._search = _Search(self._find)
-        if not search.ended.wait(self._patience_s):
+        search, patience_s = self._current()
+        if not search.ended.wait(patience_s):
             trouble = StoreError("slow", f"{self._what} gave no credentials within {self._patience_s:g} s")
         else:
             self._search = None
@@ -153,12 +159,27 @@ class ProfileCredentials:
         log.warning("remote tier: %s; what it gave before is used on", trouble)
         return self._until(self._kept, min(now + KEPT_STEP, self._kept.since + KEPT))
 
+    def _current(self) -> tuple[_Search, float]:
+        """The search that counts, and how long to wait for it: one that somebody waited for already holds up nobody."""
+        now, search = self._now(), self._search
+        if search is not None and not search.ended.is_set():
+            self._left = [left for left in self._left if not left.ended.is_set()]
+            age_s = (now - search.begun).total_seconds()
+            if age_s < LEFT_AFTER * self._patience_s or len(self._left) + 1 >= SEARCHES_MAX:
+                return search, 0.0
+            self._left.append(search)
+        elif search is not None and not search.is_of_no_use(now):
+            return search, 0.0
+        search = self._search = _Search(self._find, now)
+        return search, self._patience_s
+
     def _until(self, found: _Found, end: datetime) -> S3Credential:
+        """For obstore, which asks again at `end`."""
         return {
             "access_key_id": found.frozen.access_key,
             "secret_access_key": found.frozen.secret_key,
             "token": found.frozen.token,
-            "expires_at": end,
+            "expires_at": end + AHEAD,
         }
 
     def _find(self) -> _Found:
@@ -177,13 +198,12 @@ class ProfileCredentials:
         """What `botocore` has now, which renews what ends. Files are read again when they have changed, and after an
         error."""
         stamps = [_stamp(path) for path in self._files]
-        source, self._source = self._source, None
-        if source is None or stamps != self._stamps:
-            source, self._stamps = self._new_session().get_credentials(), stamps
+        had, self._source = self._source, None
+        source = had[0] if had is not None and had[1] == stamps else self._new_session().get_credentials()
         if source is None:
             raise StoreError("refused", f"{self._what} gives no credentials")
         frozen = source.get_frozen_credentials()
-        self._source = source
+        self._source = source, stamps
         return _Found(frozen, self._now())
 
 
@@ -197,7 +217,8 @@ class _Found(NamedTuple):
 class _Search:
     """One look for credentials, in a daemon thread: one that hangs must not keep the process from ending."""
 
-    def __init__(self, find: Callable[[], _Found]) -> None:
+    def __init__(self, find: Callable[[], _Found], begun: datetime) -> None:
+        self.begun = begun
         self.ended = threading.Event()
         self.found: _Found | None = None
         self.trouble = StoreError("refused", "no credentials")

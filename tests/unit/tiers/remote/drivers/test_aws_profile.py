@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,12 @@ from kvbm.settings import AwsEnvironment
 from kvbm.tiers.remote.blobs import StoreError
 from kvbm.tiers.remote.drivers import aws_profile
 from kvbm.tiers.remote.drivers.aws_profile import (
+    AHEAD,
     FRESH,
     KEPT,
+    KEPT_STEP,
+    LEFT_AFTER,
+    SEARCHES_MAX,
     ProfileCredentials,
     open_profile,
     wanted_profile,
@@ -198,7 +202,7 @@ def test_credentials_are_asked_for_again_and_the_files_when_they_change(
     profile = make(WAIT_S)
     source.answers.extend(("AK1", "AK2", "AK3"))
     first = profile()
-    assert (first["access_key_id"], first["expires_at"]) == ("AK1", BEGIN + FRESH)
+    assert (first["access_key_id"], first["expires_at"]) == ("AK1", BEGIN + FRESH + AHEAD)
     source.now += FRESH
     assert profile()["access_key_id"] == "AK2"
     assert source.sessions == 1, "botocore renews by itself"
@@ -216,8 +220,7 @@ def test_while_renewing_fails_what_was_given_before_is_used_for_some_minutes(
     source.now += FRESH
     again = profile()
     assert again["access_key_id"] == "AK1"
-    end = again["expires_at"]
-    assert end is not None and source.now < end <= BEGIN + KEPT
+    assert again["expires_at"] == source.now + KEPT_STEP + AHEAD
     source.now = BEGIN + KEPT
     with pytest.raises(StoreError) as caught:
         profile()
@@ -266,3 +269,46 @@ def test_what_came_much_too_late_is_looked_for_again(
     source.now += FRESH
     profile._patience_s = WAIT_S
     assert profile()["access_key_id"] == "AK2"
+
+
+def test_a_search_that_hangs_holds_up_one_request_and_is_given_up(
+    source: Source, make: Callable[[float], ProfileCredentials], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience_s = 10.0
+    source.answers.extend(f"AK{number}" for number in range(SEARCHES_MAX + 1))
+    profile = make(patience_s)
+    source.gate.clear()
+    waits = list[float]()
+
+    class Ended(threading.Event):
+        """Nobody waits here: how long one would is written down."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return self.is_set()
+
+    begun = list[threading.Event]()
+
+    def event() -> threading.Event:
+        begun.append(Ended())
+        return begun[-1]
+
+    # Threads have events too: only those of searches are ours.
+    monkeypatch.setattr(aws_profile, "threading", SimpleNamespace(Event=event, Thread=threading.Thread))
+
+    def asked() -> list[float]:
+        waits.clear()
+        for _ in range(3):
+            with pytest.raises(StoreError, match="gave no credentials within 10 s"):
+                profile()
+        return list(waits)
+
+    for number in range(1, SEARCHES_MAX + 1):
+        assert asked() == [patience_s, 0.0, 0.0], "one waits, the others are told at once"
+        assert len(begun) == number
+        source.now += timedelta(seconds=LEFT_AFTER * patience_s)
+    assert asked() == [0.0, 0.0, 0.0] and len(begun) == SEARCHES_MAX, "no more of them"
+    source.gate.set()
+    for ended in begun:
+        assert threading.Event.wait(ended, WAIT_S)
+    assert profile()["access_key_id"].startswith("AK"), "what came late is used"
