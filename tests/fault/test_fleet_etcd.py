@@ -56,8 +56,7 @@ def etcd(tmp_path: Path) -> Iterator[Etcd]:
 
 
 def opened(etcd: Etcd, me: Peer | None, lease_s: int = 2) -> EtcdDirectory:
-    connect = lambda endpoint: _Gateway(endpoint, None)  # noqa: E731
-    return EtcdDirectory([etcd.endpoint], "f", me, connect, monotonic, every_s=0.1, lease_s=lease_s)
+    return EtcdDirectory([etcd.endpoint], "f", me, _Gateway, monotonic, every_s=0.1, lease_s=lease_s)
 
 
 def test_nodes_come_and_go(etcd: Etcd) -> None:
@@ -74,7 +73,7 @@ def test_nodes_come_and_go(etcd: Etcd) -> None:
 
 def test_a_node_that_vanishes_drops_out_with_its_lease(etcd: Etcd) -> None:
     watcher = opened(etcd, None)
-    client = _Gateway(etcd.endpoint, None)
+    client = _Gateway(etcd.endpoint)
     wait_until(lambda: not watcher.fault)
     try:
         lease = client.lease(2)
