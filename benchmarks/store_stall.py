@@ -65,9 +65,11 @@ def redis_server() -> Iterator[tuple[int, int]]:
         process.wait()
 
 
-def measure(part: str, model: str, tokens: int, prompts: int, dtype: str, port: int, pid: int) -> list[float]:
+def measure(
+    part: str, model: str, size: str, tokens: int, prompts: int, dtype: str, port: int, pid: int
+) -> list[float]:
     """Seconds to the first token of each prompt in one engine; the first request, of another prompt, warms up."""
-    kv = prompt_kv("small", cast("Any", dtype), tokens)
+    kv = prompt_kv(size, cast("Any", dtype), tokens)
     environment = {
         "DYN_KVBM_METRICS": "true",
         "DYN_KVBM_METRICS_PORT": str(_free_port()),
@@ -113,7 +115,7 @@ def main() -> int:
     model = str(
         make_model(options.output.absolute() / "models" / f"{size}-{options.dtype}", size, options.dtype)
     )
-    given = (model, options.tokens, options.prompts, options.dtype)
+    given = (model, size, options.tokens, options.prompts, options.dtype)
     if options.part:
         times = measure(options.part, *given, options.port, options.pid)
         with open(options.result, "w") as file:

@@ -95,11 +95,8 @@ class BlockManager:
         remote_key_file: str | None = None,
     ) -> None:
         if (disk is not None or remote is not None) and namespace is None:
-            raise SettingsError(
-                "namespace",
-                None,
-                "with a disk tier or a store, which outlives this process: a kvbm.Namespace",
-            )
+            outlives = "with a disk tier or a store, which outlives this process"
+            raise SettingsError("namespace", None, f"{outlives}: a kvbm.Namespace")
         store = settings_of_arguments(
             {
                 "remote": remote,

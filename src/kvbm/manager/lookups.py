@@ -108,7 +108,9 @@ class Lookups:
         self._gather(lease, wanted.run)
         found = len(lease.slots)
         # What is read for the request, whether or not it is given up again.
-        brought = frozenset(compress(lease.keys, map(Tier.HOST.__ne__, lease.sources)))
+        brought: frozenset[BlockKey] = frozenset()
+        if lease.sources.count(Tier.HOST) < len(lease.sources):  # most hits are in host memory alone
+            brought = frozenset(compress(lease.keys, map(Tier.HOST.__ne__, lease.sources)))
         try:
             if lease.slots:
                 self.leases.add(lease)

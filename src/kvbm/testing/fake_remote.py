@@ -99,15 +99,14 @@ class FakeRemote:
         self.throttled = False
         self.lose = False
         self.seconds = 0.0
-        self.full = ""
-        """Why it takes no stores; it is still read from."""
+        self.full = ""  # why it takes no stores; it is still read from
         self.loads: list[tuple[int, int]] = []
         """Place and number of blocks of each load that was accepted."""
         self.stores: list[int] = []
         """The number of blocks of each store that was accepted."""
-        self.hedged = self.errors = self.touch_errors = self.untold = 0
         self.links: dict[str, int] = {}
-        """What it says of reads that were asked twice, of reads that failed, and of packs that nobody told of."""
+        self.hedged = self.errors = self.touch_errors = self.untold = 0
+        """What it says of reads asked twice and of failed ones, of failed touches, and of packs nobody told of."""
         self.touched: list[BlockKey] = []
         """The blocks of which it told the store that they are in use."""
         self._by_hand = by_hand
