@@ -19,6 +19,23 @@ _SMALL: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    # The shapes of Qwen3-0.6B: an embedding of 311 MB in bf16, beyond what float32 counts exactly.
+    "qwen3_0_6b": {
+        **_SMALL,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
     # Layers with a window beside layers without one.
     "gemma3_text": {
         **_SMALL,

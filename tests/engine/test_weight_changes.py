@@ -12,6 +12,7 @@ from engine import reach, weight_swaps
 from engine.engine_child import Answers
 from engine.engine_process import EngineProcess
 from engine.launcher import Launcher
+from engine.model_configs import write_config
 from engine.patience import wait_for_every_hit, wait_for_every_store
 from engine.tier_settings import disk, host
 from engine.workload import Request, again, random_tokens
@@ -206,3 +207,23 @@ def test_updates_of_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
     engine = start(launcher, disk(tmp_path / "cache", host_blocks=200), tensor_parallel_size=2)
     assert swapped(engine) == expected
     assert engine.log().count("for this engine's life only") == 1
+
+
+def test_weights_of_real_size_are_compared(launcher: Launcher, tmp_path: Path) -> None:
+    """Calls that change nothing keep the blocks of a model of real size; a swap of its weights does not."""
+    model = write_config(tmp_path / "model", "qwen3_0_6b")
+    options = {"model": str(model), "load_format": "dummy", "dtype": "bfloat16"}
+    engine = start(launcher, host(blocks=20), **options)
+    prompt = [Request("p", random_tokens(random.Random(7), 70), 1)]
+    hit = 64
+
+    def ask(name: str) -> int:
+        assert engine.call(weight_swaps.reset_device, timeout_s=20.0)
+        (tokens,) = engine.run(again(prompt, name)).cached_tokens.values()
+        return tokens
+
+    assert ask("a") == 0
+    engine.call(weight_swaps.look_around, timeout_s=20.0)
+    assert ask("b") == hit
+    engine.call(weight_swaps.swap, 1, timeout_s=60.0)
+    assert ask("c") == 0

@@ -36,7 +36,7 @@ BEFORE_SERVING = "compile_or_warm_up_model"
 """The call of a rank that ends its start: its weights are loaded, and no request has come."""
 
 SAMPLED_BYTES = 64
-"""Of each weight so many bytes are compared, spread over it."""
+"""So many bytes of each weight are compared."""
 
 SAMPLE_TIMEOUT_S = 60.0
 
@@ -59,6 +59,7 @@ _before_sleep: weakref.WeakSet[Any] = weakref.WeakSet()
 _samples: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Of each model in this process the latest sample."""
 _updates = 0
+_warned = False
 
 
 def listen(listener: WeightsListener, core: type) -> None:
@@ -123,8 +124,8 @@ def _sampled_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(worker: Any, *arguments: Any, **more: Any) -> Any:
         try:
             weights_moved(worker)
-        except Exception:
-            log.debug("no sample of the weights", exc_info=True)
+        except Exception as error:
+            _warn_not_sampled(error)
         return original(worker, *arguments, **more)
 
     return call
@@ -141,27 +142,62 @@ def weights_moved(worker: Any) -> bool:
 def _sample(model: torch.nn.Module) -> str:
     """A digest of some bytes of every weight and scale, and of where weights lie that are kept packed."""
     digest = hashlib.sha256()
-    samples = []
+    samples: dict[torch.device, list[torch.Tensor]] = {}  # some weights may be offloaded to the host
     for name, weight in sorted(model.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tuple(weight.shape)};".encode())
         try:
-            samples.append(_some_bytes(weight.detach()))
-        except (RuntimeError, TypeError, NotImplementedError):  # a tensor of another kind
+            sample = _sample_bytes(weight.detach())
+        except (RuntimeError, TypeError, NotImplementedError):  # a tensor without plain storage
             digest.update(f"{id(weight)};".encode())
+        else:
+            samples.setdefault(sample.device, []).append(sample)
     for name, module in sorted(model.named_modules()):
         digest.update(f"{name} {id(getattr(module, 'cpu_linear', None))};".encode())
-    if samples:
-        digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    for parts in samples.values():
+        digest.update(torch.cat(parts).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _some_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """At most SAMPLED_BYTES of a tensor, spread over it; none of one that does not lie in one piece."""
-    if not weight.numel() or not weight.is_contiguous():
-        return torch.empty(0, dtype=torch.uint8, device=weight.device)
-    flat = weight.reshape(-1).view(torch.uint8)
-    count = min(SAMPLED_BYTES, flat.numel())
-    return flat[torch.linspace(0, flat.numel() - 1, count, device=flat.device).long()]
+def _sample_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """At most SAMPLED_BYTES bytes of a tensor, uint8, spread evenly over its elements, whatever its strides.
+
+    They are read out of its storage at positions that are computed as integers: on CUDA, one position past the end
+    costs the process its context. Raises RuntimeError, TypeError or NotImplementedError where it has no plain storage.
+    """
+    if weight.is_meta:
+        raise TypeError("a meta tensor has no bytes")
+    word = weight.element_size()
+    size = weight.numel() * word
+    count = min(SAMPLED_BYTES, size)
+    positions = [
+        (weight.storage_offset() + _element_offset(byte // word, weight)) * word + byte % word
+        for byte in (number * (size - 1) // max(1, count - 1) for number in range(count))
+    ]
+    storage = weight.untyped_storage()
+    stored = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(storage)
+    return stored[torch.tensor(positions, dtype=torch.int64, device=weight.device)]
+
+
+def _element_offset(number: int, tensor: torch.Tensor) -> int:
+    """Where element `number`, in the order of the tensor's indices, lies behind its first one, in elements."""
+    offset = 0
+    for length, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        number, index = divmod(number, length)
+        offset += index * stride
+    return offset
+
+
+def _warn_not_sampled(error: Exception) -> None:
+    """Log once in a process that its weights cannot be compared."""
+    global _warned
+    if not _warned:
+        _warned = True
+        log.warning(
+            "the weights of this engine cannot be sampled (%s: %s): every reset_prefix_cache() and collective_rpc() "
+            "counts as a weight update, and the blocks stored before it are not used any more",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
 
 
 # ---- in the scheduler's process
@@ -225,6 +261,6 @@ def _moved(core: Any) -> bool:
         return True  # their memory may not be there
     try:
         return any(executor.collective_rpc(weights_moved, timeout=SAMPLE_TIMEOUT_S))
-    except Exception:
-        log.debug("no sample of the weights", exc_info=True)
+    except Exception as error:
+        _warn_not_sampled(error)
         return True

@@ -208,3 +208,74 @@ def test_a_method_is_wrapped_once_and_only_where_it_is_defined() -> None:
     assert Base.sleep is once
     assert Special().sleep() == "base"
     assert noted == ["quiet"]
+
+
+MIB = 1 << 20
+EMBEDDING_BYTES = 151_936 * 1024 * 2
+"""Of Qwen3-0.6B in bf16: 311 MB."""
+
+
+def expected_sample(weight: torch.Tensor) -> list[int]:
+    """The bytes of the tensor's elements in order, the first and the last among them, read out of a plain copy."""
+    plain = weight.contiguous().view(-1).view(torch.uint8)
+    count = min(weight_changes.SAMPLED_BYTES, len(plain))
+    return [int(plain[number * (len(plain) - 1) // max(1, count - 1)]) for number in range(count)]
+
+
+def numbered(size: int) -> torch.Tensor:
+    """Bytes that differ from their neighbours everywhere."""
+    return torch.arange(size, dtype=torch.int32).mul_(-1640531527).bitwise_right_shift_(24).to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 63, 64, 65, 32 * MIB - 1, 32 * MIB, 32 * MIB + 1, 64 * MIB, EMBEDDING_BYTES]
+)
+def test_a_weight_of_any_size_is_sampled_up_to_its_last_byte(size: int) -> None:
+    weight = numbered(size)
+    assert weight_changes._sample_bytes(weight).tolist() == expected_sample(weight)
+    if size:
+        before = weight_changes._sample_bytes(weight).tolist()
+        weight[-1] ^= 1
+        assert weight_changes._sample_bytes(weight).tolist() != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_a_weight_that_is_not_contiguous_is_sampled_by_its_own_elements(dtype: torch.dtype) -> None:
+    """vLLM keeps FP8 linears transposed; others are slices of a larger tensor."""
+    whole = numbered(64 * 96 * dtype.itemsize).view(dtype).view(64, 96)
+    for weight in (whole.t(), whole[5:50, 7:90], whole.t()[3:, 1::2], whole.view(8, 8, 96).permute(2, 0, 1)):
+        assert not weight.is_contiguous()
+        assert weight_changes._sample_bytes(weight).tolist() == expected_sample(weight)
+
+
+def test_an_fp8_weight_of_32_mib_that_is_kept_transposed_is_compared() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(
+        numbered(32 * MIB).view(torch.float8_e4m3fn).view(8192, 4096).t(), False
+    )
+    before = weight_changes._sample(model)
+    model.weight.data.view(torch.uint8)[4095, 8191] ^= 1
+    assert weight_changes._sample(model) != before
+
+
+def test_weights_without_bytes_do_not_keep_the_others_from_being_compared() -> None:
+    """Weights that vLLM has not allocated (meta) or keeps sparse are compared as objects."""
+    model = torch.nn.Linear(8, 8)
+    model.register_buffer("later", torch.empty(4, device="meta"))
+    model.register_buffer("rare", torch.eye(4).to_sparse())
+    before = weight_changes._sample(model)
+    assert weight_changes._sample(model) == before
+    model.weight.data[7, 7] += 1.0
+    assert weight_changes._sample(model) != before
+
+
+def test_weights_that_cannot_be_sampled_count_as_changed_and_are_one_warning(
+    core: Core, listener: Listener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_changes, "_warned", False)
+    core.worker.get_model = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    for _ in range(2):
+        assert core.reset_prefix_cache()
+    assert listener.heard == ["changed", "changed"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be sampled (TypeError: " in caplog.text
