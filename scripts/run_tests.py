@@ -1,33 +1,32 @@
-"""All tests: first those that start no engine, as many at a time as there are cores, then the engines one by one.
+"""The tests, in two sets that have no test in common but the property tests, which run with more examples in the second.
 
-Arguments go to pytest, each time. An engine and its manager take two cores, so nothing runs beside them: a manager
-that gets no processor time grants no slots, and then blocks are not stored that tests expect. Tests that are marked
-slow are left to `make slow-test`, with an engine to `make support-matrix`, under SGLang to `make sglang-test`; and all
-under NVIDIA's Dynamo to `make dynamo-test`.
+    run_tests.py          what every change needs: all tests that are not marked slow
+    run_tests.py --rest   the others: slow ones, and the property tests again
+
+Other arguments go to pytest. Tests that start no engine run as many at a time as there are cores. Engines run one by
+one: an engine and its manager take two cores, and a manager that gets no processor time grants no slots, so that blocks
+are not stored that tests expect. Tests under Dynamo and Ray, and those on other releases of vLLM, have targets of their
+own.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 NOTHING_COLLECTED = 5
-PARTS = (
-    ["-m", "not engine and not dynamo and not sglang and not slow", "-n", "auto", "--dist", "loadfile"],
-    ["-m", "engine and not slow"],
-    ["-m", "sglang and not slow"],
-)
+ELSEWHERE = "not dynamo and not ray"
+PARALLEL = ("-n", "auto", "--dist", "loadfile")
+MANY_EXAMPLES = ("--hypothesis-profile", "thorough")
+SLOWEST = ("--durations=40", "--durations-min=1")
 
-
-def main() -> int:
-    """0 when all parts passed and at least one had a test to run."""
-    statuses = []
-    for part in PARTS:
-        statuses.append(subprocess.run([sys.executable, "-m", "pytest", *part, *sys.argv[1:]]).returncode)
-        if statuses[-1] not in (0, NOTHING_COLLECTED):
-            return statuses[-1]
-    return 0 if 0 in statuses else NOTHING_COLLECTED
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+EVERY_CHANGE = {
+    "without an engine": ("-m", "not slow and not engine and not sglang", *PARALLEL),
+    "vLLM": ("-m", "not slow and engine"),
+}
+REST = {
+    "without an engine": ("-m", "(slow or hypothesis) and not engine and not sglang", *PARALLEL, *MANY_EXAMPLES),
+    "vLLM": ("-m", "slow and engine"),
+    "SGLang": ("-m", "sglang"),
+}

@@ -14,6 +14,7 @@ from kvbm.demo.server import HOST, free_port
 from kvbm.fleet.directory import Peer
 from kvbm.fleet.etcd import EtcdDirectory, _Gateway
 from rigs.peers import wait_until
+from rigs.system_packages import require
 
 pytest.importorskip("etcd3gw", reason="the extra `fleet` is not installed")
 
@@ -22,13 +23,10 @@ A, B = Peer("10.0.0.1:7400", "a"), Peer("10.0.0.2:7400", "b")
 
 class Etcd:
     def __init__(self, directory: Path) -> None:
-        program = shutil.which("etcd")
-        if program is None:
-            pytest.skip("etcd is not there (Debian's etcd-server)")
         self.client, peer = free_port(), free_port()
         ours, others = f"http://{HOST}:{self.client}", f"http://{HOST}:{peer}"
         self._words = [
-            *(program, "--data-dir", str(directory), "--log-level", "error"),
+            *(require("etcd"), "--data-dir", str(directory), "--log-level", "error"),
             *("--listen-client-urls", ours, "--advertise-client-urls", ours),
             *("--listen-peer-urls", others, "--initial-advertise-peer-urls", others),
             *("--initial-cluster", f"default={others}"),

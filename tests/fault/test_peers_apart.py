@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from kvbm.fleet.directory import Peer
 from rigs.manager_probe import wait_for
 from rigs.movers import needs_nixl, nixl_mover
 from rigs.peers import Loads, content, keys_of, knows, open_tier, wait_until
+from rigs.system_packages import require
 
 KEYS = keys_of(8)
 CHILD = Path(__file__).with_name("peer_child.py")
@@ -52,8 +52,9 @@ class Apart:
 
 @pytest.fixture
 def apart() -> Iterator[Apart]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
+    require("ip")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
     both = Apart()
     try:
         both.begin()

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from fault.remote_node import CHAIN_BLOCKS, LAYOUT, Engine, Node, chain, ended
-from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, program, redis_server, seaweedfs
+from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, redis_server, seaweedfs
 from rigs.manager_probe import free_port, wait_for
+from rigs.system_packages import require
 
 CHAINS = 8
 LIVES = 2
@@ -132,7 +133,7 @@ def test_a_disk_behind_the_store_that_is_full(tmp_path: Path) -> None:
 
 def clock_off_by(seconds: int) -> dict[str, str]:
     """The environment of a process whose time of day is off; skips where that cannot be had."""
-    words = [program("faketime", "Debian's faketime"), "-f", f"{seconds:+d}s", "env"]
+    words = [require("faketime"), "-f", f"{seconds:+d}s", "env"]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     # faketime itself would stay above the program, and end before it.
     off = {word: line for word, _, line in (line.partition("=") for line in said.splitlines())}

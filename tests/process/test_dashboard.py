@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -26,7 +25,8 @@ from rigs.admin import Engine
 from rigs.checkout import ROOT
 from rigs.library import NAMESPACE, layout
 from rigs.manager_probe import SharedManager, wait_for
-from rigs.prometheus import Prometheus, program
+from rigs.prometheus import Prometheus
+from rigs.system_packages import require
 
 DEPLOY, SCRIPTS = ROOT / "deploy", ROOT / "scripts"
 RULES = DEPLOY / "prometheus" / "kvbm-alerts.yml"
@@ -80,7 +80,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     pytest.importorskip("torch", reason="the library copies torch tensors; torch is not installed")
     from process.library_child import load, store
 
-    program("prometheus")
+    require("prometheus")
     directory = tmp_path_factory.mktemp("prometheus")
     disk = ("--disk-blocks", "64", "--disk-dir", str(directory / "disk"), "--disk-admission", "all")
     (directory / "shared").mkdir()
@@ -142,7 +142,7 @@ def test_promtool_finds_nothing_in_a_scrape_but_names_of_the_original(prometheus
     ours = {metric.name for metric in TABLE}
     assert found == ours
     ended = subprocess.run(
-        [program("promtool"), "check", "metrics"], input=scraped, capture_output=True, check=False
+        [require("promtool"), "check", "metrics"], input=scraped, capture_output=True, check=False
     )
     complaints = (ended.stdout + ended.stderr).decode().splitlines()
     counters = (metric for metric in TABLE if metric.compatible and metric.kind is MetricKind.COUNTER)
@@ -162,7 +162,7 @@ def test_a_young_manager_that_is_well_raises_no_alert(prometheus: Prometheus) ->
 
 
 def test_the_alerts_fire() -> None:
-    promtool, directory = program("promtool"), RULES.parent
+    promtool, directory = require("promtool"), RULES.parent
     for words in (
         ("check", "rules", "kvbm-alerts.yml"),
         ("check", "config", "prometheus.yml"),
@@ -259,10 +259,12 @@ def test_a_stack_that_ends_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_launch_scripts_are_clean() -> None:
     scripts = sorted(path.name for path in (DEPLOY / "launch").glob("*.sh"))
     checked = subprocess.run(
-        ["shellcheck", "-x", "-S", "warning", *scripts], cwd=DEPLOY / "launch", capture_output=True, text=True
+        [require("shellcheck"), "-x", "-S", "warning", *scripts],
+        cwd=DEPLOY / "launch",
+        capture_output=True,
+        text=True,
     )
     assert not checked.stdout

@@ -3,7 +3,6 @@ certificates, over NIXL, through etcd (`test_fleet_commands` has the commands)."
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvbm.settings import Settings
 from rigs.manager import KEYS, Client, ManagerBench, store
 from rigs.manager_probe import free_port, wait_for
 from rigs.movers import needs_nixl
+from rigs.system_packages import require
 
 
 class Node:
@@ -136,13 +136,12 @@ def test_one_node_reads_what_another_computed(
     assert b.manager.metrics.value("kvbm_hit_blocks_total", tier="remote") >= 12
 
 
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
 def test_nodes_find_each_other_through_etcd(tmp_path: Path, nodes: list[Node]) -> None:
     pytest.importorskip("etcd3gw")
     client, peer = free_port(), free_port()
     words = [
         *(
-            "etcd",
+            require("etcd"),
             "--data-dir",
             str(tmp_path / "etcd"),
             "--initial-cluster",

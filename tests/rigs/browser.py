@@ -4,13 +4,13 @@ need it are skipped where it is not installed."""
 from __future__ import annotations
 
 import base64
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rigs.manager_probe import wait_for
+from rigs.system_packages import require
 
 SEEN_S = 30.0
 
@@ -20,9 +20,7 @@ class Browser:
 
     def __init__(self, directory: Path, width: int = 1280, height: int = 800, dark: bool = False) -> None:
         driver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-        programs = [shutil.which("chromium"), shutil.which("chromedriver")]
-        if None in programs:
-            pytest.skip("chromium is not installed (the packages `chromium` and `chromium-driver`)")
+        programs = [require("chromium"), require("chromedriver")]
         options = driver.ChromeOptions()
         options.binary_location = programs[0]
         words = ["headless=new", "no-sandbox", "disable-dev-shm-usage", "hide-scrollbars", "disable-gpu"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import urllib.parse
@@ -11,20 +10,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rigs.manager_probe import free_port, wait_for
+from rigs.system_packages import require
 
 START_S = 30.0
 SCRAPE_S = 1
-
-
-def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`; skips the test where it is not installed."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed (the package `prometheus`)")
-    return path
 
 
 class Prometheus:
@@ -43,7 +33,7 @@ class Prometheus:
         file.write_text(json.dumps(configuration))
         self._log = directory / "prometheus.log"
         command = [
-            program("prometheus"),
+            require("prometheus"),
             f"--config.file={file}",
             f"--storage.tsdb.path={directory / 'tsdb'}",
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvbm.observe.metric_table import TABLE
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.reference import page
 from rigs.checkout import ROOT
+from rigs.system_packages import require
 
 # The names, types and help texts of the original, as a scrape of it gives them.
 ORIGINAL_HELP = {
@@ -255,11 +255,12 @@ def test_counting_needs_no_client_library():
 
 
 def test_promtool_finds_nothing_but_the_names_of_the_original():
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed")
     result = subprocess.run(
-        [promtool, "check", "metrics"], input=render(full()), capture_output=True, text=True, check=False
+        [require("promtool"), "check", "metrics"],
+        input=render(full()),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     complaints = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
     assert complaints
