@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit test-fast slow-test test-pythons check format bench support-matrix dynamo dynamo-test ray-test sglang-test sglang-table gpu-kit reference clean
+.PHONY: help setup demo test test-all unit test-pythons check format bench support-matrix dynamo dynamo-test ray-test sglang-test sglang-table gpu-kit reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -17,17 +17,14 @@ setup:  ## make .venv: vLLM for this machine, kvbm, the tools
 demo: setup  ## set everything up and run the prefix-reuse experiment on real vLLM servers
 	@$(BIN)/kvbm demo $(ARGS)
 
-test: setup check  ## set everything up and pass every check and test on this Python
-	@$(BIN)/python scripts/sglang_venv.py
+test: setup check  ## set everything up and pass the checks and tests that every change needs
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
+
+test-all: setup  ## the longer tests that `make test` leaves out: slow ones, the V2 runner, SGLang
+	@$(BIN)/python scripts/run_tests.py --rest $(ARGS)
 
 unit: setup  ## the tests that start no engine; those of one part: make unit ARGS=policy
 	@$(BIN)/python scripts/unit_tests.py $(ARGS)
-
-test-fast: unit  ## the same, by its older name
-
-slow-test: setup  ## the tests that start no engine and take long; writes their row of docs/reference/support-matrix.md
-	@$(BIN)/python scripts/slow_test.py $(ARGS)
 
 test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.10 and 3.13 where installed
 	@$(BIN)/python scripts/other_pythons.py

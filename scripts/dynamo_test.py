@@ -9,7 +9,7 @@ import os
 import sys
 
 import dynamo_venv
-from support_matrix import ENGINE_ENVIRONMENT, describe, read_junit, read_report, write_report
+from support_matrix import describe, read_junit, read_report, write_report
 from venvs import ROOT, say
 
 
@@ -19,7 +19,7 @@ def main() -> int:
     junit = venv.path / "dynamo-tests.xml"
     junit.unlink(missing_ok=True)
     # The programs of its packages, as nats-server.
-    os.environ.update(ENGINE_ENVIRONMENT | {"PATH": f"{venv.path / 'bin'}:{os.environ['PATH']}"})
+    os.environ["PATH"] = f"{venv.path / 'bin'}:{os.environ['PATH']}"
     say(f"tests under Dynamo {dynamo_venv.DYNAMO} with vLLM {dynamo_venv.VLLM}")
     words = ("-m", "pytest", "-m", "dynamo", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}")
     logs = f"--basetemp={venv.path / 'tests'}"

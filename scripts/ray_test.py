@@ -5,10 +5,9 @@ They run in `.venvs/ray`: Ray beside the packages of `.venv`, whose other tests 
 
 from __future__ import annotations
 
-import os
 import sys
 
-from support_matrix import ENGINE_ENVIRONMENT, describe, read_junit, read_report, write_report
+from support_matrix import describe, read_junit, read_report, write_report
 from venv_beside import CannotBeHad, beside
 from venvs import ROOT, say
 
@@ -26,7 +25,6 @@ def main() -> int:
         return 1
     junit = venv.path / "ray-tests.xml"
     junit.unlink(missing_ok=True)
-    os.environ.update(ENGINE_ENVIRONMENT)
     say(f"tests under Ray {RAY}")
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}")
     venv.run(*words, str(ROOT / "tests" / "engine" / "test_ray.py"), *sys.argv[1:])

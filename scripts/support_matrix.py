@@ -51,7 +51,6 @@ import importlib.metadata as m, json, platform
 print(json.dumps({"python": platform.python_version(), "torch": m.version("torch"),
                   "transformers": m.version("transformers")}))
 """
-ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def prepare(release: str) -> Venv:
@@ -78,7 +77,7 @@ def run_engine_tests(venv: Venv, runner: str, pytest_arguments: list[str]) -> di
     """Run the engine tests in one environment on one model runner; versions, counts and the failures' names."""
     junit = venv.path / f"engine-tests-{runner}.xml"
     junit.unlink(missing_ok=True)
-    os.environ.update({**ENGINE_ENVIRONMENT, "KVBM_TESTS_RUNNER": runner})
+    os.environ["KVBM_TESTS_RUNNER"] = runner
     tests = str(ROOT / "tests")
     venv.run(
         "-m",
@@ -157,7 +156,7 @@ def render(report: Report) -> str:
     failures = [
         f"- {name}: `{test}`" for name in sorted(rows, key=_in_order) for test in rows[name]["failures"]
     ]
-    others = (_under_dynamo(report), _under_ray(report), _under_sglang(report), _slow(report))
+    others = (_under_dynamo(report), _under_ray(report), _under_sglang(report))
     for table, more_failures in others:
         lines += table
         failures += more_failures
@@ -205,19 +204,6 @@ def _under_sglang(report: Report) -> tuple[list[str], list[str]]:
     ]
     columns = (RESULT, "passed", "failed", "skipped", "python", "torch", "transformers", "date")
     return _table("SGLang", report.get("sglang", {}), columns, lines)
-
-
-def _slow(report: Report) -> tuple[list[str], list[str]]:
-    """The lines of the table of tests that start no engine and take long, and of its failures."""
-    lines = [
-        "",
-        "Written by `make slow-test`: tests that start no engine and take long, which `make test` leaves out.",
-        "",
-        "| KVBM | result | passed | failed | skipped | Python | date |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    columns = (RESULT, "passed", "failed", "skipped", "python", "date")
-    return _table("KVBM", report.get("slow", {}), columns, lines)
 
 
 def _table(

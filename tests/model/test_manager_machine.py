@@ -30,6 +30,7 @@ from model.manager_machine import (
     pick,
     positions,
 )
+from rigs.property_tests import examples
 
 
 class HostOnlyMachine(ManagerMachine):
@@ -256,9 +257,9 @@ class DiskMachine(ManagerMachine):
             self.directory.cleanup()
 
 
-def _case(machine: type[ManagerMachine], examples: int, steps: int) -> type:
+def _case(machine: type[ManagerMachine], count: int, steps: int) -> type:
     case = machine.TestCase
-    case.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    case.settings = settings(max_examples=examples(count), stateful_step_count=steps, deadline=None)
     return case
 
 

@@ -22,6 +22,7 @@ from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import LeafFirstLru
 from kvbm.protocol import HeldBlocks
+from rigs.property_tests import examples
 
 SLOTS = {Tier.HOST: 5, Tier.DISK: 7}
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(12)]
@@ -240,4 +241,4 @@ def leading(chain: Sequence[BlockKey], held: set[BlockKey]) -> int:
 
 
 TestMirrors = MirrorMachine.TestCase
-TestMirrors.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestMirrors.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

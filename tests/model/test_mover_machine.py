@@ -26,6 +26,7 @@ from rigs.copies_beside import (
     step,
     store_job,
 )
+from rigs.property_tests import examples
 
 LONGEST = WINDOW_BLOCKS + PIECE_BLOCKS
 
@@ -200,4 +201,4 @@ class MoverMachine(RuleBasedStateMachine):
 
 
 TestMoverMachine = MoverMachine.TestCase
-TestMoverMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMoverMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
