@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all unit test-pythons check format bench support-matrix dynamo dynamo-test ray-test sglang-test sglang-table gpu-kit reference clean
+.PHONY: help setup demo test test-all unit test-pythons lint check format bench support-matrix dynamo dynamo-test ray-test sglang-test sglang-table gpu-kit reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -17,7 +17,7 @@ setup:  ## make .venv: vLLM for this machine, kvbm, the tools
 demo: setup  ## set everything up and run the prefix-reuse experiment on real vLLM servers
 	@$(BIN)/kvbm demo $(ARGS)
 
-test: setup check  ## set everything up and pass the checks and tests that every change needs
+test: setup lint  ## set everything up and pass the checks and tests that every change needs
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-all: setup  ## the longer tests that `make test` leaves out: slow ones, the V2 runner, SGLang
@@ -29,12 +29,14 @@ unit: setup  ## the tests that start no engine; those of one part: make unit ARG
 test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.10 and 3.13 where installed
 	@$(BIN)/python scripts/other_pythons.py
 
-check: setup  ## style, types, import rules, tidiness
+check: lint  ## the above, and tidiness
+	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_imports.py tests/unit/test_architecture.py
+
+lint: setup  ## style, types, import rules
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; echo "run: make format"; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_imports.py tests/unit/test_architecture.py
 
 format: setup  ## put the code into its standard form
 	@$(BIN)/ruff check --fix --quiet .

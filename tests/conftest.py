@@ -33,8 +33,6 @@ MILLIONS_OF_KEYS = "test_memory_stays_bounded"
 """A test of the contract kits that takes long for each policy, and again for each thing around policies."""
 PROPERTY_OF_A_KIT = "test_any_order_of_calls"
 """A property test that hypothesis does not mark as one."""
-KEPT = "test_policies.py::TestEvictionPolicies::test_memory_stays_bounded[gittins]"
-"""What a manager has by itself is tried every time."""
 OPTIONAL = {
     "huggingface_hub",
     "matplotlib",
@@ -91,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name.startswith(PROPERTY_OF_A_KIT):
             item.add_marker(pytest.mark.hypothesis)
-        if item.name.startswith(MILLIONS_OF_KEYS) and KEPT not in item.nodeid:
+        if item.name.startswith(MILLIONS_OF_KEYS):
             item.add_marker(pytest.mark.slow)
         if DYNAMO_TESTS in item.path.parents:
             item.add_marker(pytest.mark.dynamo)
@@ -112,6 +110,11 @@ def pytest_collection_finish() -> None:
     """Keep the collected tests, which live to the end, out of every later garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that look for leaks at the interpreter's end must not find the collected tests."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -20,7 +20,6 @@ from kvbm.testing.tier_contract import by_slot
 from kvbm.tiers.disk import block_io
 from kvbm.tiers.disk.tier import DiskTier
 
-KILL_COUNT = 64
 DEADLINE_S = 30.0
 NUMBERS = {child.make_key(number): number for number in range(child.KEY_COUNT)}
 
@@ -99,10 +98,11 @@ class Audit:
         return lost, undead
 
 
-def test_after_a_kill_every_block_is_right_or_a_miss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kill_count", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_after_a_kill_every_block_is_right_or_a_miss(tmp_path: Path, kill_count: int) -> None:
     """All crashes hit one directory, each run taking over what the one before left."""
     total: Counter[str] = Counter()
-    for seed in range(KILL_COUNT):
+    for seed in range(kill_count):
         log = tmp_path / f"log-{seed}"
         crash_once(tmp_path / "cache", log, seed)
         audit = Audit(tmp_path / "cache")
@@ -113,7 +113,7 @@ def test_after_a_kill_every_block_is_right_or_a_miss(tmp_path: Path) -> None:
         assert audit.lost_and_undead(log) == ([], []), f"seed {seed}"
         total += audit.counts
     assert len(list((tmp_path / "cache").iterdir())) == 1, "every run took the directory of the one before"
-    assert total["right"] > KILL_COUNT * 3, f"too few blocks were there to be checked: {total}"
+    assert total["right"] > kill_count * 3, f"too few blocks were there to be checked: {total}"
 
 
 def test_the_audit_notices_records_that_come_before_their_bytes(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def spin(seconds: float) -> None:
         pass
 
 
-@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SEEDS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
 def test_after_a_kill_every_block_is_right_or_a_miss(seed: int, start: Starter, tmp_path: Path) -> None:
     """All managers of a seed serve one directory, each taking over what the one killed before left."""
     load, counts = Load(seed), Counter[str]()

@@ -65,7 +65,7 @@ def apart() -> Iterator[Apart]:
     both.end()
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=needs_nixl)])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=[needs_nixl, pytest.mark.slow])])
 def test_the_link_goes_down_in_mid_read(
     apart: Apart, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

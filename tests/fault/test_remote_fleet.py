@@ -21,6 +21,8 @@ from rigs.blob_services import ACCESS_KEY, REGION, SECRET_KEY, redis_server, sea
 from rigs.manager_probe import free_port, wait_for
 from rigs.system_packages import require
 
+pytestmark = pytest.mark.slow
+
 CHAINS = 8
 LIVES = 2
 
@@ -48,7 +50,7 @@ def comes(node: Node, engine: Engine, number: int) -> None:
     )
 
 
-@pytest.mark.parametrize("loses", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loses", [False, True])
 def test_a_store_that_is_killed_and_started_again(tmp_path: Path, loses: bool) -> None:
     """Where it lost all its blocks, they are computed and written once more."""
     pytest.importorskip("valkey")
@@ -154,8 +156,8 @@ def clock_off_by(seconds: int) -> dict[str, str]:
     [
         ("directory", 1),
         ("redis", -1),
-        pytest.param("directory", -1, marks=pytest.mark.slow),
-        pytest.param("redis", 1, marks=pytest.mark.slow),
+        ("directory", -1),
+        ("redis", 1),
     ],
 )
 def test_a_node_whose_clock_is_an_hour_off(tmp_path: Path, kind: str, hours: int) -> None:
@@ -188,7 +190,7 @@ def test_a_node_whose_clock_is_an_hour_off(tmp_path: Path, kind: str, hours: int
             node.assert_nothing_held()
 
 
-@pytest.mark.parametrize("hours", [1, pytest.param(-1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hours", [1, -1])
 def test_s3_refuses_a_node_whose_clock_is_an_hour_off(tmp_path: Path, hours: int) -> None:
     """Requests are signed with the time. Its tier is off and says why; it computes, and others go on."""
     pytest.importorskip("obstore")
@@ -256,7 +258,7 @@ def test_two_collectors_at_once_leave_what_is_in_use(tmp_path: Path) -> None:
         nodes[2].assert_nothing_held()
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_nodes_that_are_killed_while_they_write(tmp_path: Path, seed: int) -> None:
     """kill -9 at any moment; another node reads their packs meanwhile and afterwards. Each block is right, or missing,
     and what had been written is there."""

@@ -84,6 +84,7 @@ def test_a_manager_that_dies_after_a_promise_has_its_memory_read_still(
     assert any(request.promised for request in asked)
 
 
+@pytest.mark.slow
 def test_a_late_answer_is_a_miss(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = house.engine()
     engine.serve(*rounds(1))
@@ -240,6 +241,7 @@ def test_a_defect_while_a_load_is_carried_out_ends_the_engine(
         engine.serve(*rounds(1, 100))
 
 
+@pytest.mark.slow
 def test_no_manager_at_all(house: House, caplog: pytest.LogCaptureFixture) -> None:
     house.set(MANAGER=str(house.directory / "nobody.sock"))
     engine = house.engine(ready=False)

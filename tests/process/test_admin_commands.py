@@ -67,6 +67,7 @@ def test_status_shows_every_manager(make_node: Callable[..., Node]) -> None:
     assert only["socket"] == paths[1]
 
 
+@pytest.mark.slow
 def test_status_of_a_manager_that_is_stopped_says_that_it_does_not_answer(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def leave(node: Node, engine: Engine) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_router_follows_blocks_from_host_to_disk_and_over_a_restart(
     node: Node, subscribe: Callable[[], Indexer], sockets: str
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_router_follows_blocks_from_host_to_disk_and_over_a_restart(
     until(early, where("CPU") | where("STORAGE"))
 
 
+@pytest.mark.slow
 def test_what_an_operator_sees_of_it(node: Node, tmp_path: Path, sockets: str) -> None:
     engine = node.engine(node.manage("manager.sock", "--namespaces", "2"))
     engine.store(FIVE, TOKENS)
@@ -146,6 +148,7 @@ def test_where_all_is_told_the_command_does_not_wait(node: Node) -> None:
     assert node.json("inspect", "events")["ended"] == "complete"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_refused_in_one_line(make_node: Callable[..., Node], tmp_path: Path) -> None:
     node = make_node()
     node.manage()

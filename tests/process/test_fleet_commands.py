@@ -23,7 +23,10 @@ from rigs.manager import KEYS
 from rigs.manager_probe import free_port, wait_for
 
 PAGE = ROOT / "docs" / "operating" / "fleet.md"
-pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="a source distribution has no docs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PAGE.exists(), reason="a source distribution has no docs"),
+]
 END_S = 60.0
 
 

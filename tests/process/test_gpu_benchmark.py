@@ -12,6 +12,8 @@ import pytest
 
 from rigs.checkout import ROOT
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torch", reason="the benchmark copies torch tensors; torch is not installed")
 
 BARE = """
@@ -92,7 +94,6 @@ def test_it_rehearses_without_our_dependencies(tmp_path: Path) -> None:
     assert [line.strip().split(":")[0] for line in to_do][: len(missed)] == missed
 
 
-@pytest.mark.slow
 def test_with_our_dependencies_it_runs_the_worker_and_the_engine_too(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     answer = rehearse(output, "--only", "loads-busy", "decode-mover", "outputs", "hits")
@@ -117,7 +118,6 @@ def test_with_our_dependencies_it_runs_the_worker_and_the_engine_too(tmp_path: P
     ]
 
 
-@pytest.mark.slow
 def test_what_one_part_runs_into_costs_that_part(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     wanted = ("--only", "bytes:cpu", "captures", "both-ways", "copies", "two-processes")

@@ -237,6 +237,7 @@ def run_after(first: Path, site: Path, program: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_found_first_is_used_and_said_once(site: Path, first: Path) -> None:
     install(site, "openkvbm", ours())
     shutil.copytree(ROOT / "src" / "kvbm", first / "kvbm")

@@ -136,6 +136,7 @@ def test_a_manager_that_is_killed_costs_misses_and_the_next_one_is_joined(
             later.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "says"),
     [

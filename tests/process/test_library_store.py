@@ -47,6 +47,7 @@ def child(*words: str) -> int:
     return int(run.stdout)
 
 
+@pytest.mark.slow
 def test_what_a_process_left_the_next_ones_find(url: str) -> None:
     assert child(url, "store", "1") == BLOCKS
     assert child(url, "load", "1") == BLOCKS

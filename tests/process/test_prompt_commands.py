@@ -91,6 +91,7 @@ def test_prefetch_brings_a_prompt_up_from_disk(node: Node, prompt: str) -> None:
     assert all(row["state"] == "resident" for row in rows)
 
 
+@pytest.mark.slow
 def test_prefetch_brings_a_session_up_from_disk(node: Node) -> None:
     engine, keys = stored(node, node.manage())
     said = {"session": "conversation-7"}
@@ -125,6 +126,7 @@ def test_a_prompt_that_no_engine_computed_is_not_pinned(node: Node, prompt: str)
     assert "let an engine compute the prompt" in node.kvbm("pin", "--prompt-file", prompt)[1]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pinned_is_refused_in_one_line(node: Node, prompt: str, tmp_path: Path) -> None:
     stored(node, node.manage())
     text, short, odd = tmp_path / "prompt.txt", tmp_path / "short.json", tmp_path / "odd.json"
@@ -283,6 +285,7 @@ def test_why_refuses_what_does_not_go_together(node: Node, prompt: str) -> None:
     assert "no value together with --prompt-file" in node.refused("why", "cmpl-1", "--prompt-file", prompt)
 
 
+@pytest.mark.slow
 def test_with_a_disk_alone_what_passes_through_memory_is_the_disks(
     make_node: Callable[..., Node], prompt: str, tmp_path: Path
 ) -> None:
@@ -293,6 +296,7 @@ def test_with_a_disk_alone_what_passes_through_memory_is_the_disks(
     assert (found["host"], found["disk"], found["first_missing"]) == (0, 5, None)
 
 
+@pytest.mark.slow
 def test_the_option_that_is_wrong_is_blamed(node: Node, prompt: str) -> None:
     path = node.manage("manager.sock", "--namespaces", "2")
     node.engine(path)

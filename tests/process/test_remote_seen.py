@@ -21,6 +21,7 @@ END_S = 30.0
 MakeNode = Callable[..., Node]
 
 
+@pytest.mark.slow
 def test_commands_and_page_know_the_store(make_node: MakeNode, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvbm.cli.web.operations import OPERATIONS
 from kvbm.hashing import chain_keys
 from rigs.admin import Node
@@ -32,6 +34,7 @@ def without_times(document: Any) -> Any:
     return [without_times(each) for each in document] if isinstance(document, list) else document
 
 
+@pytest.mark.slow
 def test_every_question_has_the_fields_of_the_command(make_node: MakeNode, tmp_path: Path) -> None:
     node, web = served(make_node, tmp_path)
     engine = node.engine(str(node.runtime_dir / "manager.sock"))

@@ -18,6 +18,8 @@ from rigs.busy_engine import BusyEngine
 from rigs.manager_probe import free_port, wait_for
 from rigs.web import token_of
 
+pytestmark = pytest.mark.slow
+
 NAMESPACE = Namespace(model="page/model-8b", fields=(("weights", "aa"), ("dtype", "bfloat16")))
 SEEN_S = 30.0
 FUZZ_S = 100.0
@@ -214,7 +216,6 @@ def test_nothing_comes_from_elsewhere() -> None:
         assert words == set(), part.name
 
 
-@pytest.mark.slow
 def test_the_api_under_a_fuzzer(loaded: Loaded, tmp_path: Path) -> None:
     """No request makes it fail, and every answer is what the OpenAPI document says."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")

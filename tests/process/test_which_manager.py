@@ -76,6 +76,7 @@ def test_dead_sockets_and_records_hide_no_living_manager(node: Node, tmp_path: P
     assert node.json("reset", "--tier", "G2")["manager"] == path
 
 
+@pytest.mark.slow
 def test_with_several_managers_each_command_lists_them_and_says_how_to_choose(
     node: Node, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_record_that_a_killed_manager_left_is_ignored_and_swept(node: Node, tm
     assert node.json("reset", "--tier", "all")["manager"] == path
 
 
+@pytest.mark.slow
 def test_a_record_that_others_could_have_written_is_not_believed(node: Node, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)

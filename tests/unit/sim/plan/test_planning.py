@@ -153,6 +153,7 @@ def test_what_computing_new_blocks_takes_by_hand() -> None:
     assert unavoidable_s(trace, machine) == pytest.approx([2.01, 1.01, 0.01, 1.01])
 
 
+@pytest.mark.slow
 def test_why_no_size_is_fast_enough() -> None:
     slow = ask(Target(most_s=0.001))
     assert slow.chosen is None
@@ -172,6 +173,7 @@ def test_why_no_size_is_fast_enough() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer() -> None:
     answers = [
         ask(Target(most_s=0.1, statistic="p50"), policy="gittins", rules=DiskRules()) for _ in range(2)
@@ -235,6 +237,7 @@ def test_all_that_was_tried_and_prices_of_ones_own(plan) -> None:
     assert "Prices: host $2, disk $0 for a GB in a month" in few
 
 
+@pytest.mark.slow
 def test_the_settings_are_those_that_were_replayed(plan) -> None:
     words = (*SHORT, "--target-ttft", "45ms@p50", "--price-disk", "0.001", "--max-host", "2GB")
     rules = ("--admission", "all", "--write", "eviction", "--write-budget", "1TB")

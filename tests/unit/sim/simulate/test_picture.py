@@ -15,6 +15,7 @@ from kvbm.sim.simulate.sizes import parse_sizes
 PANEL_PIXELS = (int(picture.HEIGHT_IN * picture.DPI), int(picture.PANEL_IN * picture.DPI))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [None, Machine(0)], ids=["hit rates", "times"])
 def test_a_picture(tmp_path: Path, machine: Machine | None) -> None:
     plan = Simulation(

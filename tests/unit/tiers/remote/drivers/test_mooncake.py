@@ -27,6 +27,8 @@ from kvbm.tiers.remote.options import RemoteOptions
 from rigs.blob_services import MooncakeService, mooncake, mooncake_master
 from rigs.manager_probe import free_port, wait_for
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 40.0
 Opener = Callable[..., MooncakeBlobs]
 
