@@ -37,7 +37,7 @@ _SOURCE_AT_ANY_TIME = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
-_LOST = {
+LOST_RESULTS = {
     4: "CUDA_ERROR_DEINITIALIZED",
     201: "CUDA_ERROR_INVALID_CONTEXT",
     214: "CUDA_ERROR_ECC_UNCORRECTABLE",
@@ -70,7 +70,7 @@ class CudaError(KvbmError):
 
     def __init__(self, call: str, result: int, name: str) -> None:
         self.result = result
-        self.lost = result in _LOST
+        self.lost = result in LOST_RESULTS
         super().__init__(
             f"{call}: {name} ({result})" + ("; the device's context is lost" if self.lost else "")
         )

@@ -96,8 +96,7 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton reads the annotations
 class KernelCopy:
     """`copy_pieces` between the blocks of `layouts` and `slots`, with the tables of all layouts on the device.
 
-    That may be the CPU under the interpreter. Tables are sent on `stream`. Raises KvbmError where there is no memory for
-    them.
+    That may be the CPU under the interpreter. Tables are sent on `stream`. Raises KvbmError without memory for them.
     """
 
     name = "kernel"

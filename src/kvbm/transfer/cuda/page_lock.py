@@ -152,21 +152,23 @@ class PageLocks:
             self._closing.wait(took_s)
 
     def _log_refusal(self, error: Exception, result: int, retry_s: float) -> None:
-        """A warning for the first refusal and for the final one, after which nothing is tried again (`retry_s` is 0)."""
+        """A warning for the first refusal, and for the final one (`retry_s` is 0)."""
         first, self.refusal = not self.refusal, first_line(error)
         if not first and retry_s:
             return
         left = self._slot_count - self.locked_slots
         meaning = _MEANINGS.get(result, "")
+        again = (
+            f"at most {len(RETRY_S)} more tries follow within {sum(RETRY_S) / 60:.0f} minutes"
+            if retry_s
+            else ""
+        )
         _log.warning(
             "%d of %d slots (%.2f GB) of the host arena could not be page-locked (%s): copies of them go through "
-            "a small buffer and are slower%s%s",
+            "a small buffer and are slower%s",
             left,
             self._slot_count,
             left * self._slots.row_bytes / 1e9,
             self.refusal,
-            f"; {meaning}" if meaning else "",
-            f"; locking is tried again, at most {len(RETRY_S)} times in {sum(RETRY_S) / 60:.0f} minutes"
-            if retry_s
-            else "",
+            "".join(f"; {part}" for part in (meaning, again) if part),
         )

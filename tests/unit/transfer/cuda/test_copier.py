@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvbm import numa
-from kvbm.clock import ManualClock
+from kvbm import numa, pages
+from kvbm.clock import Clock, ManualClock
 from kvbm.errors import DeviceLost, KvbmError
 from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
@@ -49,8 +52,8 @@ def test_nothing_is_locked_before_the_engine_runs() -> None:
     """A start captures graphs and measures memory: locking would stand in its way."""
     model = Model()
     bench = new_bench(model, running=False)
-    bench.copier._preparation.join(0.05)
-    assert (model.lock_calls, bench.copier._preparation.is_alive()) == (0, True)
+    bench.copier._locking.join(0.05)
+    assert (model.lock_calls, bench.copier._locking.is_alive()) == (0, True)
     check_stores(bench)  # the first copy goes through the buffer
     bench.prepared()
     assert model.lock_calls == -(-SLOTS // PIECE_SLOTS)
@@ -64,6 +67,34 @@ def test_a_copier_that_never_copied_can_be_closed() -> None:
     assert model.lock_calls == 0
 
 
+class PausedLocks:
+    """Page locks whose pauses are noted and take no time. `on_pause` is called in each."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        model: Model,
+        row_bytes: int = PAGE,
+        on_pause: Callable[[float], None] = lambda pause_s: None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        memory = mmap.mmap(-1, SLOTS * row_bytes + pages.MEMORY_PAGE_BYTES)
+        self.arena = torch.frombuffer(memory, dtype=torch.uint8)
+        start = -self.arena.data_ptr() % pages.MEMORY_PAGE_BYTES
+        self.slots = SlotRows(self.arena.data_ptr() + start, row_bytes)
+        self.locks = page_lock.PageLocks(self.slots, SLOTS, model.driver, model.device, clock=clock)
+        self.pauses: list[float] = []
+
+        def pause(pause_s: float) -> bool:
+            self.pauses.append(pause_s)
+            on_pause(pause_s)
+            return False
+
+        monkeypatch.setattr(self.locks._closing, "wait", pause)
+        self.locks.begin()
+        self.locks.run()
+
+
 def test_the_driver_is_left_to_others_for_as_long_as_a_lock_took(monkeypatch: pytest.MonkeyPatch) -> None:
     model, clock = Model(), ManualClock(5.0)
     lock_pages = model.driver.lock_pages
@@ -73,20 +104,101 @@ def test_the_driver_is_left_to_others_for_as_long_as_a_lock_took(monkeypatch: py
         lock_pages(address, size)
 
     monkeypatch.setattr(model.driver, "lock_pages", slow)
-    arena = arena_tensor(mmap.mmap(-1, SLOTS * PAGE), SLOTS, PAGE)
-    locks = page_lock.PageLocks(
-        SlotRows(arena.data_ptr(), PAGE), SLOTS, model.driver, model.device, clock=clock
-    )
-    pauses: list[float | None] = []
-    monkeypatch.setattr(locks._closing, "wait", pauses.append)
-    model.driver.adopt_thread(0)
-    locks.begin()
-    locks.run()
-    assert pauses == [0.25] * -(-SLOTS // PIECE_SLOTS)
-    locks.close()
+    paused = PausedLocks(monkeypatch, model, clock=clock)
+    assert paused.pauses == [0.25] * -(-SLOTS // PIECE_SLOTS)
+    paused.locks.close()
 
 
-@pytest.mark.parametrize("method", ["batch", "rows", "each"])
+@pytest.mark.parametrize("row_pages", [1, 4, 6, 16, 17])
+def test_slots_that_share_a_page_are_locked_together(monkeypatch: pytest.MonkeyPatch, row_pages: int) -> None:
+    """Slots of 4 KiB, and multiples of that, on a machine whose pages have 64 KiB."""
+    monkeypatch.setattr(pages, "MEMORY_PAGE_BYTES", 16 * PAGE)
+    model = Model()
+    paused = PausedLocks(monkeypatch, model, row_pages * PAGE)
+    assert (paused.locks.locked_slots, paused.locks.refusal) == (SLOTS, "")
+    assert all(address % (16 * PAGE) == 0 for address in model.locked)
+    for slot in range(SLOTS):  # no copy reaches from one piece into the next
+        assert model.reached_as(paused.slots.address + slot * row_pages * PAGE, row_pages * PAGE) == "host"
+    paused.locks.close()
+    assert model.locked == {}
+
+
+def test_a_refusal_for_want_of_memory_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    model.refuse_locks_from = 2
+
+    def memory_is_freed(pause_s: float) -> None:
+        if pause_s == page_lock.RETRY_S[1]:
+            model.refuse_locks_from = None
+
+    with caplog.at_level(logging.INFO, "kvbm"):
+        paused = PausedLocks(monkeypatch, model, on_pause=memory_is_freed)
+    assert paused.locks.locked_slots == SLOTS
+    assert [pause_s for pause_s in paused.pauses if pause_s >= 10] == [*page_lock.RETRY_S[:2]]
+    refused, locked = (record.getMessage() for record in caplog.records)
+    assert refused.endswith("at most 5 more tries follow within 9 minutes")
+    assert locked == f"all {SLOTS} slots of the host arena are page-locked now"
+    paused.locks.close()
+
+
+def test_refusals_for_want_of_memory_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    model.refuse_locks_from = 0
+    paused = PausedLocks(monkeypatch, model)
+    assert paused.pauses == [*page_lock.RETRY_S]
+    assert model.lock_calls == len(page_lock.RETRY_S) + 1
+    first, final = warnings(caplog)
+    assert "more tries follow" in first
+    assert "more tries follow" not in final
+    paused.locks.close()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "meaning"),
+    [
+        ((712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), "another library of this process"),
+        ((801, "CUDA_ERROR_NOT_SUPPORTED"), "as under WSL2 and on some virtual GPUs"),
+        ((1, "CUDA_ERROR_INVALID_VALUE"), "and are slower"),
+    ],
+)
+def test_other_refusals_are_final(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refusal: tuple[int, str],
+    meaning: str,
+) -> None:
+    model = Model()
+    model.refuse_locks_from, model.refuse_locks_with = 0, refusal
+    paused = PausedLocks(monkeypatch, model)
+    assert (paused.pauses, model.lock_calls) == ([], 1)
+    (line,) = warnings(caplog)
+    assert meaning in line
+    assert "tries" not in line
+    paused.locks.close()
+
+
+def test_nothing_is_locked_where_locked_memory_has_another_address_on_the_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Batches of copies to its host address are illegal accesses there."""
+    model = Model()
+    model.driver.host_pointers = False
+    bench = new_bench(model).prepared()
+    assert model.lock_calls == 0
+    (line,) = warnings(caplog)
+    assert "11 of 11 slots" in line
+    assert "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0, as under WSL2" in line
+    assert "go through a small buffer and are slower" in line
+    check_stores(bench)
+    check_loads(bench)
+    bench.close()
+
+
+@pytest.mark.parametrize("method", ["batch", "rows"])
 def test_slots_that_are_not_locked_yet_are_copied_through_the_buffer(method: str) -> None:
     model = Model()
     model.lock_gate = threading.Semaphore(2)
@@ -203,7 +315,7 @@ def test_pages_that_locking_brings_forth_lie_next_to_the_device(
     monkeypatch.setattr(model.driver, "lock_pages", seen_from)
     bench = new_bench(model).prepared()
     arena = arena_tensor(mmap.mmap(-1, PAGE), 1, PAGE)
-    near = CudaCopier(bench.cache, arena, "each", model.driver, model.device, numa_node=3)
+    near = CudaCopier(bench.cache, arena, "batch", model.driver, model.device, numa_node=3)
     assert near.prepared(DEADLINE_S)
     near.close()
     bench.close()
@@ -240,7 +352,7 @@ def test_a_refusal_half_way_is_one_warning_and_copies_go_on(caplog: pytest.LogCa
     (line,) = warnings(caplog)
     assert "7 of 11 slots" in line
     assert "CUDA_ERROR_OUT_OF_MEMORY (2)" in line
-    assert "the container, has no memory left" in line
+    assert "the container, may have no memory left" in line
     assert "ulimit" not in line, "no limit of locked pages applies to the driver"
     check_stores(bench)
     check_loads(bench)
@@ -276,7 +388,7 @@ def test_a_piece_that_cannot_be_unlocked_does_not_keep_the_others(caplog: pytest
 def test_the_thread_that_locks_pages_ends_with_the_copier() -> None:
     bench = new_bench(Model()).prepared()
     bench.close()
-    assert not any(thread.name == "kvbm-cuda-prepare" for thread in threading.enumerate())
+    assert not any(thread.name == "kvbm-cuda-lock" for thread in threading.enumerate())
 
 
 # What goes wrong
@@ -284,7 +396,7 @@ def test_the_thread_that_locks_pages_ends_with_the_copier() -> None:
 
 @pytest.mark.parametrize("refused", [False, True], ids=["locked", "staged"])
 @pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("method", ["batch", "rows", "each"])
+@pytest.mark.parametrize("method", ["batch", "rows"])
 def test_a_copy_that_fails_half_way_raises_when_nothing_is_under_way(
     method: str, direction: str, refused: bool
 ) -> None:
@@ -323,10 +435,10 @@ def test_a_lost_context_is_one_line_at_the_copy_and_one_at_the_end(
     bench = new_bench(model).prepared()
     caplog.clear()
     under_way = bench.copier.begin_load([(1, 1)])
-    lose(model, "each")
+    lose(model, "batch")
     with pytest.raises(DeviceLost) as caught:
         bench.copier.store([(0, 0), (2, 8)])
-    assert str(caught.value) == "each: CUDA_ERROR_ILLEGAL_ADDRESS (700); the device's context is lost"
+    assert str(caught.value) == "batch: CUDA_ERROR_ILLEGAL_ADDRESS (700); the device's context is lost"
     for answer in (under_way.done, under_way.wait, lambda: bench.copier.store([(0, 0)])):
         with pytest.raises((DeviceLost, RuntimeError)) as told:
             answer()
