@@ -15,6 +15,7 @@ from rigs.admin import Node
 from rigs.manager import ManagerBench
 
 if TYPE_CHECKING:
+    from rigs.libcuda.library import Libcuda
     from rigs.mover import Rank
 
 
@@ -104,3 +105,29 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     yield make
     for node in nodes:
         node.close()
+
+
+@pytest.fixture(scope="session")
+def libcuda_path(request: pytest.FixtureRequest) -> Path:
+    """The stand-in for the CUDA driver, compiled once."""
+    from rigs.libcuda import build
+
+    if reason := build.missing():
+        pytest.skip(reason)
+    assert request.config.cache is not None
+    return build.build(request.config.cache.mkdir("libcuda"))
+
+
+@pytest.fixture
+def libcuda(libcuda_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Libcuda]:
+    """A CUDA driver without a card, under the real `CudaDriver` and `TorchDevice`; it must have no complaints."""
+    from rigs.libcuda.library import Libcuda
+    from rigs.libcuda.torch_cuda import TorchCuda, replacements
+
+    libcuda = Libcuda(libcuda_path)
+    for name, value in replacements(libcuda, TorchCuda(libcuda)).items():
+        monkeypatch.setattr(name, value)
+    yield libcuda
+    complaints = libcuda.complaints
+    libcuda.reset()
+    assert complaints == []

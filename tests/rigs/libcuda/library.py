@@ -1,0 +1,112 @@
+"""The stand-in for `libcuda.so.1` as a test holds it: what it sets, what it reads, and what complaints there are."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from ctypes import byref, c_char_p, c_double, c_int, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMPLAINT_BYTES = 256
+
+
+class Libcuda:
+    """One driver in this process, in its first state after each `reset`.
+
+    `cuda` is the library itself, for calls of CUDA. Times are in seconds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.cuda = ctypes.CDLL(str(path))
+        for name in ("standin_registered_bytes", "standin_call_count", "standin_complaint"):
+            getattr(self.cuda, name).restype = c_uint64
+        self.reset()
+
+    def reset(self, seed: int = 0) -> None:
+        """As in a process that has just begun. Work under way is dropped, and handles from before are refused."""
+        self.cuda.standin_reset(c_uint64(seed))
+
+    # ---- what a test sets
+
+    def set_version(self, version: int) -> None:
+        """The driver's version, as 12080."""
+        self.cuda.standin_set_version(c_int(version))
+
+    def set_host_pointer_use(self, can_use: bool) -> None:
+        """Whether the device may use the host address of registered memory."""
+        self.cuda.standin_set_host_pointer_use(c_int(can_use))
+
+    def set_page_bytes(self, page_bytes: int) -> None:
+        """The size of the pages that registrations are rounded to."""
+        self.cuda.standin_set_page_bytes(c_uint64(page_bytes))
+
+    def set_delay(self, min_s: float, max_s: float) -> None:
+        """How long each copy call's pieces take, all together, chosen anew for each."""
+        self.cuda.standin_set_delay(c_double(min_s), c_double(max_s))
+
+    def hold_copies(self, held: bool = True) -> None:
+        """No copy gets further than half of its pieces, until it is let go."""
+        self.cuda.standin_hold_copies(c_int(held))
+
+    def fail(
+        self, name: str, result: int = 1, *, nth: int = 1, times: int = 1, loses_device: bool = False
+    ) -> None:
+        """`times` calls of that name, from the `nth` from now on, fail with that result.
+
+        Names are those of `cuda.h`, without `_v2`. `piece` is the copying of one piece by a stream, after which the
+        device is lost in any case; `batch` is a `cuMemcpyBatchAsync` that has begun a part of its pieces.
+        """
+        self.cuda.standin_fail(name.encode(), c_uint64(nth), c_uint64(times), c_int(result), loses_device)
+
+    def fail_by_chance(self, name: str, chance: float, result: int = 1) -> None:
+        """Each call of that name fails with that probability."""
+        self.cuda.standin_fail_by_chance(name.encode(), c_double(chance), c_int(result))
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the tensors' storages be device memory, an allocation each."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.cuda.standin_add_device_memory(c_uint64(storage.data_ptr()), c_size_t(storage.nbytes()))
+
+    # ---- what a test reads
+
+    def call_count(self, name: str) -> int:
+        """How many calls of that name there were; `piece` counts pieces that were copied."""
+        return int(self.cuda.standin_call_count(name.encode()))
+
+    @property
+    def registered_bytes(self) -> int:
+        """Host memory that is registered now."""
+        return int(self.cuda.standin_registered_bytes())
+
+    @property
+    def complaints(self) -> list[str]:
+        """What a real device would not forgive: copies beyond allocations, from memory that is not locked, …"""
+        text = ctypes.create_string_buffer(_COMPLAINT_BYTES)
+        found, index = [], 0
+        while index < self.cuda.standin_complaint(c_uint64(index), text, c_size_t(_COMPLAINT_BYTES)):
+            found.append(text.value.decode())
+            index += 1
+        return found
+
+    # ---- calls of the runtime that torch makes
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """A call with the context made current, as any call of the CUDA runtime does. Raises RuntimeError as torch."""
+        context = c_void_p()
+        if not self.cuda.cuCtxGetCurrent(byref(context)) and context.value is None:
+            self.cuda.cuDevicePrimaryCtxRetain(byref(context), c_int(0))
+            self.cuda.cuCtxSetCurrent(context)
+        result = getattr(self.cuda, name)(*arguments)
+        if result:
+            raise RuntimeError(
+                f"CUDA error: {self.name_of(result)}\nCUDA kernel errors might be reported later"
+            )
+
+    def name_of(self, result: int) -> str:
+        name = c_char_p()
+        self.cuda.cuGetErrorName(c_int(result), byref(name))
+        return name.value.decode() if name.value else str(result)
