@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
 from kvbm.open_file_locks import set_lock
-from kvbm.runtime_dir import make_runtime_dir, open_lock, refuse_foreign
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +41,9 @@ class LockTurns:
     """
 
     def __init__(self, runtime_dir: str, clock: Clock = time.monotonic) -> None:
+        # Here, because copies are measured where only torch is installed.
+        from kvbm.runtime_dir import make_runtime_dir, open_lock, refuse_foreign
+
         self._clock = clock
         self._fd = -1
         try:
