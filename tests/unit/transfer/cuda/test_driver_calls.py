@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections.abc import Callable
 from ctypes import byref, c_int, c_void_p
+from functools import partial
 
 import numpy as np
 import pytest
@@ -116,8 +117,8 @@ def test_a_source_may_be_read_early_if_that_is_asked_for(
         libcuda.hold_copies()
 
 
-def test_pieces_one_by_one(driver: CudaDriver, memory: Memory, stream: Stream) -> None:
-    driver.copy_each(rows_of(memory.host), rows_of(memory.device), sizes(), stream.cuda_stream)
+def test_one_copy(driver: CudaDriver, memory: Memory, stream: Stream) -> None:
+    driver.copy(memory.host.data_ptr(), memory.device.data_ptr(), PIECES * PIECE, stream.cuda_stream)
     stream.synchronize()
     assert torch.equal(memory.host, memory.device)
 
@@ -163,9 +164,9 @@ def test_pieces_that_share_a_page_of_64_kib_cannot_both_be_locked(
 
 
 def test_what_the_device_can_do(libcuda: Libcuda, driver: CudaDriver) -> None:
-    assert driver.reads_host_pointers(0)
+    assert driver.can_use_host_pointers(0)
     libcuda.set_host_pointer_use(False)
-    assert not driver.reads_host_pointers(0)
+    assert not driver.can_use_host_pointers(0)
     assert driver.pci_bus_id(0) == "0000:3b:00.0"
     with pytest.raises(CudaError, match="INVALID_DEVICE"):
         driver.pci_bus_id(1)
@@ -268,11 +269,13 @@ def test_a_stream_waits_for_an_event_of_another(libcuda: Libcuda, driver: CudaDr
 def test_errors_that_the_test_asks_for(
     libcuda: Libcuda, driver: CudaDriver, memory: Memory, stream: Stream
 ) -> None:
-    libcuda.fail("cuMemcpyAsync", 2, nth=3)
+    libcuda.fail("cuMemcpyAsync", 2, nth=2)
+    copy = partial(driver.copy, memory.host.data_ptr(), memory.device.data_ptr(), PIECE, stream.cuda_stream)
+    copy()
     with pytest.raises(CudaError, match=rf"cuMemcpyAsync of {PIECE} bytes: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
-        driver.copy_each(rows_of(memory.host), rows_of(memory.device), sizes(), stream.cuda_stream)
+        copy()
     stream.synchronize()
-    assert libcuda.call_count("piece") == 2
+    assert libcuda.call_count("piece") == 1
     libcuda.fail("cuMemHostRegister", 1234)
     with pytest.raises(CudaError, match=r"unknown result \(1234\)"):
         driver.lock_pages(memory.host.data_ptr() + 4 * PAGE, PAGE)
