@@ -34,6 +34,7 @@ static size_t complaint_count;
 static uint64_t random_state = 1;
 static int the_context; /* its address is the primary context's handle */
 static __thread CUcontext current_context;
+static __thread bool is_spared;
 
 CUresult standin_batch_of_12_8(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t,
                                size_t *, CUstream);
@@ -70,6 +71,7 @@ bool fails(const char *name, CUresult *result) {
     Call *call = call_of(name);
     call->calls++;
     bool now = call->fails_at && call->calls >= call->fails_at && call->calls < call->fails_until;
+    if (is_spared) return false;
     if (!now && call->chance > 0.0) now = (double)random_below(1000000) / 1e6 < call->chance;
     if (!now) return false;
     *result = call->result;
@@ -285,6 +287,9 @@ EXPORTED void standin_fail_by_chance(const char *name, double chance, int result
     call->loses_device = false;
     pthread_mutex_unlock(&lock);
 }
+
+/* No call of this thread is made to fail: it is the engine's, whose errors are its own. */
+EXPORTED void standin_spare_thread(int spared) { is_spared = spared; }
 
 /* How many calls of that name there were; of `piece`, how many pieces were copied. */
 EXPORTED uint64_t standin_call_count(const char *name) {

@@ -65,6 +65,10 @@ class Libcuda:
         """Each call of that name fails with that probability."""
         self.cuda.standin_fail_by_chance(name.encode(), c_double(chance), c_int(result))
 
+    def spare_this_thread(self, spared: bool = True) -> None:
+        """No call of the calling thread is made to fail: it is the engine's, and its errors are not ours to handle."""
+        self.cuda.standin_spare_thread(c_int(spared))
+
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the tensors' storages be device memory, an allocation each."""
         for tensor in tensors:
