@@ -170,7 +170,7 @@ EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
         *value = settings.max_pitch;
         return leave(CUDA_SUCCESS);
     case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
-        *value = settings.can_use_host_pointer;
+        *value = settings.can_use_host_pointers;
         return leave(CUDA_SUCCESS);
     default:
         complain("%s: attribute %d, of which the stand-in knows nothing", __func__, (int)attribute);
@@ -211,17 +211,16 @@ EXPORTED CUresult cuCtxSetCurrent(CUcontext context) {
 
 /* ---- what a test sets and reads */
 
+__attribute__((constructor)) static void set_up(void) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&changed, &attributes);
+}
+
 /* As a process that has just begun: no streams, no registrations, no device memory but what was allocated. */
 EXPORTED void standin_reset(uint64_t seed) {
-    static bool is_set_up;
     pthread_mutex_lock(&lock);
-    if (!is_set_up) {
-        pthread_condattr_t attributes;
-        pthread_condattr_init(&attributes);
-        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-        pthread_cond_init(&changed, &attributes);
-        is_set_up = true;
-    }
     life++;
     end_streams();
     forget_registrations();
@@ -229,39 +228,12 @@ EXPORTED void standin_reset(uint64_t seed) {
     complaint_count = 0;
     lost = CUDA_SUCCESS;
     random_state = seed * 2 + 1;
-    settings = (Settings){
-        .version = 13000, .can_use_host_pointer = 1, .max_pitch = 0x7FFFFFFF, .page_bytes = 4096};
     pthread_mutex_unlock(&lock);
 }
 
-EXPORTED void standin_set_version(int version) {
+EXPORTED void standin_configure(Settings *wanted) {
     pthread_mutex_lock(&lock);
-    settings.version = version;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_set_host_pointer_use(int can_use) {
-    pthread_mutex_lock(&lock);
-    settings.can_use_host_pointer = can_use;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_set_page_bytes(uint64_t page_bytes) {
-    pthread_mutex_lock(&lock);
-    settings.page_bytes = page_bytes;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_set_delay(double min_s, double max_s) {
-    pthread_mutex_lock(&lock);
-    settings.delay_min_s = min_s;
-    settings.delay_max_s = max_s;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_hold_copies(int held) {
-    pthread_mutex_lock(&lock);
-    settings.copies_are_held = held;
+    settings = *wanted;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }

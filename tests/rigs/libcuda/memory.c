@@ -2,7 +2,6 @@
 
 #include "standin.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -230,7 +229,7 @@ static CUresult begin_batch(const char *function, CUdeviceptr *targets, CUdevice
             failure = CUDA_ERROR_INVALID_VALUE;
         Kind target = kind_of(piece->target, piece->size), source = kind_of(piece->source, piece->size);
         bool by_host_pointer = target == REGISTERED_HOST || source == REGISTERED_HOST;
-        if (by_host_pointer && !settings.can_use_host_pointer) {
+        if (by_host_pointer && !settings.can_use_host_pointers) {
             complain("%s: a registered host address where the device cannot use it", function);
             failure = CUDA_ERROR_INVALID_VALUE;
         }

@@ -2,7 +2,6 @@
 
 #include "standin.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -16,7 +15,7 @@ double now_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
 }
 
-/* Wait for a change until that time. The condition's clock is the monotonic one (`standin_reset` makes it so). */
+/* Wait for a change until that time. The condition's clock is the monotonic one (`set_up` makes it so). */
 static void wait_until(double until_s) {
     struct timespec until = {(time_t)until_s, (long)((until_s - (double)(time_t)until_s) * 1e9)};
     pthread_cond_timedwait(&changed, &lock, &until);
@@ -64,11 +63,6 @@ static void run(CUstream stream, Operation *operation) {
         break;
     case WAIT:
         while (event->reached < operation->turn && !stream->ending && !lost) pthread_cond_wait(&changed, &lock);
-        break;
-    case CALL:
-        pthread_mutex_unlock(&lock);
-        operation->function(operation->data);
-        pthread_mutex_lock(&lock);
         break;
     }
 }
@@ -212,14 +206,6 @@ EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned int
         return leave(CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
     }
     return leave(put(stream, (Operation){.kind = WAIT, .event = event, .turn = event->recorded}));
-}
-
-EXPORTED CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void *data) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
-    CUstream stream = stream_of(handle);
-    if (!stream) return leave(CUDA_ERROR_INVALID_HANDLE);
-    return leave(put(stream, (Operation){.kind = CALL, .function = function, .data = data}));
 }
 
 EXPORTED CUresult cuEventCreate(CUevent *made, unsigned int flags) {

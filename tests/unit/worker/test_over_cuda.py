@@ -44,7 +44,7 @@ def run(device: TorchCuda, seed: int, method: str, *, errors: bool = False) -> t
     """Some steps of a rank; what was wrong."""
     libcuda = device.libcuda
     libcuda.reset(seed)
-    libcuda.set_delay(0.0, DELAY_S)
+    libcuda.configure(delay_max_s=DELAY_S)
     chosen = random.Random(seed)
     if errors and seed % 2:
         libcuda.fail("cuMemHostRegister", 2, nth=chosen.randint(1, 4), times=1000)
