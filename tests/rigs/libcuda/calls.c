@@ -3,6 +3,7 @@
 
 #include "standin.h"
 
+#include <cudaTypedefs.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,6 +39,10 @@ static __thread bool is_spared;
 
 CUresult standin_batch_of_12_8(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t,
                                size_t *, CUstream);
+
+/* The compiler compares them with the signatures of both versions. */
+static const PFN_cuMemcpyBatchAsync_v12080 batch_of_12_8 = standin_batch_of_12_8;
+static const PFN_cuMemcpyBatchAsync_v13000 batch_of_13_0 = cuMemcpyBatchAsync;
 
 /* xorshift64*, which is enough for delays and orders. */
 uint64_t random_below(uint64_t bound) {
@@ -101,23 +106,21 @@ CUresult leave(CUresult result) {
 /* ---- the driver, the device, its context */
 
 EXPORTED CUresult cuDriverGetVersion(int *version) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     *version = settings.version;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuGetProcAddress(const char *symbol, void **address, int version, cuuint64_t flags,
                                    CUdriverProcAddressQueryResult *status) {
-    static const struct {
+    const struct {
         const char *symbol;
         int since;
         void *address;
-    } versions[] = {{"cuMemcpyBatchAsync", 13000, (void *)cuMemcpyBatchAsync},
-                    {"cuMemcpyBatchAsync", 12080, (void *)standin_batch_of_12_8}};
+    } versions[] = {{"cuMemcpyBatchAsync", 13000, (void *)batch_of_13_0},
+                    {"cuMemcpyBatchAsync", 12080, (void *)batch_of_12_8}};
     (void)flags;
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     *address = NULL;
     if (status) *status = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     if (version > settings.version) return leave(CUDA_ERROR_INVALID_VALUE);
@@ -162,8 +165,7 @@ EXPORTED CUresult cuGetErrorName(CUresult error, const char **name) {
 }
 
 EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     if (device) return leave(CUDA_ERROR_INVALID_DEVICE);
     switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_MAX_PITCH:
@@ -179,8 +181,7 @@ EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
 }
 
 EXPORTED CUresult cuDeviceGetPCIBusId(char *text, int size, CUdevice device) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     if (device) return leave(CUDA_ERROR_INVALID_DEVICE);
     if (size < 13) return leave(CUDA_ERROR_INVALID_VALUE);
     strcpy(text, "0000:3B:00.0");
@@ -188,23 +189,20 @@ EXPORTED CUresult cuDeviceGetPCIBusId(char *text, int size, CUdevice device) {
 }
 
 EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     if (device) return leave(CUDA_ERROR_INVALID_DEVICE);
     *context = (CUcontext)&the_context;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     *context = current_context;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuCtxSetCurrent(CUcontext context) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     current_context = context;
     return leave(CUDA_SUCCESS);
 }

@@ -90,9 +90,8 @@ static CUresult allocate(Kind kind, size_t size, int filling, uint64_t *start) {
 }
 
 EXPORTED CUresult cuMemAlloc(CUdeviceptr *start, size_t size) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     uint64_t made = 0;
-    if (result) return result;
     result = allocate(DEVICE, size, 0xDD, &made);
     *start = made;
     return leave(result);
@@ -100,9 +99,8 @@ EXPORTED CUresult cuMemAlloc(CUdeviceptr *start, size_t size) {
 
 EXPORTED CUresult cuMemHostAlloc(void **start, size_t size, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     uint64_t made = 0;
-    if (result) return result;
     result = allocate(ALLOCATED_HOST, size, 0xEE, &made);
     *start = (void *)made;
     return leave(result);
@@ -110,8 +108,7 @@ EXPORTED CUresult cuMemHostAlloc(void **start, size_t size, unsigned int flags) 
 
 EXPORTED CUresult cuMemHostRegister(void *start, size_t size, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     uint64_t page = settings.page_bytes, first = (uint64_t)start, end = first + size;
     if (!start || !size) return leave(CUDA_ERROR_INVALID_VALUE);
     uint64_t first_page = first / page, end_page = (end + page - 1) / page;
@@ -125,8 +122,7 @@ EXPORTED CUresult cuMemHostRegister(void *start, size_t size, unsigned int flags
 }
 
 EXPORTED CUresult cuMemHostUnregister(void *start) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     Range *range = range_at((uint64_t)start, REGISTERED_HOST);
     if (!range) return leave(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
     drop_range(range);
@@ -166,8 +162,7 @@ static CUresult begin_copy(const char *function, CUstream handle, Piece *pieces,
 }
 
 EXPORTED CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     Piece *piece = malloc(sizeof *piece);
     *piece = (Piece){target, source, size, NULL};
     return leave(begin_copy(__func__, handle, piece, 1));
@@ -178,8 +173,7 @@ static uint64_t place_2d(CUmemorytype type, const void *host, CUdeviceptr device
 }
 
 EXPORTED CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *copy, CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     size_t width = copy->WidthInBytes, rows = copy->Height, limit = (size_t)settings.max_pitch;
     bool arrays = copy->srcMemoryType == CU_MEMORYTYPE_ARRAY || copy->dstMemoryType == CU_MEMORYTYPE_ARRAY;
     if (arrays || !width || !rows || copy->srcPitch < width || copy->dstPitch < width || copy->srcPitch > limit ||

@@ -74,6 +74,11 @@ extern CUresult lost; /* the result of every call, once the device is lost */
 extern unsigned life;
 extern struct CUstream_st *streams;
 
+/* The first line of a call: the lock is held behind it, and `leave` is the only way out. */
+#define BEGIN(needs)                            \
+    CUresult result = enter(__func__, (needs)); \
+    if (result) return result
+
 CUresult enter(const char *function, int needs);
 CUresult leave(CUresult result);
 bool fails(const char *name, CUresult *result);

@@ -147,8 +147,7 @@ bool breaks_captures(void) {
 }
 
 EXPORTED CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     CUstreamCaptureMode before = thread_mode;
     if ((unsigned)*mode > CU_STREAM_CAPTURE_MODE_RELAXED) return leave(CUDA_ERROR_INVALID_VALUE);
     thread_mode = *mode;
@@ -157,8 +156,7 @@ EXPORTED CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 }
 
 EXPORTED CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = handle ? stream_of(handle) : NULL; /* the default stream cannot be captured */
     if (!stream || stream->captures) return leave(CUDA_ERROR_INVALID_VALUE);
     stream->captures = true;
@@ -169,8 +167,7 @@ EXPORTED CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode
 }
 
 EXPORTED CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = stream_of(handle);
     *graph = NULL;
     if (!stream || !stream->captures) return leave(CUDA_ERROR_ILLEGAL_STATE);
@@ -180,13 +177,12 @@ EXPORTED CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
 
 EXPORTED CUresult cuStreamCreateWithPriority(CUstream *made, unsigned int flags, int priority) {
     (void)flags, (void)priority;
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    return result ? result : leave(make_stream(made));
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
+    return leave(make_stream(made));
 }
 
 EXPORTED CUresult cuStreamSynchronize(CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     CUstream stream = stream_of(handle);
     if (!stream) return leave(CUDA_ERROR_INVALID_HANDLE);
     while (stream->first && !stream->ending && !lost) pthread_cond_wait(&changed, &lock);
@@ -195,8 +191,7 @@ EXPORTED CUresult cuStreamSynchronize(CUstream handle) {
 
 EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = stream_of(handle);
     if (!stream || event->life != life) return leave(CUDA_ERROR_INVALID_HANDLE);
     if (event->in_capture != stream->captures) {
@@ -210,16 +205,14 @@ EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned int
 
 EXPORTED CUresult cuEventCreate(CUevent *made, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     *made = calloc(1, sizeof **made); /* kept until the process ends: a stream, or a stale handle, may name it */
     (*made)->life = life;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuEventRecord(CUevent event, CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = stream_of(handle);
     if (!stream || event->life != life) return leave(CUDA_ERROR_INVALID_HANDLE);
     event->in_capture = stream->captures;
@@ -236,15 +229,13 @@ static CUresult refuse_captured(CUevent event) {
 }
 
 EXPORTED CUresult cuEventQuery(CUevent event) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     if ((result = refuse_captured(event))) return leave(result);
     return leave(event->reached >= event->recorded ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
 
 EXPORTED CUresult cuEventSynchronize(CUevent event) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     if ((result = refuse_captured(event))) return leave(result);
     uint64_t turn = event->recorded;
     while (event->reached < turn && event->life == life && !lost) pthread_cond_wait(&changed, &lock);
@@ -252,8 +243,7 @@ EXPORTED CUresult cuEventSynchronize(CUevent event) {
 }
 
 EXPORTED CUresult cuEventElapsedTime(float *milliseconds, CUevent begin, CUevent end) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     if (begin->life != life || end->life != life || !begin->recorded || !end->recorded)
         return leave(CUDA_ERROR_INVALID_HANDLE);
     if (begin->reached < begin->recorded || end->reached < end->recorded) return leave(CUDA_ERROR_NOT_READY);
