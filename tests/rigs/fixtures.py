@@ -16,6 +16,7 @@ from rigs.manager import ManagerBench
 
 if TYPE_CHECKING:
     from rigs.libcuda.library import Libcuda
+    from rigs.libcuda.torch_cuda import TorchCuda
     from rigs.mover import Rank
 
 
@@ -119,15 +120,21 @@ def libcuda_path(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def libcuda(libcuda_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Libcuda]:
-    """A CUDA driver without a card, under the real `CudaDriver` and `TorchDevice`; it must have no complaints."""
+def torch_cuda(libcuda_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchCuda]:
+    """A CUDA device without a card, under the real `CudaDriver` and `TorchDevice`; it must have no complaints."""
     from rigs.libcuda.library import Libcuda
     from rigs.libcuda.torch_cuda import TorchCuda, replacements
 
-    libcuda = Libcuda(libcuda_path)
-    for name, value in replacements(libcuda, TorchCuda(libcuda)).items():
+    cuda = TorchCuda(Libcuda(libcuda_path))
+    for name, value in replacements(cuda).items():
         monkeypatch.setattr(name, value)
-    yield libcuda
-    complaints = libcuda.complaints
-    libcuda.reset()
+    yield cuda
+    complaints = cuda.libcuda.complaints
+    cuda.libcuda.reset()
     assert complaints == []
+
+
+@pytest.fixture
+def libcuda(torch_cuda: TorchCuda) -> Libcuda:
+    """The driver of that device."""
+    return torch_cuda.libcuda

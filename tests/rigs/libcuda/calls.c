@@ -3,6 +3,7 @@
 
 #include "standin.h"
 
+#include <cudaTypedefs.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,9 +35,14 @@ static size_t complaint_count;
 static uint64_t random_state = 1;
 static int the_context; /* its address is the primary context's handle */
 static __thread CUcontext current_context;
+static __thread bool is_spared;
 
 CUresult standin_batch_of_12_8(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t,
                                size_t *, CUstream);
+
+/* The compiler compares them with the signatures of both versions. */
+static const PFN_cuMemcpyBatchAsync_v12080 batch_of_12_8 = standin_batch_of_12_8;
+static const PFN_cuMemcpyBatchAsync_v13000 batch_of_13_0 = cuMemcpyBatchAsync;
 
 /* xorshift64*, which is enough for delays and orders. */
 uint64_t random_below(uint64_t bound) {
@@ -70,6 +76,7 @@ bool fails(const char *name, CUresult *result) {
     Call *call = call_of(name);
     call->calls++;
     bool now = call->fails_at && call->calls >= call->fails_at && call->calls < call->fails_until;
+    if (is_spared) return false;
     if (!now && call->chance > 0.0) now = (double)random_below(1000000) / 1e6 < call->chance;
     if (!now) return false;
     *result = call->result;
@@ -99,23 +106,21 @@ CUresult leave(CUresult result) {
 /* ---- the driver, the device, its context */
 
 EXPORTED CUresult cuDriverGetVersion(int *version) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     *version = settings.version;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuGetProcAddress(const char *symbol, void **address, int version, cuuint64_t flags,
                                    CUdriverProcAddressQueryResult *status) {
-    static const struct {
+    const struct {
         const char *symbol;
         int since;
         void *address;
-    } versions[] = {{"cuMemcpyBatchAsync", 13000, (void *)cuMemcpyBatchAsync},
-                    {"cuMemcpyBatchAsync", 12080, (void *)standin_batch_of_12_8}};
+    } versions[] = {{"cuMemcpyBatchAsync", 13000, (void *)batch_of_13_0},
+                    {"cuMemcpyBatchAsync", 12080, (void *)batch_of_12_8}};
     (void)flags;
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     *address = NULL;
     if (status) *status = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     if (version > settings.version) return leave(CUDA_ERROR_INVALID_VALUE);
@@ -160,15 +165,14 @@ EXPORTED CUresult cuGetErrorName(CUresult error, const char **name) {
 }
 
 EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     if (device) return leave(CUDA_ERROR_INVALID_DEVICE);
     switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_MAX_PITCH:
         *value = settings.max_pitch;
         return leave(CUDA_SUCCESS);
     case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
-        *value = settings.can_use_host_pointer;
+        *value = settings.can_use_host_pointers;
         return leave(CUDA_SUCCESS);
     default:
         complain("%s: attribute %d, of which the stand-in knows nothing", __func__, (int)attribute);
@@ -177,8 +181,7 @@ EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
 }
 
 EXPORTED CUresult cuDeviceGetPCIBusId(char *text, int size, CUdevice device) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     if (device) return leave(CUDA_ERROR_INVALID_DEVICE);
     if (size < 13) return leave(CUDA_ERROR_INVALID_VALUE);
     strcpy(text, "0000:3B:00.0");
@@ -186,40 +189,36 @@ EXPORTED CUresult cuDeviceGetPCIBusId(char *text, int size, CUdevice device) {
 }
 
 EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     if (device) return leave(CUDA_ERROR_INVALID_DEVICE);
     *context = (CUcontext)&the_context;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     *context = current_context;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuCtxSetCurrent(CUcontext context) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     current_context = context;
     return leave(CUDA_SUCCESS);
 }
 
 /* ---- what a test sets and reads */
 
+__attribute__((constructor)) static void set_up(void) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&changed, &attributes);
+}
+
 /* As a process that has just begun: no streams, no registrations, no device memory but what was allocated. */
 EXPORTED void standin_reset(uint64_t seed) {
-    static bool is_set_up;
     pthread_mutex_lock(&lock);
-    if (!is_set_up) {
-        pthread_condattr_t attributes;
-        pthread_condattr_init(&attributes);
-        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-        pthread_cond_init(&changed, &attributes);
-        is_set_up = true;
-    }
     life++;
     end_streams();
     forget_registrations();
@@ -227,39 +226,12 @@ EXPORTED void standin_reset(uint64_t seed) {
     complaint_count = 0;
     lost = CUDA_SUCCESS;
     random_state = seed * 2 + 1;
-    settings = (Settings){
-        .version = 13000, .can_use_host_pointer = 1, .max_pitch = 0x7FFFFFFF, .page_bytes = 4096};
     pthread_mutex_unlock(&lock);
 }
 
-EXPORTED void standin_set_version(int version) {
+EXPORTED void standin_configure(Settings *wanted) {
     pthread_mutex_lock(&lock);
-    settings.version = version;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_set_host_pointer_use(int can_use) {
-    pthread_mutex_lock(&lock);
-    settings.can_use_host_pointer = can_use;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_set_page_bytes(uint64_t page_bytes) {
-    pthread_mutex_lock(&lock);
-    settings.page_bytes = page_bytes;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_set_delay(double min_s, double max_s) {
-    pthread_mutex_lock(&lock);
-    settings.delay_min_s = min_s;
-    settings.delay_max_s = max_s;
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORTED void standin_hold_copies(int held) {
-    pthread_mutex_lock(&lock);
-    settings.copies_are_held = held;
+    settings = *wanted;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
@@ -285,6 +257,9 @@ EXPORTED void standin_fail_by_chance(const char *name, double chance, int result
     call->loses_device = false;
     pthread_mutex_unlock(&lock);
 }
+
+/* No call of this thread is made to fail: it is the engine's, whose errors are its own. */
+EXPORTED void standin_spare_thread(int spared) { is_spared = spared; }
 
 /* How many calls of that name there were; of `piece`, how many pieces were copied. */
 EXPORTED uint64_t standin_call_count(const char *name) {

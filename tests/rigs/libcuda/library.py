@@ -13,10 +13,29 @@ import torch
 _COMPLAINT_BYTES = 256
 
 
+class Settings(ctypes.Structure):
+    """`Settings` of `standin.h`. Times are in seconds.
+
+    Registrations are rounded to pages of `page_bytes`. The pieces of each copy call take from `delay_min_s` to
+    `delay_max_s`, all together. With `copies_are_held` no copy gets further than half of its pieces.
+    `can_use_host_pointers` is CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
+    """
+
+    _fields_ = (
+        ("version", c_int),
+        ("can_use_host_pointers", c_int),
+        ("max_pitch", c_int),
+        ("copies_are_held", c_int),
+        ("page_bytes", c_uint64),
+        ("delay_min_s", c_double),
+        ("delay_max_s", c_double),
+    )
+
+
 class Libcuda:
     """One driver in this process, in its first state after each `reset`.
 
-    `cuda` is the library itself, for calls of CUDA. Times are in seconds.
+    `cuda` is the library itself, for calls of CUDA.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,28 +47,19 @@ class Libcuda:
     def reset(self, seed: int = 0) -> None:
         """As in a process that has just begun. Work under way is dropped, and handles from before are refused."""
         self.cuda.standin_reset(c_uint64(seed))
+        self._settings = Settings(
+            version=13000, can_use_host_pointers=1, max_pitch=0x7FFFFFFF, page_bytes=4096
+        )
+        self.configure()
 
     # ---- what a test sets
 
-    def set_version(self, version: int) -> None:
-        """The driver's version, as 12080."""
-        self.cuda.standin_set_version(c_int(version))
-
-    def set_host_pointer_use(self, can_use: bool) -> None:
-        """Whether the device may use the host address of registered memory."""
-        self.cuda.standin_set_host_pointer_use(c_int(can_use))
-
-    def set_page_bytes(self, page_bytes: int) -> None:
-        """The size of the pages that registrations are rounded to."""
-        self.cuda.standin_set_page_bytes(c_uint64(page_bytes))
-
-    def set_delay(self, min_s: float, max_s: float) -> None:
-        """How long each copy call's pieces take, all together, chosen anew for each."""
-        self.cuda.standin_set_delay(c_double(min_s), c_double(max_s))
-
-    def hold_copies(self, held: bool = True) -> None:
-        """No copy gets further than half of its pieces, until it is let go."""
-        self.cuda.standin_hold_copies(c_int(held))
+    def configure(self, **settings: float) -> None:
+        """Change some of the `Settings`, from now on."""
+        for name, value in settings.items():
+            assert hasattr(self._settings, name), name
+            setattr(self._settings, name, value)
+        self.cuda.standin_configure(byref(self._settings))
 
     def fail(
         self, name: str, result: int = 1, *, nth: int = 1, times: int = 1, loses_device: bool = False
@@ -64,6 +74,10 @@ class Libcuda:
     def fail_by_chance(self, name: str, chance: float, result: int = 1) -> None:
         """Each call of that name fails with that probability."""
         self.cuda.standin_fail_by_chance(name.encode(), c_double(chance), c_int(result))
+
+    def spare_this_thread(self, spared: bool = True) -> None:
+        """No call of the calling thread is made to fail: it is the engine's, and its errors are not ours to handle."""
+        self.cuda.standin_spare_thread(c_int(spared))
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the tensors' storages be device memory, an allocation each."""

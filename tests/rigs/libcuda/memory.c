@@ -2,7 +2,6 @@
 
 #include "standin.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -91,9 +90,8 @@ static CUresult allocate(Kind kind, size_t size, int filling, uint64_t *start) {
 }
 
 EXPORTED CUresult cuMemAlloc(CUdeviceptr *start, size_t size) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     uint64_t made = 0;
-    if (result) return result;
     result = allocate(DEVICE, size, 0xDD, &made);
     *start = made;
     return leave(result);
@@ -101,9 +99,8 @@ EXPORTED CUresult cuMemAlloc(CUdeviceptr *start, size_t size) {
 
 EXPORTED CUresult cuMemHostAlloc(void **start, size_t size, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     uint64_t made = 0;
-    if (result) return result;
     result = allocate(ALLOCATED_HOST, size, 0xEE, &made);
     *start = (void *)made;
     return leave(result);
@@ -111,8 +108,7 @@ EXPORTED CUresult cuMemHostAlloc(void **start, size_t size, unsigned int flags) 
 
 EXPORTED CUresult cuMemHostRegister(void *start, size_t size, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     uint64_t page = settings.page_bytes, first = (uint64_t)start, end = first + size;
     if (!start || !size) return leave(CUDA_ERROR_INVALID_VALUE);
     uint64_t first_page = first / page, end_page = (end + page - 1) / page;
@@ -126,8 +122,7 @@ EXPORTED CUresult cuMemHostRegister(void *start, size_t size, unsigned int flags
 }
 
 EXPORTED CUresult cuMemHostUnregister(void *start) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     Range *range = range_at((uint64_t)start, REGISTERED_HOST);
     if (!range) return leave(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
     drop_range(range);
@@ -167,8 +162,7 @@ static CUresult begin_copy(const char *function, CUstream handle, Piece *pieces,
 }
 
 EXPORTED CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     Piece *piece = malloc(sizeof *piece);
     *piece = (Piece){target, source, size, NULL};
     return leave(begin_copy(__func__, handle, piece, 1));
@@ -179,8 +173,7 @@ static uint64_t place_2d(CUmemorytype type, const void *host, CUdeviceptr device
 }
 
 EXPORTED CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *copy, CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     size_t width = copy->WidthInBytes, rows = copy->Height, limit = (size_t)settings.max_pitch;
     bool arrays = copy->srcMemoryType == CU_MEMORYTYPE_ARRAY || copy->dstMemoryType == CU_MEMORYTYPE_ARRAY;
     if (arrays || !width || !rows || copy->srcPitch < width || copy->dstPitch < width || copy->srcPitch > limit ||
@@ -230,7 +223,7 @@ static CUresult begin_batch(const char *function, CUdeviceptr *targets, CUdevice
             failure = CUDA_ERROR_INVALID_VALUE;
         Kind target = kind_of(piece->target, piece->size), source = kind_of(piece->source, piece->size);
         bool by_host_pointer = target == REGISTERED_HOST || source == REGISTERED_HOST;
-        if (by_host_pointer && !settings.can_use_host_pointer) {
+        if (by_host_pointer && !settings.can_use_host_pointers) {
             complain("%s: a registered host address where the device cannot use it", function);
             failure = CUDA_ERROR_INVALID_VALUE;
         }

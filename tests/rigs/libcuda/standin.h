@@ -32,13 +32,11 @@ typedef struct {
 
 typedef struct Operation {
     struct Operation *next;
-    enum { COPY, RECORD, WAIT, CALL } kind;
+    enum { COPY, RECORD, WAIT } kind;
     Piece *pieces;
     size_t count;
     CUevent event;
     uint64_t turn; /* which of the event's records */
-    CUhostFn function;
-    void *data;
 } Operation;
 
 struct CUstream_st {
@@ -59,14 +57,14 @@ struct CUevent_st {
     bool in_capture;
 };
 
-/* What a test sets. */
+/* What a test sets: `library.Settings`, which explains it. */
 typedef struct {
-    int version;                     /* of the driver, as 13000 */
-    int can_use_host_pointer;        /* the attribute of that name */
+    int version;
+    int can_use_host_pointers;
     int max_pitch;
-    uint64_t page_bytes;             /* registrations are rounded to such pages */
-    double delay_min_s, delay_max_s; /* how long each copy call's pieces take, all together */
-    bool copies_are_held;            /* no copy gets further than half of its pieces */
+    int copies_are_held;
+    uint64_t page_bytes;
+    double delay_min_s, delay_max_s;
 } Settings;
 
 extern Settings settings;
@@ -75,6 +73,11 @@ extern pthread_cond_t changed;
 extern CUresult lost; /* the result of every call, once the device is lost */
 extern unsigned life;
 extern struct CUstream_st *streams;
+
+/* The first line of a call: the lock is held behind it, and `leave` is the only way out. */
+#define BEGIN(needs)                            \
+    CUresult result = enter(__func__, (needs)); \
+    if (result) return result
 
 CUresult enter(const char *function, int needs);
 CUresult leave(CUresult result);

@@ -2,7 +2,6 @@
 
 #include "standin.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -16,7 +15,7 @@ double now_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
 }
 
-/* Wait for a change until that time. The condition's clock is the monotonic one (`standin_reset` makes it so). */
+/* Wait for a change until that time. The condition's clock is the monotonic one (`set_up` makes it so). */
 static void wait_until(double until_s) {
     struct timespec until = {(time_t)until_s, (long)((until_s - (double)(time_t)until_s) * 1e9)};
     pthread_cond_timedwait(&changed, &lock, &until);
@@ -64,11 +63,6 @@ static void run(CUstream stream, Operation *operation) {
         break;
     case WAIT:
         while (event->reached < operation->turn && !stream->ending && !lost) pthread_cond_wait(&changed, &lock);
-        break;
-    case CALL:
-        pthread_mutex_unlock(&lock);
-        operation->function(operation->data);
-        pthread_mutex_lock(&lock);
         break;
     }
 }
@@ -153,8 +147,7 @@ bool breaks_captures(void) {
 }
 
 EXPORTED CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
-    CUresult result = enter(__func__, 0);
-    if (result) return result;
+    BEGIN(0);
     CUstreamCaptureMode before = thread_mode;
     if ((unsigned)*mode > CU_STREAM_CAPTURE_MODE_RELAXED) return leave(CUDA_ERROR_INVALID_VALUE);
     thread_mode = *mode;
@@ -163,8 +156,7 @@ EXPORTED CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 }
 
 EXPORTED CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = handle ? stream_of(handle) : NULL; /* the default stream cannot be captured */
     if (!stream || stream->captures) return leave(CUDA_ERROR_INVALID_VALUE);
     stream->captures = true;
@@ -175,8 +167,7 @@ EXPORTED CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode
 }
 
 EXPORTED CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = stream_of(handle);
     *graph = NULL;
     if (!stream || !stream->captures) return leave(CUDA_ERROR_ILLEGAL_STATE);
@@ -186,13 +177,12 @@ EXPORTED CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
 
 EXPORTED CUresult cuStreamCreateWithPriority(CUstream *made, unsigned int flags, int priority) {
     (void)flags, (void)priority;
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    return result ? result : leave(make_stream(made));
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
+    return leave(make_stream(made));
 }
 
 EXPORTED CUresult cuStreamSynchronize(CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     CUstream stream = stream_of(handle);
     if (!stream) return leave(CUDA_ERROR_INVALID_HANDLE);
     while (stream->first && !stream->ending && !lost) pthread_cond_wait(&changed, &lock);
@@ -201,8 +191,7 @@ EXPORTED CUresult cuStreamSynchronize(CUstream handle) {
 
 EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = stream_of(handle);
     if (!stream || event->life != life) return leave(CUDA_ERROR_INVALID_HANDLE);
     if (event->in_capture != stream->captures) {
@@ -214,26 +203,16 @@ EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned int
     return leave(put(stream, (Operation){.kind = WAIT, .event = event, .turn = event->recorded}));
 }
 
-EXPORTED CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void *data) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
-    CUstream stream = stream_of(handle);
-    if (!stream) return leave(CUDA_ERROR_INVALID_HANDLE);
-    return leave(put(stream, (Operation){.kind = CALL, .function = function, .data = data}));
-}
-
 EXPORTED CUresult cuEventCreate(CUevent *made, unsigned int flags) {
     (void)flags;
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     *made = calloc(1, sizeof **made); /* kept until the process ends: a stream, or a stale handle, may name it */
     (*made)->life = life;
     return leave(CUDA_SUCCESS);
 }
 
 EXPORTED CUresult cuEventRecord(CUevent event, CUstream handle) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT);
     CUstream stream = stream_of(handle);
     if (!stream || event->life != life) return leave(CUDA_ERROR_INVALID_HANDLE);
     event->in_capture = stream->captures;
@@ -250,15 +229,13 @@ static CUresult refuse_captured(CUevent event) {
 }
 
 EXPORTED CUresult cuEventQuery(CUevent event) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     if ((result = refuse_captured(event))) return leave(result);
     return leave(event->reached >= event->recorded ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
 
 EXPORTED CUresult cuEventSynchronize(CUevent event) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     if ((result = refuse_captured(event))) return leave(result);
     uint64_t turn = event->recorded;
     while (event->reached < turn && event->life == life && !lost) pthread_cond_wait(&changed, &lock);
@@ -266,8 +243,7 @@ EXPORTED CUresult cuEventSynchronize(CUevent event) {
 }
 
 EXPORTED CUresult cuEventElapsedTime(float *milliseconds, CUevent begin, CUevent end) {
-    CUresult result = enter(__func__, NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
-    if (result) return result;
+    BEGIN(NEEDS_CONTEXT | UNSAFE_IN_CAPTURES);
     if (begin->life != life || end->life != life || !begin->recorded || !end->recorded)
         return leave(CUDA_ERROR_INVALID_HANDLE);
     if (begin->reached < begin->recorded || end->reached < end->recorded) return leave(CUDA_ERROR_NOT_READY);

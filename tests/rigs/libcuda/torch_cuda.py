@@ -1,4 +1,4 @@
-"""What KVBM uses of `torch.cuda`, over the stand-in for the driver, so that `TorchDevice` runs on a CPU build of torch."""
+"""What KVBM uses of `torch.cuda`, over the stand-in for the driver: `TorchDevice` runs on a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from rigs.libcuda.library import Libcuda
 
 DEVICE = torch.device("cuda", 0)
-NOT_READY = 600
 
 
 class Event:
@@ -89,16 +88,16 @@ class CpuStream(Stream):
 
 
 class TorchCuda:
-    """See `torch.cuda`, of one device. A thread's current stream is the default one until it enters another."""
+    """See `torch.cuda`, of one device. A thread's current stream is the default one until it takes another."""
 
     def __init__(self, libcuda: Libcuda, engine_computes_on_cpu: bool = False) -> None:
-        self._libcuda = libcuda
+        self.libcuda = libcuda
         self._default = (CpuStream if engine_computes_on_cpu else Stream)(libcuda, 0)
         self._threads = threading.local()
         self.Event = partial(Event, libcuda)
 
     def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802
-        return Stream(self._libcuda)
+        return Stream(self.libcuda)
 
     def device(self, device: torch.device) -> AbstractContextManager[object]:
         """Makes no context current: torch's need not either."""
@@ -112,16 +111,19 @@ class TorchCuda:
         stream: Stream = getattr(self._threads, "stream", self._default)
         return stream
 
+    def set_stream(self, stream: Stream | None) -> None:
+        self._threads.stream = stream or self._default
+
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         """An interpreted kernel runs where it is launched, so what lies in the stream before it comes first."""
         before = self.current_stream()
         stream.synchronize()
-        self._threads.stream = stream
+        self.set_stream(stream)
         try:
             yield
         finally:
-            self._threads.stream = before
+            self.set_stream(before)
 
     def empty(
         self, shape: Any, *, dtype: torch.dtype, device: Any = None, pin_memory: bool = False
@@ -131,13 +133,13 @@ class TorchCuda:
         size = torch.Size([shape] if isinstance(shape, int) else shape)
         start = c_void_p()
         if pin_memory:
-            self._libcuda.call("cuMemHostAlloc", byref(start), c_size_t(size.numel()), c_uint(0))
+            self.libcuda.call("cuMemHostAlloc", byref(start), c_size_t(size.numel()), c_uint(0))
         else:
-            self._libcuda.call("cuMemAlloc_v2", byref(start), c_size_t(size.numel()))
+            self.libcuda.call("cuMemAlloc_v2", byref(start), c_size_t(size.numel()))
         assert start.value is not None
         memory = (ctypes.c_uint8 * size.numel()).from_address(start.value)
         # The memory goes with the last tensor on it: they all hold `memory`.
-        weakref.finalize(memory, self._libcuda.cuda.standin_release_memory, c_uint64(start.value))
+        weakref.finalize(memory, self.libcuda.cuda.standin_release_memory, c_uint64(start.value))
         return torch.frombuffer(memory, dtype=torch.uint8).view(size)
 
 
@@ -152,12 +154,12 @@ class _ModuleWith:
         return getattr(self._module, name)
 
 
-def replacements(libcuda: Libcuda, cuda: TorchCuda) -> dict[str, Any]:
+def replacements(cuda: TorchCuda) -> dict[str, Any]:
     """By module of KVBM and the name in it: what lets the real `CudaDriver` and `TorchDevice` run on the stand-in."""
 
     def load(name: str) -> Any:
         assert name == "libcuda.so.1", name
-        return libcuda.cuda
+        return cuda.libcuda.cuda
 
     return {
         "kvbm.transfer.cuda.driver.ctypes": _ModuleWith(ctypes, CDLL=load),
