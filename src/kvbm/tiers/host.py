@@ -114,7 +114,7 @@ class HostArena:
             self.touch(shard, numa_node)
 
     def slot_views(self, slot: int, count: int = 1) -> list[memoryview]:
-        """The bytes of the slot, or of `count` slots from it on: one writable view per shard, aligned to `PAGE_BYTES`."""
+        """The bytes of the slot, or of `count` slots from it on: a writable view per shard, aligned to `PAGE_BYTES`."""
         size = self.layout.slot_bytes
         return [view[slot * size : (slot + count) * size] for view in self._views]
 

@@ -98,11 +98,9 @@ def choose(
         engines: Method = BatchCopy(driver)
     else:
         engines = RowsCopy(driver, device.index, layouts)
-    if name == KERNEL or (name == AUTO and KERNEL in names and _suit_kernel(layouts)):
+    if name == KERNEL or (name == AUTO and KERNEL in names and _is_for_kernel(layouts)):
         try:
-            return Choice(
-                engines, _compiled_kernel(name, driver, device, layouts, slots, stream), name == KERNEL
-            )
+            return Choice(engines, _make_kernel(name, driver, device, layouts, slots, stream), name == KERNEL)
         except KvbmError as error:
             if name == KERNEL:
                 raise
@@ -110,14 +108,14 @@ def choose(
     return Choice(engines)
 
 
-def _suit_kernel(layouts: Sequence[Pieces]) -> bool:
+def _is_for_kernel(layouts: Sequence[Pieces]) -> bool:
     """Whether the pieces are those that the kernel copies faster than copy engines."""
     return all(
         pieces.largest < KERNEL_PIECE_BYTES and pieces.alignment >= KERNEL_ALIGNMENT for pieces in layouts
     )
 
 
-def _compiled_kernel(
+def _make_kernel(
     name: str, driver: Driver, device: Device, layouts: Sequence[Pieces], slots: SlotRows, stream: Stream
 ) -> Method:
     from kvbm.transfer.cuda.kernel import KernelCopy  # here, because Triton need not be installed
