@@ -44,7 +44,7 @@ from gpu_report import Report
 from gpu_rig import SMALL, Trial
 from gpu_rows import FAULTS, PartRecord, Result
 
-WAYS = ("batch", "rows", "each", "kernel", "auto")
+WAYS = ("batch", "rows", "kernel", "auto")
 ANOTHER_WAY = "do not let that way copy: DYN_KVBM_CUDA_COPY=rows, or another one that is right here"
 
 

@@ -42,9 +42,10 @@ def time_copies(trial: Trial) -> None:
                 works = (plain_down, *both(copier, pairs), plain_up)
                 title = (method, method)
                 if method == "auto":
-                    choice = copier.choice if isinstance(copier, CudaCopier) else None
-                    names = (choice.store.name, choice.load.name) if choice else ("cpu", "cpu")
-                    title = (f"chosen ({names[0]})", f"chosen ({names[1]})")
+                    title = ("chosen (cpu)", "chosen (cpu)")
+                    if isinstance(copier, CudaCopier):
+                        down_by, up_by = (copier.choice.of(len(pairs), to_device=up) for up in (False, True))
+                        title = (f"chosen ({down_by.name})", f"chosen ({up_by.name})")
                 bar = device_bar if method == "auto" else None
                 alone_down, down, up, alone_up = rig.median_device_s(*works)
                 for by, ratio in (

@@ -118,7 +118,6 @@ def time_replays(trial: Trial) -> None:
     replays = REPLAYS if rig.cuda else 20
     alone = seconds_of(steps, replays, lambda: False)
     tell_steps(result, "alone", alone)
-    # By a way that is named nothing is measured at the start: only the page locks are beside the steps.
     with rig.copier(cache, arena, rig.methods[0], prepared=False) as copier:
         copier.begin_store([(0, 0)], copier.mark()).wait()
         begun_s = time.perf_counter()
@@ -150,7 +149,7 @@ def time_replays(trial: Trial) -> None:
 
 def all_locked(copier: Copier) -> Callable[[], bool]:
     """Ask whether there are pages left to lock; a CPU has none, and is never through."""
-    return copier.locks.finished.is_set if isinstance(copier, CudaCopier) else lambda: False
+    return copier.locks.settled.is_set if isinstance(copier, CudaCopier) else lambda: False
 
 
 def seconds_of(steps: Steps, most: int, over: Callable[[], bool]) -> list[float]:

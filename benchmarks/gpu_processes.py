@@ -24,7 +24,7 @@ ANSWER_S = PREPARED_S + 30.0
 
 
 def check_two_processes(trial: Trial) -> None:
-    """Both prepare at once, by turns at each piece. Then each stores, and the other one loads what was stored."""
+    """Both prepare at once, without turns. Then each stores, and the other one loads what was stored."""
     result, sizes = trial.result, trial.sizes
     slots = sizes.untouched_bytes // sizes.block_bytes
     file = os.memfd_create("arena")
@@ -98,7 +98,7 @@ def side_of(rig: Rig, sizes: Sizes, file: int, slots: int) -> Iterator[Side]:
     cache = DeviceCache.from_tensors(views(rig, "LBNHC", sizes, blocks), blocks)
     arena = mapped_arena(file, slots, sizes.block_bytes)
     pairs = [(block, slots - 1 - block) for block in range(blocks)]
-    with rig.copier(cache, arena, "auto", prepared=False, shared_fd=file) as copier:
+    with rig.copier(cache, arena, "auto", prepared=False) as copier:
         yield Side(rig, cache, copier, pairs)
 
 

@@ -60,7 +60,7 @@ class Rig:
         self.broken = frozenset(broken)
         self.refused: dict[str, str] = {}
         """What fails here, and why: ways of copying, page locks."""
-        # `auto` tries all ways. One of them would end this process too, so the first other one stands for it.
+        # `auto` may take one of them, which would end this process too, so the first other one stands for it.
         self.auto = "auto"
         if self.cuda and self.broken:
             self.auto = next((way for way in self.offered if way not in self.broken), "auto")
@@ -70,11 +70,11 @@ class Rig:
         """The ways of copying that this driver and installation offer."""
         if not self.cuda:
             return ["cpu"]
-        from kvbm.transfer.cuda.choice import methods
+        from kvbm.transfer.cuda.choice import offered
         from kvbm.transfer.cuda.device import TorchDevice
         from kvbm.transfer.cuda.driver import CudaDriver
 
-        return list(methods(CudaDriver(), TorchDevice(self.device)))
+        return offered(CudaDriver(), TorchDevice(self.device))
 
     @cached_property
     def methods(self) -> list[str]:
@@ -82,7 +82,7 @@ class Rig:
         return [method for method in self.offered if method not in self.broken and self.works(method)]
 
     def works(self, method: str) -> bool:
-        """A kernel shows only at its first use that a compiler is missing; the rest is measured all the same."""
+        """A kernel shows only when it is compiled that a compiler is missing; the rest is measured all the same."""
         cache = DeviceCache.from_tensors(
             {"layer": torch.zeros(2, 1, 16, 64, dtype=torch.uint8, device=self.device)}, 2
         )
@@ -103,19 +103,15 @@ class Rig:
         arena: torch.Tensor,
         method: str = "auto",
         prepared: bool = True,
-        shared_fd: int = -1,
     ) -> Iterator[Copier]:
-        """A copier, and with `prepared` not before its arena is page-locked; on a CPU the only one there is.
-
-        `shared_fd`: the arena's memory, where another process locks its pages too.
-        """
+        """A copier, and with `prepared` not before its arena is page-locked; on a CPU the only one there is."""
         if not self.cuda:
             yield CpuCopier(cache, arena)
             return
         from kvbm.transfer.cuda.copier import CudaCopier
 
         by = self.auto if method == "auto" else method
-        copier = make_copier(cache, arena, by, shared_fd=shared_fd)
+        copier = make_copier(cache, arena, by)
         assert isinstance(copier, CudaCopier)
         try:
             if prepared and not copier.prepared(PREPARED_S):

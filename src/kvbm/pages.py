@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+from mmap import PAGESIZE
+
+MEMORY_PAGE_BYTES = PAGESIZE
+"""The kernel maps, locks and frees memory in pages of this size: 4 KiB on x86-64, 64 KiB on many Arm machines (GH200,
+GB200). Slots are multiples of `layout.PAGE_BYTES`, which is 4 KiB everywhere, so neighbours may share a page."""
 
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def madvise(address: int, length: int, advice: int) -> bool:
-    """madvise(2), of whole pages; False where the kernel cannot."""
-    return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice) == 0)
+    """madvise(2), of the whole pages in this range: the kernel refuses a part of a page at its start, and would take in
+    the rest of the page at its end. False where the kernel cannot.
+    """
+    start = -(-address // MEMORY_PAGE_BYTES) * MEMORY_PAGE_BYTES
+    end = (address + length) // MEMORY_PAGE_BYTES * MEMORY_PAGE_BYTES
+    if end <= start:
+        return True
+    return bool(_libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice) == 0)
 
 
 def populate_at(address: int, length: int) -> bool:

@@ -1,4 +1,4 @@
-"""Two processes that lock the pages of one memory do it one after the other."""
+"""Two processes of a node page-lock memory one after the other, whatever memory it is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,6 @@ import pytest
 
 from kvbm.clock import ManualClock
 from kvbm.errors import KvbmError
-from kvbm.open_file_locks import set_lock
 from kvbm.protocol import PROTOCOL_VERSION, Welcome
 from kvbm.transfer.cuda import lock_turns
 from kvbm.transfer.cuda.lock_turns import TURN_S_MAX, LockTurns
@@ -30,7 +30,7 @@ from rigs.cuda_model import DEADLINE_S, PAGE, Model
 OTHER = """
 import sys, threading
 from kvbm.transfer.cuda.lock_turns import LockTurns
-turns = LockTurns(int(sys.argv[1]))
+turns = LockTurns(sys.argv[1])
 with turns.turn(threading.Event()):
     print("mine", flush=True)
     sys.stdin.readline()
@@ -40,20 +40,16 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def memory() -> Iterator[int]:
-    fd = os.memfd_create("arena")
-    os.ftruncate(fd, 4 * PAGE)
-    yield fd
-    os.close(fd)
+def runtime_dir(tmp_path: Path) -> str:
+    return str(tmp_path / "kvbm")
 
 
 class OtherProcess:
-    """Has the turn from the start on, with the very descriptor that was handed to it, as ranks get theirs."""
+    """Has the turn from the start on."""
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, runtime_dir: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(memory)],
-            pass_fds=[memory],
+            [sys.executable, "-c", OTHER, runtime_dir],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -81,8 +77,8 @@ class OtherProcess:
 
 
 @contextmanager
-def other_process(memory: int) -> Iterator[OtherProcess]:
-    other = OtherProcess(memory)
+def other_process(runtime_dir: str) -> Iterator[OtherProcess]:
+    other = OtherProcess(runtime_dir)
     try:
         yield other
     finally:
@@ -104,49 +100,46 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def locking(memory: int, model: Model) -> tuple[PageLocks, threading.Thread]:
-    region = mmap.mmap(memory, 4 * PAGE)
-    address = lock_address(region)
-    locks = PageLocks(SlotRows(address, PAGE), 4, model.driver, model.device, LockTurns(memory))
+def locking(runtime_dir: str, model: Model) -> tuple[PageLocks, threading.Thread]:
+    """Memory of this process alone is being locked."""
+    region = mmap.mmap(-1, 4 * PAGE)
+    slots = SlotRows(ctypes.addressof(ctypes.c_char.from_buffer(region)), PAGE)
+    locks = PageLocks(slots, 4, model.driver, model.device, LockTurns(runtime_dir))
     locks.begin()
-    thread = threading.Thread(target=lambda: (model.driver.adopt_thread(0), locks.run()))
+    thread = threading.Thread(target=locks.run)
     thread.start()
     return locks, thread
 
 
-def lock_address(region: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(region))
-
-
 @pytest.mark.parametrize("ends", ["gives up", "dies"])
 def test_pages_are_locked_when_the_other_process_is_through(
-    memory: int, refused: threading.Event, ends: str
+    runtime_dir: str, refused: threading.Event, ends: str
 ) -> None:
     model = Model()
-    with other_process(memory) as other:
-        locks, thread = locking(memory, model)
+    with other_process(runtime_dir) as other:
+        locks, thread = locking(runtime_dir, model)
         assert refused.wait(DEADLINE_S)
         assert model.lock_calls == 0
         other.give_up() if ends == "gives up" else other.die()
         thread.join(DEADLINE_S)
-    assert locks.finished.is_set()
+    assert locks.settled.is_set()
     assert locks.locked_slots == 4
     locks.close()
 
 
-def test_the_turn_is_given_back_after_each_piece(memory: int) -> None:
+def test_the_turn_is_given_back_after_each_piece(runtime_dir: str) -> None:
     model = Model()
-    locks, thread = locking(memory, model)
+    locks, thread = locking(runtime_dir, model)
     thread.join(DEADLINE_S)
-    with other_process(memory):
+    with other_process(runtime_dir):
         pass  # it has had its turn, or this would not have begun
     locks.close()
 
 
 def test_who_waits_has_the_turn_before_who_gives_it_up_has_it_again(
-    memory: int, refused: threading.Event
+    runtime_dir: str, refused: threading.Event
 ) -> None:
-    mine, other = LockTurns(memory), LockTurns(memory)
+    mine, other = LockTurns(runtime_dir), LockTurns(runtime_dir)
     had: list[str] = []
 
     def take() -> None:
@@ -165,11 +158,11 @@ def test_who_waits_has_the_turn_before_who_gives_it_up_has_it_again(
     other.close()
 
 
-def test_closing_does_not_wait_for_the_other_process(memory: int, refused: threading.Event) -> None:
+def test_closing_does_not_wait_for_the_other_process(runtime_dir: str, refused: threading.Event) -> None:
     model = Model()
-    probe = LockTurns(memory)
-    with other_process(memory):
-        locks, thread = locking(memory, model)
+    probe = LockTurns(runtime_dir)
+    with other_process(runtime_dir):
+        locks, thread = locking(runtime_dir, model)
         assert refused.wait(DEADLINE_S)
         assert not probe.take(lock_turns.NEXT)
         locks.close()
@@ -180,10 +173,10 @@ def test_closing_does_not_wait_for_the_other_process(memory: int, refused: threa
 
 
 def test_a_process_that_was_stopped_is_not_waited_for_for_ever(
-    memory: int, refused: threading.Event, caplog: pytest.LogCaptureFixture
+    runtime_dir: str, refused: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
-    turns = LockTurns(memory, clock)
+    turns = LockTurns(runtime_dir, clock)
     had: list[str] = []
 
     def take() -> None:
@@ -191,7 +184,7 @@ def test_a_process_that_was_stopped_is_not_waited_for_for_ever(
             with turns.turn(threading.Event()):
                 had.append(piece)
 
-    with other_process(memory):
+    with other_process(runtime_dir):
         thread = threading.Thread(target=take)
         thread.start()
         assert refused.wait(DEADLINE_S)
@@ -201,28 +194,37 @@ def test_a_process_that_was_stopped_is_not_waited_for_for_ever(
         assert had == ["first", "second"], "the second piece does not wait as long again"
     (record,) = caplog.records
     assert record.getMessage() == (
-        "another process locks pages of the host arena for over 30 s: it is not waited for any more"
+        "another process of this node has page-locked memory for over 30 s: pages are locked "
+        "without taking turns from now on"
     )
     turns.close()
     turns.close()
 
 
-def test_a_lock_on_what_was_handed_over_would_exclude_nobody(memory: int) -> None:
-    """Why the memory is opened again: a lock is the open file's, and both processes have the same one."""
-    with other_process(memory):
-        own = LockTurns(memory)
-        assert not own.take(lock_turns.TURN)
-        own.close()
-    lock = (memory, fcntl.F_WRLCK, lock_turns.TURN)
-    script = f"from kvbm.open_file_locks import set_lock; print(set_lock(*{lock!r}))"
-    assert set_lock(*lock)
-    child = subprocess.run(
-        [sys.executable, "-c", script], pass_fds=[memory], capture_output=True, timeout=DEADLINE_S, check=True
-    )
-    assert child.stdout == b"True\n"
+def test_the_pause_after_a_piece_is_part_of_the_turn(
+    runtime_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is left to the steps of all processes, not to the next one that locks."""
+    monkeypatch.setattr("kvbm.transfer.cuda.page_lock.PIECE_BYTES", PAGE)
+    probe, taken = LockTurns(runtime_dir), []
+    region = mmap.mmap(-1, 4 * PAGE)
+    slots = SlotRows(ctypes.addressof(ctypes.c_char.from_buffer(region)), PAGE)
+    model = Model()
+    locks = PageLocks(slots, 4, model.driver, model.device, LockTurns(runtime_dir))
+
+    def pause(pause_s: float) -> bool:
+        taken.append(probe.take(lock_turns.TURN))
+        return False
+
+    monkeypatch.setattr(locks._closing, "wait", pause)
+    locks.begin()
+    locks.run()
+    assert taken == [False] * 4
+    locks.close()
+    probe.close()
 
 
-def test_a_rank_on_a_cuda_device_takes_turns_at_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_a_cuda_device_takes_turns(runtime_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[LockTurns | None] = []
 
     def refuse(*_: object, turns: LockTurns | None = None, **__: object) -> object:
@@ -234,24 +236,30 @@ def test_a_rank_on_a_cuda_device_takes_turns_at_its_shard(monkeypatch: pytest.Mo
     welcome = Welcome(version=PROTOCOL_VERSION, epoch=1, slot_count=4, slot_bytes=PAGE)
     for device in ("cuda", "cpu"):
         fds = [os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("arena", "generations")]
-        shard = os.dup(fds[0])
         for fd, size in zip(fds, (4 * PAGE, 32), strict=True):
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         cache: Any = SimpleNamespace(layers={}, device=SimpleNamespace(type=device))
         open_files = len(os.listdir("/proc/self/fd"))
         with pytest.raises(KvbmError, match="no such device"):
-            Mapping(welcome, fds, cache)
+            Mapping(welcome, fds, cache, runtime_dir=runtime_dir)
         assert len(os.listdir("/proc/self/fd")) <= open_files - 2, "nothing is left open"
-        os.close(shard)
     assert isinstance(given[0], LockTurns)
     assert given[1] is None
 
 
-def test_without_proc_there_are_no_turns() -> None:
-    fd = os.memfd_create("gone")
-    os.close(fd)
-    turns = LockTurns(fd)
+@pytest.mark.parametrize("foreign", ["directory", "file"])
+def test_a_file_of_other_users_is_not_locked(
+    runtime_dir: str, foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are no turns then, and no process waits."""
+    os.mkdir(runtime_dir, 0o700)
+    path = os.path.join(runtime_dir, lock_turns.FILE_NAME)
+    with open(path, "w"):
+        os.chmod(runtime_dir if foreign == "directory" else path, 0o777)  # others can write to it
+    tried: list[int] = []
+    monkeypatch.setattr(lock_turns, "set_lock", lambda fd, kind, place: not tried.append(place))
+    turns = LockTurns(runtime_dir)
     with turns.turn(threading.Event()):
-        pass
+        assert tried == []
     turns.close()

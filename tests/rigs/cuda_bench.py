@@ -104,7 +104,7 @@ class Bench:
         return CpuCopier(self.cache, self.arena, threads=1)
 
     def prepared(self) -> Bench:
-        """Wait until all pages are locked and everything is measured."""
+        """Wait until all pages are locked, or refused."""
         assert self.copier.prepared(DEADLINE_S)
         return self
 
@@ -185,7 +185,7 @@ def check_layers(bench: Bench, seed: int) -> None:
     assert same(bench.device_bytes(), whole)
 
 
-def new_bench(model: Model, method: str = "each", views: Views | None = None, running: bool = True) -> Bench:
+def new_bench(model: Model, method: str = "batch", views: Views | None = None, running: bool = True) -> Bench:
     """A bench whose slots take a page each, of an engine that is `running` already."""
     bench = Bench(views or stacked("LBNHC", torch.float32), model, method)
     assert bench.arena.stride(0) == PAGE

@@ -15,13 +15,14 @@ import mmap
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
+from kvbm import pages
 from kvbm.transfer.cuda.driver import Addresses, CudaError
 from rigs.cuda_streams import Call, ModelEvent, ModelStream, Operation
 
@@ -65,6 +66,7 @@ class Model:
         """Per copy call, how many pieces still go well."""
         self.fails_with = (1, "CUDA_ERROR_INVALID_VALUE")
         self.refuse_locks_from: int | None = None
+        self.refuse_locks_with = (2, "CUDA_ERROR_OUT_OF_MEMORY")
         self.lock_gate: threading.Semaphore | None = None
         self.lock_calls = 0
         self.lock_called = threading.Condition()
@@ -72,8 +74,6 @@ class Model:
         self.pinned_asked: list[int] = []
         self.batch_pieces_max = 4096
         """One batch call takes no more."""
-        self.seconds: Mapping[str, tuple[float, float]] = {}
-        """Per copy call, and for `kernel`, how long a store and a load take."""
         self._threads = threading.local()
         self._threads.stream = self.engine = self.new_stream()
         self.driver = ModelDriver(self)
@@ -238,7 +238,7 @@ class ModelDriver:
         self._model = model
         self.has_batch = True
         self.pitch_limit = (1 << 31) - 1
-        self.kernels = False
+        self.host_pointers = True
 
     def adopt_thread(self, device: int) -> None:
         with contextlib.suppress(RuntimeError):
@@ -265,9 +265,8 @@ class ModelDriver:
         pieces = list(map(Piece, targets.tolist(), sources.tolist(), sizes.tolist()))
         self._model.begin_copies("batch", pieces, stream, read_early=read_early)
 
-    def copy_each(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        for piece in map(Piece, targets.tolist(), sources.tolist(), sizes.tolist()):
-            self._model.begin_copies("each", [piece], stream)
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        self._model.begin_copies("copy", [Piece(target, source, size)], stream)
 
     def copy_rows(
         self,
@@ -298,8 +297,8 @@ class ModelDriver:
     def pitch_max(self, device: int) -> int:
         return self.pitch_limit
 
-    def reads_host_pointers(self, device: int) -> bool:
-        return self.kernels
+    def can_use_host_pointers(self, device: int) -> bool:
+        return self.host_pointers
 
     def lock_pages(self, address: int, size: int) -> None:
         """Waits at the gate, where there is one."""
@@ -312,10 +311,13 @@ class ModelDriver:
         model.enter("cuMemHostRegister")
         model.unsafe("cuMemHostRegister")
         with model.lock:
-            if address % PAGE or any(a < address + size and address < a + s for a, s in model.locked.items()):
-                model.complain(f"locking {size} bytes that share a page with others")
+            page = pages.MEMORY_PAGE_BYTES
+            first, last = address // page, (address + size - 1) // page
+            if any(first <= (a + s - 1) // page and a // page <= last for a, s in model.locked.items()):
+                already = (712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")
+                raise CudaError(f"cuMemHostRegister of {size} bytes", *already)
             if model.refuse_locks_from is not None and len(model.locked) >= model.refuse_locks_from:
-                raise CudaError(f"cuMemHostRegister of {size} bytes", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+                raise CudaError(f"cuMemHostRegister of {size} bytes", *model.refuse_locks_with)
             model.locked[address] = size
 
     def unlock_pages(self, address: int) -> None:
@@ -366,14 +368,3 @@ class ModelDevice:
         self._model.use()
         self._model.unsafe("cudaMalloc")
         return self._model.lend(self._model.memory, torch.full((size,), 0xDD, dtype=torch.uint8))
-
-    def seconds(self, stream: Any, work: Callable[[], None]) -> float:
-        """What the test says for the copy call that `work` made; all that it began is over."""
-        put = len(stream.kinds)
-        work()
-        ran = "run" in stream.kinds[put:]
-        stream.record().synchronize()
-        call = stream.calls[
-            -1
-        ]  # a kernel's is that of its pairs, which go to the device as what it loads does
-        return self._model.seconds.get("kernel" if ran else call.name, (1.0, 1.0))[call.to_device]

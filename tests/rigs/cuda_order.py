@@ -47,7 +47,6 @@ def new_bench(seed: int, method: str) -> tuple[Bench, Engine]:
     """A bench whose blocks all hold zeros, and the engine beside it."""
     views = stacked("LBHNC", torch.uint8)
     model = Model(seed)
-    model.driver.kernels = method == "kernel"
     bench = Bench(views, model, method, SLOTS).prepared()
     for view in views.values():
         view.fill_(0)

@@ -6,11 +6,13 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
 
-from kvbm.transfer.cuda import choice
+from kvbm.transfer.cuda import kernel as cuda_kernel
+from kvbm.transfer.cuda.choice import AUTO, KERNEL_PIECES_MIN
 from rigs import cuda_order as order
 from rigs import cuda_streams
 from rigs.cuda_bench import LAYOUTS, MOVED, Bench, check_layers, check_loads, check_stores
@@ -20,16 +22,16 @@ ORDERED = "stores and loads in order"
 SEVERAL_PROGRAMS = "more pieces than programs"
 STAGED = "slots that are not locked"
 RING = "pairs in a ring of two places"
-CHOSEN = "chosen by measurement"
+CHOSEN = "chosen by the rule"
+COMPILED = "compiled with the copier"
 
 
 def interpreted(views: Callable[[], dict[str, torch.Tensor]], seed: int = 0, refused: bool = False) -> Bench:
     """A bench whose kernel runs in its stream's turn."""
     model = Model(seed)
-    model.driver.kernels = True
     model.refuse_locks_from = 0 if refused else None
     bench = Bench(views(), model, "kernel").prepared()
-    assert bench.copier.choice.load.name == "kernel"
+    assert bench.copier.choice.kernel_only
     return bench
 
 
@@ -39,7 +41,7 @@ def check_layout(name: str) -> None:
     check_stores(bench)
     check_loads(bench)
     check_layers(bench, seed=4)
-    assert {(call.name, call.to_device, call.pieces) for call in bench.model.calls} == {("each", True, 1)}, (
+    assert {(call.name, call.to_device, call.pieces) for call in bench.model.calls} == {("copy", True, 1)}, (
         "tables and pairs are all that copy engines copy"
     )
     bench.close()
@@ -48,15 +50,15 @@ def check_layout(name: str) -> None:
 def check_programs() -> None:
     """Each program does its share where there are fewer of them than pieces, and where there are more."""
     for programs in (1, 3, 1000):
-        bench = interpreted(LAYOUTS["LBNHC"])
-        bench.copier.choice.store._programs = programs
-        check_stores(bench)
-        check_loads(bench)
-        bench.close()
+        with mock.patch.object(cuda_kernel, "PROGRAMS", programs):
+            bench = interpreted(LAYOUTS["LBNHC"])
+            check_stores(bench)
+            check_loads(bench)
+            bench.close()
 
 
 def check_staged() -> None:
-    """The kernel works on the staging buffer too."""
+    """These go by the copy engines, through the staging buffer."""
     bench = interpreted(LAYOUTS["words-of-2"], refused=True)
     check_stores(bench)
     check_loads(bench)
@@ -65,8 +67,6 @@ def check_staged() -> None:
 
 def check_ring() -> None:
     """Copies of several launches each, begun one after the other: a place waits until its launch is over."""
-    from kvbm.transfer.cuda import kernel as cuda_kernel
-
     with mock.patch.object(cuda_kernel, "PLACES", 2), mock.patch.object(cuda_kernel, "PLACE_PAIRS", 2):
         assert all(ring_is_right(seed) for seed in order.SEEDS)
         with mock.patch.object(cuda_streams.ModelEvent, "synchronize"):
@@ -101,24 +101,53 @@ def ring_is_right(seed: int) -> bool:
 
 
 def check_chosen() -> None:
-    """Measured for loads alone, and used for those of many pieces."""
-    model = Model()
-    model.driver.kernels = True
-    model.seconds = {"kernel": (0.1, 1.0), "batch": (1.0, 1.5), "rows": (2.0, 2.0), "each": (2.0, 2.0)}
-    # A sample of two blocks: an interpreter is slow.
-    with mock.patch.object(choice, "SAMPLE_BLOCKS_MAX", 2), mock.patch.object(choice, "COPIES_A_ROUND", 1):
-        bench = Bench(LAYOUTS["BHLNC"](), model, "auto").prepared()
-    assert [method.name for method in bench.copier.choice] == ["batch", "kernel", "batch"]
+    """For loads of many small pieces, and nothing else."""
+    bench = Bench(LAYOUTS["BHLNC"](), Model(), AUTO).prepared()
     pieces = len(bench.copier._pieces.size)
     check_stores(bench)
     check_loads(bench)
-    assert len(MOVED) * pieces >= choice.KERNEL_PIECES_MIN > pieces
+    assert len(MOVED) * pieces >= KERNEL_PIECES_MIN > pieces
     stream = bench.copier._load_stream
     for pairs, by_kernel in ((MOVED, True), (MOVED[:1], False)):
         stream.kinds.clear()
         bench.copier.load(pairs)
         assert ("run" in stream.kinds) == by_kernel
     bench.close()
+
+
+def check_compiled() -> None:
+    """What the copier's making launches is all that copies launch later: Triton compiles nothing for them."""
+    for method in ("kernel", AUTO):
+        for views in LAYOUTS.values():
+            with mock.patch.object(cuda_kernel, "copy_pieces", launches := Variants(cuda_kernel.copy_pieces)):
+                bench = Bench(views(), Model(), method).prepared()
+                bench.model.drain()
+                compiled, launches.seen = launches.seen, set()
+                check_stores(bench)
+                check_loads(bench)
+                check_layers(bench, seed=4)
+                bench.close()
+            assert launches.seen <= compiled
+            assert launches.seen or method == AUTO
+            assert launches.copied_nothing == bool(compiled)
+
+
+class Variants:
+    """Stands before the kernel, and notes what Triton compiles anew for: constants, and pointers by their alignment."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.seen: set[tuple[object, ...]] = set()
+        self.copied_nothing = False
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(pairs: torch.Tensor, table: torch.Tensor, *counts: int, **constants: Any) -> None:
+            aligned = tuple(memory.data_ptr() % 16 == 0 for memory in (pairs, table))
+            self.seen.add((aligned, *constants.items()))
+            self.copied_nothing |= counts[0] == 0
+            self._kernel[grid](pairs, table, *counts, **constants)
+
+        return launch
 
 
 def check_order() -> None:
@@ -138,6 +167,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     STAGED: check_staged,
     RING: check_ring,
     CHOSEN: check_chosen,
+    COMPILED: check_compiled,
     ORDERED: check_order,
 }
 

@@ -52,13 +52,21 @@ def is_installed(name: str) -> bool:
     return True
 
 
+def missing(*names: str) -> str:
+    """The first of these that is not installed, with the command that installs it; empty where all are."""
+    for name in names:
+        if not is_installed(name):
+            command = f"apt-get install {PACKAGES[name]}" if name in PACKAGES else "make setup"
+            return f"{name} is not installed ({command})"
+    return ""
+
+
 def require(name: str) -> str:
     """The path of a program; of a library or a file, its name. Skips the test where it is not installed."""
     import pytest  # not where packages are installed
 
-    if not is_installed(name):
-        command = f"apt-get install {PACKAGES[name]}" if name in PACKAGES else "make setup"
-        pytest.skip(f"{name} is not installed ({command})")
+    if reason := missing(name):
+        pytest.skip(reason)
     return find_program(name) or name
 
 

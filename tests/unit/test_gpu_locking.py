@@ -28,14 +28,14 @@ def test_where_locks_are_refused_steps_beside_them_are_left_out(monkeypatch: pyt
         model = Model()
         model.own(region.device for region in cache.regions)
         model.refuse_locks_from = 0
-        copier = CudaCopier(cache, arena, "each", model.driver, model.device)
+        copier = CudaCopier(cache, arena, "batch", model.driver, model.device)
         copier.locks.begin()
         assert copier.prepared(DEADLINE_S)  # it was refused before there was a step
         yield copier
         copier.close()
 
     monkeypatch.setattr(Rig, "copier", refused)
-    monkeypatch.setattr(Rig, "methods", ["each"])
+    monkeypatch.setattr(Rig, "methods", ["batch"])
     written = io.StringIO()
     monkeypatch.setattr("os.fsync", lambda file: None)
     monkeypatch.setattr(written, "fileno", lambda: -1)

@@ -117,8 +117,8 @@ def check_page_locks(settings: Settings, block_bytes: int, on_gpus: int, version
     if _WSL in kernel.lower():
         return advice(
             name,
-            "this is WSL2, where the driver may refuse to lock memory that processes share",
-            "copies are slower where it does, and the engine's log says so: Linux itself has no such limit",
+            "this is WSL2, where the driver may refuse to lock memory, or be unable to copy at the addresses of it",
+            "copies are slower then, and the engine's log says so: Linux itself has no such limit",
         )
     limit = container_limit_bytes()
     if limit is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 
@@ -16,8 +15,8 @@ _POPULATE_CHUNK_BYTES = 32 << 20
 class MappedArena:
     """The mapped slots and their generations. Valid for `epoch` only.
 
-    `numa_node` is where pages should lie that nobody has touched yet; -1 is anywhere. `fd` is a descriptor of the
-    slots' memory. `huge_pages`: see `tiers.host.advise_huge_pages`.
+    `numa_node` is where pages should lie that nobody has touched yet; -1 is anywhere. `huge_pages`: see
+    `tiers.host.advise_huge_pages`.
     """
 
     def __init__(
@@ -26,19 +25,9 @@ class MappedArena:
         """Takes the descriptors that came with the welcome over. Raises ManagerUntrusted and OSError."""
         self.epoch = welcome.epoch
         self.slot_count, self.slot_bytes = welcome.slot_count, welcome.slot_bytes
-        try:
-            self.fd = os.dup(fds[0]) if fds else -1
-        except OSError:  # no descriptor left: give these back
-            for fd in fds:
-                os.close(fd)
-            raise
-        try:
-            self.region, self._generation_map = open_arena(
-                fds, welcome.slot_count, welcome.slot_bytes, huge_pages
-            )
-        except BaseException:
-            self._close_fd()
-            raise
+        self.region, self._generation_map = open_arena(
+            fds, welcome.slot_count, welcome.slot_bytes, huge_pages
+        )
         self._generations = memoryview(self._generation_map).cast("Q")
         self._numa_node = numa_node
         self._closing = threading.Event()
@@ -63,12 +52,6 @@ class MappedArena:
         if self._populator is not None:
             self._populator.join()
         self._generations.release()
-        self._close_fd()
-
-    def _close_fd(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
     def _populate(self) -> None:
         keep_thread_on(self._numa_node)  # the manager's threads may not have come as far

@@ -32,6 +32,7 @@ from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD
 from kvbm.settings import Settings, container_limit_bytes, parse_size
+from kvbm.settings.places import default_runtime_dir
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
@@ -327,7 +328,7 @@ class LocalSpace:
         if self._device_slots is None:
             arena = self.space.arena
             tensor = arena_tensor(arena.region(0), arena.slot_count, self._layout.slot_bytes)
-            return make_copier(cache, tensor, by_engine=True)
+            return make_copier(cache, tensor, by_engine=True, runtime_dir=default_runtime_dir())
         if cache.device != self._device_slots.device:
             where = f"a device that is {self._device_slots.device}, where blocks are staged"
             raise SettingsError("kv_cache", str(cache.device), where)

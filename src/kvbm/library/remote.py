@@ -343,6 +343,6 @@ class SharedSpace:
     def _new_copier(self, cache: DeviceCache) -> Copier:
         from kvbm.transfer import arena_tensor, make_copier
 
-        arena = self._session.arena
+        arena, runtime_dir = self._session.arena, self._attachment.settings.runtime_dir
         slots = arena_tensor(arena.region, arena.slot_count, arena.slot_bytes)
-        return make_copier(cache, slots, by_engine=True, shared_fd=arena.fd)
+        return make_copier(cache, slots, by_engine=True, runtime_dir=runtime_dir)

@@ -162,10 +162,10 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
         "device memory (lazy: fewer copies, but an engine that is killed loses the blocks it had not stored)",
     ] = "eager"
     cuda_copy: Annotated[
-        Literal["auto", "batch", "rows", "each", "kernel"],
+        Literal["auto", "batch", "rows", "kernel"],
         Setting("DYN_KVBM_CUDA_COPY", ours=True, reader="engine"),
-        "how blocks are copied on CUDA: in the way that was measured to be best when the first block was copied "
-        "(auto), or always by batches of the copy engines, by rows, by single pieces, or by a kernel",
+        "how blocks are copied on CUDA: in batches by the copy engines (in rows, where the driver has no batches), and "
+        "loads of small pieces by a kernel (auto); or always in batches, in rows, or by the kernel",
     ] = "auto"
     kv_layout: Annotated[
         Literal["engine", "block"],

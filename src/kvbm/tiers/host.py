@@ -114,7 +114,7 @@ class HostArena:
             self.touch(shard, numa_node)
 
     def slot_views(self, slot: int, count: int = 1) -> list[memoryview]:
-        """The bytes of the slot, or of `count` slots from it on: one page-aligned writable view per shard."""
+        """The bytes of the slot, or of `count` slots from it on: a writable view per shard, aligned to `PAGE_BYTES`."""
         size = self.layout.slot_bytes
         return [view[slot * size : (slot + count) * size] for view in self._views]
 
@@ -144,7 +144,7 @@ class HostArena:
             target[:] = bytes_there
 
     def discard(self, slots: Sequence[int]) -> None:
-        """Give the memory of slots back to the machine. They read as zeros until somebody writes to them.
+        """Give the memory of slots back to the machine: the pages that lie wholly in them read as zeros from now on.
 
         A device that has page-locked a page goes on reading and writing the one that it locked, and that page is freed
         only when it lets go: these slots may be used again only by a rank that has mapped the arena anew.
@@ -152,8 +152,8 @@ class HostArena:
         size = self.layout.slot_bytes
         for first, count in _runs(slots):
             for region in self._regions:
-                with contextlib.suppress(OSError):  # then it stays until all of the arena goes
-                    region.madvise(mmap.MADV_REMOVE, first * size, count * size)
+                # What the kernel does not take back stays until all of the arena goes.
+                madvise(_address_of(region, first * size), count * size, mmap.MADV_REMOVE)
 
     def close_beside(self) -> None:
         """`close`, by a thread: the kernel takes a while to take back gigabytes. Nobody may use it any more."""
@@ -164,8 +164,7 @@ class HostArena:
 
     def _let_go(self) -> None:
         for region in self._regions:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(region))
-            madvise(address, len(region), mmap.MADV_DONTNEED)
+            madvise(_address_of(region), len(region), mmap.MADV_DONTNEED)
         self.close()
 
     def close(self) -> None:
@@ -208,7 +207,11 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def populate(region: mmap.mmap, start: int, length: int) -> bool:
     """Fault in pages of a writable shared mapping without holding the GIL; False where the kernel cannot (< 5.14)."""
-    return populate_at(ctypes.addressof(ctypes.c_char.from_buffer(region, start)), length)
+    return populate_at(_address_of(region, start), length)
+
+
+def _address_of(region: mmap.mmap, offset: int = 0) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(region, offset))
 
 
 def advise_huge_pages(region: mmap.mmap, wanted: bool) -> None:

@@ -33,12 +33,12 @@ def make_copier(
     cuda_method: str = "auto",
     by_engine: bool = False,
     numa_node: int = -1,
-    shared_fd: int = -1,
+    runtime_dir: str = "",
 ) -> Copier:
     """The copier for the device that `cache` lies on; `arena` is uint8 `[slots, slot_bytes]` in host memory.
 
     `cuda_method` forces a way of copying on CUDA, and `numa_node` is where pages lie that locking brings forth (see
-    `CudaCopier`). `shared_fd` is a descriptor of the arena's memory where other processes lock its pages too: they take
+    `CudaCopier`). The processes of a node that use the same `runtime_dir` lock pages by turns; without one there are no
     turns. `by_engine` says that the engine's own thread calls (see `CpuCopier`).
     Raises `KvbmError` for a kind of device that has no copier, and where a CUDA device cannot be used.
     """
@@ -46,9 +46,12 @@ def make_copier(
         return CpuCopier(cache, arena, by_engine=by_engine)
     if cache.device.type == "cuda":
         from kvbm.transfer.cuda.copier import CudaCopier
-        from kvbm.transfer.cuda.lock_turns import LockTurns
 
-        turns = LockTurns(shared_fd) if shared_fd >= 0 else None
+        turns = None
+        if runtime_dir:
+            from kvbm.transfer.cuda.lock_turns import LockTurns
+
+            turns = LockTurns(runtime_dir)
         try:
             return CudaCopier(cache, arena, cuda_method, numa_node=numa_node, turns=turns)
         except BaseException:

@@ -141,6 +141,7 @@ class WorkerSide:
             cuda_method=settings.cuda_copy,
             numa_node=hello.numa_node,
             huge_pages=settings.huge_pages,
+            runtime_dir=settings.runtime_dir,
         )
         mover = Mover(self._finder, hello, map_arena, reports=True)
         worker = Worker(mover, cache, stores_here=not replicated or facts.tensor_rank == 0)

@@ -97,6 +97,7 @@ class WorkerSide:
             cuda_method=settings.cuda_copy,
             numa_node=hello.numa_node,
             huge_pages=settings.huge_pages,
+            runtime_dir=settings.runtime_dir,
         )
         self.mover = Mover(self._finder, hello, map_arena)
         self.worker = Worker(

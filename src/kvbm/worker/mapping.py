@@ -25,13 +25,15 @@ class Mapping(MappedArena):
         cuda_method: str = "auto",
         numa_node: int = -1,
         huge_pages: bool = True,
+        runtime_dir: str = "",
     ) -> None:
+        """`runtime_dir`: see `make_copier`."""
         super().__init__(welcome, fds, numa_node, huge_pages)
         self.layers = tuple(cache.layers)
         arena = arena_tensor(self.region, self.slot_count, self.slot_bytes)
         try:
             self.copier: Copier = make_copier(
-                cache, arena, cuda_method, numa_node=numa_node, shared_fd=self.fd
+                cache, arena, cuda_method, numa_node=numa_node, runtime_dir=runtime_dir
             )
         except BaseException:
             super().close()

@@ -35,6 +35,7 @@ OTHERS_FLAGS = {
     "--unified-cache-external-linker-backend",
     "--unified-cache-external-linker-config",
     "--lora-paths",
+    "--jit-monitor-mode",
     "--no-async-scheduling",
     "--kv-events-config",
     "--middleware",

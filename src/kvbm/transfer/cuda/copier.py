@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvbm.errors import DeviceLost, KvbmError
+from kvbm.errors import DeviceLost
 from kvbm.numa import keep_thread_on
 from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked
-from kvbm.transfer.cuda import choice as cuda_choice
-from kvbm.transfer.cuda.choice import AUTO, Choice, Method
+from kvbm.transfer.cuda.choice import AUTO, Choice, choose
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, TorchDevice, first_line
 from kvbm.transfer.cuda.driver import CudaDriver, CudaError, Driver
 from kvbm.transfer.cuda.lock_turns import LockTurns
@@ -69,14 +68,14 @@ class CudaCopying(NamedTuple):
 
 
 class CudaCopier:
-    """See `Copier`. `method` is one that `choice.methods` offers, or `auto`: what was measured to be best.
+    """See `Copier`. `method` is one that `choice.offered` names, or `auto` (see `choice`).
 
-    From the first copy on a thread measures, and then page-locks the arena. Until it has measured, copy engines are
-    used. Slots that are not locked yet are copied through a bounded page-locked buffer (`staging`), and so are all of
-    them where the driver refuses to lock. Pages that were never touched before lie on `numa_node` then (-1: anywhere).
-    `turns` are those of the arena's memory; `close` closes them. Nothing that any thread does here ends the capture of
-    a CUDA graph that runs in the engine's. Copies are begun by one thread at a time. Beginning one waits for earlier
-    ones only where copies by the kernel fill its ring of pairs (`kernel.PLACES`).
+    From the first copy on a thread page-locks the arena. Slots that are not locked yet are copied through a bounded
+    page-locked buffer (`staging`), and so are all of them where the driver refuses to lock. Pages that were never
+    touched before lie on `numa_node` then (-1: anywhere). `turns` are this node's turns at locking pages; `close`
+    closes them. Nothing that any thread does here ends the capture of a CUDA graph that runs in the engine's. Copies
+    are begun by one thread at a time. Beginning one waits for earlier ones only where copies by the kernel fill its
+    ring of pairs (`kernel.PLACES`).
 
     Raises KvbmError where there is no driver or no page-locked memory, SettingsError for a method that is not
     offered here.
@@ -107,17 +106,13 @@ class CudaCopier:
             self._load_stream = self._device.new_stream(LOAD_PRIORITY)
             # In a thread of ours: in the engine's, memory may come from a pool that the engine empties when it sleeps.
             with ThreadPoolExecutor(1, "kvbm-cuda-tables") as ours:
-                self._choice, to_measure, engines = ours.submit(self._first_choice, method).result()
-            self._staging = Staging(arena, self._driver, self._device, engines)
+                self._choice = ours.submit(self._choose, method).result()
+            self._staging = Staging(arena, self._driver, self._device, self._choice.engines)
+        _log.info("%s", self._choice)
         self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device, turns)
         self._turns = turns
-        self._preparation = threading.Thread(
-            target=self._prepare,
-            args=(to_measure,),
-            name="kvbm-cuda-prepare",
-            daemon=True,
-        )
-        self._preparation.start()
+        self._locking = threading.Thread(target=self._lock, name="kvbm-cuda-lock", daemon=True)
+        self._locking.start()
 
     @property
     def choice(self) -> Choice:
@@ -130,9 +125,9 @@ class CudaCopier:
         return self._locks
 
     def prepared(self, timeout_s: float) -> bool:
-        """Have the ways of copying measured and the arena locked, and wait for that; False after the time."""
+        """Have the arena locked, and wait until it is or the driver refuses; False after the time."""
         self._locks.begin()
-        return self._locks.finished.wait(timeout_s)
+        return self._locks.settled.wait(timeout_s)
 
     def adopt_thread(self) -> None:
         """Bind the device's context, and never disturb the engine while it captures a CUDA graph."""
@@ -194,7 +189,7 @@ class CudaCopier:
                 _log.warning("waiting for copies under way: %s", first_line(error))
                 lost = True
             self._locks.close(unlock=not lost)
-        self._preparation.join()
+        self._locking.join()
         if self._turns is not None:
             self._turns.close()
 
@@ -223,51 +218,15 @@ class CudaCopier:
                 raise
         return CudaCopying(event, staged)
 
-    def _first_choice(self, name: str) -> tuple[Choice, dict[str, Method], Method]:
-        """The ways in use from now on, those to be measured once the engine runs, and the one for staging."""
+    def _choose(self, method: str) -> Choice:
         self._driver.adopt_thread(self._device.index)
         with self._device.active():
-            offered = cuda_choice.methods(self._driver, self._device)
             layouts = [self._pieces, *self._layers.values()]
-            if name == AUTO:
-                candidates = cuda_choice.candidates(offered, self._pieces)
-                able = cuda_choice.learned(candidates, layouts, self._load_stream)
-                choice = cuda_choice.unmeasured(able)
-                return choice, able, choice.store
-            choice = cuda_choice.named(name, offered)
-            engines = choice.store
-            if name == cuda_choice.KERNEL:
-                engines = cuda_choice.unmeasured(offered).store
-                engines.learn(layouts, self._load_stream)
-            choice.load.learn(layouts, self._load_stream)
-            return choice, {}, engines
+            return choose(method, self._driver, self._device, layouts, self._slots, self._load_stream)
 
-    def _prepare(self, to_measure: dict[str, Method]) -> None:
+    def _lock(self) -> None:
         keep_thread_on(self._numa_node)
-        try:
-            self._driver.adopt_thread(self._device.index)
-            # Not beside the engine's start, which measures memory. And before pages are locked, not beside it: that
-            # holds the driver's locks and would be measured with it.
-            if self._locks.wait_for_begin() and to_measure:
-                with self._device.active():
-                    table = cuda_choice.measure(self._pieces, to_measure, self._device)
-                self._choice = cuda_choice.best(table, self._choice)
-                _log.info(
-                    "copies by %s down and %s up; %s",
-                    self._choice.store.name,
-                    self._choice.load.name,
-                    cuda_choice.describe(table, self._pieces),
-                )
-        except (KvbmError, RuntimeError) as error:
-            _log.warning(
-                "the ways of copying could not be measured (%s): %s is used",
-                first_line(error),
-                self._choice.store.name,
-            )
-            if isinstance(error, CudaError) and error.lost:
-                self._locks.stop()
-        finally:
-            self._locks.run()
+        self._locks.run()
 
 
 def _raise_of(staged: Future[None] | None) -> None:

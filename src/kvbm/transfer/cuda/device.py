@@ -53,9 +53,6 @@ class Device(Protocol):
     def scratch(self, size: int) -> torch.Tensor:
         """Device memory, uint8 `[size]`. Raises RuntimeError where it cannot be had."""
 
-    def seconds(self, stream: Stream, work: Callable[[], None]) -> float:
-        """How long `work`, put on an idle stream, takes from its begin to the end of all that it began."""
-
 
 class TorchStream:
     """See `Stream`."""
@@ -107,15 +104,6 @@ class TorchDevice:
     def scratch(self, size: int) -> torch.Tensor:
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
-
-    def seconds(self, stream: Stream, work: Callable[[], None]) -> float:
-        assert isinstance(stream, TorchStream)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream._stream)
-        work()
-        end.record(stream._stream)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
 
 
 def first_line(error: Exception) -> str:

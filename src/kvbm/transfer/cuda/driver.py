@@ -36,8 +36,33 @@ _SOURCE_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _SOURCE_AT_ANY_TIME = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_LOST = frozenset({4, 201, 214, 220, 700, 702, 709, 710, *range(714, 720), 721, 999})
-"""Results after which no call of this process can succeed on the device any more."""
+
+LOST_RESULTS = {
+    4: "CUDA_ERROR_DEINITIALIZED",
+    201: "CUDA_ERROR_INVALID_CONTEXT",
+    214: "CUDA_ERROR_ECC_UNCORRECTABLE",
+    220: "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    226: "CUDA_ERROR_CONTAINED",
+    700: "CUDA_ERROR_ILLEGAL_ADDRESS",
+    702: "CUDA_ERROR_LAUNCH_TIMEOUT",
+    709: "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    710: "CUDA_ERROR_ASSERT",
+    714: "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    715: "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    716: "CUDA_ERROR_MISALIGNED_ADDRESS",
+    717: "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    718: "CUDA_ERROR_INVALID_PC",
+    719: "CUDA_ERROR_LAUNCH_FAILED",
+    721: "CUDA_ERROR_TENSOR_MEMORY_LEAK",
+    810: "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+    911: "CUDA_ERROR_EXTERNAL_DEVICE",
+    999: "CUDA_ERROR_UNKNOWN",
+}
+"""Results after which no call of this process can succeed on the device any more.
+
+Source: `CUresult` in `cuda.h` of CUDA 13.0: all results that end with "the process must be terminated and relaunched",
+those of a context that is gone, and hardware and unknown errors, after which nothing is promised.
+"""
 
 
 class CudaError(KvbmError):
@@ -45,7 +70,7 @@ class CudaError(KvbmError):
 
     def __init__(self, call: str, result: int, name: str) -> None:
         self.result = result
-        self.lost = result in _LOST
+        self.lost = result in LOST_RESULTS
         super().__init__(
             f"{call}: {name} ({result})" + ("; the device's context is lost" if self.lost else "")
         )
@@ -114,8 +139,8 @@ class Driver(Protocol):
         written ahead of it.
         """
 
-    def copy_each(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Begin the copies one by one."""
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Begin one copy."""
 
     def copy_rows(
         self,
@@ -132,8 +157,8 @@ class Driver(Protocol):
     def pitch_max(self, device: int) -> int:
         """The largest distance between rows that `copy_rows` accepts."""
 
-    def reads_host_pointers(self, device: int) -> bool:
-        """Whether a kernel may use a locked page's host address as it is."""
+    def can_use_host_pointers(self, device: int) -> bool:
+        """Whether kernels and batches may use the host address of memory that `lock_pages` locked."""
 
     def lock_pages(self, address: int, size: int) -> None:
         """Page-lock host memory and map it into the device's address space."""
@@ -202,13 +227,11 @@ class CudaDriver:
         )
         self._check(f"cuMemcpyBatchAsync of {len(sizes)} pieces", result)
 
-    def copy_each(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        _assert_alike(targets, sources, sizes)
-        copy, handle = self._library.cuMemcpyAsync, c_void_p(stream)
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-            result = copy(c_uint64(target), c_uint64(source), c_size_t(size), handle)
-            if result:
-                self._check(f"cuMemcpyAsync of {size} bytes", result)
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        result = self._library.cuMemcpyAsync(
+            c_uint64(target), c_uint64(source), c_size_t(size), c_void_p(stream)
+        )
+        self._check(f"cuMemcpyAsync of {size} bytes", result)
 
     def copy_rows(
         self,
@@ -236,7 +259,7 @@ class CudaDriver:
     def pitch_max(self, device: int) -> int:
         return self._attribute(device, _MAX_PITCH)
 
-    def reads_host_pointers(self, device: int) -> bool:
+    def can_use_host_pointers(self, device: int) -> bool:
         return bool(self._attribute(device, _CAN_USE_HOST_POINTER))
 
     def lock_pages(self, address: int, size: int) -> None:

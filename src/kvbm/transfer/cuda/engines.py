@@ -1,7 +1,7 @@
 """Copies by the device's copy engines: they cost the running kernels nothing, and like large pieces.
 
-Three ways to ask for the same copies: one call for thousands of pieces (a driver of CUDA 12.8 or later), one call for
-every run of pieces at a constant distance, one call for every piece.
+Two ways to ask for the same copies: one call for thousands of pieces (a driver of CUDA 12.8 or later), and one call for
+every run of pieces at a constant distance.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class BatchCopy:
         assert driver.has_batch, driver.version
         self._driver = driver
 
-    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
-        """Any pieces can be copied: there is nothing to prepare."""
-
     def begin(
         self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
     ) -> None:
@@ -40,28 +37,6 @@ class BatchCopy:
             # filled before, and refilled after the stream was waited for. The source of a store is what the engine's
             # stream may be writing yet: only the stream's order says when it may be read.
             self._driver.copy_batch(targets, sources, batch.size, stream.handle, read_early=to_device)
-
-
-class EachCopy:
-    """`cuMemcpyAsync` for every piece: the last resort, and a yardstick for the other methods."""
-
-    name = "each"
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
-        """Any pieces can be copied: there is nothing to prepare."""
-
-    def begin(
-        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
-    ) -> None:
-        """Begin the copies on the stream. Raises CudaError; those before it are begun then."""
-        for batch in batches_of(pieces, pairs, slots, BATCH_PIECES_MAX):
-            if to_device:
-                self._driver.copy_each(batch.device, batch.host, batch.size, stream.handle)
-            else:
-                self._driver.copy_each(batch.host, batch.device, batch.size, stream.handle)
 
 
 class _Comb(NamedTuple):
@@ -78,14 +53,11 @@ class RowsCopy:
 
     name = "rows"
 
-    def __init__(self, driver: Driver, device: int) -> None:
+    def __init__(self, driver: Driver, device: int, layouts: Sequence[Pieces]) -> None:
         self._driver = driver
-        self._pitch_max = driver.pitch_max(device)
-        self._combs: dict[int, tuple[Pieces, list[_Comb]]] = {}  # by identity, which the entry keeps alive
-
-    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
-        """Find the combs of these pieces."""
-        self._combs.update({id(pieces): (pieces, _combs(pieces, self._pitch_max)) for pieces in layouts})
+        pitch_max = driver.pitch_max(device)
+        # By identity, which the entry keeps alive.
+        self._combs = {id(pieces): (pieces, _combs(pieces, pitch_max)) for pieces in layouts}
 
     def begin(
         self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream

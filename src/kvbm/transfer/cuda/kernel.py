@@ -7,7 +7,9 @@ so many programs share all work, however much there is.
 Nothing is allocated when a copy is begun: tables of where pieces lie are on the device before the first copy, and the
 pairs of a copy get there on the copy's own stream, through a ring of page-locked memory.
 
-Triton compiles it at first use; `TRITON_INTERPRET=1` runs it on a CPU, which is how it is tested.
+Triton compiles it for each size of piece and direction. vLLM watches compilers once it has warmed up
+(`vllm.utils.jit_monitor`), and logs or raises for each later one, so all are compiled before the first copy.
+`TRITON_INTERPRET=1` runs the kernel on a CPU, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -92,42 +94,35 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton reads the annotations
 
 
 class KernelCopy:
-    """`copy_pieces`, with the tables of all layouts on the device. That may be the CPU under the interpreter."""
+    """`copy_pieces` between the blocks of `layouts` and `slots`, with the tables of all layouts on the device.
+
+    That may be the CPU under the interpreter. Tables are sent on `stream`. Raises KvbmError without memory for them.
+    """
 
     name = "kernel"
 
-    def __init__(self, driver: Driver, device: Device, programs: int = PROGRAMS) -> None:
-        self._driver = driver
-        self._device = device
-        self._programs = programs
-        self._tables: dict[int, tuple[Pieces, list[_Table]]] = {}  # by identity, which the entry keeps alive
-        self._alignment = common_alignment()
-        self._kept: list[torch.Tensor] = []
-        self._ring: _Ring | None = None
-        self._sent: Any = None
-
-    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
-        """Send these pieces' tables to the device on that stream. Raises KvbmError where it has no room for them."""
+    def __init__(
+        self, driver: Driver, device: Device, layouts: Sequence[Pieces], slots: SlotRows, stream: Stream
+    ) -> None:
+        self._slots = slots
+        # One alignment for all layouts: each further one would be compiled too.
+        self._alignment = common_alignment(
+            slots.address, slots.row_bytes, *(pieces.alignment for pieces in layouts)
+        )
         rows = [_rows_by_size(pieces) for pieces in layouts]
         table = np.concatenate([part for one in rows for part in one.values()])
         try:
-            if self._ring is None:
-                self._ring = _Ring(self._driver, self._device)
-            host = self._device.pinned(1, table.nbytes)
-            memory = self._device.scratch(table.nbytes)
+            self._ring = _Ring(driver, device)
+            self._host, self._memory = device.pinned(1, table.nbytes), device.scratch(table.nbytes)
             # It may have been the engine's a moment ago, with work under way that still uses it.
-            stream.wait(self._device.mark())
-            if self._sent is not None:
-                stream.wait(self._sent)
-            host.numpy()[0] = table.reshape(-1).view(np.uint8)
-            _send(self._driver, memory, host, table.nbytes, stream)
+            stream.wait(device.mark())
+            self._host.numpy()[0] = table.reshape(-1).view(np.uint8)
+            driver.copy(self._memory.data_ptr(), self._host.data_ptr(), table.nbytes, stream.handle)
             self._sent = stream.record()
         except RuntimeError as error:
             raise KvbmError(f"memory for the copy kernel's tables: {first_line(error)}") from error
-        self._kept += host, memory
-        on_device = memory.view(torch.int64).view(-1, _ROW_WORDS)
-        # One alignment for all layouts: each further one would be compiled when a copy is begun.
-        self._alignment = common_alignment(self._alignment, *(pieces.alignment for pieces in layouts))
+        on_device = self._memory.view(torch.int64).view(-1, _ROW_WORDS)
+        self._tables: dict[int, tuple[Pieces, list[_Table]]] = {}  # by identity, which the entry keeps alive
         first = 0
         for pieces, by_size in zip(layouts, rows, strict=True):
             tables = []
@@ -136,35 +131,36 @@ class KernelCopy:
                 first += len(part)
             self._tables[id(pieces)] = pieces, tables
 
+    def compile(self, *, to_device: bool, stream: Stream) -> None:
+        """Have Triton compile and load all that copies in this direction launch. Raises KvbmError where it cannot."""
+        by_size = {table.piece_bytes: table for _, tables in self._tables.values() for table in tables}
+        try:
+            # A launch that copies nothing does all that is done once.
+            stream.run(partial(self._launch, list(by_size.values()), self._ring.place, 0, to_device))
+        except AssertionError:
+            raise
+        except Exception as error:  # compilers fail in many ways
+            raise KvbmError(f"compiling the copy kernel: {first_line(error)}") from error
+
     def begin(
         self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
     ) -> None:
         """Begin the copies on the stream. Raises KvbmError or RuntimeError; some of them may be begun then."""
-        assert self._ring is not None, "nothing was learned"
+        assert slots == self._slots, (slots, self._slots)
         tables = self._tables[id(pieces)][1]
-        alignment = common_alignment(self._alignment, slots.address, slots.row_bytes)
         stream.wait(self._sent)
         for first in range(0, len(pairs), PLACE_PAIRS):
             some = pairs[first : first + PLACE_PAIRS]
             place = self._ring.send(some, slots, stream)
-            launch = partial(self._launch, tables, place, len(some), alignment, to_device)
             try:
-                stream.run(launch)
+                stream.run(partial(self._launch, tables, place, len(some), to_device))
             finally:
                 self._ring.used(stream)
 
-    def _launch(
-        self, tables: list[_Table], pairs: torch.Tensor, pair_count: int, alignment: int, to_device: bool
-    ) -> None:
+    def _launch(self, tables: list[_Table], pairs: torch.Tensor, pair_count: int, to_device: bool) -> None:
         """Start the kernel on torch's current stream, for each size of piece."""
-        try:
-            for table in tables:
-                table.launch(pairs, pair_count, self._programs, alignment, to_device=to_device)
-        except (RuntimeError, AssertionError):
-            raise
-        except Exception as error:
-            # Compilers fail in many ways; callers expect only those that copies have.
-            raise KvbmError(f"starting the copy kernel: {first_line(error)}") from error
+        for table in tables:
+            table.launch(pairs, pair_count, self._alignment, to_device=to_device)
 
 
 class _Table:
@@ -172,22 +168,20 @@ class _Table:
 
     def __init__(self, rows: torch.Tensor, piece_bytes: int) -> None:
         self._rows = rows
-        self._piece_bytes = piece_bytes
+        self.piece_bytes = piece_bytes
 
-    def launch(
-        self, pairs: torch.Tensor, pair_count: int, programs: int, alignment: int, *, to_device: bool
-    ) -> None:
+    def launch(self, pairs: torch.Tensor, pair_count: int, alignment: int, *, to_device: bool) -> None:
         word_bytes = min(alignment, 8)
-        words = self._piece_bytes // word_bytes
+        words = self.piece_bytes // word_bytes
         chunk = min(CHUNK_BYTES // word_bytes, triton.next_power_of_2(words))
         units = pair_count * len(self._rows) * triton.cdiv(words, chunk)
-        copy_pieces[(min(programs, units),)](
+        copy_pieces[(max(1, min(PROGRAMS, units)),)](
             pairs,
             self._rows,
             pair_count,
             len(self._rows),
             TO_DEVICE=to_device,
-            PIECE_BYTES=self._piece_bytes,
+            PIECE_BYTES=self.piece_bytes,
             CHUNK=chunk,
             WORD=_WORDS[word_bytes],
             WORD_BYTES=word_bytes,
@@ -213,8 +207,13 @@ class _Ring:
         self._over: list[Any] = [None] * PLACES
         self._place = 0
 
+    @property
+    def place(self) -> torch.Tensor:
+        """int64 `[PLACE_PAIRS, 2]` on the device: where the next pairs go."""
+        return self._read[self._place]
+
     def send(self, pairs: Pairs, slots: SlotRows, stream: Stream) -> torch.Tensor:
-        """int64 `[PLACE_PAIRS, 2]` on the device, see `copy_pieces`; later work of the stream finds `pairs` in front.
+        """`place`, see `copy_pieces`; later work of the stream finds `pairs` in front.
 
         Waits, asleep, where all places are in use. Call `used` next, whatever happened to the launch.
         """
@@ -223,8 +222,9 @@ class _Ring:
         rows = self._written[self._place]
         rows[: len(pairs)] = pairs
         rows[: len(pairs), 1] = slots.address + rows[: len(pairs), 1] * slots.row_bytes
-        _send(self._driver, self._read[self._place], self._host[self._place], len(pairs) * 16, stream)
-        return self._read[self._place]
+        host, place = self._host[self._place], self.place
+        self._driver.copy(place.data_ptr(), host.data_ptr(), len(pairs) * 16, stream.handle)
+        return place
 
     def used(self, stream: Stream) -> None:
         """The work on that stream up to now is all that reads the place which was sent last."""
@@ -238,9 +238,3 @@ def _rows_by_size(pieces: Pieces) -> dict[int, npt.NDArray[np.int64]]:
     for column, values in enumerate((pieces.device, pieces.block_stride, pieces.slot_offset)):
         rows[:, column] = values
     return {size: rows[pieces.size == size] for size in sorted(set(pieces.size.tolist()))}
-
-
-def _send(driver: Driver, target: torch.Tensor, source: torch.Tensor, size: int, stream: Stream) -> None:
-    """Begin to copy page-locked bytes to the device."""
-    targets, sources, sizes = np.array([[target.data_ptr()], [source.data_ptr()], [size]], dtype=np.uint64)
-    driver.copy_each(targets, sources, sizes, stream.handle)

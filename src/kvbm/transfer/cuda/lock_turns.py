@@ -1,10 +1,11 @@
-"""One process at a time locks pages of memory that several map.
+"""One process of a node at a time page-locks memory.
 
-Ranks whose KV is alike, and engines that share a manager, map the same memory and lock all of it. The kernel takes
-each page for each of them in turn: at once they only stand in one another's way, each inside its driver's own locks.
+The NVIDIA driver locks pages under locks that all its processes on a node share: ranks and engines that lock at once
+only stand in one another's way, and in the way of steps that launch kernels. So they take turns, whatever memory they
+lock, and a turn includes the pause after a piece.
 
 A process that ends its turn asks for the next one microseconds later, and the waiting ones look every few milliseconds:
-with a single lock its holder would always win. So there are two locks, on two bytes of the memory. The process that is
+with a single lock its holder would always win. So there are two locks, on two bytes of one file. The process that is
 next holds the second lock while it waits for the first, and all others wait for the second.
 """
 
@@ -19,10 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvbm.clock import Clock
+from kvbm.errors import SettingsError
 from kvbm.open_file_locks import set_lock
 
 _log = logging.getLogger(__name__)
 
+FILE_NAME = "page-locks.lock"
 TURN_S_MAX = 30.0
 """Others lock a piece each meanwhile. Where that takes longer one of them was stopped, and turns are set aside."""
 POLL_S = 0.01
@@ -32,19 +35,23 @@ TURN, NEXT = 0, 1
 
 
 class LockTurns:
-    """Turns at the memory behind `fd`, which stays the caller's. Not shared between threads; close it once done.
+    """The turns of the processes that use this runtime directory. Not shared between threads; close it once done.
 
-    Where the memory cannot be opened again (no /proc) there are no turns, and nobody waits.
+    Where the file of the locks cannot be had there are no turns, and `turn` does not wait.
     """
 
-    def __init__(self, fd: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, runtime_dir: str, clock: Clock = time.monotonic) -> None:
+        # Here, because copies are measured where only torch is installed.
+        from kvbm.runtime_dir import make_runtime_dir, open_lock, refuse_foreign
+
         self._clock = clock
         self._fd = -1
         try:
-            # These locks are of open files. All processes were sent the same one: each must open its own.
-            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            _log.debug("pages are locked without taking turns: %s", error)
+            make_runtime_dir(runtime_dir)
+            self._fd = open_lock(os.path.join(runtime_dir, FILE_NAME))
+            refuse_foreign(os.fstat(self._fd))
+        except (OSError, SettingsError) as error:
+            self._set_aside(error)
 
     @contextmanager
     def turn(self, closing: threading.Event) -> Iterator[None]:
@@ -75,7 +82,8 @@ class LockTurns:
                     return False
                 if self._clock() >= deadline_s:
                     _log.warning(
-                        "another process locks pages of the host arena for over %g s: it is not waited for any more",
+                        "another process of this node has page-locked memory for over %g s: pages are locked "
+                        "without taking turns from now on",
                         TURN_S_MAX,
                     )
                     self.close()
@@ -89,9 +97,12 @@ class LockTurns:
         try:
             return set_lock(self._fd, fcntl.F_WRLCK, place)
         except OSError as error:
-            _log.debug("pages are locked without taking turns: %s", error)
-            self.close()
+            self._set_aside(error)
             return False
+
+    def _set_aside(self, error: Exception) -> None:
+        _log.debug("pages are locked without taking turns: %s", error)
+        self.close()
 
     def _unlock(self, place: int) -> None:
         set_lock(self._fd, fcntl.F_UNLCK, place)

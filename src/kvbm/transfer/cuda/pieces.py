@@ -28,19 +28,9 @@ class Pieces(NamedTuple):
     """Which region each piece is of: different ones may lie in different allocations."""
 
     @property
-    def smallest(self) -> int:
-        """Bytes of the smallest piece."""
-        return int(self.size.min())
-
-    @property
     def largest(self) -> int:
         """Bytes of the largest piece."""
         return int(self.size.max())
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of all pieces."""
-        return int(self.size.sum())
 
     @property
     def slot_span(self) -> slice:

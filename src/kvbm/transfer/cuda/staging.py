@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from kvbm.errors import KvbmError
 from kvbm.transfer.copier import DeviceEvent, Pairs
+from kvbm.transfer.cuda.choice import Method
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, first_line
 from kvbm.transfer.cuda.driver import CudaError, Driver
 from kvbm.transfer.cuda.pieces import Pieces, SlotRows
@@ -23,15 +24,6 @@ _log = logging.getLogger(__name__)
 
 STAGING_BYTES_MAX = 64 << 20
 """Of both directions together, or a row for each where a slot has more."""
-
-
-class Method(Protocol):
-    """A way of copying that any thread may use at any time: by the copy engines."""
-
-    def begin(
-        self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
-    ) -> None:
-        """See `choice.Method`."""
 
 
 class _Side(NamedTuple):

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 from kvbm.client.kept_process import KeptProcess
 from kvbm.observe.log import configure
@@ -227,11 +228,17 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """A preference: vLLM drops it with a warning where the attention backend cannot read it."""
+        """A preference: vLLM drops it with a warning where the attention backend cannot read it.
+
+        All layers of a block lie side by side in both layouts. FlashInfer takes only the one with heads outside of
+        tokens on devices of capability 10 (`vllm.v1.attention.backends.flashinfer`, 0.32).
+        """
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         if KVCacheLayout is None or _load(extra).settings.kv_layout != "block":
             return None
-        return str(KVCacheLayout.BLNHC.name)
+        capability = current_platform.get_device_capability()
+        heads_outside = capability is not None and capability.major == 10
+        return str((KVCacheLayout.BLHNC if heads_outside else KVCacheLayout.BLNHC).name)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> stats.KvbmStats | None:

@@ -1,58 +1,23 @@
-"""Which way of copying a layout gets: the fastest by what was measured, the one that is named, or what is left."""
+"""Which way a copy takes: by the rule, by the name that is set, or by what this machine has."""
 
 from __future__ import annotations
 
 import logging
-import re
-import threading
+import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.testing.kv_views import SLOTS, separate, stacked
+from kvbm.testing.kv_views import Views, separate
 from kvbm.transfer.copier import Pairs
 from kvbm.transfer.cuda import choice as cuda_choice
+from kvbm.transfer.cuda.choice import AUTO, KERNEL_PIECES_MIN
 from kvbm.transfer.cuda.device import Stream
-from kvbm.transfer.cuda.pieces import Pieces, SlotRows, pieces_of
-from rigs.cuda_bench import (
-    BLOCKS,
-    Bench,
-    check_loads,
-    check_stores,
-    lose,
-    new_bench,
-    wait_for_lock_call,
-    warnings,
-)
-from rigs.cuda_model import DEADLINE_S, Model
-
-
-def chosen(bench: Bench) -> tuple[str, str]:
-    choice = bench.prepared().copier.choice
-    return choice.store.name, choice.load.name
-
-
-@pytest.mark.parametrize("store", ["batch", "rows", "each"])
-@pytest.mark.parametrize("load", ["batch", "rows", "each"])
-def test_auto_takes_the_fastest_for_each_direction(store: str, load: str) -> None:
-    model = Model()
-    model.seconds = {
-        name: (1.0 if name == store else 2.0, 1.0 if name == load else 2.0)
-        for name in ("batch", "rows", "each")
-    }
-    bench = new_bench(model, cuda_choice.AUTO)
-    assert chosen(bench) == (store, load)
-    model.calls.clear()
-    check_stores(bench)
-    assert {call.name for call in model.calls} == {store}
-    model.calls.clear()
-    check_loads(bench)
-    assert {call.name for call in model.calls} == {load}
-    bench.close()
+from kvbm.transfer.cuda.pieces import Pieces, SlotRows
+from rigs.cuda_bench import BLOCKS, Bench, check_loads, check_stores, new_bench, warnings
+from rigs.cuda_model import Model
 
 
 class _Kernel:
@@ -61,86 +26,78 @@ class _Kernel:
     name = "kernel"
 
     def __init__(self) -> None:
-        self.learned: list[Pieces] = []
+        self.layouts: list[Pieces] = []
+        self.compiled: list[bool] = []
         self.begun: list[bool] = []
 
-    def learn(self, layouts: Sequence[Pieces], stream: Stream) -> None:
-        self.learned += layouts
+    def compile(self, *, to_device: bool, stream: Stream) -> None:
+        self.compiled.append(to_device)
 
     def begin(
         self, pieces: Pieces, pairs: Pairs, slots: SlotRows, *, to_device: bool, stream: Stream
     ) -> None:
-        assert any(known is pieces for known in self.learned)
+        assert any(known is pieces for known in self.layouts)
         self.begun.append(to_device)
         stream.run(lambda: None)
 
 
-def offer_kernel(model: Model, monkeypatch: pytest.MonkeyPatch) -> _Kernel:
-    """A device on which the kernel is twice as fast as what else is offered."""
-    kernel, methods = _Kernel(), cuda_choice.methods
-    monkeypatch.setattr(
-        cuda_choice, "methods", lambda driver, device: {**methods(driver, device), "kernel": kernel}
-    )
-    model.seconds = {"kernel": (0.5, 0.5)}
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    """Stands for the kernel wherever one is made."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    kernel = _Kernel()
+
+    def made(driver: object, device: object, layouts: Sequence[Pieces], *_: object) -> _Kernel:
+        kernel.layouts += layouts
+        return kernel
+
+    monkeypatch.setattr("kvbm.transfer.cuda.kernel.KernelCopy", made)
     return kernel
 
 
-@pytest.mark.parametrize(("kernel", "taken"), [(1.19, "rows"), (1.21, "kernel")])
-def test_the_kernel_is_taken_for_loads_where_it_is_clearly_faster(kernel: float, taken: str) -> None:
-    """It takes compute units from the engine's step."""
-    batch, rows, own = (
-        cuda_choice.Measured(cast("cuda_choice.Method", SimpleNamespace(name=name)), store, load)
-        for name, store, load in (("batch", 2.0, 0.5), ("rows", 1.0, 1.0), ("kernel", None, kernel))
-    )
-    choice = cuda_choice.best([batch, own, rows], cuda_choice.everywhere(batch.method))
-    assert [method.name for method in choice] == ["batch", taken, "rows"]
-
-
-def test_where_only_the_kernel_could_be_measured_nothing_changes() -> None:
-    kernel = cuda_choice.Measured(_Kernel(), None, 9.0)
-    before = cuda_choice.everywhere(cast("cuda_choice.Method", SimpleNamespace(name="batch")))
-    assert cuda_choice.best([kernel], before) == before
-
-
-def test_the_kernel_is_measured_for_loads_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Model()
-    kernel = offer_kernel(model, monkeypatch)
-    with caplog.at_level(logging.INFO, "kvbm"):
-        bench = new_bench(model, cuda_choice.AUTO).prepared()
-    assert kernel.begun
-    assert all(kernel.begun)
-    assert [method.name for method in bench.copier.choice] == ["batch", "kernel", "batch"]
-    (line,) = (record.getMessage() for record in caplog.records if "copies by" in record.getMessage())
-    assert line.startswith("copies by batch down and kernel up; pieces from ")
-    assert re.search(r"kernel –/\d+\.\d$", line)
-    bench.close()
-
-
-@pytest.mark.parametrize(("piece_bytes", "tried"), [(28 * 1024 - 8, True), (28 * 1024, False)])
-def test_the_kernel_is_tried_for_small_pieces_alone(
-    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, tried: bool
-) -> None:
-    """Of several sizes the largest counts."""
-    model = Model()
-    kernel = offer_kernel(model, monkeypatch)
-    views = {
-        "layer.0": torch.zeros(BLOCKS, 1, 1, piece_bytes, dtype=torch.uint8),
-        "layer.1": torch.zeros(BLOCKS, 1, 1, 64, dtype=torch.uint8),
+def of_pieces(*sizes: int, offset: int = 0) -> Views:
+    """A layer for each size, whose blocks are one piece of so many bytes."""
+    room = -(-max(sizes) // 16) * 16 + 16
+    return {
+        f"layer.{number}": torch.zeros(BLOCKS * room, dtype=torch.uint8).as_strided(
+            (BLOCKS, size), (room, 1), offset
+        )
+        for number, size in enumerate(sizes)
     }
-    bench = Bench(views, model, cuda_choice.AUTO).prepared()
-    assert bool(kernel.learned) == bool(kernel.begun) == tried
-    assert (bench.copier.choice.load.name == "kernel") == tried
+
+
+SMALL = 4096
+
+
+@pytest.mark.parametrize(
+    ("views", "loads_by"),
+    [
+        (of_pieces(SMALL), "kernel"),
+        (of_pieces(28 * 1024 - 8, 64), "kernel"),
+        (of_pieces(28 * 1024, 64), "batch"),
+        (of_pieces(SMALL, SMALL + 4), "batch"),
+        (of_pieces(SMALL, offset=4), "batch"),
+    ],
+    ids=["small", "just under", "one too large", "size not of 8", "address not of 8"],
+)
+def test_loads_of_small_aligned_pieces_go_by_the_kernel_and_all_else_by_batches(
+    kernel: _Kernel, views: Views, loads_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "kvbm"):
+        bench = Bench(views, Model(), AUTO).prepared()
+    choice = bench.copier.choice
+    assert choice.of(KERNEL_PIECES_MIN, to_device=True).name == loads_by
+    assert choice.of(KERNEL_PIECES_MIN - 1, to_device=True).name == "batch"
+    assert choice.of(10**6, to_device=False).name == "batch"
+    assert bool(kernel.layouts) == (loads_by == "kernel")
+    assert f"stores by batch, loads by {loads_by}" in [record.getMessage() for record in caplog.records]
+    assert warnings(caplog) == []
     bench.close()
 
 
-def test_a_load_of_few_pieces_goes_by_the_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_of_few_pieces_goes_by_the_copy_engines(kernel: _Kernel) -> None:
     """All its blocks' pieces count; of one layer that layer's alone."""
-    model = Model()
-    kernel = offer_kernel(model, monkeypatch)
-    bench = new_bench(model, cuda_choice.AUTO, separate((BLOCKS, 1, 4, 16), torch.float32)).prepared()
-    assert len(bench.copier._pieces.size) == 3
+    bench = new_bench(Model(), AUTO, separate((BLOCKS, 1, 4, 16), torch.float32)).prepared()
     for blocks, layer, by_kernel in ((5, None, False), (6, None, True), (6, "layer.0", False)):
         kernel.begun.clear()
         bench.copier.begin_load([(block, block) for block in range(blocks)], layer=layer).wait()
@@ -151,11 +108,15 @@ def test_a_load_of_few_pieces_goes_by_the_copy_engines(monkeypatch: pytest.Monke
     bench.close()
 
 
-def test_the_kernel_that_is_named_copies_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_rule_never_launches_is_not_compiled(kernel: _Kernel) -> None:
+    Bench(of_pieces(SMALL), Model(), AUTO).close()
+    assert kernel.compiled == [True]
+
+
+def test_the_kernel_that_is_named_copies_everything(kernel: _Kernel) -> None:
     model = Model()
-    kernel = offer_kernel(model, monkeypatch)
-    views = {"layer.0": torch.zeros(BLOCKS, 1, 1, 64 * 1024, dtype=torch.uint8)}
-    bench = Bench(views, model, "kernel").prepared()
+    bench = Bench(of_pieces(64 * 1024), model, "kernel").prepared()
+    assert sorted(kernel.compiled) == [False, True]
     bench.copier.store([(0, 0)])
     bench.copier.load([(0, 0)])
     bench.copier.begin_load([(0, 0)], layer="layer.0").wait()
@@ -164,198 +125,64 @@ def test_the_kernel_that_is_named_copies_everything(monkeypatch: pytest.MonkeyPa
     bench.close()
 
 
-def test_a_kernel_without_room_for_its_tables_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_where_the_kernel_cannot_be_compiled_loads_go_by_batches(
+    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Model()
-    kernel = offer_kernel(model, monkeypatch)
+    def fail(**_: object) -> None:
+        raise KvbmError("compiling the copy kernel: no C compiler")
 
-    def learn(*_: object) -> None:
-        raise KvbmError("memory for the copy kernel's tables: CUDA out of memory")
-
-    monkeypatch.setattr(kernel, "learn", learn)
-    bench = new_bench(model, cuda_choice.AUTO)
-    assert chosen(bench) == ("batch", "batch")
-    (line,) = warnings(caplog)
-    assert line == "copies by kernel are not used: memory for the copy kernel's tables: CUDA out of memory"
-    bench.close()
-    with pytest.raises(KvbmError, match="memory for the copy kernel's tables"):
-        new_bench(Model(), "kernel")
-
-
-def test_a_way_that_fails_is_left_out_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-    model.seconds = {"batch": (3.0, 3.0), "rows": (2.0, 2.0), "each": (1.0, 1.0)}
-    model.failing["each"] = 7  # the copies that it began must be over before their memory is given back
-    bench = new_bench(model, cuda_choice.AUTO)
-    assert chosen(bench) == ("rows", "rows")
-    (line,) = warnings(caplog)
-    assert line == "copies by each are not used: each: CUDA_ERROR_INVALID_VALUE (1)"
-    model.drain()
-    bench.close()
-
-
-def test_a_way_that_fails_without_a_word_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-
-    def copy_batch(*args: object, **more: object) -> None:
-        raise NotImplementedError
-
-    model.driver.copy_batch = copy_batch  # type: ignore[method-assign]
-    bench = new_bench(model, cuda_choice.AUTO).prepared()
-    assert warnings(caplog) == ["copies by batch are not used: NotImplementedError"]
-    bench.close()
-
-
-def test_where_every_way_fails_the_first_one_stays() -> None:
-    model = Model()
-    model.failing = {"batch": 0, "rows": 0, "each": 0}
-    bench = new_bench(model, cuda_choice.AUTO)
-    assert chosen(bench) == ("batch", "batch")
-    model.failing = {}
-    check_stores(bench)
-    bench.close()
-
-
-def test_nothing_is_measured_before_the_first_copy() -> None:
-    """A start measures memory and captures graphs: scratch memory would stand in its way."""
-    model = Model()
-    model.seconds = {"rows": (0.5, 0.5)}
-    bench = new_bench(model, cuda_choice.AUTO, running=False)
-    bench.copier._preparation.join(0.05)
-    assert (model.calls, "cudaMalloc" in model.unsafe_calls) == ([], False)
-    bench.copier.load([(0, 0)])
-    assert chosen(bench) == ("rows", "rows")
-    bench.close()
-
-
-def test_a_copier_that_never_copied_has_measured_nothing() -> None:
-    model = Model()
-    new_bench(model, cuda_choice.AUTO, running=False).close()
-    assert (model.calls, "cudaMalloc" in model.unsafe_calls) == ([], False)
-
-
-def test_pages_are_locked_when_all_is_measured() -> None:
-    """Locking holds the driver's locks, and would be measured with the copies."""
-    model = Model()
-    model.seconds = {"rows": (0.5, 0.5)}
-    model.lock_gate = threading.Semaphore(0)
-    bench = new_bench(model, cuda_choice.AUTO)
-    wait_for_lock_call(model, 1)
-    assert bench.copier.choice.load.name == "rows"
-    model.lock_gate.release(SLOTS)
-    bench.prepared()
-    bench.close()
-
-
-def test_copies_need_not_wait_for_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    go = threading.Event()
-    measure = cuda_choice.measure
-
-    def late(*args: object) -> list[cuda_choice.Measured]:
-        assert go.wait(DEADLINE_S)
-        return measure(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(cuda_choice, "measure", late)
-    model.seconds = {"rows": (0.5, 0.5)}
-    bench = new_bench(model, cuda_choice.AUTO)
-    assert not bench.copier.prepared(0)
+    monkeypatch.setattr(kernel, "compile", fail)
+    bench = Bench(of_pieces(SMALL), Model(), AUTO).prepared()
+    assert warnings(caplog) == [
+        "loads of small pieces go by batch, which is slower: compiling the copy kernel: no C compiler"
+    ]
     check_stores(bench)
     check_loads(bench)
-    assert {call.name for call in model.calls} == {"batch"}
-    go.set()
-    assert chosen(bench) == ("rows", "rows")
+    bench.close()
+    with pytest.raises(KvbmError, match="no C compiler"):
+        Bench(of_pieces(SMALL), Model(), "kernel")
+
+
+@pytest.mark.parametrize("name", ["batch", "rows"])
+def test_a_way_that_is_named_is_used_for_all_copies(kernel: _Kernel, name: str) -> None:
+    model = Model()
+    bench = Bench(of_pieces(SMALL), model, name).prepared()
+    check_stores(bench)
+    check_loads(bench)
+    assert {call.name for call in model.calls} == {name}
+    assert kernel.layouts == []
     bench.close()
 
 
-@pytest.mark.parametrize("name", ["batch", "rows", "each"])
-def test_a_way_that_is_named_is_used_and_nothing_is_measured(name: str) -> None:
+def test_a_driver_without_batches_copies_in_rows(kernel: _Kernel, caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
-    model.seconds = {name: (9.0, 9.0)}
-    bench = new_bench(model, name)
-    assert chosen(bench) == (name, name)
-    assert model.calls == []
+    model.driver.has_batch = False
+    bench = Bench(of_pieces(64 * 1024), model, AUTO).prepared()
+    check_stores(bench)
+    check_loads(bench)
+    assert {call.name for call in model.calls} == {"rows"}
+    assert warnings(caplog) == []
     bench.close()
 
 
 def test_a_way_that_is_not_offered_is_refused_with_those_that_are() -> None:
     model = Model()
-    model.driver.has_batch = False
-    with pytest.raises(SettingsError) as caught:
-        new_bench(model, "batch")
-    assert str(caught.value) == (
-        "DYN_KVBM_CUDA_COPY='batch' cannot be used: "
-        "auto, rows, each (what this driver and installation offer)"
-    )
-    with pytest.raises(SettingsError, match="'kernel' cannot be used"):
-        new_bench(Model(), "kernel")
+    model.driver.has_batch = model.driver.host_pointers = False
+    for name in ("batch", "kernel"):
+        with pytest.raises(SettingsError) as caught:
+            new_bench(model, name)
+        assert str(caught.value) == (
+            f"DYN_KVBM_CUDA_COPY={name!r} cannot be used: auto, rows (offered by this driver and installation)"
+        )
 
 
-@pytest.mark.parametrize("method", ["auto", "rows", "each"])
-def test_a_driver_without_batches_copies_too(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_the_kernel_is_not_offered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvbm.transfer.cuda.kernel", None)
     model = Model()
-    model.driver.has_batch = False
-    bench = new_bench(model, method).prepared()
-    check_stores(bench)
-    check_loads(bench)
-    bench.close()
+    assert cuda_choice.offered(model.driver, model.device) == ["batch", "rows"]
+    bench = Bench(of_pieces(SMALL), model, AUTO)
+    assert bench.copier.choice.kernel is None
     assert warnings(caplog) == []
-
-
-def test_the_sample_is_cut_into_rows_as_the_layout_is() -> None:
-    """Else rows would be measured as one contiguous copy, and lose in earnest what they won."""
-    for views in (stacked("BHLNC", torch.float32), separate((2, 9, 4, 2, 8), torch.float32)):
-        bench = new_bench(Model(), "rows", views).prepared()
-        pieces = pieces_of(bench.cache.regions)
-        bench.copier.store([(0, 0)])
-        real = [call.pieces for call in bench.model.calls]
-        bench.model.calls.clear()
-        method = {"rows": bench.copier.choice.store}
-        cuda_choice.measure(pieces, method, bench.model.device)
-        sample = bench.model.calls[: len(real)]
-        assert [call.pieces for call in sample] == real
-        width = int(pieces.size[0])
-        assert all(call.pitch > width for call in sample if call.pieces > 1)
-        bench.close()
-
-
-def test_scratch_is_not_written_before_the_engine_has_done_with_it() -> None:
-    """It may be memory that the engine gave back a moment ago, with work under way that uses it."""
-    for seed in range(6):
-        bench = new_bench(Model(seed), "each").prepared()
-        copied: list[int] = []
-        bench.model.engine.work(lambda copied=copied, model=bench.model: copied.append(model.pieces_copied))
-        method = {"each": bench.copier.choice.store}
-        cuda_choice.measure(pieces_of(bench.cache.regions), method, bench.model.device)
-        assert copied == [0]
-        bench.close()
-
-
-def test_a_context_lost_while_measuring_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-    lose(model, "rows")
-    bench = new_bench(model, cuda_choice.AUTO).prepared()
-    (line,) = warnings(caplog)
-    assert line == (
-        "the ways of copying could not be measured "
-        "(rows: CUDA_ERROR_ILLEGAL_ADDRESS (700); the device's context is lost): batch is used"
-    )
-    bench.copier.close()
-    assert model.complaints == []
-
-
-def test_scratch_that_cannot_be_had_leaves_the_choice_unmeasured(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-
-    def scratch(size: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
-
-    model.device.scratch = scratch  # type: ignore[method-assign]
-    bench = new_bench(model, cuda_choice.AUTO)
-    assert chosen(bench) == ("batch", "batch")
-    assert warnings(caplog) == [
-        "the ways of copying could not be measured (CUDA out of memory. Tried to allocate): batch is used"
-    ]
-    check_stores(bench)
     bench.close()

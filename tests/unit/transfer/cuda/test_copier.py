@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvbm import numa
-from kvbm.clock import ManualClock
 from kvbm.errors import DeviceLost, KvbmError
 from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
@@ -19,7 +18,6 @@ from kvbm.transfer.cuda import copier as cuda
 from kvbm.transfer.cuda import page_lock, staging
 from kvbm.transfer.cuda.copier import CudaCopier
 from kvbm.transfer.cuda.driver import CudaError
-from kvbm.transfer.cuda.pieces import SlotRows
 from rigs.cuda_bench import check_loads, check_stores, lose, new_bench, wait_for_lock_call, warnings
 from rigs.cuda_model import DEADLINE_S, LOST_TEXT, PAGE, Model
 
@@ -49,8 +47,8 @@ def test_nothing_is_locked_before_the_engine_runs() -> None:
     """A start captures graphs and measures memory: locking would stand in its way."""
     model = Model()
     bench = new_bench(model, running=False)
-    bench.copier._preparation.join(0.05)
-    assert (model.lock_calls, bench.copier._preparation.is_alive()) == (0, True)
+    bench.copier._locking.join(0.05)
+    assert (model.lock_calls, bench.copier._locking.is_alive()) == (0, True)
     check_stores(bench)  # the first copy goes through the buffer
     bench.prepared()
     assert model.lock_calls == -(-SLOTS // PIECE_SLOTS)
@@ -64,29 +62,7 @@ def test_a_copier_that_never_copied_can_be_closed() -> None:
     assert model.lock_calls == 0
 
 
-def test_the_driver_is_left_to_others_for_as_long_as_a_lock_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, clock = Model(), ManualClock(5.0)
-    lock_pages = model.driver.lock_pages
-
-    def slow(address: int, size: int) -> None:
-        clock.advance(0.25)
-        lock_pages(address, size)
-
-    monkeypatch.setattr(model.driver, "lock_pages", slow)
-    arena = arena_tensor(mmap.mmap(-1, SLOTS * PAGE), SLOTS, PAGE)
-    locks = page_lock.PageLocks(
-        SlotRows(arena.data_ptr(), PAGE), SLOTS, model.driver, model.device, clock=clock
-    )
-    pauses: list[float | None] = []
-    monkeypatch.setattr(locks._closing, "wait", pauses.append)
-    model.driver.adopt_thread(0)
-    locks.begin()
-    locks.run()
-    assert pauses == [0.25] * -(-SLOTS // PIECE_SLOTS)
-    locks.close()
-
-
-@pytest.mark.parametrize("method", ["batch", "rows", "each"])
+@pytest.mark.parametrize("method", ["batch", "rows"])
 def test_slots_that_are_not_locked_yet_are_copied_through_the_buffer(method: str) -> None:
     model = Model()
     model.lock_gate = threading.Semaphore(2)
@@ -203,7 +179,7 @@ def test_pages_that_locking_brings_forth_lie_next_to_the_device(
     monkeypatch.setattr(model.driver, "lock_pages", seen_from)
     bench = new_bench(model).prepared()
     arena = arena_tensor(mmap.mmap(-1, PAGE), 1, PAGE)
-    near = CudaCopier(bench.cache, arena, "each", model.driver, model.device, numa_node=3)
+    near = CudaCopier(bench.cache, arena, "batch", model.driver, model.device, numa_node=3)
     assert near.prepared(DEADLINE_S)
     near.close()
     bench.close()
@@ -240,7 +216,7 @@ def test_a_refusal_half_way_is_one_warning_and_copies_go_on(caplog: pytest.LogCa
     (line,) = warnings(caplog)
     assert "7 of 11 slots" in line
     assert "CUDA_ERROR_OUT_OF_MEMORY (2)" in line
-    assert "the container, has no memory left" in line
+    assert "the container, may have no memory left" in line
     assert "ulimit" not in line, "no limit of locked pages applies to the driver"
     check_stores(bench)
     check_loads(bench)
@@ -276,7 +252,7 @@ def test_a_piece_that_cannot_be_unlocked_does_not_keep_the_others(caplog: pytest
 def test_the_thread_that_locks_pages_ends_with_the_copier() -> None:
     bench = new_bench(Model()).prepared()
     bench.close()
-    assert not any(thread.name == "kvbm-cuda-prepare" for thread in threading.enumerate())
+    assert not any(thread.name == "kvbm-cuda-lock" for thread in threading.enumerate())
 
 
 # What goes wrong
@@ -284,7 +260,7 @@ def test_the_thread_that_locks_pages_ends_with_the_copier() -> None:
 
 @pytest.mark.parametrize("refused", [False, True], ids=["locked", "staged"])
 @pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("method", ["batch", "rows", "each"])
+@pytest.mark.parametrize("method", ["batch", "rows"])
 def test_a_copy_that_fails_half_way_raises_when_nothing_is_under_way(
     method: str, direction: str, refused: bool
 ) -> None:
@@ -323,10 +299,10 @@ def test_a_lost_context_is_one_line_at_the_copy_and_one_at_the_end(
     bench = new_bench(model).prepared()
     caplog.clear()
     under_way = bench.copier.begin_load([(1, 1)])
-    lose(model, "each")
+    lose(model, "batch")
     with pytest.raises(DeviceLost) as caught:
         bench.copier.store([(0, 0), (2, 8)])
-    assert str(caught.value) == "each: CUDA_ERROR_ILLEGAL_ADDRESS (700); the device's context is lost"
+    assert str(caught.value) == "batch: CUDA_ERROR_ILLEGAL_ADDRESS (700); the device's context is lost"
     for answer in (under_way.done, under_way.wait, lambda: bench.copier.store([(0, 0)])):
         with pytest.raises((DeviceLost, RuntimeError)) as told:
             answer()

@@ -18,7 +18,6 @@ DEVICE = torch.device("cuda", 1)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Classes of `torch.cuda` and its current stream, without a device."""
     streams: list[mock.Mock] = []
-    events: list[mock.Mock] = []
     stream_class, event_class = torch.cuda.Stream, torch.cuda.Event
 
     def new_stream(device: torch.device, priority: int) -> mock.Mock:
@@ -27,11 +26,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         streams.append(stream)
         return stream
 
-    def new_event(enable_timing: bool = False, blocking: bool = False) -> mock.Mock:
+    def new_event(blocking: bool = False) -> mock.Mock:
         event: mock.Mock = mock.create_autospec(event_class, instance=True)
-        event.blocking_asked, event.timing_asked = blocking, enable_timing
-        event.elapsed_time.return_value = 250.0  # milliseconds
-        events.append(event)
+        event.blocking_asked = blocking
         return event
 
     current = mock.create_autospec(stream_class, instance=True)
@@ -48,7 +45,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     }.items():
         assert hasattr(torch.cuda, name)
         monkeypatch.setattr(torch.cuda, name, value)
-    return SimpleNamespace(current=current, events=events, active=active, streams=streams)
+    return SimpleNamespace(current=current, active=active, streams=streams)
 
 
 def test_streams_of_our_own(cuda: SimpleNamespace) -> None:
@@ -97,19 +94,6 @@ def test_memory_is_made_outside_of_inference_mode(cuda: SimpleNamespace) -> None
     pinned, scratch = empty.call_args_list
     assert pinned == mock.call((3, 64), dtype=torch.uint8, pin_memory=True)
     assert scratch == mock.call(128, dtype=torch.uint8, device=DEVICE)
-
-
-def test_work_is_timed_by_the_device(cuda: SimpleNamespace) -> None:
-    device = TorchDevice(DEVICE)
-    stream = device.new_stream(LOAD_PRIORITY)
-    begin_recorded: list[bool] = []
-    seconds = device.seconds(stream, lambda: begin_recorded.append(cuda.events[0].record.called))
-    assert seconds == 0.25
-    assert begin_recorded == [True]
-    begin, end = cuda.events
-    assert begin.timing_asked and end.timing_asked
-    end.record.assert_called_once_with(cuda.streams[0])
-    end.synchronize.assert_called_once_with()
 
 
 @pytest.mark.parametrize(

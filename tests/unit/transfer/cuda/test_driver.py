@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from kvbm.errors import KvbmError
 from kvbm.transfer.cuda import driver as cuda_driver
-from kvbm.transfer.cuda.driver import Addresses, CudaDriver, CudaError
+from kvbm.transfer.cuda.driver import LOST_RESULTS, Addresses, CudaDriver, CudaError
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 2: b"CUDA_ERROR_OUT_OF_MEMORY", 700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}
 BATCH = ctypes.CFUNCTYPE(
@@ -166,9 +168,9 @@ def test_a_driver_without_batches_says_so(
     assert not CudaDriver().has_batch
 
 
-def test_pieces_one_by_one(library: Library) -> None:
-    CudaDriver().copy_each(addresses(1, 2), addresses(3, 4), addresses(5, 6), stream=7)
-    assert library.seen[1:] == [("cuMemcpyAsync", 1, 3, 5, 7), ("cuMemcpyAsync", 2, 4, 6, 7)]
+def test_one_copy(library: Library) -> None:
+    CudaDriver().copy(1, 3, 5, stream=7)
+    assert library.seen[1:] == [("cuMemcpyAsync", 1, 3, 5, 7)]
 
 
 def test_rows_with_unified_addresses(library: Library) -> None:
@@ -225,9 +227,9 @@ def test_what_a_device_can_do(library: Library) -> None:
     driver = CudaDriver()
     assert driver.version == 13000
     assert driver.pitch_max(0) == 2147483647
-    assert driver.reads_host_pointers(0) is True
+    assert driver.can_use_host_pointers(0) is True
     library.attributes[91] = 0
-    assert driver.reads_host_pointers(0) is False
+    assert driver.can_use_host_pointers(0) is False
     assert driver.pci_bus_id(0) == "0000:3b:00.0"
 
 
@@ -235,15 +237,11 @@ def begin_batch(driver: CudaDriver) -> None:
     driver.copy_batch(addresses(1, 2), addresses(3, 4), addresses(5, 6), 7, read_early=False)
 
 
-def begin_each(driver: CudaDriver) -> None:
-    driver.copy_each(addresses(1, 2), addresses(3, 4), addresses(5, 6), 7)
-
-
 @pytest.mark.parametrize(
     ("call", "begin", "message"),
     [
         ("batch", begin_batch, "cuMemcpyBatchAsync of 2 pieces"),
-        ("cuMemcpyAsync", begin_each, "cuMemcpyAsync of 5 bytes"),
+        ("cuMemcpyAsync", lambda driver: driver.copy(1, 3, 5, 7), "cuMemcpyAsync of 5 bytes"),
         (
             "cuMemcpy2DAsync",
             lambda driver: driver.copy_rows(1, 8, 2, 8, 8, 3, 4),
@@ -273,21 +271,26 @@ def test_errors_name_the_call_and_the_result(
         begin(driver)
 
 
-def test_pieces_behind_one_that_fails_are_not_begun(library: Library) -> None:
-    driver = CudaDriver()
-    library.results["cuMemcpyAsync"] = 1
-    with pytest.raises(CudaError):
-        begin_each(driver)
-    assert len(library.seen) == 2
-
-
-@pytest.mark.parametrize(
-    "result", [4, 201, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999]
-)
+@pytest.mark.parametrize("result", LOST_RESULTS)
 def test_after_these_results_the_context_is_lost(result: int) -> None:
-    error = CudaError("call", result, "NAME")
+    error = CudaError("call", result, LOST_RESULTS[result])
     assert error.lost
-    assert str(error) == f"call: NAME ({result}); the device's context is lost"
+    assert str(error) == f"call: {LOST_RESULTS[result]} ({result}); the device's context is lost"
+
+
+def test_the_context_is_lost_after_every_result_that_ends_a_process() -> None:
+    """`cuda.h` says so of each, in the same words; Triton brings a copy of it."""
+    triton = pytest.importorskip("triton", reason="triton, which brings cuda.h, is not installed")
+    header = (Path(triton.__file__).parent / "backends/nvidia/include/cuda.h").read_text()
+    entry = re.compile(r"/\*\*((?:(?!\*/).)*)\*/\s*(CUDA_ERROR_\w+)\s*=\s*(\d+)", re.DOTALL)
+    names, ending = {}, set()
+    for comment, name, number in entry.findall(header):
+        names[int(number)] = name
+        if "must be terminated and relaunched" in " ".join(comment.replace("*", " ").split()):
+            ending.add(int(number))
+    assert {700, 702, 719} <= ending
+    assert ending <= set(LOST_RESULTS)
+    assert {number: names.get(number, name) for number, name in LOST_RESULTS.items()} == LOST_RESULTS
 
 
 @pytest.mark.parametrize("result", [1, 2, 3, 100, 101, 205, 400, 600, 708, 712, 713, 720, 801, 900, 901])

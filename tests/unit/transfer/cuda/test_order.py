@@ -26,7 +26,7 @@ from rigs.cuda_order import (
 )
 from rigs.cuda_streams import ModelEvent
 
-METHODS = ["batch", "rows", "each"]
+METHODS = ["batch", "rows"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -132,7 +132,7 @@ def test_the_engines_stream_gets_only_events() -> None:
 
 def test_without_a_mark_copies_wait_for_the_callers_stream() -> None:
     for seed in SEEDS:
-        bench, engine = new_bench(seed, "each")
+        bench, engine = new_bench(seed, "rows")
         engine.write([3], 7)
         bench.copier.store([(3, 0)])
         assert slots_hold(bench, [0], 7)
@@ -164,7 +164,7 @@ def test_begin_does_not_wait_for_the_engine_and_done_never_blocks() -> None:
 
 
 def test_close_waits_for_copies_under_way() -> None:
-    bench, engine = new_bench(4, "each")
+    bench, engine = new_bench(4, "rows")
     engine.write([3], 7)
     bench.copier.begin_store([(3, 0)], bench.copier.mark())
     bench.copier.begin_load([(4, 1)], bench.copier.mark())
