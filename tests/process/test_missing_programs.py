@@ -1,4 +1,4 @@
-"""On a machine without the servers, the browser and the compiler that tests use, tests are skipped and nothing fails."""
+"""On a machine without the servers, the browser and the compiler that tests use, tests are skipped; nothing fails."""
 
 from __future__ import annotations
 
