@@ -35,9 +35,7 @@ def ahead_launcher(launcher: Launcher) -> Iterator[Launcher]:
         yield launcher
 
 
-@pytest.mark.parametrize(
-    "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "eager")]
-)
+@pytest.mark.parametrize("mode", list(MODES))
 def test_scheduled_ahead(ahead_launcher: Launcher, reference: Reference, tmp_path: Path, mode: str) -> None:
     launcher = ahead_launcher
     # Layer by layer is refused where failures are recomputed, see below.
@@ -69,7 +67,6 @@ def test_loads_fail_and_are_recomputed(ahead_launcher: Launcher, reference: Refe
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_layers_fail_and_so_do_their_requests_alone(ahead_launcher: Launcher, reference: Reference) -> None:
     launcher = ahead_launcher
     engine = launcher.start({**host(), **MODES["layer by layer"]}, transfer={**KV_CONNECTOR, **FAIL})
@@ -101,7 +98,6 @@ def test_layer_by_layer_is_refused_where_a_failure_would_be_recomputed(
     assert by_layer == 0
 
 
-@pytest.mark.slow
 def test_stores_beside_steps_that_were_planned_ahead(ahead_launcher: Launcher, reference: Reference) -> None:
     launcher = ahead_launcher
     engine = launcher.start(host())
@@ -112,7 +108,6 @@ def test_stores_beside_steps_that_were_planned_ahead(ahead_launcher: Launcher, r
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(VERSION < (0, 32), reason="this vLLM serves no model with several groups")
 @pytest.mark.skipif(chosen() != V1, reason="too slow on V2 here")
 def test_windows_scheduled_ahead(

@@ -16,7 +16,10 @@ from kvbm.vllm_integration import support
 from kvbm.vllm_integration.ranks import block_tokens
 from kvbm.vllm_integration.support import unsupported_reason
 
-pytestmark = pytest.mark.skipif(VERSION < (0, 32), reason="this vLLM makes other objects of a configuration")
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(VERSION < (0, 32), reason="this vLLM makes other objects of a configuration"),
+]
 
 BLOCK_TOKENS = 64
 

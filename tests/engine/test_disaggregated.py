@@ -107,7 +107,7 @@ class Pair:
 
 FORMS = (
     Form("PdConnector", shared=False),
-    pytest.param(Form("MultiConnector", shared=True), marks=pytest.mark.slow),
+    Form("MultiConnector", shared=True),
 )
 
 
@@ -159,7 +159,6 @@ def test_the_next_turn_finds_what_the_decode_engine_computed(pair: Pair) -> None
     assert decode(pair.decoder, longer, where) == alone(pair.decoder, longer)
 
 
-@pytest.mark.slow
 def test_a_request_that_ends_between_the_two_harms_nobody(pair: Pair) -> None:
     left, *asked = prompts(3)
     prefill(pair.prefiller, left)
@@ -167,7 +166,6 @@ def test_a_request_that_ends_between_the_two_harms_nobody(pair: Pair) -> None:
     assert texts == [alone(pair.decoder, tokens) for tokens in asked]
 
 
-@pytest.mark.slow
 def test_a_request_that_is_aborted_while_its_kv_is_under_way_harms_nobody(pair: Pair) -> None:
     left, *asked = prompts(9)
     abandon(pair.decoder, left, prefill(pair.prefiller, left))
@@ -177,7 +175,6 @@ def test_a_request_that_is_aborted_while_its_kv_is_under_way_harms_nobody(pair: 
     forget(pair.decoder)  # nothing stays in use
 
 
-@pytest.mark.slow
 def test_a_killed_manager_costs_hits_alone(pair: Pair) -> None:
     asked = prompts(4)
     reference = [alone(pair.decoder, tokens) for tokens in asked]
@@ -188,7 +185,6 @@ def test_a_killed_manager_costs_hits_alone(pair: Pair) -> None:
     assert [answered(pair.prefiller, pair.decoder, tokens) for tokens in asked] == reference
 
 
-@pytest.mark.slow
 def test_kv_whose_place_cannot_be_reached_is_computed(pair: Pair) -> None:
     """NIXL fails: nobody listens where the prefill engine is said to be."""
     for number, tokens in enumerate(prompts(5, 2)):
@@ -197,7 +193,6 @@ def test_kv_whose_place_cannot_be_reached_is_computed(pair: Pair) -> None:
         assert decode(pair.decoder, tokens, where) == alone(pair.decoder, tokens)
 
 
-@pytest.mark.slow
 def test_kv_of_an_engine_that_was_killed_is_computed(pair: Pair) -> None:
     """The prefill engine is killed when one answer's KV was fetched and others' was not; a new one takes its place."""
     asked = prompts(6)
@@ -210,7 +205,6 @@ def test_kv_of_an_engine_that_was_killed_is_computed(pair: Pair) -> None:
     assert answered(pair.prefiller, pair.decoder, asked[0]) == alone(pair.decoder, asked[0])
 
 
-@pytest.mark.slow
 def test_a_decode_engine_that_is_killed_is_replaced(pair: Pair) -> None:
     asked = prompts(7)
     prefill(pair.prefiller, asked[0])

@@ -19,6 +19,7 @@ NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 CORRUPT = 'kvbm_failures_total{tier="disk",kind="corrupt"}'
 
 
+@pytest.mark.quick
 def test_wrong_kv_is_noticed(launcher: Launcher, reference: Reference) -> None:
     """The negative control: KV that is wrong behind everybody's back changes answers, and the comparison sees it."""
     engine = launcher.start(host())
@@ -29,9 +30,9 @@ def test_wrong_kv_is_noticed(launcher: Launcher, reference: Reference) -> None:
 @pytest.mark.parametrize(
     ("tiers", "every"),
     [
-        pytest.param("host", 1, marks=pytest.mark.slow),
-        ("host", 2),
-        pytest.param("host", 3, marks=pytest.mark.slow),
+        ("host", 1),
+        pytest.param("host", 2, marks=pytest.mark.quick),
+        ("host", 3),
         ("host and disk", 2),
     ],
 )
@@ -50,7 +51,6 @@ def test_loads_that_fail(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_loads_that_fail_in_one_of_two_ranks(
     launcher: Launcher, reference: Reference, tmp_path: Path, rank: int
@@ -90,7 +90,7 @@ def test_loads_that_fail_under_policy_fail(launcher: Launcher, reference: Refere
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("tiers", [pytest.param("host", marks=pytest.mark.slow), "host and disk"])
+@pytest.mark.parametrize("tiers", ["host", pytest.param("host and disk", marks=pytest.mark.quick)])
 def test_manager_killed_while_serving(
     launcher: Launcher, reference: Reference, tmp_path: Path, tiers: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_shared_manager_replaced_while_serving(
     assert "manager lost" in engine.log()
 
 
-@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", [pytest.param("recompute", marks=pytest.mark.quick), "fail"])
 def test_corrupt_blocks_after_a_restart(
     launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
 ) -> None:
@@ -160,7 +160,7 @@ def test_blocks_corrupted_in_place(launcher: Launcher, reference: Reference, tmp
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("manager_dies", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("manager_dies", [False, pytest.param(True, marks=pytest.mark.quick)])
 def test_abort_while_loading(launcher: Launcher, reference: Reference, manager_dies: bool) -> None:
     """Requests aborted while their loads are pending: the engine goes on, and gives everything back."""
     # A load beside the forward pass would hold that at the gate.

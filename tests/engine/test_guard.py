@@ -14,6 +14,8 @@ from kvbm.step_plan import LoadPlan, StepPlan
 from kvbm.vllm_integration.guard import GuardedScheduler
 from kvbm.weights import changed_since
 
+pytestmark = pytest.mark.quick
+
 
 class BrokenSide:
     """A scheduler side that works until told to break."""

@@ -45,7 +45,7 @@ def start(launcher: Launcher, hybrid_model: HybridModel, references: Any) -> Sta
     return started
 
 
-@pytest.mark.parametrize("kind", ["windows", pytest.param("mostly full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("windows", marks=pytest.mark.quick), "mostly full"])
 def test_host(launcher: Launcher, start: Start, references: Any, kind: str) -> None:
     engine = start(kind, host(HOST_BLOCKS))
     answers = engine.run(workload())
@@ -66,7 +66,6 @@ def test_wrong_kv_is_noticed(start: Start, references: Any) -> None:
     assert len(differences(references("windows"), engine.run(workload()))) > 10
 
 
-@pytest.mark.slow
 def test_host_that_evicts_and_disk(launcher: Launcher, start: Start, references: Any, tmp_path: Path) -> None:
     """Blocks of all groups pass through a small host tier to disk, survive a restart, and are verified."""
     for turn in ("first", "restarted"):
@@ -85,7 +84,6 @@ def test_host_that_evicts_and_disk(launcher: Launcher, start: Start, references:
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_disk_without_host(launcher: Launcher, start: Start, references: Any, tmp_path: Path) -> None:
     engine = start("windows", disk(tmp_path))
     for turn in ("", "+"):
@@ -94,7 +92,6 @@ def test_disk_without_host(launcher: Launcher, start: Start, references: Any, tm
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_loads_that_fail(
     launcher: Launcher, start: Start, references: Any, tmp_path: Path, every: int
@@ -111,7 +108,6 @@ def test_loads_that_fail(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_loads_that_fail_under_policy_fail(start: Start, references: Any) -> None:
     """Such a request ends early, by its user's choice; none gets a wrong token, none hangs."""
     engine = start("windows", host(HOST_BLOCKS), transfer={**KV_CONNECTOR, "kv_load_failure_policy": "fail"})
@@ -129,7 +125,6 @@ def test_loads_that_fail_under_policy_fail(start: Start, references: Any) -> Non
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
 
 
-@pytest.mark.slow
 def test_two_ranks(launcher: Launcher, start: Start, references: Any, tmp_path: Path) -> None:
     """One of two ranks fails at every second load: the other's part is of no use then."""
     engine = start("windows", disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
@@ -143,7 +138,6 @@ def test_two_ranks(launcher: Launcher, start: Start, references: Any, tmp_path: 
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_manager_killed_while_serving(
     launcher: Launcher, start: Start, references: Any, tmp_path: Path
 ) -> None:
@@ -158,7 +152,6 @@ def test_manager_killed_while_serving(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_stores_beside_later_steps(launcher: Launcher, start: Start, references: Any) -> None:
     """As on a GPU: the engine waits for copies of blocks that leave their window before it overwrites them."""
     engine = start("windows", host(HOST_BLOCKS))
@@ -171,7 +164,6 @@ def test_stores_beside_later_steps(launcher: Launcher, start: Start, references:
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_abort_while_loading(launcher: Launcher, start: Start, references: Any) -> None:
     engine = start("windows", host(HOST_BLOCKS))
     engine.run(workload())

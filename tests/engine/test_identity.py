@@ -145,7 +145,6 @@ def test_other_bytes_have_another_fingerprint(
     assert moved > 1e-3, "these are known to change KV"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(VARIATIONS.keys() - SHORT))
 def test_whatever_changes_bytes_changes_the_fingerprint(
     launcher: Launcher, base: tuple[Found, float], name: str
@@ -153,6 +152,7 @@ def test_whatever_changes_bytes_changes_the_fingerprint(
     demand(base, look(launcher, **VARIATIONS[name]), name)
 
 
+@pytest.mark.quick
 def test_other_weights_have_another_fingerprint(
     launcher: Launcher, base: tuple[Found, float], model: Path, tmp_path: Path
 ) -> None:
@@ -178,7 +178,6 @@ def test_names_make_no_difference(
         assert found.fields == first.fields, options
 
 
-@pytest.mark.slow
 def test_longrope_factors_are_told_apart(launcher: Launcher, tmp_path: Path) -> None:
     """The length decides on the factors: other K, another fingerprint."""
     phi3 = str(make_longrope_model(tmp_path / "phi3"))

@@ -1,6 +1,6 @@
 """Model Runner V2, which vLLM takes on CUDA, with KVBM: the answers of V2 alone, which are those of V1.
 
-`KVBM_TESTS_RUNNER=V2` runs the other engine tests on it as well; those of this file that are not slow are in every
+`KVBM_TESTS_RUNNER=V2` runs the other engine tests on it as well; those of this file are in every
 `make test`.
 """
 
@@ -38,7 +38,6 @@ def test_both_runners_say_the_same(v1_reference: Reference, v2_reference: Refere
     assert v1_reference == v2_reference
 
 
-@pytest.mark.slow
 def test_host(v2_launcher: Launcher, v2_reference: Reference) -> None:
     engine = v2_launcher.start(host())
     assert engine.call(reach.model_runners, timeout_s=20.0) == (V2, V2)
@@ -68,7 +67,6 @@ def test_host_and_disk_and_a_restart(v2_launcher: Launcher, v2_reference: Refere
     v2_launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_loads_that_fail(v2_launcher: Launcher, v2_reference: Reference) -> None:
     """They are computed again, and so none runs beside its forward pass, though that was asked for."""
     engine = v2_launcher.start({**host(), **LAYERWISE})
@@ -85,7 +83,6 @@ def test_loads_that_fail(v2_launcher: Launcher, v2_reference: Reference) -> None
     v2_launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_the_order_of_a_step(v2_launcher: Launcher, v2_reference: Reference) -> None:
     """What is written in `kvbm.vllm_integration.runner`: a vLLM that calls otherwise has to be read again.
 

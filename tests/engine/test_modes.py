@@ -39,7 +39,6 @@ def test_layer_by_layer(launcher: Launcher, reference: Reference, tmp_path: Path
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(chosen() == V2, reason="V2 has no such loads where failures are recomputed")
 def test_layer_by_layer_with_failures(launcher: Launcher, reference: Reference) -> None:
     """What was computed on top of a layer that did not come is computed again, and nothing of it is kept."""
@@ -51,7 +50,7 @@ def test_layer_by_layer_with_failures(launcher: Launcher, reference: Reference) 
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("mode", [{}, pytest.param(LAZY, marks=pytest.mark.slow)], ids=["eager", "lazy"])
+@pytest.mark.parametrize("mode", [{}, LAZY], ids=["eager", "lazy"])
 def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mode: dict[str, str]) -> None:
     """As on a GPU: the engine goes on while blocks are copied, and waits only before it overwrites them."""
     engine = launcher.start({**host(), **mode})
@@ -64,7 +63,6 @@ def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mod
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, reference: Reference) -> None:
     stored = {}
     for name, mode in (("eager", {}), ("lazy", LAZY)):
@@ -79,7 +77,6 @@ def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, referenc
     assert 0 < stored["lazy"] < stored["eager"]
 
 
-@pytest.mark.slow
 def test_a_layout_that_the_backend_cannot_read_is_only_a_wish(
     launcher: Launcher, reference: Reference
 ) -> None:

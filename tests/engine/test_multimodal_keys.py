@@ -23,6 +23,8 @@ from engine.vllm_versions import VERSION
 from kvbm.block import BlockKey
 from kvbm.vllm_integration.block_hashes import EngineHashes, OwnHashes, hashes_are_deterministic
 
+pytestmark = pytest.mark.quick
+
 BLOCK_TOKENS = 16
 TOKENS = [7] * 160
 """Nothing but placeholders: only the images tell such prompts apart."""

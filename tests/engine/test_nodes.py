@@ -69,7 +69,6 @@ def over_nodes(
         other.call(other_node.end_ranks, timeout_s=60.0)
 
 
-@pytest.mark.slow
 def test_two_nodes_say_what_one_says(
     over_nodes: Start, shared_manager: Callable[..., SharedManager], v1_reference: dict[str, list[int]]
 ) -> None:
@@ -104,7 +103,6 @@ def test_two_nodes_say_what_one_says(
         )
 
 
-@pytest.mark.slow
 def test_a_node_with_wrong_kv_is_noticed(
     over_nodes: Start, shared_manager: Callable[..., SharedManager], v1_reference: dict[str, list[int]]
 ) -> None:
@@ -116,7 +114,6 @@ def test_a_node_with_wrong_kv_is_noticed(
     assert len(differences(v1_reference, engine.run(small_workload()))) > 3
 
 
-@pytest.mark.slow
 def test_stages_on_two_nodes(
     over_nodes: Start, shared_manager: Callable[..., SharedManager], v1_reference: dict[str, list[int]]
 ) -> None:

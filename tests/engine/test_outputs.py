@@ -29,6 +29,7 @@ def test_no_cache_evicts_and_preempts(launcher: Launcher, reference: Reference) 
     assert answers.aborted == sum(request.abort_after is not None for request in workload())
 
 
+@pytest.mark.quick
 def test_host(launcher: Launcher, reference: Reference) -> None:
     engine = launcher.start(host())
     answers = engine.run(workload())
@@ -54,7 +55,7 @@ def test_host_that_evicts(launcher: Launcher, reference: Reference) -> None:
     assert launcher.metrics()['kvbm_evicted_blocks_total{tier="host",reason="capacity"}'] > some(100)
 
 
-@pytest.mark.parametrize("below", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["host", "disk"])
+@pytest.mark.parametrize("below", [False, True], ids=["host", "disk"])
 def test_host_smaller_than_a_request(
     launcher: Launcher, reference: Reference, tmp_path: Path, below: bool
 ) -> None:
@@ -84,6 +85,7 @@ def test_host_smaller_than_a_request(
     launcher.assert_nothing_held()
 
 
+@pytest.mark.quick
 def test_host_and_disk(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS))
     answers = engine.run(workload())
@@ -99,7 +101,6 @@ def test_host_and_disk(launcher: Launcher, reference: Reference, tmp_path: Path)
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: Path) -> None:
     engine = launcher.start(disk(tmp_path))
     answers = engine.run(workload())
@@ -113,7 +114,7 @@ def test_disk_without_host(launcher: Launcher, reference: Reference, tmp_path: P
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_disk_survives_a_restart(
     launcher: Launcher, reference: Reference, tmp_path: Path, policy: str
 ) -> None:
@@ -182,6 +183,7 @@ def test_two_engines_share_a_manager(
         assert differences(reference, engine.receive(100.0), "+") == []
 
 
+@pytest.mark.quick
 def test_engine_killed_beside_another(
     launcher: Launcher, second_launcher: Launcher, reference: Reference, shared_manager: Any
 ) -> None:

@@ -25,7 +25,7 @@ FAIL = {**KV_CONNECTOR, "kv_load_failure_policy": "fail"}
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
 Reference = dict[str, list[int]]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def start(launcher: Launcher, method: str, *, layerwise: bool) -> EngineProcess:

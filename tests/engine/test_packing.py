@@ -12,6 +12,8 @@ from kvbm.errors import KvbmError
 from kvbm.vllm_integration import namespace
 from kvbm.vllm_integration.namespace import RankPart, cpu_packing, engine_namespace
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("dtype", "differs"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_packing_on_both_kinds_of_cpu(

@@ -39,7 +39,6 @@ def start(launcher: Launcher) -> Callable[..., EngineProcess]:
     return started
 
 
-@pytest.mark.slow
 def test_two_stages(
     launcher: Launcher, start: Callable[..., Any], reference: dict[str, list[int]], tmp_path: Path
 ) -> None:
@@ -60,7 +59,6 @@ def test_two_stages(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_a_stage_with_wrong_kv_is_noticed(
     launcher: Launcher, start: Callable[..., Any], reference: dict[str, list[int]]
 ) -> None:
@@ -70,7 +68,6 @@ def test_a_stage_with_wrong_kv_is_noticed(
     assert len(differences(reference, engine.run(workload()))) > 10
 
 
-@pytest.mark.slow
 def test_stages_of_different_sizes_and_several_groups(
     launcher: Launcher,
     start: Callable[..., Any],
@@ -91,7 +88,6 @@ def test_stages_of_different_sizes_and_several_groups(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_stages_of_two_ranks(
     launcher: Launcher, start: Callable[..., Any], v1_reference: dict[str, list[int]]

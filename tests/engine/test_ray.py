@@ -35,7 +35,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(VERSION < (0, 32), reason="under Ray vLLM 0.32 was looked at"),
     pytest.mark.skipif(chosen() != V1, reason="under Ray engines are run on V1"),
-    pytest.mark.slow,
     pytest.mark.timeout(600),
 ]
 

@@ -188,7 +188,6 @@ def assert_quiet(launcher: Launcher, engine: EngineProcess) -> None:
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["host", "disk"])
 def test_one_tier(
     launcher: Launcher, start: Start, references: References, tmp_path: Path, tiers: str
@@ -202,7 +201,6 @@ def test_one_tier(
         assert len(differences(known.hits.outputs, one_by_one(engine, known.full))) > 3 * TALKS
 
 
-@pytest.mark.slow
 def test_host_that_evicts_and_disk(
     launcher: Launcher, start: Start, references: References, tmp_path: Path
 ) -> None:
@@ -237,7 +235,6 @@ def assert_some_are_computed(known: OnDevice, answers: Answers) -> None:
     assert 0 < computed < len(known.full)
 
 
-@pytest.mark.slow
 def test_loads_that_fail(launcher: Launcher, start: Start, references: References) -> None:
     engine, known = start(host(HOST_BLOCKS)), references(1)
     assert_same(known.first, alone(engine, known.requests))
@@ -250,7 +247,6 @@ def test_loads_that_fail(launcher: Launcher, start: Start, references: Reference
     assert_quiet(launcher, engine)
 
 
-@pytest.mark.slow
 def test_two_ranks(launcher: Launcher, start: Start, references: References, tmp_path: Path) -> None:
     """Each has a half of every state. Where one fails at every fourth copy, the other's half is of no use."""
     engine, known = start(disk(tmp_path, SMALL_HOST_BLOCKS), ranks=2), references(2)
@@ -292,7 +288,6 @@ def crowded(request: pytest.FixtureRequest, launcher: Launcher, references: Refe
         yield launcher
 
 
-@pytest.mark.slow
 def test_many_at_once(crowded: Launcher, start: Start, references: References) -> None:
     """What they store under preemption, beside aborted requests and loads, is asked for alone afterwards.
 

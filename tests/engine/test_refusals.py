@@ -68,6 +68,7 @@ def test_prefix_caching_is_off(launcher: Launcher, reference: Reference) -> None
 # ---- settings
 
 
+@pytest.mark.quick
 def test_size_that_does_not_parse(launcher: Launcher) -> None:
     message = refused(launcher, {"DYN_KVBM_CPU_CACHE_GB": "abc"})
     assert "DYN_KVBM_CPU_CACHE_GB='abc'" in message
@@ -186,7 +187,6 @@ def test_shared_manager_without_a_place_for_weights_that_may_have_changed(
     assert len(engine.run(requests).outputs) == 4
 
 
-@pytest.mark.slow
 def test_shared_manager_is_missing(
     launcher: Launcher, reference: Reference, runtime_dir: Path, shared_manager: Any
 ) -> None:

@@ -26,7 +26,8 @@ from rigs.namespaces import Apart, namespace
     params=[
         "directory",
         "seaweedfs",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("moto", "mooncake")),
+        "moto",
+        "mooncake",
     ]
 )
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:

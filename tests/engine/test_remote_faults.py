@@ -159,7 +159,6 @@ def test_a_restart_hits_and_other_weights_or_another_salt_do_not(
     launcher.assert_nothing_held()
 
 
-@pytest.mark.slow
 def test_other_rotary_factors_are_never_found(launcher: Launcher, tmp_path: Path) -> None:
     """LongRoPE: `max_model_len` alone says which factors an engine takes, at every position."""
     longrope = str(make_longrope_model(tmp_path / "longrope"))

@@ -18,7 +18,7 @@ NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 SIZES = (900, 60, 400, 120)
 
 
-@pytest.mark.parametrize("tiers", [pytest.param("host", marks=pytest.mark.slow), "host and disk"])
+@pytest.mark.parametrize("tiers", ["host", "host and disk"])
 def test_resized_while_serving(
     launcher: Launcher, reference: dict[str, list[int]], tmp_path: Path, tiers: str
 ) -> None:

@@ -69,7 +69,7 @@ def start(launcher: Launcher, reference: dict[str, list[int]], guessing: Guessin
 
 @pytest.mark.parametrize(
     "kind",
-    ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "eagle", "draft_model"))],
+    ["ngram", "eagle3", "eagle", "draft_model"],
 )
 def test_text_is_that_of_an_engine_that_never_guesses(
     launcher: Launcher, start: Callable[..., Any], reference: dict[str, list[int]], kind: str
@@ -89,7 +89,6 @@ def test_text_is_that_of_an_engine_that_never_guesses(
         assert engine.call(speculation.draft_groups, timeout_s=20.0) == groups[kind]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
 def test_a_small_host_and_a_disk(
     launcher: Launcher, start: Callable[..., Any], reference: dict[str, list[int]], tmp_path: Path, kind: str
@@ -122,7 +121,7 @@ def _asked_twice(
     return outputs, cached
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("ngram", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 def test_hits_count_in_full(start: Callable[..., Any], kind: str) -> None:
     """vLLM leaves out a block of a local hit where a head guesses; a load brings all of them."""
     engine = start(kind, host(1200))
@@ -135,7 +134,6 @@ def test_hits_count_in_full(start: Callable[..., Any], kind: str) -> None:
     assert again_ == first
 
 
-@pytest.mark.slow
 def test_the_draft_reads_its_own_blocks(start: Callable[..., Any]) -> None:
     """After a load as many guesses are right as after computing; with the draft's layers spoilt they are not, and the
     text is the same. The negative control: spoilt blocks of the target change it."""

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvbm.testing.tiny_model import CHAT_TEMPLATE, SHAPES, SPECIAL_TOKENS, VOCAB_SIZE, make_model
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

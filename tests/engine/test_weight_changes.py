@@ -190,7 +190,6 @@ def test_a_call_that_changes_nothing_costs_nothing(launcher: Launcher) -> None:
     assert "for this engine's life only" not in engine.log()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_updates_of_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
     """Each rank samples and counts its own weights. Their shards are overwritten alike, so the texts are their own."""
@@ -209,6 +208,7 @@ def test_updates_of_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
     assert engine.log().count("for this engine's life only") == 1
 
 
+@pytest.mark.quick
 def test_weights_of_real_size_are_compared(launcher: Launcher, tmp_path: Path) -> None:
     """Calls that change nothing keep the blocks of a model of real size; a swap of its weights does not."""
     model = write_config(tmp_path / "model", "qwen3_0_6b")

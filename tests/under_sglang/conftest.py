@@ -10,12 +10,10 @@ import pytest
 
 from kvbm.testing.tiny_model import make_model
 from rigs.sglang.engine_process import Nursery
-from rigs.sglang.keepers import WAYS, Files, Manager, keeper
+from rigs.sglang.keepers import Files, Manager, keeper
 from rigs.sglang.scenarios import Stage
 
 Keep = Callable[..., Any]
-FEW_WAYS = [pytest.param(way, marks=pytest.mark.slow) if way == "generic" else way for way in WAYS]
-"""All ways, of which `make test` takes those that users take."""
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,13 @@ from rigs.manager_probe import wait_for
 from rigs.sglang.keepers import WAYS, Manager, wait_until_settled, wait_until_stored
 from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, different, prompts
 from rigs.sglang.scenarios import Stage, wait_until_found
-from under_sglang.conftest import FEW_WAYS, Keep
+from under_sglang.conftest import Keep
 
 Reference = list[list[int]]
 EVERYTHING = PROMPTS * HIT_TOKENS
 
 
-@pytest.mark.parametrize("way", FEW_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_manager_is_killed_while_it_serves(
     stage: Stage, keep: Keep, reference: Reference, way: str
 ) -> None:
@@ -38,7 +38,6 @@ def test_a_manager_is_killed_while_it_serves(
         engine.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_manager_stands_still_for_a_while(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     kept: Manager = keep(way)
@@ -57,7 +56,6 @@ def test_a_manager_stands_still_for_a_while(stage: Stage, keep: Keep, reference:
         engine.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["storage", "generic"])
 def test_sglangs_own_delays_and_failures(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """Its proxy around a backend delays each call by up to 50 ms, and lets one of four fail."""
@@ -79,7 +77,6 @@ def test_sglangs_own_delays_and_failures(stage: Stage, keep: Keep, reference: Re
         engine.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_without_a_manager_serves(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """And uses the manager once there is one."""
@@ -92,7 +89,6 @@ def test_an_engine_without_a_manager_serves(stage: Stage, keep: Keep, reference:
         engine.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_is_killed_while_it_stores(
     stage: Stage, keep: Keep, reference: Reference, way: str

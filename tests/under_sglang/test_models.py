@@ -14,8 +14,6 @@ from rigs.sglang.prompts import PAGES, PROMPTS, different, prompts, texts
 from rigs.sglang.scenarios import Stage, wait_until_found
 from under_sglang.conftest import Keep
 
-pytestmark = pytest.mark.slow
-
 Reference = list[list[int]]
 ONE_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 

@@ -7,7 +7,7 @@ import pytest
 from rigs.sglang.keepers import WAYS
 from rigs.sglang.prompts import HIT_TOKENS, PROMPTS, ROUNDS
 from rigs.sglang.scenarios import Stage, bits_flipped, restart, truncated, weights_changed
-from under_sglang.conftest import FEW_WAYS, Keep
+from under_sglang.conftest import Keep
 
 ALL = ROUNDS * PROMPTS
 EVERYTHING = PROMPTS * HIT_TOKENS
@@ -22,7 +22,6 @@ def first_sure(way: str) -> int:
     return 1 if way == "linker" else 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_after_a_restart_everything_is_found(
     stage: Stage, keep: Keep, reference: Reference, way: str
@@ -32,7 +31,7 @@ def test_after_a_restart_everything_is_found(
     assert outcome.found[first_sure(way) :] == [EVERYTHING] * (ROUNDS - first_sure(way))
 
 
-@pytest.mark.parametrize("way", FEW_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_flipped_bits_are_misses(stage: Stage, keep: Keep, reference: Reference, way: str) -> None:
     """And what was computed again is found after that."""
     kept = keep(way)
@@ -42,7 +41,6 @@ def test_flipped_bits_are_misses(stage: Stage, keep: Keep, reference: Reference,
     assert kept.metrics()['kvbm_failures_total{tier="disk",kind="corrupt"}'] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_files_cut_in_half_are_misses_or_right(
     stage: Stage, keep: Keep, reference: Reference, way: str
@@ -53,7 +51,7 @@ def test_files_cut_in_half_are_misses_or_right(
     assert outcome.found[-1] == EVERYTHING
 
 
-@pytest.mark.parametrize("way", FEW_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_kv_of_other_weights_at_the_same_path_is_not_found(
     stage: Stage, keep: Keep, reference: Reference, way: str
 ) -> None:
@@ -63,7 +61,6 @@ def test_kv_of_other_weights_at_the_same_path_is_not_found(
     assert outcome.found[1 + first_sure(way) :] == [EVERYTHING] * (ROUNDS - 1 - first_sure(way))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [bits_flipped, weights_changed])
 def test_wrong_kv_would_be_noticed(stage: Stage, keep: Keep, reference: Reference, scenario: object) -> None:
     """The negative control: SGLang's own files, which nothing verifies, change every answer."""
@@ -73,7 +70,6 @@ def test_wrong_kv_would_be_noticed(stage: Stage, keep: Keep, reference: Referenc
     assert outcome.wrong == ALL
 
 
-@pytest.mark.slow
 def test_sglangs_own_files_outlast_a_restart(stage: Stage, keep: Keep, reference: Reference) -> None:
     """The rig itself, without anything of ours."""
     outcome = restart(stage, keep("file"), reference)

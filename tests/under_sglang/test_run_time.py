@@ -12,8 +12,6 @@ from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, different, prompts
 from rigs.sglang.scenarios import Stage
 from under_sglang.conftest import Keep
 
-pytestmark = pytest.mark.slow
-
 Reference = list[list[int]]
 EVERYTHING = PROMPTS * HIT_TOKENS
 CONFIG = json.dumps({**STORAGE, "interface_v1": 1, "prefetch_threshold": PREFETCH_FROM_TOKENS})

@@ -12,8 +12,6 @@ from rigs.sglang.prompts import HIT_TOKENS, PAGES, PROMPTS, different, prompts, 
 from rigs.sglang.scenarios import Stage, wait_until_found
 from under_sglang.conftest import Keep
 
-pytestmark = pytest.mark.slow
-
 Reference = list[list[int]]
 EVERYTHING = PROMPTS * HIT_TOKENS
 VALUES = "model.layers.0.self_attn.v_proj.weight"
