@@ -14,24 +14,39 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import sglang_venv
 
 NOTHING_COLLECTED = 5
-PARALLEL = ("-n", "auto", "--dist", "loadfile")
 SLOWEST = ("--durations=40", "--durations-min=2")
-EVERY_CHANGE = {
-    "tests that start no engine": ("-m", "not slow and not engine and not sglang and not dynamo", *PARALLEL),
-    "tests with vLLM": ("-m", "not slow and engine"),
-}
-REST = {
-    "longer tests that start no engine": (
-        *("-m", "(slow or hypothesis) and not engine and not sglang and not dynamo"),
-        *("--hypothesis-profile", "thorough", *PARALLEL),
+
+
+class Part(NamedTuple):
+    """One run of pytest: what it is, the tests that it selects, and more options."""
+
+    name: str
+    selects: str
+    folders: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+NO_ENGINE = tuple(f"tests/{folder}" for folder in ("unit", "contract", "model", "fault", "process"))
+PARALLEL = ("-n", "auto", "--dist", "loadfile")
+EVERY_CHANGE = (
+    Part("tests that start no engine", "not slow", NO_ENGINE, PARALLEL),
+    Part("tests with vLLM", "engine and not slow", ("tests/engine",)),
+)
+REST = (
+    Part(
+        "longer tests that start no engine",
+        "slow or hypothesis",
+        NO_ENGINE,
+        ("--hypothesis-profile", "thorough", *PARALLEL),
     ),
-    "longer tests with vLLM": ("-m", "slow and engine"),
-    "tests with SGLang": ("-m", "sglang"),
-}
+    Part("longer tests with vLLM", "engine and slow", ("tests/engine",)),
+    Part("tests with SGLang", "sglang", ("tests/under_sglang",)),
+)
 
 
 def install_test_programs() -> None:
@@ -39,16 +54,22 @@ def install_test_programs() -> None:
     subprocess.run([sys.executable, str(Path(__file__).parents[1] / "tests" / "rigs" / "system_packages.py")])
 
 
-def run_parts(parts: dict[str, tuple[str, ...]], arguments: list[str]) -> int:
+def name_paths(arguments: list[str]) -> bool:
+    """Whether some argument is a path, which replaces the folders of every part."""
+    return any(not each.startswith("-") and Path(each.partition("::")[0]).exists() for each in arguments)
+
+
+def run_parts(parts: tuple[Part, ...], arguments: list[str]) -> int:
     """Run one part after the other, all of them; 0 when none failed and at least one had a test to run."""
     statuses = []
-    for name, options in parts.items():
+    for part in parts:
         began_s = time.monotonic()
-        print(f"[tests] {name}", flush=True)
-        command = [sys.executable, "-m", "pytest", *options, *SLOWEST, *arguments]
-        statuses.append(subprocess.run(command).returncode)
+        print(f"[tests] {part.name}", flush=True)
+        folders = () if name_paths(arguments) else part.folders
+        options = ("-m", part.selects, *part.options, *SLOWEST, *arguments, *folders)
+        statuses.append(subprocess.run([sys.executable, "-m", "pytest", *options]).returncode)
         minutes, seconds = divmod(int(time.monotonic() - began_s), 60)
-        print(f"[tests] {name}: {minutes} min {seconds:02} s", flush=True)
+        print(f"[tests] {part.name}: {minutes} min {seconds:02} s", flush=True)
     failed = [status for status in statuses if status not in (0, NOTHING_COLLECTED)]
     if failed:
         return failed[0]
