@@ -9,7 +9,9 @@ import pytest
 
 from kvbm.block import BlockKey
 from kvbm.hashing import split_keys
+from kvbm.leader.device import PINNED_SHARE
 from kvbm.leader.lazy import Unsaved
+from kvbm.leader.stores import STORE_AGE_S_MAX
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import Commit, Reserve
 from kvbm.step_plan import LoadPlan, StepReport
@@ -57,6 +59,113 @@ def test_a_store_planned_in_the_last_moment_is_released_with_its_plan(
     bench.leader.finished("r")
     plan = bench.step()
     assert [store.store for store in plan.stores] == list(plan.released) == [reserve.store]
+
+
+def test_no_step_waits_for_the_copies_of_a_request_that_has_ended(make_bench: Callable[..., Bench]) -> None:
+    """Its blocks are pinned until all ranks have copied them."""
+    device = ScriptedDevice()
+    bench = make_bench(rank_count=2, device=device)
+    bench.add()
+    first = bench.store(complete=4)
+    bench.step({"r": 8})
+    bench.grant(bench.manager.said()[-1])
+    bench.leader.receive()
+    bench.leader.finished("r")
+    assert sorted(device.pinned) == TABLE[:8], "a store that is planned, and one that has its slots"
+    plan = bench.step()
+    assert (len(plan.stores), plan.released) == (1, ())
+    assert bench.step().released == ()
+    bench.report(first)
+    assert sorted(device.pinned) == TABLE[:8], "one rank may still copy"
+    assert bench.leader.stores.pending
+    bench.report(first)
+    assert device.pinned == TABLE[4:8]
+    bench.report(plan.stores[0], ranks=2)
+    assert device.pinned == []
+    assert not bench.leader.stores.pending
+    assert bench.step().released == ()
+    commits = [said for said in bench.manager.said() if isinstance(said, Commit)]
+    assert [said.failed for said in commits] == [(), ()]
+
+
+def test_pins_of_ended_requests_are_bounded(make_bench: Callable[..., Bench]) -> None:
+    """The engine needs its blocks: those of further requests are waited for, and so is an unanswered store."""
+    device = ScriptedDevice()
+    device.block_count = 5 * PINNED_SHARE
+    bench = make_bench(device=device)
+    for request in ("r", "s", "t"):
+        bench.add(request)
+    first, second = bench.store("r", 4), bench.store("s", 2)
+    bench.leader.finished("r")
+    bench.leader.finished("s")
+    assert device.pinned == TABLE[:4]
+    assert bench.step().released == (second.store,)
+    bench.report(first)
+    third = bench.store("t", 5)
+    bench.leader.finished("t")
+    assert (device.pinned, bench.step().released) == (TABLE[:5], ()), "there is room again"
+    bench.report(third)
+    assert device.pinned == []
+
+
+def test_a_preempted_request_gets_no_pins(make_bench: Callable[..., Bench]) -> None:
+    """The engine needs its blocks, and has handed them out."""
+    device = ScriptedDevice()
+    bench = make_bench(device=device)
+    bench.add()
+    plan = bench.store()
+    assert bench.step(preempted=["r"]).released == (plan.store,)
+    assert device.pinned == []
+
+
+def test_copies_that_take_too_long_keep_no_blocks_and_are_not_waited_for(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """The device may hang, and the engine's stream with it as soon as it waits for them."""
+    device = ScriptedDevice()
+    bench = make_bench(device=device)
+    bench.add()
+    plan = bench.store()
+    bench.leader.finished("r")
+    bench.clock.advance(STORE_AGE_S_MAX - 1.0)
+    assert bench.step().released == ()
+    assert device.pinned == list(plan.device_blocks)
+    assert bench.leader.stores.pending, "an idle engine steps on until it has its blocks"
+    bench.clock.advance(2.0)
+    assert bench.step().released == ()
+    assert device.pinned == []
+    assert not bench.leader.stores.pending
+    bench.report(plan)
+    (commit,) = [said for said in bench.manager.said() if isinstance(said, Commit)]
+    assert commit.failed == (0, 1, 2, 3)
+
+
+def test_copies_that_take_too_long_are_not_released(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.add()
+    plan = bench.store()
+    bench.clock.advance(STORE_AGE_S_MAX + 1.0)
+    assert bench.step(preempted=["r"]).released == ()
+    bench.report(plan)
+    (commit,) = [said for said in bench.manager.said() if isinstance(said, Commit)]
+    assert commit.failed == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_session_that_ends_ends_the_pins(make_bench: Callable[..., Bench], planned: bool) -> None:
+    device = ScriptedDevice()
+    bench = make_bench(device=device)
+    bench.add()
+    if planned:
+        bench.store()
+    else:
+        bench.step({"r": 4})
+    bench.leader.finished("r")
+    assert device.pinned == TABLE[:4]
+    bench.manager.die()
+    bench.step()
+    assert device.pinned == []
+    assert not bench.leader.stores.pending
 
 
 # ---- layer by layer
