@@ -131,9 +131,7 @@ class Stores:
     def unpins_soon(self) -> bool:
         """Whether blocks are pinned until copies end that were planned just now."""
         now_s = self._clock()
-        return any(
-            store.pinned and now_s - store.asked_s < PENDING_S_MAX for store in self._planned.values()
-        )
+        return any(store.pinned and now_s - store.asked_s < PENDING_S_MAX for store in self._planned.values())
 
     @property
     def room(self) -> int:

@@ -8,13 +8,14 @@ copies of the first seconds; where the driver refuses to lock, they are all that
 from __future__ import annotations
 
 import logging
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
 
-from kvbm.errors import KvbmError
-from kvbm.transfer.copier import DeviceEvent, Pairs
+from kvbm.errors import CopyHung, KvbmError
+from kvbm.transfer.copier import COPY_S_MAX, DeviceEvent, Pairs
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, first_line
 from kvbm.transfer.cuda.driver import CudaError, Driver
 from kvbm.transfer.cuda.pieces import Pieces, SlotRows
@@ -54,6 +55,7 @@ class Staging:
         self._arena = arena
         self._device = device
         self._method = method
+        self._latest: dict[bool, Future[None]] = {}
         self._sides = {
             to_device: _Side(
                 ThreadPoolExecutor(1, f"kvbm-staged-{name}", driver.adopt_thread, (device.index,)),
@@ -69,10 +71,14 @@ class Staging:
     def begin(self, pieces: Pieces, pairs: Pairs, after: DeviceEvent, *, to_device: bool) -> Future[None]:
         """Have the pairs copied behind `after`. What it raises, copies raise; nothing is under way then."""
         side = self._sides[to_device]
-        return side.thread.submit(self._copy, pieces, pairs, after, side, to_device)
+        copying = side.thread.submit(self._copy, pieces, pairs, after, side, to_device)
+        self._latest[to_device] = copying
+        return copying
 
     def close(self) -> None:
-        """Wait for copies under way. Idempotent."""
+        """Wait for copies under way, and end the threads. Raises CopyHung."""
+        if futures.wait(self._latest.values(), COPY_S_MAX).not_done:
+            raise CopyHung(f"copies of slots that are not page-locked have not ended within {COPY_S_MAX:g} s")
         for side in self._sides.values():
             side.thread.shutdown(wait=True)
 
