@@ -120,8 +120,8 @@ class Loading:
         self._settle()
 
     def end_all(self) -> None:
-        """End every load with the blocks that are ready; the rest failed. Waits for the copies, but for those that hang:
-        raises CopyHung, the first time that one does."""
+        """End every load with the blocks that are ready; the rest failed. Waits for the copies, but not for those that
+        hang: raises CopyHung, the first time that one does."""
         self.stop_waiting()
         while self._jobs and not self.watch.hung:
             while (begins := self._next()) is not None:
