@@ -61,8 +61,8 @@ class Copiers:
         return copier
 
     def store(self, kv_cache: Mapping[str, torch.Tensor], pairs: Pairs) -> None:
-        """Copy device blocks into slots. Also when it raises, nothing writes to the slots any more: others get them. But
-        after CopyHung something may, and others must not."""
+        """Copy device blocks into slots. Also when it raises, nothing writes to the slots any more: others get them.
+        After CopyHung something may, and others must not."""
         copier = self.of(kv_cache)
         try:
             copier.store(pairs)

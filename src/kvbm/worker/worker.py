@@ -182,7 +182,7 @@ class Worker:
         In an idle step it waits a little for one: the engine has no other work. Raises CopyHung where a load does not
         end: its blocks may still be written, so that neither its request nor another one can have them.
         """
-        if self._mover.loads_hang or (self._open_loads and self._mover.is_stuck):
+        if self._mover.loads_hang:
             raise CopyHung(_LOADS_HANG)
         done, self._not_begun = self._not_begun, []
         for gate, job in self._by_layer:
@@ -194,6 +194,8 @@ class Worker:
         self._by_layer.clear()
         done += _taken(self._mover.loads)
         pending = self._open_loads - sum(not load.layerwise for load in done)
+        if pending and self._mover.is_stuck:
+            raise CopyHung(_LOADS_HANG)
         if not done and pending and plan.idle:
             try:
                 done.append(self._mover.loads.get(timeout=IDLE_WAIT_S))
