@@ -15,6 +15,8 @@ from rigs.admin import Node
 from rigs.manager import ManagerBench
 
 if TYPE_CHECKING:
+    from rigs.libcuda.library import Libcuda
+    from rigs.libcuda.torch_cuda import TorchCuda
     from rigs.mover import Rank
 
 
@@ -104,3 +106,35 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     yield make
     for node in nodes:
         node.close()
+
+
+@pytest.fixture(scope="session")
+def libcuda_path(request: pytest.FixtureRequest) -> Path:
+    """The stand-in for the CUDA driver, compiled once."""
+    from rigs.libcuda import build
+
+    if reason := build.missing():
+        pytest.skip(reason)
+    assert request.config.cache is not None
+    return build.build(request.config.cache.mkdir("libcuda"))
+
+
+@pytest.fixture
+def torch_cuda(libcuda_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchCuda]:
+    """A CUDA device without a card, under the real `CudaDriver` and `TorchDevice`; it must have no complaints."""
+    from rigs.libcuda.library import Libcuda
+    from rigs.libcuda.torch_cuda import TorchCuda, replacements
+
+    cuda = TorchCuda(Libcuda(libcuda_path))
+    for name, value in replacements(cuda).items():
+        monkeypatch.setattr(name, value)
+    yield cuda
+    complaints = cuda.libcuda.complaints
+    cuda.libcuda.reset()
+    assert complaints == []
+
+
+@pytest.fixture
+def libcuda(torch_cuda: TorchCuda) -> Libcuda:
+    """The driver of that device."""
+    return torch_cuda.libcuda

@@ -1,0 +1,53 @@
+"""Compiles the stand-in for `libcuda.so.1` from the C files of this folder and NVIDIA's own `cuda.h`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden")
+
+
+def include_directory() -> Path | None:
+    """The folder of `cuda.h` in NVIDIA's package of the CUDA 13 runtime; None where that is not installed."""
+    nvidia = importlib.util.find_spec("nvidia")
+    for root in (nvidia.submodule_search_locations or ()) if nvidia else ():
+        directory = Path(root) / "cu13" / "include"
+        if (directory / "cuda.h").exists():
+            return directory
+    return None
+
+
+def missing() -> str:
+    """Why the stand-in cannot be compiled here, and the command that helps; empty where it can."""
+    if shutil.which("cc") is None:
+        return "the stand-in for the CUDA driver needs a C compiler (apt-get install gcc libc6-dev)"
+    if include_directory() is None:
+        return "the stand-in for the CUDA driver needs cuda.h (pip install nvidia-cuda-runtime)"
+    return ""
+
+
+def build(directory: Path) -> Path:
+    """The compiled library, in `directory`, where it is kept for as long as no source of it changes.
+
+    Raises subprocess.CalledProcessError with the compiler's words, for a signature that is not that of `cuda.h` too.
+    """
+    headers = include_directory()
+    assert headers is not None, missing()
+    files = sorted(SOURCES.glob("*.c"))
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for file in (*files, SOURCES / "standin.h", headers / "cuda.h"):
+        digest.update(file.read_bytes())
+    library = directory / f"libcuda-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        # Several test processes may be here at once: each puts a whole file in its place.
+        made = directory / f"libcuda-{os.getpid()}.so"
+        command = ["cc", *FLAGS, f"-I{headers}", "-o", str(made), *map(str, files), "-lpthread"]
+        subprocess.run(command, check=True)
+        made.rename(library)
+    return library
