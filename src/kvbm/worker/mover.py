@@ -197,8 +197,8 @@ class Mover:
     def _end(self) -> None:
         self._lose_session("worker stops")
         self._failures.close()
-        if self.stores_hang or self.loads_hang:
-            return  # they may use the memory until the process ends, which closes the session
+        if self._storing or self._loading.under_way:
+            return  # copies hang, and may use the memory until the process ends, which closes the session
         self._earlier.close()
         if self._mapping is not None:
             self._mapping.close()

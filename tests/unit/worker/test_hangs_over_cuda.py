@@ -1,0 +1,87 @@
+"""Copies that stop half-way, by the real worker, mover and copier over the stand-in for a CUDA driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
+
+from kvbm.errors import CopyHung
+from kvbm.protocol import CopiesHang
+from kvbm.step_plan import LoadPlan, StepPlan
+from kvbm.worker import hang_watch
+from rigs.libcuda.rank import Rank
+from rigs.libcuda.torch_cuda import TorchCuda
+
+DEADLINE_S = 20.0
+PlanT = TypeVar("PlanT")
+STEPS = 6
+
+
+def until(happened: Callable[[], object], what: str) -> None:
+    """Take results until that has happened."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not happened():
+        assert time.monotonic() < end_s, what
+
+
+def planned(plan: Callable[[], list[PlanT]]) -> tuple[PlanT, ...]:
+    """Some plans; the rank makes none at times."""
+    return next(tuple(plans) for _ in range(100) if (plans := plan()))
+
+
+def planned_loads(rank: Rank) -> tuple[LoadPlan, ...]:
+    """Some loads; no forward pass waits for them."""
+    return tuple(msgspec.structs.replace(load, layerwise=False) for load in planned(rank._plan_loads))
+
+
+@pytest.fixture
+def rank(torch_cuda: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """One that has stored and loaded, and whose device does not get on with copies from now on."""
+    rank = Rank(torch_cuda, 0, "batch", STEPS)
+    for _ in range(STEPS):
+        rank.step()
+    assert rank.finish() == []
+    assert rank.stored and rank.loaded
+    monkeypatch.setattr(hang_watch, "COPY_S_MAX", 0.05)
+    torch_cuda.libcuda.configure(copies_are_held=1)
+    yield rank
+    rank.close()
+    assert torch_cuda.libcuda.registered_bytes == 0
+
+
+def test_a_store_that_never_ends_costs_the_rank_its_cache(rank: Rank, torch_cuda: TorchCuda) -> None:
+    plan = StepPlan(stores=planned(rank._plan_stores))
+    rank.worker.store(plan)
+    until(lambda: rank.mover.stores_hang, "the store was waited for without an end")
+    until(lambda: not rank.mover.connected, "KVBM stayed on")
+    assert rank._line.sent == [CopiesHang()]
+    assert not rank._line.closed, "its slots may still be written"
+    assert rank.worker.report() is None
+    loads = StepPlan(loads=planned_loads(rank), released=tuple(store.store for store in plan.stores))
+    rank.worker.store(loads)
+    rank.worker.load(loads)
+    ended = rank.worker.finished(loads)
+    until(
+        lambda: ended.extend(rank.worker.finished(StepPlan())) or len(ended) == len(loads.loads),
+        "a load was not answered",
+    )
+    assert all(load.failed for load in ended)
+    torch_cuda.libcuda.configure(copies_are_held=0)
+    until(lambda: rank._line.closed, "the slots were not given back")
+
+
+def test_a_load_that_never_ends_ends_the_engine(rank: Rank, torch_cuda: TorchCuda) -> None:
+    plan = StepPlan(loads=planned_loads(rank))
+    rank.worker.store(plan)
+    rank.worker.load(plan)
+    with pytest.raises(CopyHung, match="KVBM ends this engine"):
+        until(lambda: rank.worker.finished(StepPlan()), "the load was waited for without an end")
+    assert not rank._line.closed
+    torch_cuda.libcuda.configure(copies_are_held=0)
+    until(lambda: rank._line.closed, "the session was not given up")
