@@ -15,8 +15,9 @@ from typing import Any
 from engine.engine_child import Child
 from engine.engine_process import EngineProcess
 
-FAULTS = ("hold", "done")
-"""What can be taken out: the engine's waits for copies, and the looks at whether copies are over."""
+FAULTS = ("hold", "done", "pin")
+"""What can be taken out: the engine's waits for copies, where no block is pinned; the looks at whether copies are over;
+pins alone."""
 
 _undo: list[Callable[[], None]] = []
 _cuda: list[Any] = []
@@ -30,8 +31,10 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def put_on_cuda(child: Child, library: str, late_s: float, fault: str) -> None:
     """Engines that this process starts from now on copy through that library; each copy takes up to `late_s`."""
+    from kvbm.leader.device import Pins
     from kvbm.transfer.cuda.copier import CudaCopier, CudaCopying
     from kvbm.transfer.device_cache import DeviceCache
+    from kvbm.vllm_integration.block_pool import PoolBlocks
     from rigs.libcuda.library import Libcuda
     from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, replacements
 
@@ -52,8 +55,12 @@ def put_on_cuda(child: Child, library: str, late_s: float, fault: str) -> None:
     _replace(DeviceCache, "from_tensors", classmethod(on_device))
     if fault == "hold":
         _replace(CudaCopier, "hold", lambda *arguments: None)
+        _replace(Pins, "has_room", lambda *arguments: False)
     if fault == "done":
         _replace(CudaCopying, "done", lambda self: True)
+    if fault == "pin":
+        _replace(PoolBlocks, "pin", lambda *arguments: True)
+        _replace(PoolBlocks, "unpin", lambda *arguments: None)
     _cuda[:] = [libcuda]
 
 

@@ -123,18 +123,22 @@ class Session:
     def give_up(self) -> None:
         """A store hangs: the manager serves us no more. The worker's end stays open, and the memory stays mapped, until
         this process ends: the manager gives the slots of the store to nothing else before that."""
-        self.hangs = True
+        self.hangs = self.lost = True
         with contextlib.suppress(ManagerUnavailable):
             self._worker.send(CopiesHang())
-        self.lose("a store hangs")
+        self._leader.close()
+        if self._mirror is not None:
+            self._mirror.forget()
+        log.error(
+            "KVBM is off in this process from now on: a store hangs, and with it the device or its driver"
+        )
 
     def lose(self, reason: str) -> None:
         """Close both sessions. The memory stays: a manager that is dead overwrites nothing."""
         if not self.lost:
             self.lost = True
             self._leader.close()
-            if not self.hangs:
-                self._worker.close()
+            self._worker.close()
             if self._mirror is not None:
                 self._mirror.forget()
             log.warning("manager lost: %s; blocks are neither found nor kept until it is back", reason)

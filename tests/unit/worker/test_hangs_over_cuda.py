@@ -20,11 +20,11 @@ from rigs.libcuda.torch_cuda import TorchCuda
 
 DEADLINE_S = 20.0
 PlanT = TypeVar("PlanT")
-STEPS = 6
+STEPS_MAX = 60
 
 
 def until(happened: Callable[[], object], what: str) -> None:
-    """Take results until that has happened."""
+    """Ask again until that has happened."""
     end_s = time.monotonic() + DEADLINE_S
     while not happened():
         assert time.monotonic() < end_s, what
@@ -43,11 +43,9 @@ def planned_loads(rank: Rank) -> tuple[LoadPlan, ...]:
 @pytest.fixture
 def rank(torch_cuda: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """One that has stored and loaded, and whose device does not get on with copies from now on."""
-    rank = Rank(torch_cuda, 0, "batch", STEPS)
-    for _ in range(STEPS):
-        rank.step()
+    rank = Rank(torch_cuda, 0, "batch", STEPS_MAX)
+    until(lambda: rank.step() or (rank.stored and rank.loaded), "it neither stored nor loaded")
     assert rank.finish() == []
-    assert rank.stored and rank.loaded
     monkeypatch.setattr(hang_watch, "COPY_S_MAX", 0.05)
     torch_cuda.libcuda.configure(copies_are_held=1)
     yield rank
