@@ -14,11 +14,14 @@ from kvbm.clock import Clock
 from kvbm.errors import CopyHung
 from kvbm.transfer.copier import COPY_S_MAX
 
+LATE_S = 1.0
+"""A copy that is the oldest one for so long may hang."""
+
 
 class HangWatch:
     """Watches the copies of one kind, `load` or `store`, which end in the order in which they were begun.
 
-    Owned by the mover's thread; any thread may read `hung` and `call_hangs`.
+    Owned by the mover's thread; any thread may read `hung`, `late` and `call_hangs`.
     """
 
     def __init__(self, kind: str, clock: Clock) -> None:
@@ -27,6 +30,8 @@ class HangWatch:
         self._called_s: float | None = None
         self.hung = False
         """A copy of this kind has not ended in time."""
+        self.late = False
+        """The oldest copy under way takes longer than `LATE_S`."""
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -44,11 +49,13 @@ class HangWatch:
 
     def note_end(self) -> None:
         """The oldest copy has ended."""
-        self._ended_s = self._clock()
+        self._ended_s, self.late = self._clock(), False
 
     def check_oldest(self, begun_s: float) -> None:
         """The oldest copy under way was begun at `begun_s`. Raises CopyHung, once, if it has not ended in time."""
-        if not self.hung and self._clock() - max(begun_s, self._ended_s) > COPY_S_MAX:
+        age_s = self._clock() - max(begun_s, self._ended_s)
+        self.late = age_s > LATE_S
+        if not self.hung and age_s > COPY_S_MAX:
             self.hung = True
             raise CopyHung(f"a {self._kind} has not ended within {COPY_S_MAX:g} s")
 
@@ -60,3 +67,35 @@ class HangWatch:
         except CopyHung:
             self.hung = True
             raise
+
+
+class Watches:
+    """The watches over a rank's copies, for any thread."""
+
+    def __init__(self, stores: HangWatch, loads: HangWatch) -> None:
+        self._stores, self._loads = stores, loads
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call that begins copies does not return."""
+        return self._loads.call_hangs() or self._stores.call_hangs()
+
+    @property
+    def stores_are_late(self) -> bool:
+        """Whether a store may hang."""
+        return self._stores.late
+
+    @property
+    def stores_hang(self) -> bool:
+        """Whether a store does not end."""
+        return self._stores.hung
+
+    @property
+    def loads_hang(self) -> bool:
+        """Whether a load does not end: its device blocks may still be written."""
+        return self._loads.hung or self._loads.call_hangs()
+
+    @property
+    def hang(self) -> bool:
+        """Whether copies of either kind do not end."""
+        return self.stores_hang or self.loads_hang

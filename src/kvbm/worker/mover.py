@@ -26,6 +26,7 @@ from kvbm.step_plan import NO_EPOCH, StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.fences import Fences
+from kvbm.worker.hang_watch import Watches
 from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, ReportJob, StoreJob
 from kvbm.worker.loading import Loading
 from kvbm.worker.mapping import Adopted, Earlier, Mapping, Mark
@@ -80,6 +81,7 @@ class Mover:
         self.reporting = Reporting(reports)
         self._storing = Storing(self.stores, self._copy_failed, clock, self.reporting.store_ended)
         self._loading = Loading(self.loads, self._copy_failed, self._still_there, clock)
+        self.watches = Watches(self._storing.watch, self._loading.watch)
         self.adopted, self._earlier = Adopted(), Earlier(reports)
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
 
@@ -107,7 +109,7 @@ class Mover:
         """
         if not self._thread.is_alive():
             return True
-        if self.stores_hang or self.loads_hang or self.is_stuck:
+        if self.watches.hang or self.watches.is_stuck:
             return False
         job = DrainJob()
         self.put(job)
@@ -117,21 +119,6 @@ class Mover:
     def connected(self) -> bool:
         """Whether there is a session; a hint for the engine's thread, which may be outdated at once."""
         return self._channel is not None
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a call that begins copies does not return."""
-        return self._loading.watch.call_hangs() or self._storing.watch.call_hangs()
-
-    @property
-    def stores_hang(self) -> bool:
-        """Whether a store does not end."""
-        return self._storing.watch.hung
-
-    @property
-    def loads_hang(self) -> bool:
-        """Whether a load does not end: its device blocks may still be written."""
-        return self._loading.watch.hung or self._loading.watch.call_hangs()
 
     def mark(self, epoch: int = NO_EPOCH) -> Mark | None:
         """The present end of the engine's device work, by its thread. `epoch` may name earlier memory."""
@@ -265,7 +252,7 @@ class Mover:
             self._storing.drain()
             self._loading.end_all()
         finally:
-            if not (self.stores_hang or self.loads_hang):
+            if not self.watches.hang:
                 job.done.set()
 
     def _store(self, job: StoreJob) -> None:

@@ -112,7 +112,7 @@ class Worker:
         now_s = self._clock()
         for load in plan.loads:
             # The copying thread may be busy joining a manager, and the forward pass would wait for it.
-            unattended = self._mover.is_stuck or (load.layerwise and not self._mover.connected)
+            unattended = self._mover.watches.is_stuck or (load.layerwise and not self._mover.connected)
             job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, last_progress_s=now_s)
             self._open_loads += not load.layerwise
             if unattended or self._weights_unknown:
@@ -182,7 +182,7 @@ class Worker:
         In an idle step it waits a little for one: the engine has no other work. Raises CopyHung where a load does not
         end: its blocks may still be written, so that neither its request nor another one can have them.
         """
-        if self._mover.loads_hang:
+        if self._mover.watches.loads_hang:
             raise CopyHung(_LOADS_HANG)
         done, self._not_begun = self._not_begun, []
         for gate, job in self._by_layer:
@@ -194,7 +194,7 @@ class Worker:
         self._by_layer.clear()
         done += _taken(self._mover.loads)
         pending = self._open_loads - sum(not load.layerwise for load in done)
-        if pending and self._mover.is_stuck:
+        if pending and self._mover.watches.is_stuck:
             raise CopyHung(_LOADS_HANG)
         if not done and pending and plan.idle:
             try:
@@ -278,17 +278,20 @@ class Worker:
             self._failures.log_failure("asking the device for an event", error)
 
     def _hold(self, job: StoreJob, store: int) -> None:
-        if self._mover.stores_hang:
+        if self._mover.watches.stores_hang:
             job.abandoned = True  # the device would wait for ever, and it only reads these blocks
             return
         try:
-            job.hold(store)
+            if self._mover.watches.stores_are_late:
+                job.wait(store)  # this has a limit; the device would wait for ever
+            else:
+                job.hold(store)
         except (CopyHung, RuntimeError) as error:
             job.abandoned = True
             self._failures.log_failure("letting the device wait for a store", error)
 
     def _begin_stores(self, plan: StepPlan) -> None:
-        attended = self._mover.connected and not self._mover.is_stuck
+        attended = self._mover.connected and not self._mover.watches.is_stuck
         if self._weights_unknown or (self._stores_here and not attended):
             # Nothing could be committed, and the copying thread may be busy joining a manager. Or what was computed
             # with other weights would be kept under the name of those before.

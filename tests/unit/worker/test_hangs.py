@@ -16,6 +16,7 @@ from kvbm.errors import CopyHung
 from kvbm.protocol import CopiesHang, Fence
 from kvbm.step_plan import StepPlan
 from kvbm.transfer.copier import COPY_S_MAX
+from kvbm.worker.hang_watch import LATE_S
 from kvbm.worker.jobs import DrainJob
 from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker
@@ -90,6 +91,31 @@ def test_a_store_that_hangs_turns_the_rank_off_and_keeps_its_slots(
     assert reported(mover) == [(3, (0,))], "but no copy is begun any more"
 
 
+def test_the_device_does_not_wait_for_a_store_that_may_hang(
+    worker: Worker, mover: Mover, device: Device, clock: ManualClock
+) -> None:
+    """The engine's thread does, with a limit."""
+    for number in (1, 2, 3):
+        worker.store(StepPlan(stores=stores(number)))
+    step(mover)
+    worker.store(StepPlan(released=(1,)))
+    assert device.held == device.begun[:1]
+    clock.advance(LATE_S + 1.0)
+    step(mover)
+    device.begun[1].patient = device.begun[2].hangs = True
+    worker.store(StepPlan(released=(2, 3)))
+    assert (len(device.held), device.begun[1].over) == (1, True)
+    device.begun[2].hangs = False
+    device.end_all()
+    step(mover)
+    assert reported(mover) == [(1, ()), (2, ()), (3, (0,))]
+    worker.store(StepPlan(stores=stores(4)))
+    step(mover)
+    worker.store(StepPlan(released=(4,)))
+    assert len(device.held) == 2, "copies end again"
+    device.end_all()
+
+
 def test_copies_that_wait_for_others_do_not_hang(mover: Mover, device: Device, clock: ManualClock) -> None:
     """They end in order: the time of each begins with the end of the one before."""
     mover.put(store_job(device, 1, 2))
@@ -99,10 +125,10 @@ def test_copies_that_wait_for_others_do_not_hang(mover: Mover, device: Device, c
     step(mover)
     clock.advance(COPY_S_MAX - 1.0)
     step(mover)
-    assert not mover.stores_hang
+    assert not mover.watches.stores_hang
     clock.advance(2.0)
     step(mover)
-    assert mover.stores_hang
+    assert mover.watches.stores_hang
 
 
 def test_a_load_that_hangs_ends_the_engine(
@@ -145,7 +171,7 @@ def test_a_load_beside_a_store_that_hangs_ends_by_itself(
     step(mover)
     clock.advance(COPY_S_MAX / 2 + 1.0)
     step(mover)
-    assert mover.stores_hang
+    assert mover.watches.stores_hang
     device.begun[1].end()
     step(mover)
     (ended,) = worker.finished(StepPlan())
@@ -162,7 +188,7 @@ def test_a_call_that_does_not_return_costs_no_step_its_time(
     def inside() -> None:
         device.when_begun = lambda: None
         clock.advance(COPY_S_MAX - 1.0)
-        assert not mover.is_stuck
+        assert not mover.watches.is_stuck
         clock.advance(2.0)
         if what == "load":
             with pytest.raises(CopyHung, match="KVBM ends this engine"):
@@ -213,7 +239,7 @@ def test_a_session_that_is_lost_while_a_store_hangs_stays_open(
     line.hang_up()
     step(mover, turns=3)
     assert not line.closed
-    assert mover.stores_hang
+    assert mover.watches.stores_hang
     assert reported(mover) == []
     mover.stop()
     assert not line.closed

@@ -56,7 +56,7 @@ def rank(torch_cuda: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran
 def test_a_store_that_never_ends_costs_the_rank_its_cache(rank: Rank, torch_cuda: TorchCuda) -> None:
     plan = StepPlan(stores=planned(rank._plan_stores))
     rank.worker.store(plan)
-    until(lambda: rank.mover.stores_hang, "the store was waited for without an end")
+    until(lambda: rank.mover.watches.stores_hang, "the store was waited for without an end")
     until(lambda: not rank.mover.connected, "KVBM stayed on")
     assert rank._line.sent == [CopiesHang()]
     assert not rank._line.closed, "its slots may still be written"
