@@ -85,6 +85,18 @@ def fail_by_chance(child: Child, name: str, chance: float) -> None:
     libcuda.fail_by_chance(name, chance)
 
 
+def stop_copies(child: Child, limit_s: float) -> None:
+    """No copy ends from now on, and one hangs after `limit_s`."""
+    from kvbm.transfer.cuda import copier
+    from kvbm.worker import hang_watch
+
+    _replace(hang_watch, "LATE_S", 0.0)
+    for module in (hang_watch, copier):
+        _replace(module, "COPY_S_MAX", limit_s)
+    (libcuda,) = _cuda
+    libcuda.configure(copies_are_held=1)
+
+
 def copier_of(child: Child) -> str:
     """The class of the engine's copier."""
     assert child.engine is not None

@@ -13,13 +13,14 @@ import pytest
 
 from engine import ahead, over_cuda, reach
 from engine.engine_child import KV_CONNECTOR
-from engine.engine_process import EngineProcess
+from engine.engine_process import EngineFailed, EngineProcess
 from engine.launcher import Launcher, differences
 from engine.model_runners import runs_v2
 from engine.tier_settings import host
 from engine.workload import again, small_workload
 
 LATE_S = 0.02
+HANGS_S = 0.5
 TURNS = ("", "+")
 FAIL = {**KV_CONNECTOR, "kv_load_failure_policy": "fail"}
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
@@ -106,6 +107,27 @@ def test_copies_that_fail(launcher: Launcher, v1_reference: Reference, libcuda_p
         check_device(engine)
         assert launcher.metrics()['kvbm_failures_total{tier="host",kind="load"}'] > 0
         launcher.assert_nothing_held()
+
+
+def test_stores_that_hang_cost_the_cache_alone(
+    launcher: Launcher, v1_reference: Reference, libcuda_path: Path
+) -> None:
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S):
+        engine = start(launcher, "batch", layerwise=False)
+        engine.call(over_cuda.stop_copies, HANGS_S, timeout_s=20.0)
+        assert ask(engine, v1_reference) == []
+        assert "KVBM is off in this rank from now on: a store has not ended" in engine.log()
+
+
+def test_a_load_that_hangs_ends_the_engine(
+    launcher: Launcher, v1_reference: Reference, libcuda_path: Path
+) -> None:
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S):
+        engine = start(launcher, "batch", layerwise=False)
+        assert differences(v1_reference, engine.run(small_workload())) == []
+        engine.call(over_cuda.stop_copies, HANGS_S, timeout_s=20.0)
+        with pytest.raises(EngineFailed, match="KVBM ends this engine: a load has not ended"):
+            engine.run(again(small_workload(), "+"))
 
 
 @pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layers"])
