@@ -36,7 +36,7 @@ def put_on_cuda(child: Child, library: str, late_s: float, fault: str) -> None:
     from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, replacements
 
     libcuda = Libcuda(Path(library))
-    libcuda.configure(delay_min_s=late_s / 2, delay_max_s=late_s)
+    libcuda.set_delay(late_s / 2, late_s)
     cuda = TorchCuda(libcuda, engine_computes_on_cpu=True)
     for name, value in replacements(cuda).items():
         module, _, attribute = name.rpartition(".")

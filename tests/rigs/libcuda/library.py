@@ -13,13 +13,8 @@ import torch
 _COMPLAINT_BYTES = 256
 
 
-class Settings(ctypes.Structure):
-    """`Settings` of `standin.h`. Times are in seconds.
-
-    Registrations are rounded to pages of `page_bytes`. The pieces of each copy call take from `delay_min_s` to
-    `delay_max_s`, all together. With `copies_are_held` no copy gets further than half of its pieces.
-    `can_use_host_pointers` is CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
-    """
+class _Settings(ctypes.Structure):
+    """`Settings` of `standin.h`."""
 
     _fields_ = (
         ("version", c_int),
@@ -47,19 +42,30 @@ class Libcuda:
     def reset(self, seed: int = 0) -> None:
         """As in a process that has just begun. Work under way is dropped, and handles from before are refused."""
         self.cuda.standin_reset(c_uint64(seed))
-        self._settings = Settings(
-            version=13000, can_use_host_pointers=1, max_pitch=0x7FFFFFFF, page_bytes=4096
-        )
-        self.configure()
+        self._settings = _Settings()
+        self._set(version=13000, can_use_host_pointers=1, max_pitch=0x7FFFFFFF, page_bytes=4096)
 
     # ---- what a test sets
 
-    def configure(self, **settings: float) -> None:
-        """Change some of the `Settings`, from now on."""
-        for name, value in settings.items():
-            assert hasattr(self._settings, name), name
-            setattr(self._settings, name, value)
-        self.cuda.standin_configure(byref(self._settings))
+    def set_version(self, version: int) -> None:
+        """The driver's version, as 12080."""
+        self._set(version=version)
+
+    def set_host_pointer_use(self, can_use: bool) -> None:
+        """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+        self._set(can_use_host_pointers=can_use)
+
+    def set_page_bytes(self, page_bytes: int) -> None:
+        """The size of the pages that registrations are rounded to."""
+        self._set(page_bytes=page_bytes)
+
+    def set_delay(self, min_s: float, max_s: float) -> None:
+        """How long each copy call's pieces take, all together, chosen anew for each."""
+        self._set(delay_min_s=min_s, delay_max_s=max_s)
+
+    def hold_copies(self, held: bool = True) -> None:
+        """No copy gets further than half of its pieces, until they are let go."""
+        self._set(copies_are_held=held)
 
     def fail(
         self, name: str, result: int = 1, *, nth: int = 1, times: int = 1, loses_device: bool = False
@@ -124,3 +130,8 @@ class Libcuda:
         name = c_char_p()
         self.cuda.cuGetErrorName(c_int(result), byref(name))
         return name.value.decode() if name.value else str(result)
+
+    def _set(self, **settings: float) -> None:
+        for name, value in settings.items():
+            setattr(self._settings, name, value)
+        self.cuda.standin_configure(byref(self._settings))

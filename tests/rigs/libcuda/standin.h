@@ -57,7 +57,7 @@ struct CUevent_st {
     bool in_capture;
 };
 
-/* What a test sets: `library.Settings`, which explains it. */
+/* What a test sets, by the methods of `library.Libcuda`. */
 typedef struct {
     int version;
     int can_use_host_pointers;
