@@ -16,7 +16,7 @@ from engine.engine_child import Child
 from engine.engine_process import EngineProcess
 
 FAULTS = ("hold", "done")
-"""What can be taken out: the engine's waits for copies, and the looks at whether copies are over."""
+"""What a control can take out: the engine's waits for copies, and the check whether copies are over."""
 
 _undo: list[Callable[[], None]] = []
 _cuda: list[Any] = []
@@ -33,12 +33,12 @@ def put_on_cuda(child: Child, library: str, late_s: float, fault: str) -> None:
     from kvbm.transfer.cuda.copier import CudaCopier, CudaCopying
     from kvbm.transfer.device_cache import DeviceCache
     from rigs.libcuda.library import Libcuda
-    from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, replacements
+    from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, make_replacements
 
     libcuda = Libcuda(Path(library))
     libcuda.set_delay(late_s / 2, late_s)
     cuda = TorchCuda(libcuda, engine_computes_on_cpu=True)
-    for name, value in replacements(cuda).items():
+    for name, value in make_replacements(cuda).items():
         module, _, attribute = name.rpartition(".")
         _replace(importlib.import_module(module), attribute, value)
     from_tensors = DeviceCache.from_tensors
@@ -67,9 +67,9 @@ def put_on_cpu(child: Child) -> None:
 
 
 def device_seen(child: Child) -> tuple[int, list[str]]:
-    """How many pieces were copied, and what a real device would not have forgiven."""
+    """How many pieces were copied, and the violations."""
     (libcuda,) = _cuda
-    return libcuda.call_count("piece"), libcuda.complaints
+    return libcuda.call_count("piece"), libcuda.violations
 
 
 def fail_by_chance(child: Child, name: str, chance: float) -> None:

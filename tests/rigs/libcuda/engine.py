@@ -1,4 +1,4 @@
-"""An engine that computes on a stream of its own, on the stand-in for a device, and knows what it should read.
+"""An engine that computes on a stream of its own on the stand-in for a device, and checks what it reads.
 
 It writes and reads blocks in the order of its stream, as a scheduler does that is ahead of the device by two steps.
 Every block's content is one of `PATTERNS` random ones, and what a read found is compared with it when all is over.
@@ -69,11 +69,11 @@ class Engine:
         self._marks: deque[Event] = deque()
         self._all_layers = tuple(range(layers))
 
-    def write(self, block: int, pattern: int) -> None:
+    def write_block(self, block: int, pattern: int) -> None:
         """Compute a block."""
         self._copy(self._rows[block], self._pattern_rows[pattern])
 
-    def read(self, block: int, pattern: int, what: str, layers: tuple[int, ...] = ()) -> Read:
+    def read_block(self, block: int, pattern: int, what: str, layers: tuple[int, ...] = ()) -> Read:
         """Attend to a block, or to some layers of it."""
         layers = layers or self._all_layers
         read = Read(len(self._reads), layers, pattern, what)
@@ -81,8 +81,8 @@ class Engine:
         self._copy(self._log_rows[read.row][list(layers)], self._rows[block][list(layers)])
         return read
 
-    def discard(self, read: Read) -> None:
-        """Whatever it found: the request that read was ended."""
+    def discard_read(self, read: Read) -> None:
+        """Do not compare this read: the request that made it has failed."""
         self._reads[read.row] = read._replace(layers=())
 
     def end_step(self) -> None:
@@ -92,13 +92,13 @@ class Engine:
             self._marks.popleft().synchronize()
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Capture a graph meanwhile, in torch's default mode, which others may break."""
+    def capture_graph(self) -> Iterator[None]:
+        """Capture a graph meanwhile, in torch's default mode, in which calls of other threads can break it."""
         stream, graph = c_void_p(self._captured.cuda_stream), c_void_p()
-        self._libcuda.call("cuStreamBeginCapture_v2", stream, c_int(0))
+        self._libcuda.call_runtime("cuStreamBeginCapture_v2", stream, c_int(0))
         yield
         ended = self._libcuda.cuda.cuStreamEndCapture(stream, byref(graph))
-        self.broken_captures += self._libcuda.name_of(ended) == "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+        self.broken_captures += self._libcuda.error_name(ended) == "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
 
     def wrong_reads(self) -> list[str]:
         """The reads that found other bytes than they should have, once all are over."""
@@ -111,13 +111,13 @@ class Engine:
         ]
 
     def _copy(self, targets: Addresses, sources: Addresses) -> None:
-        """In one call: a kernel, for what matters here."""
+        """In one call, as a kernel does."""
         if self.lost:
             return
         targets, sources = np.ascontiguousarray(targets.ravel()), np.ascontiguousarray(sources.ravel())
         sizes = np.full(len(targets), ROW_BYTES, dtype=np.uint64)
         in_stream_order = np.array([1, 0, 0, 0, 0, 0], dtype=np.int32)
-        self._libcuda.call(
+        self._libcuda.call_runtime(
             "cuMemcpyBatchAsync_v2",
             *(c_void_p(array.ctypes.data) for array in (targets, sources, sizes)),
             c_size_t(len(targets)),

@@ -1,4 +1,4 @@
-"""The stand-in for `libcuda.so.1` as a test holds it: what it sets, what it reads, and what complaints there are."""
+"""The stand-in for `libcuda.so.1` as a test uses it: settings, injected errors, and what it has recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_COMPLAINT_BYTES = 256
+_VIOLATION_BYTES = 256
 
 
 class _Settings(ctypes.Structure):
@@ -35,7 +35,7 @@ class Libcuda:
 
     def __init__(self, path: Path) -> None:
         self.cuda = ctypes.CDLL(str(path))
-        for name in ("standin_registered_bytes", "standin_call_count", "standin_complaint"):
+        for name in ("standin_registered_bytes", "standin_call_count", "standin_violation"):
             getattr(self.cuda, name).restype = c_uint64
         self.reset()
 
@@ -82,7 +82,7 @@ class Libcuda:
         self.cuda.standin_fail_by_chance(name.encode(), c_double(chance), c_int(result))
 
     def spare_this_thread(self, spared: bool = True) -> None:
-        """No call of the calling thread is made to fail: it is the engine's, and its errors are not ours to handle."""
+        """No call of the calling thread is made to fail. For the engine's, whose errors KVBM does not handle."""
         self.cuda.standin_spare_thread(c_int(spared))
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -103,18 +103,18 @@ class Libcuda:
         return int(self.cuda.standin_registered_bytes())
 
     @property
-    def complaints(self) -> list[str]:
-        """What a real device would not forgive: copies beyond allocations, from memory that is not locked, …"""
-        text = ctypes.create_string_buffer(_COMPLAINT_BYTES)
+    def violations(self) -> list[str]:
+        """Uses that fail or corrupt memory on a real device: copies beyond an allocation, from pageable memory, …"""
+        text = ctypes.create_string_buffer(_VIOLATION_BYTES)
         found, index = [], 0
-        while index < self.cuda.standin_complaint(c_uint64(index), text, c_size_t(_COMPLAINT_BYTES)):
+        while index < self.cuda.standin_violation(c_uint64(index), text, c_size_t(_VIOLATION_BYTES)):
             found.append(text.value.decode())
             index += 1
         return found
 
     # ---- calls of the runtime that torch makes
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call_runtime(self, name: str, *arguments: Any) -> None:
         """A call with the context made current, as any call of the CUDA runtime does. Raises RuntimeError as torch."""
         context = c_void_p()
         if not self.cuda.cuCtxGetCurrent(byref(context)) and context.value is None:
@@ -123,10 +123,10 @@ class Libcuda:
         result = getattr(self.cuda, name)(*arguments)
         if result:
             raise RuntimeError(
-                f"CUDA error: {self.name_of(result)}\nCUDA kernel errors might be reported later"
+                f"CUDA error: {self.error_name(result)}\nCUDA kernel errors might be reported later"
             )
 
-    def name_of(self, result: int) -> str:
+    def error_name(self, result: int) -> str:
         name = c_char_p()
         self.cuda.cuGetErrorName(c_int(result), byref(name))
         return name.value.decode() if name.value else str(result)

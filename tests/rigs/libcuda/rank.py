@@ -1,6 +1,6 @@
-"""A rank on the stand-in for a device: the real worker beside an engine, and a scheduler that decides by chance.
+"""A rank on the stand-in for a device: the real worker beside an engine, and a scheduler that decides at random.
 
-The manager is a line that says nothing: the test itself gives slots, and takes them away.
+No manager runs: the rig itself gives out slots and takes them back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEADLINE_S = 30.0
 
 
 class Memory:
-    """Host memory in one life of the manager, which gives its slots and takes them away."""
+    """Host memory in one life of the manager, and which slots hold a block."""
 
     def __init__(self, epoch: int, shard_bytes: int) -> None:
         self.epoch = epoch
@@ -40,7 +40,7 @@ class Memory:
         self.kept: dict[int, int] = {}
         """Per slot that holds a block: its pattern."""
 
-    def map(self, cache: DeviceCache, method: str) -> Mapping:
+    def map_arena(self, cache: DeviceCache, method: str) -> Mapping:
         """As a rank does when it is welcomed."""
         descriptors = [os.dup(self.arena.region_fds[0]), os.dup(self.arena.generation_fd)]
         welcome = Welcome(
@@ -51,18 +51,18 @@ class Memory:
         )
         return Mapping(welcome, descriptors, cache, method)
 
-    def read(self, slot: int) -> bytes:
+    def read_slot(self, slot: int) -> bytes:
         """The bytes of a block."""
         return bytes(self.arena.slot_views(slot)[0][: self.arena.layout.shard_bytes])
 
-    def evict(self, slot: int) -> None:
+    def evict_slot(self, slot: int) -> None:
         """Another block may get the slot."""
         self.kept.pop(slot, None)
         self.arena.invalidate(slot)
         self.free.append(slot)
 
-    def scribble(self, slot: int) -> None:
-        """Put something else into a slot, whoever still reads it."""
+    def overwrite_slot(self, slot: int) -> None:
+        """Evict a block and write other bytes into its slot at once, even while a load reads it."""
         del self.kept[slot]
         self.arena.invalidate(slot)
         self.arena.slot_views(slot)[0][:] = b"\x5a" * self.arena.layout.slot_bytes
@@ -78,7 +78,7 @@ class Copies:
     patterns: list[int]
     released: bool = False
     reads: list[Read] = field(default_factory=list)
-    scribbled: list[int] = field(default_factory=list)
+    overwritten: list[int] = field(default_factory=list)
 
     @property
     def triples(self) -> list[tuple[int, int, int]]:
@@ -87,7 +87,7 @@ class Copies:
 
 
 class Rank:
-    """One rank, and the scheduler's decisions for it, all by chance."""
+    """One rank, and the scheduler's random decisions for it."""
 
     def __init__(self, cuda: TorchCuda, seed: int, method: str, steps: int) -> None:
         self.random = random.Random(seed)
@@ -120,7 +120,7 @@ class Rank:
         return self._memories[-1]
 
     def _map(self, welcome: Welcome, fds: list[int]) -> Mapping:
-        return self._memories[welcome.epoch - 1].map(self._cache, self._method)
+        return self._memories[welcome.epoch - 1].map_arena(self._cache, self._method)
 
     def restart_manager(self) -> None:
         """The manager ends, whatever is under way, and comes back with other memory."""
@@ -135,17 +135,17 @@ class Rank:
 
     # ---- a step
 
-    def step(self) -> None:
+    def run_step(self) -> None:
         """What the scheduler decides for one step, and how the rank carries it out."""
         captures = self.random.random() < 0.2
-        with self.engine.capture() if captures else contextlib.nullcontext():
+        with self.engine.capture_graph() if captures else contextlib.nullcontext():
             self.begin_step()
         self.engine.end_step()
         if self.random.random() < 0.1:
-            self._scribble()
+            self._overwrite_leased_slot()
 
     def begin_step(self) -> None:
-        """The same, however far the device has got."""
+        """The same without waiting for the device."""
         stores = self._plan_stores()
         released = [number for number, store in self._stores.items() if self._releases(store)]
         loads = self._plan_loads()
@@ -231,13 +231,13 @@ class Rank:
             for name, load in by_layer:
                 block, _, pattern = self.random.choice(load.triples)
                 what = f"{name}, block {block}, {layer}"
-                load.reads.append(self.engine.read(block, pattern, what, (number,)))
+                load.reads.append(self.engine.read_block(block, pattern, what, (number,)))
         for block in self.random.sample(sorted(self.content), min(2, len(self.content))):
-            self.engine.read(block, self.content[block], f"block {block}")
+            self.engine.read_block(block, self.content[block], f"block {block}")
         writable = self._writable()
         for block in self.random.sample(writable, min(3, len(writable))):
             self.content[block] = self.random.randrange(PATTERNS)
-            self.engine.write(block, self.content[block])
+            self.engine.write_block(block, self.content[block])
 
     # ---- results
 
@@ -250,7 +250,7 @@ class Rank:
             for position, (_, slot, pattern) in enumerate(store.triples):
                 if position in failed:
                     self.failed += 1
-                    store.memory.evict(slot)
+                    store.memory.evict_slot(slot)
                 else:
                     self.stored += 1
                     store.memory.kept[slot] = pattern
@@ -263,21 +263,21 @@ class Rank:
             else:
                 self.loaded += 1
                 self.content[block] = pattern
-                self.engine.read(block, pattern, f"{ended.request}, block {block}")
-            if slot in load.scribbled or self.random.random() < 0.3:
-                load.memory.evict(slot)
+                self.engine.read_block(block, pattern, f"{ended.request}, block {block}")
+            if slot in load.overwritten or self.random.random() < 0.3:
+                load.memory.evict_slot(slot)
         if ended.failed:
             for read in load.reads:
-                self.engine.discard(read)
+                self.engine.discard_read(read)
 
-    def _scribble(self) -> None:
-        """As a manager may that gave a lease up: a load out of this slot must not count."""
+    def _overwrite_leased_slot(self) -> None:
+        """A manager may do so once a lease has ended: a load out of this slot must fail."""
         if self._loads:
             load = self.random.choice(list(self._loads.values()))
             slot = self.random.choice(load.slots)
             if slot in load.memory.kept:
-                load.memory.scribble(slot)
-                load.scribbled.append(slot)
+                load.memory.overwrite_slot(slot)
+                load.overwritten.append(slot)
 
     # ---- the end
 
@@ -288,7 +288,7 @@ class Rank:
         contents = [self._slot_content(pattern) for pattern in range(PATTERNS)]
         for memory in self._memories:
             for slot, pattern in memory.kept.items():
-                if memory.read(slot) != contents[pattern]:
+                if memory.read_slot(slot) != contents[pattern]:
                     wrong.append(f"slot {slot} of life {memory.epoch}")
         return wrong + ["a capture was broken"] * self.engine.broken_captures
 

@@ -1,8 +1,8 @@
-"""The real worker, mover, copier, page locks and staging over the stand-in for a CUDA driver, by chance.
+"""The real worker, mover, copier, page locks and staging on the stand-in for a CUDA driver, at random.
 
-An engine writes, stores, releases, loads and reads blocks in any order, while copies end late and calls fail. Whatever
-it reads, and whatever slots hold in the end, must be what was written: see `rigs.libcuda.rank`. The controls take one
-of the orders out, each of which must show.
+An engine writes, stores, releases, loads and reads blocks in any order, while copies end late and calls fail. All that
+it reads, and all that slots hold in the end, must be what was written (`rigs.libcuda.rank`). Each control takes one
+guarantee out, and must find wrong bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(
                 rank.restart_manager()
             if restarts and step in (STEPS // 4 + 5, STEPS // 2 + 5):
                 rank.await_manager()
-            rank.step()
+            rank.run_step()
         wrong = rank.finish()
     finally:
         rank.close()
@@ -98,7 +98,7 @@ def test_an_engine_is_never_held_up_by_a_copy_that_never_ends(device: TorchCuda)
     rank = Rank(device, 0, "batch", STEPS)
     try:
         for _ in range(10):
-            rank.step()
+            rank.run_step()
         rank.await_reports()
         rank.layerwise_share = 0.0
         device.libcuda.hold_copies()
@@ -119,11 +119,11 @@ def test_a_device_that_is_lost(device: TorchCuda, caplog: pytest.LogCaptureFixtu
 
     def go_on() -> None:
         while True:
-            rank.step()
+            rank.run_step()
 
     try:
         for _ in range(20):
-            rank.step()
+            rank.run_step()
         device.libcuda.fail("piece", 700)
         with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
             go_on()

@@ -211,7 +211,7 @@ def test_calls_beside_a_capture(libcuda: Libcuda, driver: CudaDriver, memory: Me
         driver.unlock_pages(page)
 
     def lock_carelessly() -> None:
-        libcuda.call("cuCtxGetCurrent", byref(c_void_p()))  # any call of torch's binds the context
+        libcuda.call_runtime("cuCtxGetCurrent", byref(c_void_p()))  # any call of torch's binds the context
         lock()
 
     def lock_in_block() -> None:
@@ -224,10 +224,10 @@ def test_calls_beside_a_capture(libcuda: Libcuda, driver: CudaDriver, memory: Me
 
     results = []
     for locking in (lock_in_block, lock_adopted, lock_carelessly):
-        libcuda.call("cuStreamBeginCapture_v2", c_void_p(stream.cuda_stream), c_int(mode))
+        libcuda.call_runtime("cuStreamBeginCapture_v2", c_void_p(stream.cuda_stream), c_int(mode))
         failed = run_in_thread(locking)
         ended = libcuda.cuda.cuStreamEndCapture(c_void_p(stream.cuda_stream), byref(graph))
-        results.append((getattr(failed, "result", 0), libcuda.name_of(ended)))
+        results.append((getattr(failed, "result", 0), libcuda.error_name(ended)))
     broken = (900, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
     assert results == [(0, "CUDA_SUCCESS")] * 2 + [broken if mode == 0 else (0, "CUDA_SUCCESS")]
 
@@ -291,11 +291,11 @@ def test_a_device_that_is_lost_stays_lost(
 class TestWhatTheRigSees:
     """Each of these is a defect of the caller's, and must not pass as a copy."""
 
-    def spoil(self, libcuda: Libcuda, call: Callable[[], object], complaint: str) -> None:
+    def spoil(self, libcuda: Libcuda, call: Callable[[], object], violation: str) -> None:
         with pytest.raises(CudaError, match="INVALID_VALUE"):
             call()
-        (said,) = libcuda.complaints
-        assert complaint in said
+        (found,) = libcuda.violations
+        assert violation in found
         libcuda.reset()
 
     def test_host_memory_that_is_not_locked(
@@ -351,6 +351,6 @@ class TestWhatTheRigSees:
         libcuda.hold_copies(False)
         with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
             stream.synchronize()
-        (said,) = libcuda.complaints
-        assert said.startswith("while copying")
+        (found,) = libcuda.violations
+        assert found.startswith("while copying")
         libcuda.reset()

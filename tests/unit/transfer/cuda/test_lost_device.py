@@ -1,4 +1,4 @@
-"""A device that is lost between an engine's mark and the copies behind it: torch's calls say so before the driver's."""
+"""A device that is lost between an engine's mark and the copies behind it: torch's calls fail before the driver's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lose(torch_cuda: TorchCuda) -> None:
 
 @pytest.mark.parametrize("to_device", [False, True], ids=["store", "load"])
 @pytest.mark.parametrize("locked", [False, True], ids=["staged", "locked"])
-def test_copies_behind_the_mark_say_so(
+def test_copies_behind_the_mark_raise_device_lost(
     torch_cuda: TorchCuda, copier: CudaCopier, locked: bool, to_device: bool
 ) -> None:
     if locked:
