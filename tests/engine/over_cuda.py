@@ -16,8 +16,8 @@ from engine.engine_child import Child
 from engine.engine_process import EngineProcess
 
 FAULTS = ("hold", "done", "pin")
-"""What can be taken out: the engine's waits for copies, where no block is pinned; the looks at whether copies are over;
-pins alone."""
+"""What a control can take out: the engine's waits for copies, where no block is pinned; the check whether copies are
+over; pins alone."""
 
 _undo: list[Callable[[], None]] = []
 _cuda: list[Any] = []
@@ -36,12 +36,12 @@ def put_on_cuda(child: Child, library: str, late_s: float, fault: str) -> None:
     from kvbm.transfer.device_cache import DeviceCache
     from kvbm.vllm_integration.block_pool import PoolBlocks
     from rigs.libcuda.library import Libcuda
-    from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, replacements
+    from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, make_replacements
 
     libcuda = Libcuda(Path(library))
-    libcuda.configure(delay_min_s=late_s / 2, delay_max_s=late_s)
+    libcuda.set_delay(late_s / 2, late_s)
     cuda = TorchCuda(libcuda, engine_computes_on_cpu=True)
-    for name, value in replacements(cuda).items():
+    for name, value in make_replacements(cuda).items():
         module, _, attribute = name.rpartition(".")
         _replace(importlib.import_module(module), attribute, value)
     from_tensors = DeviceCache.from_tensors
@@ -74,9 +74,9 @@ def put_on_cpu(child: Child) -> None:
 
 
 def device_seen(child: Child) -> tuple[int, list[str]]:
-    """How many pieces were copied, and what a real device would not have forgiven."""
+    """How many pieces were copied, and the violations."""
     (libcuda,) = _cuda
-    return libcuda.call_count("piece"), libcuda.complaints
+    return libcuda.call_count("piece"), libcuda.violations
 
 
 def fail_by_chance(child: Child, name: str, chance: float) -> None:
@@ -94,7 +94,7 @@ def stop_copies(child: Child, limit_s: float) -> None:
     for module in (hang_watch, copier):
         _replace(module, "COPY_S_MAX", limit_s)
     (libcuda,) = _cuda
-    libcuda.configure(copies_are_held=1)
+    libcuda.hold_copies()
 
 
 def copier_of(child: Child) -> str:

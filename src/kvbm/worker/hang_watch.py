@@ -2,7 +2,7 @@
 
 A copy that was begun cannot be taken back. One that hangs may write to its targets at any later time, so these are
 given to nobody: a store's slots stay reserved until this process ends, and a load ends the engine
-(`docs/decisions/0038-copies-that-hang.md`).
+(`docs/decisions/0040-copies-that-hang.md`).
 """
 
 from __future__ import annotations

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
 
 from kvbm.errors import CopyHung
 from kvbm.protocol import CopiesHang
-from kvbm.step_plan import LoadPlan, StepPlan
+from kvbm.step_plan import StepPlan
 from kvbm.worker import hang_watch
 from rigs.libcuda.rank import Rank
 from rigs.libcuda.torch_cuda import TorchCuda
@@ -35,19 +34,15 @@ def planned(plan: Callable[[], list[PlanT]]) -> tuple[PlanT, ...]:
     return next(tuple(plans) for _ in range(100) if (plans := plan()))
 
 
-def planned_loads(rank: Rank) -> tuple[LoadPlan, ...]:
-    """Some loads; no forward pass waits for them."""
-    return tuple(msgspec.structs.replace(load, layerwise=False) for load in planned(rank._plan_loads))
-
-
 @pytest.fixture
 def rank(torch_cuda: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """One that has stored and loaded, and whose device does not get on with copies from now on."""
     rank = Rank(torch_cuda, 0, "batch", STEPS_MAX)
-    until(lambda: rank.step() or (rank.stored and rank.loaded), "it neither stored nor loaded")
+    rank.layerwise_share = 0.0
+    until(lambda: rank.run_step() or (rank.stored and rank.loaded), "it neither stored nor loaded")
     assert rank.finish() == []
     monkeypatch.setattr(hang_watch, "COPY_S_MAX", 0.05)
-    torch_cuda.libcuda.configure(copies_are_held=1)
+    torch_cuda.libcuda.hold_copies()
     yield rank
     rank.close()
     assert torch_cuda.libcuda.registered_bytes == 0
@@ -58,10 +53,10 @@ def test_a_store_that_never_ends_costs_the_rank_its_cache(rank: Rank, torch_cuda
     rank.worker.store(plan)
     until(lambda: rank.mover.watches.stores_hang, "the store was waited for without an end")
     until(lambda: not rank.mover.connected, "KVBM stayed on")
-    assert rank._line.sent == [CopiesHang()]
-    assert not rank._line.closed, "its slots may still be written"
+    assert rank._lines[0].sent == [CopiesHang()]
+    assert not rank._lines[0].closed, "its slots may still be written"
     assert rank.worker.report() is None
-    loads = StepPlan(loads=planned_loads(rank), released=tuple(store.store for store in plan.stores))
+    loads = StepPlan(loads=planned(rank._plan_loads), released=tuple(store.store for store in plan.stores))
     rank.worker.store(loads)
     rank.worker.load(loads)
     ended = rank.worker.finished(loads)
@@ -70,16 +65,16 @@ def test_a_store_that_never_ends_costs_the_rank_its_cache(rank: Rank, torch_cuda
         "a load was not answered",
     )
     assert all(load.failed for load in ended)
-    torch_cuda.libcuda.configure(copies_are_held=0)
-    until(lambda: rank._line.closed, "the slots were not given back")
+    torch_cuda.libcuda.hold_copies(False)
+    until(lambda: rank._lines[0].closed, "the slots were not given back")
 
 
 def test_a_load_that_never_ends_ends_the_engine(rank: Rank, torch_cuda: TorchCuda) -> None:
-    plan = StepPlan(loads=planned_loads(rank))
+    plan = StepPlan(loads=planned(rank._plan_loads))
     rank.worker.store(plan)
     rank.worker.load(plan)
     with pytest.raises(CopyHung, match="KVBM ends this engine"):
         until(lambda: rank.worker.finished(StepPlan()), "the load was waited for without an end")
-    assert not rank._line.closed
-    torch_cuda.libcuda.configure(copies_are_held=0)
-    until(lambda: rank._line.closed, "the session was not given up")
+    assert not rank._lines[0].closed
+    torch_cuda.libcuda.hold_copies(False)
+    until(lambda: rank._lines[0].closed, "the session was not given up")

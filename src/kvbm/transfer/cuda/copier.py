@@ -216,10 +216,13 @@ class CudaCopier:
                 if unlocked:
                     staged = self._staging.begin(pieces, unlocked, after, to_device=to_device)
             except BaseException as error:
-                # Some copies may be under way: the caller frees their memory as soon as it gets the error.
-                drain(stream)
+                # Some copies may be under way: the caller frees their memory as soon as it gets the error. An error of
+                # torch's does not say whether the device is lost, but then the stream cannot be waited for either.
+                drained = drain(stream)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error
+                if not drained and isinstance(error, Exception):
+                    raise DeviceLost(first_line(error)) from error
                 raise
         return CudaCopying(event, staged)
 

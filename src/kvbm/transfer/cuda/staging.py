@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvbm.errors import CopyHung, KvbmError
+from kvbm.errors import CopyHung, DeviceLost, KvbmError
 from kvbm.transfer.copier import COPY_S_MAX, DeviceEvent, Pairs
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, first_line
 from kvbm.transfer.cuda.driver import CudaError, Driver
@@ -58,7 +58,7 @@ class Staging:
         self._latest: dict[bool, Future[None]] = {}
         self._sides = {
             to_device: _Side(
-                ThreadPoolExecutor(1, f"kvbm-staged-{name}", driver.adopt_thread, (device.index,)),
+                _start_thread(driver, device, f"kvbm-staged-{name}"),
                 device.new_stream(priority),
                 _pinned(device, rows, row_bytes),
             )
@@ -101,9 +101,17 @@ class Staging:
                     stream.record().synchronize()
                     if not to_device:
                         torch._foreach_copy_(slots, staged)
-            except BaseException:
-                drain(stream)
+            except BaseException as error:
+                if not drain(stream) and isinstance(error, Exception):
+                    raise DeviceLost(first_line(error)) from error
                 raise
+
+
+def _start_thread(driver: Driver, device: Device, name: str) -> ThreadPoolExecutor:
+    """A thread that copies, adopted while the device is known to work: later a lost one would break the executor."""
+    thread = ThreadPoolExecutor(1, name)
+    thread.submit(driver.adopt_thread, device.index).result()
+    return thread
 
 
 def _pinned(device: Device, rows: int, row_bytes: int) -> torch.Tensor:
@@ -114,10 +122,12 @@ def _pinned(device: Device, rows: int, row_bytes: int) -> torch.Tensor:
         raise KvbmError(f"page-locking a buffer of {size} bytes for copies: {first_line(error)}") from error
 
 
-def drain(stream: Stream) -> None:
-    """Wait until nothing is under way on the stream."""
+def drain(stream: Stream) -> bool:
+    """Wait until nothing is under way on the stream; False where the device is lost, and nothing moves any more."""
     try:
         stream.record().synchronize()
     except (CudaError, RuntimeError) as error:
-        # The device is lost: nothing moves any more, and the error that led here says more.
+        # The error that led here says more.
         _log.debug("waiting for copies that were begun: %s", first_line(error))
+        return False
+    return True
